@@ -1,0 +1,194 @@
+"""Model values to protobuf messages and back: the only file that knows both shapes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from contextcache.model import (
+    CacheSessionMetadata,
+    Manifest,
+    NewSession,
+    Segment,
+    SegmentKind,
+    SessionMode,
+    SessionState,
+    TtlPolicy,
+    TurnCommit,
+)
+from contextcache.v1 import context_manager_pb2 as pb
+from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
+
+_STATE_TO_PB = {
+    SessionState.CREATING: pb.SESSION_STATE_CREATING,
+    SessionState.READY: pb.SESSION_STATE_READY,
+    SessionState.BUSY: pb.SESSION_STATE_BUSY,
+}
+_STATE_FROM_PB = {number: state for state, number in _STATE_TO_PB.items()}
+_MODE_TO_PB = {SessionMode.SESSION: pb.SESSION_MODE_SESSION, SessionMode.PREFIX: pb.SESSION_MODE_PREFIX}
+_POLICY_TO_PB = {TtlPolicy.FIXED: pb.TTL_POLICY_FIXED, TtlPolicy.SLIDING: pb.TTL_POLICY_SLIDING}
+_KIND_TO_PB = {SegmentKind.PROMPT: pb.SEGMENT_KIND_PROMPT, SegmentKind.ANSWER: pb.SEGMENT_KIND_ANSWER}
+
+
+def mode_to_pb(mode: SessionMode) -> pb.SessionMode.ValueType:
+    """Return the enum number of a mode."""
+    return _MODE_TO_PB[mode]
+
+
+def mode_from_pb(number: pb.SessionMode.ValueType) -> SessionMode:
+    """Return the mode; unspecified reads as session."""
+    return SessionMode.PREFIX if number == pb.SESSION_MODE_PREFIX else SessionMode.SESSION
+
+
+def policy_to_pb(policy: TtlPolicy) -> pb.TtlPolicy.ValueType:
+    """Return the enum number of a TTL policy."""
+    return _POLICY_TO_PB[policy]
+
+
+def policy_from_pb(number: pb.TtlPolicy.ValueType) -> TtlPolicy:
+    """Return the TTL policy; unspecified reads as fixed."""
+    return TtlPolicy.SLIDING if number == pb.TTL_POLICY_SLIDING else TtlPolicy.FIXED
+
+
+def session_to_pb(session: CacheSessionMetadata) -> pb.Session:
+    """Return the message of a row."""
+    return pb.Session(
+        session_id=session.session_id,
+        tenant=session.tenant,
+        model_id=session.model_id,
+        mode=_MODE_TO_PB[session.mode],
+        state=_STATE_TO_PB[session.state],
+        generation=session.generation,
+        cache_ref=session.cache_ref,
+        previous_cache_ref=session.previous_cache_ref,
+        holder=session.holder,
+        created_at_ms=session.created_at_ms,
+        expires_at_ms=session.expires_at_ms,
+        ttl_s=session.ttl_s,
+        ttl_policy=_POLICY_TO_PB[session.ttl_policy],
+        num_tokens=session.num_tokens,
+        num_turns=session.num_turns,
+        metadata=session.metadata,
+    )
+
+
+def session_from_pb(message: pb.Session) -> CacheSessionMetadata:
+    """Return the row of a message. Raises KeyError for a state this version does not know."""
+    return CacheSessionMetadata(
+        session_id=message.session_id,
+        tenant=message.tenant,
+        model_id=message.model_id,
+        mode=mode_from_pb(message.mode),
+        state=_STATE_FROM_PB[message.state],
+        generation=message.generation,
+        cache_ref=message.cache_ref,
+        previous_cache_ref=message.previous_cache_ref,
+        holder=message.holder,
+        created_at_ms=message.created_at_ms,
+        expires_at_ms=message.expires_at_ms,
+        ttl_s=message.ttl_s,
+        ttl_policy=policy_from_pb(message.ttl_policy),
+        num_tokens=message.num_tokens,
+        num_turns=message.num_turns,
+        metadata=dict(message.metadata),
+    )
+
+
+def new_session_from_pb(message: pb.ReserveSessionRequest) -> NewSession:
+    """Return what a reserve call asks for."""
+    return NewSession(
+        tenant=message.tenant,
+        session_id=message.session_id,
+        model_id=message.model_id,
+        mode=mode_from_pb(message.mode),
+        ttl_s=message.ttl_s,
+        ttl_policy=policy_from_pb(message.ttl_policy),
+        metadata=dict(message.metadata),
+    )
+
+
+def segment_to_pb(segment: Segment) -> pb.Segment:
+    """Return the message of a segment."""
+    return pb.Segment(
+        kind=_KIND_TO_PB[segment.kind],
+        text=segment.text,
+        messages_json=segment.messages_json,
+        token_ids=segment.token_ids,
+    )
+
+
+def segment_from_pb(message: pb.Segment) -> Segment:
+    """Return the segment of a message."""
+    kind = SegmentKind.ANSWER if message.kind == pb.SEGMENT_KIND_ANSWER else SegmentKind.PROMPT
+    return Segment(
+        kind=kind,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        messages_json=message.messages_json,
+    )
+
+
+def segments_from_pb(messages: Iterable[pb.Segment]) -> tuple[Segment, ...]:
+    """Return the segments of a repeated field."""
+    return tuple(segment_from_pb(message) for message in messages)
+
+
+def commit_to_pb(commit: TurnCommit) -> pb.TurnCommit:
+    """Return the message of a commit."""
+    return pb.TurnCommit(
+        tenant=commit.tenant,
+        session_id=commit.session_id,
+        lease_id=commit.lease_id,
+        expected_generation=commit.expected_generation,
+        keep_segments=commit.keep_segments,
+        segments=[segment_to_pb(segment) for segment in commit.segments],
+        cache_ref=commit.cache_ref,
+        holder=commit.holder,
+    )
+
+
+def commit_from_pb(message: pb.TurnCommit) -> TurnCommit:
+    """Return the commit of a message."""
+    return TurnCommit(
+        tenant=message.tenant,
+        session_id=message.session_id,
+        lease_id=message.lease_id,
+        expected_generation=message.expected_generation,
+        keep_segments=message.keep_segments,
+        segments=segments_from_pb(message.segments),
+        cache_ref=message.cache_ref,
+        holder=message.holder,
+    )
+
+
+def manifest_to_pb(manifest: Manifest) -> sidecar_pb.Manifest:
+    """Return the message of a manifest."""
+    return sidecar_pb.Manifest(
+        cache_ref=manifest.cache_ref,
+        tenant=manifest.tenant,
+        session_id=manifest.session_id,
+        fingerprint=manifest.fingerprint,
+        token_ids=manifest.token_ids,
+        block_tokens=manifest.block_tokens,
+        block_ids=manifest.block_ids,
+        tail_tokens=manifest.tail_tokens,
+        world_size=manifest.world_size,
+        expires_at_ms=manifest.expires_at_ms,
+        size_bytes=manifest.size_bytes,
+    )
+
+
+def manifest_from_pb(message: sidecar_pb.Manifest) -> Manifest:
+    """Return the manifest of a message."""
+    return Manifest(
+        cache_ref=message.cache_ref,
+        tenant=message.tenant,
+        session_id=message.session_id,
+        fingerprint=message.fingerprint,
+        token_ids=tuple(message.token_ids),
+        block_tokens=message.block_tokens,
+        block_ids=tuple(message.block_ids),
+        tail_tokens=message.tail_tokens,
+        world_size=message.world_size,
+        expires_at_ms=message.expires_at_ms,
+        size_bytes=message.size_bytes,
+    )

@@ -1,0 +1,234 @@
+"""One tree of errors. Each class carries its stable code and the HTTP and gRPC status it travels under.
+
+Rules: foreign exceptions are mapped once, in the adapter that meets them (`raise X(...) from exc`); messages
+never hold prompt text, token ids or keys; a cache fault is never the client's fault (recompute and count).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+
+class ContextCacheError(Exception):
+    """Base of the family.
+
+    `param` names the request field at fault (OpenAI's `error.param`); `retry_after_s` becomes `Retry-After`.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    openai_type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(ContextCacheError):
+    """The request is malformed; nothing was stored."""
+
+    code = "invalid_request"
+    http_status = 400
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    openai_type = "invalid_request_error"
+
+
+class ModelMismatch(InvalidRequest):
+    """The context belongs to another model than the request names."""
+
+    code = "model_mismatch"
+
+
+class TtlOutOfRange(InvalidRequest):
+    """The ttl is outside the deployment's bounds; it is never clamped."""
+
+    code = "ttl_out_of_range"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Context plus new text do not fit the model's window."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ContextCacheError):
+    """No API key, or one nobody owns."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    openai_type = "authentication_error"
+
+
+class ForgedIdentity(Unauthorized):
+    """A signed token whose signature, purpose or expiry is wrong."""
+
+    code = "invalid_identity"
+
+
+class ContextNotFound(ContextCacheError):
+    """Absent, deleted, or another tenant's: one answer for all three."""
+
+    code = "context_not_found"
+    http_status = 404
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    openai_type = "invalid_request_error"
+
+
+class ContextBusy(ContextCacheError):
+    """Another turn holds the lease."""
+
+    code = "context_busy"
+    http_status = 409
+    grpc_status = grpc.StatusCode.ABORTED
+    openai_type = "invalid_request_error"
+
+
+class ContextExists(ContextCacheError):
+    """A live context already has the id."""
+
+    code = "context_exists"
+    http_status = 409
+    grpc_status = grpc.StatusCode.ALREADY_EXISTS
+    openai_type = "invalid_request_error"
+
+
+class GenerationMismatch(ContextCacheError):
+    """The context has moved on from the generation the caller named."""
+
+    code = "generation_mismatch"
+    http_status = 409
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    openai_type = "invalid_request_error"
+
+
+class LeaseLost(ContextCacheError):
+    """The caller's lease ended and another turn may have begun: its commit is refused."""
+
+    code = "lease_lost"
+    http_status = 409
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    openai_type = "invalid_request_error"
+
+
+class ContextExpired(ContextCacheError):
+    """The context's TTL has ended; remembered for an hour, then it is simply not found."""
+
+    code = "context_expired"
+    http_status = 410
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    openai_type = "invalid_request_error"
+
+
+class BodyTooLarge(ContextCacheError):
+    """The request body is over the limit."""
+
+    code = "body_too_large"
+    http_status = 413
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    openai_type = "invalid_request_error"
+
+
+class ContextQuotaExceeded(ContextCacheError):
+    """The tenant holds all it may."""
+
+    code = "context_quota_exceeded"
+    http_status = 429
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    openai_type = "rate_limit_error"
+
+
+class EngineFailed(ContextCacheError):
+    """The engine broke off or answered with something that is no answer."""
+
+    code = "engine_error"
+    http_status = 502
+    grpc_status = grpc.StatusCode.INTERNAL
+
+
+class NoReadyEndpoint(ContextCacheError):
+    """No pod is ready to take the request."""
+
+    code = "no_ready_endpoint"
+    http_status = 503
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+
+
+class StoreUnavailable(ContextCacheError):
+    """The context manager or its Redis cannot be reached in time."""
+
+    code = "store_unavailable"
+    http_status = 503
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+
+
+class SidecarUnavailable(ContextCacheError):
+    """The kv-sidecar cannot be reached in time. Never a client's error: recompute."""
+
+    code = "sidecar_unavailable"
+    http_status = 503
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+
+
+class CacheRefNotFound(ContextCacheError):
+    """No sealed, unexpired manifest under this cache_ref for this tenant. A miss: recompute."""
+
+    code = "cache_ref_not_found"
+    http_status = 404
+    grpc_status = grpc.StatusCode.NOT_FOUND
+
+
+class FingerprintMismatch(ContextCacheError):
+    """The KV was made by another model, layout or build. A miss: recompute."""
+
+    code = "fingerprint_mismatch"
+    http_status = 409
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ContextDeleted(ContextCacheError):
+    """A save under a cache_ref or session that was deleted meanwhile: refused, nothing is kept."""
+
+    code = "context_deleted"
+    http_status = 409
+    grpc_status = grpc.StatusCode.ABORTED
+
+
+class SaveIncomplete(ContextCacheError):
+    """Seal without all blocks, or for a save that was never prepared: no manifest is written."""
+
+    code = "save_incomplete"
+    http_status = 409
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class CorruptBlock(ContextCacheError):
+    """A block file whose checksum, token ids or fingerprint is not what it must be: put aside, never served."""
+
+    code = "corrupt_block"
+    http_status = 500
+    grpc_status = grpc.StatusCode.DATA_LOSS
+
+
+class StorageFull(ContextCacheError):
+    """No room for another block within the limits: the save is dropped and counted."""
+
+    code = "storage_full"
+    http_status = 507
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def _family(cls: type[ContextCacheError]) -> dict[str, type[ContextCacheError]]:
+    found = {cls.code: cls}
+    for child in cls.__subclasses__():
+        found |= _family(child)
+    return found
+
+
+ERRORS_BY_CODE = _family(ContextCacheError)
+"""Every class of the tree by its code, so that the other end of a wire raises the same class."""

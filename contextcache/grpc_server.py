@@ -1,0 +1,121 @@
+"""How our gRPC servers start, map errors, report health and stop. Used by the manager and the sidecar."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from typing_extensions import override
+
+from contextcache.errors import ContextCacheError
+from contextcache.rpc import CHANNEL_OPTIONS, error_metadata
+
+log = logging.getLogger(__name__)
+
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *CHANNEL_OPTIONS,
+    # Below the clients' 30 s keepalive, so that their pings are never answered with GOAWAY.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+
+
+class ErrorMapping(grpc.aio.ServerInterceptor):
+    """Turns a ContextCacheError raised by a method into its gRPC status and metadata; logs anything else."""
+
+    @override
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the method's behaviour; unknown methods (None) stay as they are."""
+        method = await continuation(handler_call_details)
+        if method is None:
+            return method
+        if method.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                _mapped(method.unary_unary), method.request_deserializer, method.response_serializer
+            )
+        if method.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(
+                _mapped(method.stream_unary), method.request_deserializer, method.response_serializer
+            )
+        if method.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                _mapped_stream(method.unary_stream), method.request_deserializer, method.response_serializer
+            )
+        return method
+
+
+def _mapped(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behaviour(request, context)
+        except ContextCacheError as exc:
+            await context.abort(exc.grpc_status, exc.message, error_metadata(exc))
+
+    return call
+
+
+def _mapped_stream(behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async for message in behaviour(request, context):
+                yield message
+        except ContextCacheError as exc:
+            await context.abort(exc.grpc_status, exc.message, error_metadata(exc))
+
+    return call
+
+
+class GrpcServer:
+    """One grpc.aio server with health and reflection; `stop` drains within a grace period."""
+
+    def __init__(
+        self,
+        *,
+        addresses: Iterable[str],
+        service_name: str,
+        add_service: Callable[[grpc.aio.Server], None],
+        max_concurrent_rpcs: int,
+    ) -> None:
+        """Bind `addresses` (`127.0.0.1:0` and `unix:///path` both work). Raises OSError when one is taken."""
+        self._server = grpc.aio.server(
+            interceptors=[ErrorMapping()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs
+        )
+        self._service_name = service_name
+        add_service(self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self.ports = [self._bind(address) for address in addresses]
+        """Ports really bound, in the order of `addresses`."""
+
+    def _bind(self, address: str) -> int:
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as exc:
+            raise OSError(f"cannot listen on {address}: {exc}") from exc
+        if port == 0:
+            raise OSError(f"cannot listen on {address}")
+        return port
+
+    async def start(self) -> None:
+        """Serve, and report SERVING for the service and for the server as a whole."""
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Report NOT_SERVING, refuse new calls, let running ones finish for `grace_s`, then end them."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(grace_s)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", self._service_name):
+            await self._health.set(name, status)

@@ -1,0 +1,145 @@
+"""Signed tokens: what one part tells the next about a request, so that a client cannot say it instead.
+
+Pure. A token is `v1.<base64url of canonical JSON>.<hex HMAC-SHA256>`; the MAC covers a purpose, so a token made
+for one use is refused for another. The gateway signs an `Identity` into `x-context-identity`; the turn
+middleware signs a `KVTransfer` into `kv_transfer_params`, which is all the connector obeys.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from contextcache.errors import ForgedIdentity
+from contextcache.model import CacheRef, ModelId, SessionId, TenantId
+
+IDENTITY_HEADER = "x-context-identity"
+KV_TRANSFER_KEY = "context_cache"
+"""Key inside vLLM's `kv_transfer_params` that holds a signed `KVTransfer`."""
+
+_VERSION = "v1"
+_IDENTITY = "identity"
+_KV_TRANSFER = "kv-transfer"
+_MAX_TOKEN_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who is calling, and which context the request claims."""
+
+    tenant: TenantId
+    request_id: str
+    expires_at_ms: int
+    """Unix time in ms after which the header is worthless; minutes, not hours."""
+    session_id: SessionId | None = None
+    """The context to continue; None: the request creates one (`POST /v1/context`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """What the connector shall load before, and save after, one engine request."""
+
+    tenant: TenantId
+    session_id: SessionId
+    request_id: str
+    load: tuple[CacheRef, ...]
+    """KV to start from, best first; empty: load nothing."""
+    save: CacheRef | None
+    """Name to save under; None: save nothing."""
+    expires_at_ms: int
+    """Unix time in ms at which the saved KV becomes garbage."""
+
+
+def sign_identity(identity: Identity, secret: bytes) -> str:
+    """Return the value of the `x-context-identity` header."""
+    payload = {
+        "tenant": identity.tenant,
+        "request_id": identity.request_id,
+        "session_id": identity.session_id,
+        "expires_at_ms": identity.expires_at_ms,
+    }
+    return _sign(_IDENTITY, payload, secret)
+
+
+def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
+    """Return what the gateway signed. Raises ForgedIdentity."""
+    payload = _verify(_IDENTITY, token, secret)
+    try:
+        identity = Identity(
+            tenant=str(payload["tenant"]),
+            request_id=str(payload["request_id"]),
+            expires_at_ms=int(payload["expires_at_ms"]),
+            session_id=None if payload["session_id"] is None else str(payload["session_id"]),
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ForgedIdentity("the identity header lacks a field") from exc
+    if identity.expires_at_ms <= now_ms:
+        raise ForgedIdentity("the identity header has expired")
+    return identity
+
+
+def sign_kv_transfer(transfer: KVTransfer, secret: bytes) -> str:
+    """Return the token for `kv_transfer_params[KV_TRANSFER_KEY]`."""
+    payload = {
+        "tenant": transfer.tenant,
+        "session_id": transfer.session_id,
+        "request_id": transfer.request_id,
+        "load": list(transfer.load),
+        "save": transfer.save,
+        "expires_at_ms": transfer.expires_at_ms,
+    }
+    return _sign(_KV_TRANSFER, payload, secret)
+
+
+def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
+    """Return what the turn middleware signed. Raises ForgedIdentity."""
+    payload = _verify(_KV_TRANSFER, token, secret)
+    try:
+        return KVTransfer(
+            tenant=str(payload["tenant"]),
+            session_id=str(payload["session_id"]),
+            request_id=str(payload["request_id"]),
+            load=tuple(str(ref) for ref in payload["load"]),
+            save=None if payload["save"] is None else str(payload["save"]),
+            expires_at_ms=int(payload["expires_at_ms"]),
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ForgedIdentity("the kv-transfer token lacks a field") from exc
+
+
+def cache_salt(tenant: TenantId, model_id: ModelId, secret: bytes) -> str:
+    """Return vLLM's `cache_salt` for this tenant and model: 64 hex characters (vLLM >= 0.30 allows 128)."""
+    return _mac("cache-salt", f"{tenant}\x00{model_id}".encode(), secret)
+
+
+def _sign(purpose: str, payload: dict[str, Any], secret: bytes) -> str:
+    raw = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
+    body = base64.urlsafe_b64encode(raw).decode().rstrip("=")
+    return f"{_VERSION}.{body}.{_mac(purpose, body.encode(), secret)}"
+
+
+def _verify(purpose: str, token: str, secret: bytes) -> dict[str, Any]:
+    version, _, rest = token.partition(".")
+    body, _, mac = rest.partition(".")
+    if len(token) > _MAX_TOKEN_CHARS or version != _VERSION or not token.isascii():
+        raise ForgedIdentity("not a signed token")
+    if not hmac.compare_digest(mac, _mac(purpose, body.encode(), secret)):
+        raise ForgedIdentity("the signature is wrong")
+    try:
+        payload = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    except (binascii.Error, ValueError) as exc:
+        raise ForgedIdentity("not a signed token") from exc
+    if not isinstance(payload, dict):
+        raise ForgedIdentity("not a signed token")
+    return payload
+
+
+def _mac(purpose: str, data: bytes, secret: bytes) -> str:
+    if not secret:
+        raise ForgedIdentity("no signing secret is set")
+    return hmac.new(secret, purpose.encode() + b"\x00" + data, hashlib.sha256).hexdigest()

@@ -1,0 +1,35 @@
+"""JSON log lines on stderr. An event is a short fixed phrase plus fields; never prompt text, token ids or keys."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from typing_extensions import override
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class _JsonLines(logging.Formatter):
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logs(level: str = "INFO") -> None:
+    """Send this process's log records to stderr as JSON lines. Called once, in `__main__`."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(_JsonLines())
+    logging.basicConfig(level=level, handlers=[stream], force=True)

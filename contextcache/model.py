@@ -1,0 +1,168 @@
+"""Sessions, transcripts and manifests as plain values: pure, no I/O, no wire format."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+SessionId: TypeAlias = str
+"""Public name of a context: `ctx_` + 128 random bits in hex, or the client's own (see `SESSION_ID_PATTERN`)."""
+CacheRef: TypeAlias = str
+"""Name of the saved KV of one generation (the EP's `kv_cache_sidecar_ref`): `ref_` + 128 random bits in hex."""
+TenantId: TypeAlias = str
+"""Whoever an API key belongs to."""
+ModelId: TypeAlias = str
+"""Model as the client names it: the engine's served model name."""
+
+SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+CACHE_REF_PATTERN = re.compile(r"ref_[0-9a-f]{32}")
+
+DEFAULT_TTL_S = 3600
+"""The EP's default life of a context."""
+MIN_TTL_S = 60
+MAX_TTL_S = 7 * 24 * 3600
+MAX_METADATA_KEYS = 16
+"""OpenAI's metadata limits: 16 keys of at most 64 characters, values of at most 512."""
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+MAX_LIST_LIMIT = 100
+
+
+class SessionState(Enum):
+    """Where a session stands; a tombstone is an error (`ContextExpired`), not a state a caller sees."""
+
+    CREATING = "creating"
+    READY = "ready"
+    BUSY = "busy"
+
+
+class SessionMode(Enum):
+    """Whether turns extend the context (`session`) or only read it (`prefix`)."""
+
+    SESSION = "session"
+    PREFIX = "prefix"
+
+
+class TtlPolicy(Enum):
+    """Whether a turn extends the life (`sliding`) or not (`fixed`)."""
+
+    FIXED = "fixed"
+    SLIDING = "sliding"
+
+
+class SegmentKind(Enum):
+    """Who wrote a segment: the client (`prompt`) or the model (`answer`)."""
+
+    PROMPT = "prompt"
+    ANSWER = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One piece of a transcript, immutable.
+
+    Exactly one of `text` (completions) and `messages_json` (chat, a JSON array) is non-empty, except for an
+    empty answer. `token_ids` are what the engine saw; they are never made again from the text.
+    """
+
+    kind: SegmentKind
+    token_ids: tuple[int, ...]
+    text: str = ""
+    messages_json: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSessionMetadata:
+    """One session's row without its transcript (the EP's `CacheSessionMetadata`)."""
+
+    session_id: SessionId
+    tenant: TenantId
+    model_id: ModelId
+    mode: SessionMode
+    state: SessionState
+    generation: int
+    """Number of the last committed turn; 0 while creating."""
+    cache_ref: CacheRef
+    """KV of `generation`; empty when none was saved."""
+    previous_cache_ref: CacheRef
+    """KV of the generation before: a fall-back when a crash lost the newest save; may be empty."""
+    holder: str
+    """Endpoint whose sidecar has the KV: a hint, never a requirement."""
+    created_at_ms: int
+    expires_at_ms: int
+    ttl_s: int
+    ttl_policy: TtlPolicy
+    num_tokens: int = 0
+    num_turns: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cache_refs(self) -> tuple[CacheRef, ...]:
+        """KV names worth asking a sidecar for, newest first."""
+        return tuple(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref)
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """What a client asks for when it creates a context."""
+
+    tenant: TenantId
+    session_id: SessionId
+    model_id: ModelId
+    mode: SessionMode = SessionMode.SESSION
+    ttl_s: int = DEFAULT_TTL_S
+    ttl_policy: TtlPolicy = TtlPolicy.FIXED
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCommit:
+    """One turn, ready to be made durable in one step."""
+
+    tenant: TenantId
+    session_id: SessionId
+    lease_id: str
+    expected_generation: int
+    """Generation the turn was built on; the row must still have it (0 for the create)."""
+    keep_segments: int
+    """Leading segments of the stored transcript that stay; the rest is replaced (a replay that diverged)."""
+    segments: tuple[Segment, ...]
+    cache_ref: CacheRef
+    """KV saved by this turn; empty when nothing was saved."""
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a `cache_ref` is: which tokens have KV, in which blocks, under which fingerprint, until when."""
+
+    cache_ref: CacheRef
+    tenant: TenantId
+    session_id: SessionId
+    fingerprint: str
+    token_ids: tuple[int, ...]
+    block_tokens: int
+    """Tokens in one block."""
+    block_ids: tuple[str, ...]
+    """Hex ids of the whole blocks, in order: `len(token_ids) // block_tokens` of them."""
+    tail_tokens: int
+    """Tokens after the last whole block; 0 when there is no tail."""
+    world_size: int
+    expires_at_ms: int
+    size_bytes: int = 0
+    """Bytes of all its block files, all ranks."""
+
+
+def new_session_id() -> SessionId:
+    """Mint a session id nobody can guess."""
+    return f"ctx_{secrets.token_hex(16)}"
+
+
+def new_cache_ref() -> CacheRef:
+    """Mint a cache_ref nobody can guess."""
+    return f"ref_{secrets.token_hex(16)}"

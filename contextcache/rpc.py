@@ -1,0 +1,61 @@
+"""gRPC in one place: channels, limits, and errors that arrive as the class they left as.
+
+The code of a `ContextCacheError` rides in trailing metadata (`contextcache-code`, `contextcache-detail-bin`), so
+both ends raise the same class. Imports grpcio only: it is loaded inside vLLM too.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from contextcache.errors import ERRORS_BY_CODE, ContextCacheError
+
+CODE_KEY = "contextcache-code"
+DETAIL_KEY = "contextcache-detail-bin"
+FRAME_BYTES = 1 << 20
+"""Largest piece of a block file in one gRPC message."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest unary message: a manifest or transcript of about 10 million tokens at 5 bytes each stays below it."""
+
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that was restarted is found again within a second, not after gRPC's default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Loopback and pod-to-pod calls never go through an HTTP proxy.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:
+    """Return the error the other end raised; `unavailable` when it never answered or spoke of nothing of ours."""
+    pairs: Any = exc.trailing_metadata() or ()
+    metadata: dict[str, str | bytes] = dict(pairs)
+    code = metadata.get(CODE_KEY)
+    error_class = ERRORS_BY_CODE.get(code) if isinstance(code, str) else None
+    message = exc.details() or exc.code().name
+    if error_class is None:
+        return unavailable(f"{exc.code().name.lower()}: {message}", retry_after_s=1)
+    detail = _detail(metadata.get(DETAIL_KEY))
+    return error_class(message, param=detail.get("param"), retry_after_s=detail.get("retry_after_s"))
+
+
+def error_metadata(error: ContextCacheError) -> tuple[tuple[str, str | bytes], ...]:
+    """Return the trailing metadata that lets the other end raise the same error."""
+    detail = json.dumps({"param": error.param, "retry_after_s": error.retry_after_s}).encode()
+    return ((CODE_KEY, error.code), (DETAIL_KEY, detail))
+
+
+def _detail(raw: str | bytes | None) -> dict[str, Any]:
+    try:
+        parsed = json.loads(raw or b"{}")
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
