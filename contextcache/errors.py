@@ -80,6 +80,15 @@ class ContextNotFound(ContextCacheError):
     openai_type = "invalid_request_error"
 
 
+class ModelNotFound(ContextCacheError):
+    """The engine serves no model of that name."""
+
+    code = "model_not_found"
+    http_status = 404
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    openai_type = "invalid_request_error"
+
+
 class ContextBusy(ContextCacheError):
     """Another turn holds the lease."""
 

@@ -1,0 +1,70 @@
+"""Composition: the only place that picks the turn story's adapters."""
+
+from __future__ import annotations
+
+import prometheus_client
+
+from context_manager.client import ContextManagerClient
+from contextcache.clock import SystemClock
+from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import KVSidecarClient
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.story import TurnStory
+from vllm_plugin.turn.usage import LoadedKV
+
+_TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer", pb.TIER_OBJECT: "object"}
+
+
+def compose_story(settings: TurnSettings, secret: bytes) -> TurnStory:
+    """Return the story with real adapters; nothing is connected before the first turn."""
+    timeout_s = settings.rpc_deadline_ms / 1000
+    return TurnStory(
+        settings,
+        secret=secret,
+        manager=ContextManagerClient(settings.manager, timeout_s=timeout_s),
+        sidecar=SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s)),
+        clock=SystemClock(),
+        metrics=TurnMetrics(prometheus_client.REGISTRY),
+    )
+
+
+class SidecarReports:
+    """The sidecar's client, with load reports as plain values."""
+
+    def __init__(self, client: KVSidecarClient) -> None:
+        """Wrap a client; it is closed with us."""
+        self._client = client
+
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
+        """See ports.KVSidecar."""
+        return await self._client.wait_sealed(tenant, cache_ref, timeout_ms=timeout_ms)
+
+    async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
+        """See ports.KVSidecar."""
+        report = await self._client.load_report(request_id, timeout_ms=timeout_ms)
+        if report is None:
+            return None
+        return LoadedKV(
+            failed=report.outcome == pb.LOAD_OUTCOME_FAILED,
+            device_tokens=report.device_tokens,
+            loaded_tokens=report.loaded_tokens,
+            tier=_TIER_NAMES.get(report.tier, ""),
+            restore_ms=report.restore_ms,
+            reason=report.reason,
+        )
+
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """See ports.KVSidecar."""
+        return await self._client.touch_context(tenant, session_id, expires_at_ms)
+
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: tuple[CacheRef, ...] = ()
+    ) -> int:
+        """See ports.KVSidecar."""
+        return await self._client.delete_context(tenant, session_id=session_id, cache_refs=cache_refs)
+
+    async def close(self) -> None:
+        """See ports.KVSidecar."""
+        await self._client.close()

@@ -1,0 +1,138 @@
+"""Between the engine's `send` and the client's: edit the answer, settle the turn before its last byte.
+
+ASGI messages in, ASGI messages out; what a turn means is the story's. An answer other than 200 is the engine's own
+error: it passes, with our error shape around its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contextcache.error_body import error_body, error_headers
+from contextcache.errors import ContextCacheError, EngineFailed
+from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.engine import Message, Send, engine_error
+from vllm_plugin.turn.request import TurnRequest
+
+_REPLACED_HEADERS = frozenset({b"content-length", b"server-timing"})
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """How the turn ended, as the client is told."""
+
+    usage: dict[str, Any]
+    session: dict[str, Any]
+    """Fields added beside `usage`: session_id, expires_at."""
+    headers: list[tuple[str, str]]
+
+
+class Delivery:
+    """Delivers one answer. `settle` commits the turn; it is awaited once, after the engine's last token."""
+
+    def __init__(
+        self,
+        request: TurnRequest,
+        *,
+        send: Send,
+        receipt: Callable[[], Awaitable[list[tuple[str, str]]]],
+        settle: Callable[[AnswerResult], Awaitable[Closing]],
+    ) -> None:
+        """`receipt` gives a stream's headers at its first token."""
+        self._request = request
+        self._send = send
+        self._receipt = receipt
+        self._settle = settle
+        self._start: Message = {}
+        self._refused = bytearray()
+        self._failure: ContextCacheError | None = None
+        self._answer: JsonAnswer | SseAnswer = SseAnswer(request) if request.stream else JsonAnswer(request)
+        self.complete = False
+        """The client has been sent everything."""
+        self.started = False
+        """The client has been sent something: an error can no longer be told by status."""
+
+    async def take(self, message: Message) -> None:
+        """Take one ASGI message of the engine's.
+
+        An answer that cannot be read is remembered for `check_complete`: an exception raised here would pass through
+        vLLM's own error handlers, which answer a second time.
+        """
+        if self._failure is not None:
+            return
+        try:
+            await self._take(message)
+        except ContextCacheError as exc:
+            self._failure = exc
+
+    async def _take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._start["status"] != 200:
+            await self._take_refusal(body, more=more)
+        elif isinstance(self._answer, SseAnswer):
+            await self._take_stream(self._answer, body, more=more)
+        else:
+            await self._take_whole(self._answer, body, more=more)
+
+    async def _take_refusal(self, body: bytes, *, more: bool) -> None:
+        self._refused += body
+        if more:
+            return
+        error = engine_error(self._start["status"], bytes(self._refused))
+        await self._send_start(error.http_status, error_headers(error))
+        await self._send_body(error_body(error), more=False)
+
+    async def _take_whole(self, answer: JsonAnswer, body: bytes, *, more: bool) -> None:
+        answer.feed(body)
+        if more:
+            return
+        answer.complete()
+        closing = await self._settle(answer.result)
+        payload = answer.closing(closing.usage, closing.session)
+        await self._send_start(200, [*closing.headers, ("content-length", str(len(payload)))])
+        await self._send_body(payload, more=False)
+
+    async def _take_stream(self, answer: SseAnswer, body: bytes, *, more: bool) -> None:
+        passing = answer.feed(body)
+        if passing:
+            await self._begin_stream()
+            await self._send_body(passing, more=True)
+        if more:
+            return
+        answer.complete()
+        await self._begin_stream()
+        if answer.result.error:
+            await self._send_body(b"", more=False)
+            return
+        closing = await self._settle(answer.result)
+        await self._send_body(answer.closing(closing.usage, closing.session), more=False)
+
+    async def _begin_stream(self) -> None:
+        if not self.started:
+            await self._send_start(200, await self._receipt())
+
+    async def _send_start(self, status: int, headers: list[tuple[str, str]]) -> None:
+        ours = [(name.encode(), value.encode()) for name, value in headers]
+        replaced = _REPLACED_HEADERS | {name for name, _ in ours}
+        kept = [(name, value) for name, value in self._start.get("headers", []) if name.lower() not in replaced]
+        self.started = True
+        await self._send({**self._start, "status": status, "headers": kept + ours})
+
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self.complete = self.complete or not more
+
+    def check_complete(self) -> None:
+        """Raise what went wrong, or EngineFailed when the engine returned without having answered to the end."""
+        if self._failure is not None:
+            raise self._failure
+        if not self.complete:
+            raise EngineFailed("the engine broke off")

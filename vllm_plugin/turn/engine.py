@@ -1,0 +1,145 @@
+"""vLLM's own HTTP surface, called in process: tokenise, detokenise, generate.
+
+Only public routes are used (`/tokenize`, `/detokenize`, `/v1/completions`, `/v1/chat/completions`), so that nothing
+here depends on vLLM's classes. A call starts from a copy of the client's scope, because Starlette needs its `app` and
+`state`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+from contextcache.errors import (
+    ContextCacheError,
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    ModelNotFound,
+)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_TOKENIZE_DEADLINE_S = 30.0
+"""A 32 MiB prompt takes seconds; anything longer is a stuck process."""
+_NOT_FORWARDED = frozenset(
+    {b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", b"x-context-identity", b"if-match"}
+)
+
+
+class Engine:
+    """The engine as one request sees it."""
+
+    def __init__(self, app: ASGIApp, scope: Scope) -> None:
+        """Wrap the application behind us; `scope` is the client's request."""
+        self._app = app
+        self._scope = scope
+
+    async def tokenize(self, model: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return the ids of a text. Raises InvalidRequest with the engine's words, EngineFailed."""
+        answer = await self._call(
+            "/tokenize", {"model": model, "prompt": text, "add_special_tokens": add_special_tokens}
+        )
+        return tuple(answer["tokens"])
+
+    async def tokenize_chat(
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        template_fields: Mapping[str, Any],
+        *,
+        continue_final_message: bool = False,
+    ) -> tuple[int, ...]:
+        """Return the ids of messages under the chat template: with the generation prompt, or cut open at the end."""
+        body = {
+            **template_fields,
+            "model": model,
+            "messages": list(messages),
+            "add_generation_prompt": not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
+        answer = await self._call("/tokenize", body)
+        return tuple(answer["tokens"])
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """Return the text of ids. Raises InvalidRequest for ids outside the vocabulary, EngineFailed."""
+        answer = await self._call("/detokenize", {"model": model, "tokens": list(token_ids)})
+        return str(answer["prompt"])
+
+    async def generate(self, path: str, body: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Run one completion; the answer goes to `send` as ASGI messages, `receive` reports the client's leaving."""
+        await self._app(self._scope_for(path, raw := _encode(body)), _body_then(raw, receive), send)
+
+    async def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        raw, status, parts = _encode(body), 0, bytearray()
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body":
+                parts.extend(message.get("body", b""))
+
+        async def never() -> Message:
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+
+        try:
+            async with asyncio.timeout(_TOKENIZE_DEADLINE_S):
+                await self._app(self._scope_for(path, raw), _body_then(raw, never), send)
+        except TimeoutError as exc:
+            raise EngineFailed(f"{path} gave no answer in {_TOKENIZE_DEADLINE_S:.0f} s") from exc
+        if status != 200:
+            raise engine_error(status, bytes(parts))
+        answer = json.loads(bytes(parts))
+        assert isinstance(answer, dict)
+        return answer
+
+    def _scope_for(self, path: str, body: bytes) -> Scope:
+        headers = [(name, value) for name, value in self._scope["headers"] if name.lower() not in _NOT_FORWARDED]
+        headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        return {
+            **self._scope,
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+        }
+
+
+def engine_error(status: int, body: bytes) -> ContextCacheError:
+    """Return the engine's own error as ours: its words are kept, 4xx stays the client's."""
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the engine answered {status}"
+    if status == 404:
+        return ModelNotFound(message, param="model")
+    if 400 <= status < 500:
+        return (ContextLengthExceeded if "maximum context length" in message else InvalidRequest)(message)
+    return EngineFailed(message)
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
+
+
+def _body_then(body: bytes, receive: Receive) -> Receive:
+    """Return a receive that gives the body once and then whatever the client's connection says."""
+    sent = False
+
+    async def next_message() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return next_message

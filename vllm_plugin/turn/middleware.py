@@ -1,0 +1,162 @@
+"""The ASGI middleware vLLM loads (`--middleware vllm_plugin.turn.middleware.TurnMiddleware`). Thin.
+
+It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on requests that create or
+name a context. Everything else passes without being looked at: no signed header, no work.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from contextcache.clock import Clock, SystemClock
+from contextcache.error_body import error_body, error_headers
+from contextcache.errors import BodyTooLarge, ContextCacheError, ContextNotFound, EngineFailed, InvalidRequest
+from contextcache.identity import IDENTITY_HEADER, Identity, verify_identity
+from contextcache.json_body import parse_object
+from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
+from contextcache.settings import read_secret
+from vllm_plugin.turn.app import compose_story
+from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
+from vllm_plugin.turn.request import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    CONTEXT_PATH,
+    read_new_session,
+    read_turn,
+)
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.story import Client, TurnStory
+
+log = logging.getLogger(__name__)
+
+_PATHS = frozenset({CONTEXT_PATH, COMPLETIONS_PATH, CHAT_PATH})
+
+
+class TurnMiddleware:
+    """Pure ASGI. Built once per API server process; connects on the first turn."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: TurnSettings | None = None,
+        story: TurnStory | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Read the environment unless settings are given. Raises OSError, ValueError: no secret, no start."""
+        self._app = app
+        self._settings = settings if settings is not None else TurnSettings()
+        self._secret = read_secret(self._settings.secret_file)
+        self._story = story if story is not None else compose_story(self._settings, self._secret)
+        self._clock = clock if clock is not None else SystemClock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or run its turn."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            await self._story.close()
+            return
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        token = headers.get(IDENTITY_HEADER)
+        if token is None and not self._settings.single_tenant:
+            await self._app(scope, receive, send)
+            return
+        started = _Started(send)
+        try:
+            await self._turn(scope, headers, token, Client(receive, started))
+        except ContextCacheError as exc:
+            await self._refuse(exc, started)
+        except Exception:
+            log.exception("turn failed")
+            await self._refuse(EngineFailed("the turn failed"), started)
+            raise
+
+    async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
+        identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
+        raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes)
+        engine = Engine(self._app, scope)
+        create = scope["path"] == CONTEXT_PATH
+        claim = None
+        if identity is None:
+            identity = self._single_tenant(headers)
+            claim = None if create else self._own_claim(raw, headers)
+        elif identity.session_id is not None:
+            claim = SessionClaim(identity.session_id, binding=True)
+        if not create and claim is None:
+            await self._pass(scope, raw, client)
+            return
+        body = parse_object(raw)
+        request = read_turn(scope["path"], body, headers)
+        if create:
+            new = read_new_session(body, tenant=identity.tenant, model=request.model)
+            await self._story.create(engine, request, new, identity, client)
+            return
+        assert claim is not None
+        try:
+            await self._story.continue_turn(engine, request, claim.session_id, identity, client)
+        except ContextNotFound:
+            if claim.binding:
+                raise
+            # An id we do not know, named only in the header, is somebody's own label.
+            await self._pass(scope, raw, client)
+
+    def _single_tenant(self, headers: dict[str, str]) -> Identity:
+        request_id = headers.get("x-request-id", "direct")
+        return Identity(self._settings.single_tenant, request_id, expires_at_ms=self._clock.now_ms())
+
+    @staticmethod
+    def _own_claim(raw: bytes, headers: dict[str, str]) -> SessionClaim | None:
+        body = parse_object(raw) if may_claim_session(raw) else None
+        return session_claim(body, headers.get(SESSION_HEADER))
+
+    async def _pass(self, scope: Scope, raw: bytes, client: Client) -> None:
+        """Give the engine the request as it came."""
+        sent = False
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                return await client.receive()
+            sent = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+
+        await self._app(scope, receive, client.send)
+
+    @staticmethod
+    async def _refuse(error: ContextCacheError, started: _Started) -> None:
+        if started.value:
+            return  # the answer has begun; it ends without its end
+        headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
+        body = error_body(error)
+        headers.append((b"content-length", str(len(body)).encode()))
+        await started({"type": "http.response.start", "status": error.http_status, "headers": headers})
+        await started({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class _Started:
+    """The client's send, remembering whether an answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.value = False
+
+    async def __call__(self, message: Message) -> None:
+        self.value = self.value or message["type"] == "http.response.start"
+        await self._send(message)
+
+
+async def read_body(receive: Receive, *, limit_bytes: int) -> bytes:
+    """Return the whole request body. Raises BodyTooLarge, InvalidRequest when the client left before its end."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("the client left before its body was complete")
+        body += message.get("body", b"")
+        if len(body) > limit_bytes:
+            raise BodyTooLarge(f"the body is over {limit_bytes} bytes")
+        if not message.get("more_body", False):
+            return bytes(body)

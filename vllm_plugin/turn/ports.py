@@ -1,0 +1,75 @@
+"""What the turn story needs from the context manager and the kv-sidecar; their clients satisfy these shapes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TurnCommit
+from vllm_plugin.turn.usage import LoadedKV
+
+
+class SessionDirectory(Protocol):
+    """The context manager. Every failure is a ContextCacheError; every call has a deadline."""
+
+    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+        """Create a session in state CREATING under a lease."""
+        ...
+
+    async def register_session_cache(self, commit: TurnCommit) -> CacheSessionMetadata:
+        """Commit the create. Idempotent for the same lease_id."""
+        ...
+
+    async def begin_turn(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        lease_id: str,
+        lease_ttl_ms: int,
+        read_only: bool = False,
+        expected_generation: int | None = None,
+    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        """Take the lease and return the session and its transcript."""
+        ...
+
+    async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
+        """Extend a held lease."""
+        ...
+
+    async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
+        """Commit a turn. Idempotent for the same lease_id."""
+        ...
+
+    async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
+        """Release the lease; idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """End the connection."""
+        ...
+
+
+class KVSidecar(Protocol):
+    """The kv-sidecar of this pod. Every failure is a ContextCacheError; every call has a deadline."""
+
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
+        """Return whether the KV became durable within the time."""
+        ...
+
+    async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
+        """Return what the connector did for a request; None when no report came within the time."""
+        ...
+
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of a session's KV."""
+        ...
+
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: tuple[CacheRef, ...] = ()
+    ) -> int:
+        """Delete KV; return the bytes freed."""
+        ...
+
+    async def close(self) -> None:
+        """End the connection."""
+        ...

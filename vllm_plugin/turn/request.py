@@ -1,0 +1,243 @@
+"""What a client asks for in one turn: read, checked, and split into our part and the engine's part. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from contextcache.errors import InvalidRequest, TtlOutOfRange
+from contextcache.model import (
+    DEFAULT_TTL_S,
+    MAX_METADATA_KEYS,
+    SESSION_ID_PATTERN,
+    NewSession,
+    SessionId,
+    SessionMode,
+    TenantId,
+    TtlPolicy,
+    new_session_id,
+)
+
+CONTEXT_PATH = "/v1/context"
+COMPLETIONS_PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
+
+_OURS = frozenset({"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit"})
+"""Body fields the engine never sees."""
+_NEVER_FROM_CLIENTS = frozenset({"cache_salt", "kv_transfer_params", "return_token_ids"})
+_REFUSED: Mapping[str, str] = {
+    "echo": "echo repeats the whole prompt, which a context exists to avoid",
+    "use_beam_search": "beam search has no single answer to append to the context",
+    "prompt_embeds": "a context is made of token ids, not of embeddings",
+    "truncate_prompt_tokens": "a context is never cut silently",
+    "continue_final_message": "the answer must be a message of its own",
+    "suffix": "a context only grows at its end",
+}
+_MAX_INTEGER = 2**53
+"""Integers beyond it are not exact in JSON implementations, and no field needs them."""
+
+
+class ContextMode(Enum):
+    """How a client wants its prompt read: decided by comparison, as new text, or as the whole history again."""
+
+    AUTO = "auto"
+    APPEND = "append"
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The request's prompt; exactly one field is set."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One checked request."""
+
+    path: str
+    """Path on the engine: completions or chat."""
+    model: str
+    prompt: Prompt
+    engine_fields: Mapping[str, Any]
+    """The body without the prompt and without our own fields."""
+    stream: bool
+    prefill_only: bool
+    """`max_tokens: 0`: compute and keep the prompt, answer nothing."""
+    wants_token_ids: bool
+    wants_usage_chunk: bool
+    """The client asked for `stream_options.include_usage`."""
+    openai_usage: bool
+    """`X-Usage-Format: openai`: prompt_tokens counts the whole prompt."""
+    context_mode: ContextMode
+    commit: bool
+    expected_generation: int | None
+    """From `If-Match`."""
+    template_fields: Mapping[str, Any] = field(default_factory=dict)
+    """What rendering chat messages depends on besides the messages."""
+
+
+def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+    """Check a create or turn. Raises InvalidRequest naming the field at fault."""
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidRequest("model must be a non-empty string", param="model")
+    prompt = _prompt(path, body)
+    _refuse_unsupported(body)
+    fields = {key: value for key, value in body.items() if key not in _OURS | _NEVER_FROM_CLIENTS}
+    for key in ("prompt", "messages"):
+        fields.pop(key, None)
+    stream_options = body.get("stream_options")
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    return TurnRequest(
+        path=COMPLETIONS_PATH if prompt.messages is None else CHAT_PATH,
+        model=model,
+        prompt=prompt,
+        engine_fields=fields,
+        stream=_flag(body, "stream", default=False),
+        prefill_only=max_tokens == 0 and max_tokens is not False,
+        wants_token_ids=body.get("return_token_ids") is True,
+        wants_usage_chunk=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
+        openai_usage=headers.get("x-usage-format", "").lower() == "openai",
+        context_mode=_choice(body, "context_mode", ContextMode, ContextMode.AUTO),
+        commit=_flag(body, "context_commit", default=True),
+        expected_generation=_if_match(headers.get("if-match")),
+        template_fields={
+            key: body[key]
+            for key in ("tools", "chat_template", "chat_template_kwargs", "add_special_tokens")
+            if body.get(key) is not None
+        },
+    )
+
+
+def read_new_session(body: dict[str, Any], *, tenant: TenantId, model: str) -> NewSession:
+    """Read what a create says about its session. Raises InvalidRequest, TtlOutOfRange.
+
+    The deployment's own ttl bounds are the manager's to check; here only what cannot be a ttl at all is refused.
+    """
+    ttl_s = body.get("ttl", DEFAULT_TTL_S)
+    if not isinstance(ttl_s, int) or isinstance(ttl_s, bool):
+        raise InvalidRequest("ttl must be a whole number of seconds", param="ttl")
+    if not 0 < ttl_s <= _MAX_INTEGER:
+        raise TtlOutOfRange("ttl is out of range", param="ttl")
+    return NewSession(
+        tenant=tenant,
+        session_id=_new_id(body.get("session_id")),
+        model_id=model,
+        mode=_choice(body, "mode", SessionMode, SessionMode.SESSION),
+        ttl_s=ttl_s,
+        ttl_policy=_choice(body, "ttl_policy", TtlPolicy, TtlPolicy.FIXED),
+        metadata=_metadata(body.get("metadata")),
+    )
+
+
+def _new_id(named: Any) -> SessionId:
+    if named is None:
+        return new_session_id()
+    if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
+        raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+    return named
+
+
+def _metadata(given: Any) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise InvalidRequest("metadata must be an object of strings", param="metadata")
+    if len(given) > MAX_METADATA_KEYS:
+        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
+    return given
+
+
+def _prompt(path: str, body: dict[str, Any]) -> Prompt:
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if path == CHAT_PATH or (path == CONTEXT_PATH and prompt is None and messages is not None):
+        return Prompt(messages=_messages(messages))
+    if messages is not None:
+        raise InvalidRequest("give either prompt or messages, not both", param="messages")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        return Prompt(text=prompt)
+    if isinstance(prompt, list):
+        return Prompt(token_ids=_token_ids(prompt))
+    raise InvalidRequest("prompt must be a string or a list of token ids", param="prompt")
+
+
+def _token_ids(prompt: list[Any]) -> tuple[int, ...]:
+    if not prompt:
+        raise InvalidRequest("prompt must not be empty", param="prompt")
+    if any(isinstance(item, str | list) for item in prompt):
+        raise InvalidRequest("one context takes one prompt, not several", param="prompt")
+    if not all(type(item) is int and 0 <= item < 2**32 for item in prompt):
+        raise InvalidRequest("token ids must be whole numbers, 0 or more", param="prompt")
+    return tuple(prompt)
+
+
+def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a non-empty list", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequest("each message needs a role", param=f"messages[{index}]")
+        content = message.get("content")
+        if isinstance(content, list) and any(
+            not isinstance(part, dict) or part.get("type", "text") != "text" for part in content
+        ):
+            raise InvalidRequest("a context holds text only", param=f"messages[{index}].content")
+    return tuple(messages)
+
+
+def _refuse_unsupported(body: dict[str, Any]) -> None:
+    for key in ("n", "best_of"):
+        if body.get(key) not in (None, 1):
+            raise InvalidRequest(f"a context has one answer: {key} must be 1", param=key)
+    for key, reason in _REFUSED.items():
+        if body.get(key):
+            raise InvalidRequest(f"{key} cannot be used with a context: {reason}", param=key)
+    if body.get("add_generation_prompt") is False:
+        raise InvalidRequest("a context's turn always asks for an answer", param="add_generation_prompt")
+    if body.get("include_reasoning") is False:
+        raise InvalidRequest("hidden reasoning cannot be kept in a context", param="include_reasoning")
+
+
+def _flag(body: dict[str, Any], key: str, *, default: bool) -> bool:
+    value = body.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{key} must be true or false", param=key)
+    return value
+
+
+def _choice(body: dict[str, Any], key: str, choices: type[Any], default: Any) -> Any:
+    value = body.get(key)
+    if value is None:
+        return default
+    try:
+        return choices(value)
+    except ValueError:
+        names = ", ".join(choice.value for choice in choices)
+        raise InvalidRequest(f"{key} must be one of {names}", param=key) from None
+
+
+def _if_match(header: str | None) -> int | None:
+    if header is None:
+        return None
+    try:
+        return int(header.strip().strip('"'))
+    except ValueError:
+        raise InvalidRequest("If-Match must hold a generation number", param="If-Match") from None
+
+
+def messages_json(messages: tuple[dict[str, Any], ...]) -> str:
+    """Return the stored form of chat messages: compact JSON, keys sorted, so that equal messages are equal text."""
+    return json.dumps(list(messages), separators=(",", ":"), sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,40 @@
+"""Settings of the turn middleware, from the environment of vLLM's API server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from contextcache.settings import ProcessSettings
+
+
+class TurnSettings(ProcessSettings):
+    """Everything a deployment can say to the turn middleware."""
+
+    model_config = SettingsConfigDict(env_prefix="TURN_", frozen=True, extra="ignore")
+
+    manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager")
+    sidecar: str = Field("127.0.0.1:50061", description="gRPC address of this pod's kv-sidecar; unix:///path works")
+    secret_file: Path = Field(description="file with the deployment's signing secret, 32 bytes or more")
+    endpoint_name: str = Field(
+        "engine-0", description="this pod's name as the gateway knows it: the holder of what it saves"
+    )
+    single_tenant: str = Field(
+        "", description="serve requests without an identity header as this tenant; empty: leave them alone"
+    )
+    max_body_bytes: int = Field(32 << 20, description="bytes; larger request bodies get 413", gt=0)
+    lease_ttl_ms: int = Field(
+        15_000, description="ms; a turn whose process died blocks its session for at most this long", ge=1000
+    )
+    replay_threshold: float = Field(
+        0.8, description="share of the transcript's characters a prompt must repeat to count as a replay", gt=0, le=1
+    )
+    seal_deadline_ms: int = Field(
+        2_000, description="ms a create waits for its KV to be durable before it answers all the same", ge=0, le=30_000
+    )
+    report_deadline_ms: int = Field(
+        50, description="ms to wait for the connector's load report before the receipt says less", ge=0, le=1000
+    )
+    rpc_deadline_ms: int = Field(2_000, description="ms for one call to the manager or the sidecar", gt=0)

@@ -1,0 +1,199 @@
+"""How a turn ends for its session: commit, receipt, and what is tidied up afterwards.
+
+Rules: a refused commit is told in the answer, which is delivered in full all the same; the session stays at its
+generation. KV of a turn that was not committed is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError, StoreUnavailable
+from contextcache.model import CacheRef, CacheSessionMetadata, TtlPolicy, TurnCommit
+from vllm_plugin.turn.answer import AnswerResult
+from vllm_plugin.turn.background import Background
+from vllm_plugin.turn.composition import ComposedPrompt, answer_segment
+from vllm_plugin.turn.delivery import Closing
+from vllm_plugin.turn.engine import Engine
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
+from vllm_plugin.turn.request import TurnRequest
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.usage import CommitOutcome, LoadedKV, TurnUsage, receipt_headers, usage_object
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn while it runs."""
+
+    request: TurnRequest
+    session: CacheSessionMetadata
+    request_id: str
+    lease_id: str
+    """Empty: this turn commits nothing and holds no lease."""
+    save_ref: CacheRef | None
+    is_create: bool
+    prompt: ComposedPrompt | None = None
+    loaded: LoadedKV | None = None
+    settled: bool = False
+    """Committed, refused, or nothing to commit: no abort is due."""
+    started_ms: int = 0
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+
+class Settlement:
+    """Ends turns. One per API server process."""
+
+    def __init__(
+        self,
+        settings: TurnSettings,
+        *,
+        manager: SessionDirectory,
+        sidecar: KVSidecar,
+        clock: Clock,
+        metrics: TurnMetrics,
+        background: Background,
+    ) -> None:
+        """Take everything from outside."""
+        self._settings = settings
+        self._manager = manager
+        self._sidecar = sidecar
+        self._clock = clock
+        self._metrics = metrics
+        self._background = background
+
+    async def settle(self, engine: Engine, turn: Turn, result: AnswerResult) -> Closing:
+        """End the turn for the session, whatever the session says, and return what the client is told."""
+        await self._take_load_report(turn)
+        outcome = await self._commit(engine, turn, result)
+        turn.settled = True
+        usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
+        self._metrics.count_turn(usage, created=turn.is_create)
+        exists = outcome.committed or not turn.is_create
+        session: dict[str, Any] = {
+            "session_id": turn.session.session_id if exists else None,
+            "expires_at": outcome.expires_at_ms // 1000,
+        }
+        return Closing(
+            usage=usage_object(usage, outcome, openai_format=turn.request.openai_usage),
+            session=session,
+            headers=self._receipt(turn, usage, generation=outcome.generation, expires_at_ms=outcome.expires_at_ms),
+        )
+
+    async def _commit(self, engine: Engine, turn: Turn, result: AnswerResult) -> CommitOutcome:
+        session, prompt = turn.session, turn.prompt
+        assert prompt is not None
+        if not turn.lease_id:
+            return CommitOutcome(
+                committed=False, generation=session.generation, expires_at_ms=session.expires_at_ms, reason="read_only"
+            )
+        try:
+            answer = await answer_segment(engine, turn.request, result)
+            commit = TurnCommit(
+                tenant=session.tenant,
+                session_id=session.session_id,
+                lease_id=turn.lease_id,
+                expected_generation=session.generation,
+                keep_segments=prompt.keep_segments,
+                segments=prompt.segments + ((answer,) if answer else ()),
+                cache_ref=turn.save_ref or "",
+                holder=self._settings.endpoint_name,
+            )
+            if turn.is_create:
+                await self._wait_sealed(turn)
+            committed = await self._commit_twice(turn, commit)
+        except ContextCacheError as exc:
+            self._metrics.refused_commits.labels(reason=exc.code).inc()
+            log.warning("commit refused", extra={"session_id": session.session_id, "reason": exc.code})
+            self._drop(turn)
+            return CommitOutcome(
+                committed=False, generation=session.generation, expires_at_ms=session.expires_at_ms, reason=exc.code
+            )
+        self._after_commit(turn, committed)
+        return CommitOutcome(committed=True, generation=committed.generation, expires_at_ms=committed.expires_at_ms)
+
+    async def _commit_twice(self, turn: Turn, commit: TurnCommit) -> CacheSessionMetadata:
+        """Commit; once more when no answer came, because the first may have been made durable all the same."""
+        send = self._manager.register_session_cache if turn.is_create else self._manager.commit_turn
+        try:
+            return await send(commit)
+        except StoreUnavailable:
+            return await send(commit)
+
+    async def _wait_sealed(self, turn: Turn) -> None:
+        """Give the first save its time to become durable. Too late is counted, not an error: the KV may still come."""
+        assert turn.save_ref is not None
+        begun_ms = self._clock.now_ms()
+        sealed = False
+        with suppress(ContextCacheError):
+            sealed = await self._sidecar.wait_sealed(
+                turn.session.tenant, turn.save_ref, timeout_ms=self._settings.seal_deadline_ms
+            )
+        if not sealed:
+            self._metrics.unsealed_creates.inc()
+        turn.timings_ms["seal"] = self._clock.now_ms() - begun_ms
+
+    def _after_commit(self, turn: Turn, committed: CacheSessionMetadata) -> None:
+        """Tidy up beside the answer: the KV of two generations ago, and a sliding context's new expiry."""
+        before = turn.session
+        if before.previous_cache_ref:
+            self._background.start(self._sidecar.delete_context(before.tenant, cache_refs=(before.previous_cache_ref,)))
+        if committed.ttl_policy is TtlPolicy.SLIDING:
+            self._background.start(
+                self._sidecar.touch_context(before.tenant, before.session_id, committed.expires_at_ms)
+            )
+
+    async def stream_receipt(self, turn: Turn) -> list[tuple[str, str]]:
+        """Return a stream's headers at its first token; what the engine reused is known from the load report."""
+        await self._take_load_report(turn)
+        loaded = turn.loaded
+        planned = 0 if loaded is None else loaded.device_tokens + loaded.loaded_tokens
+        usage = self._usage(turn, planned, 0)
+        generation = turn.session.generation + (1 if turn.lease_id else 0)
+        return self._receipt(turn, usage, generation=generation, expires_at_ms=turn.session.expires_at_ms)
+
+    async def _take_load_report(self, turn: Turn) -> None:
+        if turn.loaded is not None or not turn.session.cache_refs:
+            return
+        with suppress(ContextCacheError):
+            turn.loaded = await self._sidecar.load_report(turn.request_id, timeout_ms=self._settings.report_deadline_ms)
+
+    def _usage(self, turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:
+        assert turn.prompt is not None
+        return TurnUsage(
+            prompt_tokens=len(turn.prompt.token_ids),
+            context_tokens=turn.prompt.context_tokens,
+            engine_cached_tokens=engine_cached_tokens,
+            completion_tokens=completion_tokens,
+            loaded=turn.loaded,
+        )
+
+    def _receipt(self, turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:
+        assert turn.prompt is not None
+        return receipt_headers(
+            usage,
+            session_id=turn.session.session_id,
+            context_mode=turn.prompt.context_mode,
+            generation=generation,
+            expires_at_ms=expires_at_ms,
+            timings_ms=turn.timings_ms,
+        )
+
+    def abort(self, turn: Turn) -> None:
+        """Release the lease of a turn that ended early, beside whatever is told to the client."""
+        self._metrics.aborts.labels(reason="turn").inc()
+        self._background.start(
+            self._manager.abort_turn(turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id)
+        )
+        self._drop(turn)
+
+    def _drop(self, turn: Turn) -> None:
+        """Have the sidecar forget what an uncommitted turn saved, or is about to save."""
+        if turn.save_ref is not None:
+            self._background.start(self._sidecar.delete_context(turn.session.tenant, cache_refs=(turn.save_ref,)))

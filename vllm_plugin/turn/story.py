@@ -1,0 +1,221 @@
+"""A turn from the signed request to the committed transcript. Read this first.
+
+`create` makes a context, `continue_turn` continues one; both end in `_run`, which is the same for both: the engine
+gets the whole prompt as token ids and the names of the KV to load and to save, the lease is renewed while the answer
+streams, and the commit (`settlement.py`) comes before the answer's last byte, so that what a client has seen complete
+is committed.
+
+Rules: KV is a cache of the transcript, so no fault of KV is ever the client's. Whatever ends a turn early (client gone,
+engine error, our own fault) aborts it: nothing is committed, the lease is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from contextcache.clock import Clock
+from contextcache.errors import (
+    ContextCacheError,
+    EngineFailed,
+    InvalidRequest,
+    ModelMismatch,
+)
+from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
+from contextcache.model import (
+    CacheSessionMetadata,
+    NewSession,
+    SessionId,
+    SessionMode,
+    new_cache_ref,
+)
+from vllm_plugin.turn.background import Background
+from vllm_plugin.turn.composition import compose_first, compose_turn
+from vllm_plugin.turn.delivery import Delivery
+from vllm_plugin.turn.engine import Engine, Receive, Send
+from vllm_plugin.turn.matching import match
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
+from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.settlement import Settlement, Turn
+from vllm_plugin.turn.transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The two ends of the client's connection."""
+
+    receive: Receive
+    send: Send
+
+
+class TurnStory:
+    """Runs turns. One per API server process."""
+
+    def __init__(
+        self,
+        settings: TurnSettings,
+        *,
+        secret: bytes,
+        manager: SessionDirectory,
+        sidecar: KVSidecar,
+        clock: Clock,
+        metrics: TurnMetrics,
+    ) -> None:
+        """Take everything from outside; nothing is connected yet."""
+        self._settings = settings
+        self._secret = secret
+        self._manager = manager
+        self._sidecar = sidecar
+        self._clock = clock
+        self._metrics = metrics
+        self._background = Background(limit=64, deadline_s=settings.rpc_deadline_ms / 1000)
+        self._settlement = Settlement(
+            settings, manager=manager, sidecar=sidecar, clock=clock, metrics=metrics, background=self._background
+        )
+
+    async def create(
+        self, engine: Engine, request: TurnRequest, new: NewSession, identity: Identity, client: Client
+    ) -> None:
+        """Make a context: reserve, answer the first prompt, save its KV, register. Raises ContextCacheError."""
+        if not request.commit:
+            raise InvalidRequest("a create always commits", param="context_commit")
+        lease_id = secrets.token_hex(16)
+        session = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms)
+        turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
+        async with self._lease(turn):
+            turn.prompt = await compose_first(engine, request)
+            await self._run(engine, turn, client)
+
+    async def continue_turn(
+        self, engine: Engine, request: TurnRequest, session_id: SessionId, identity: Identity, client: Client
+    ) -> None:
+        """Continue a context: lease and transcript, prompt put together, answer, commit. Raises ContextCacheError."""
+        lease_id = secrets.token_hex(16)
+        session, segments = await self._manager.begin_turn(
+            identity.tenant,
+            session_id,
+            lease_id=lease_id,
+            lease_ttl_ms=self._settings.lease_ttl_ms,
+            read_only=not request.commit,
+            expected_generation=request.expected_generation,
+        )
+        commits = request.commit and session.mode is SessionMode.SESSION
+        turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
+        async with self._lease(turn):
+            if session.model_id != request.model:
+                raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
+            transcript = Transcript(segments)
+            found = match(
+                transcript, request.prompt, mode=request.context_mode, threshold=self._settings.replay_threshold
+            )
+            turn.prompt = await compose_turn(engine, request, transcript, found)
+            self._metrics.outcomes.labels(outcome=found.outcome.value).inc()
+            await self._run(engine, turn, client)
+
+    async def close(self) -> None:
+        """End background work and connections."""
+        await self._background.close()
+        await self._manager.close()
+        await self._sidecar.close()
+
+    async def _run(self, engine: Engine, turn: Turn, client: Client) -> None:
+        """Let the engine answer and deliver it, settling the turn before the last byte."""
+        assert turn.prompt is not None
+        if not turn.prompt.token_ids:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        turn.timings_ms["compose"] = self._clock.now_ms() - turn.started_ms
+        delivery = Delivery(
+            turn.request,
+            send=client.send,
+            receipt=lambda: self._settlement.stream_receipt(turn),
+            settle=lambda result: self._settlement.settle(engine, turn, result),
+        )
+        try:
+            await engine.generate(turn.request.path, self._engine_body(turn), client.receive, delivery.take)
+            delivery.check_complete()
+        except EngineFailed:
+            self._metrics.aborts.labels(reason="engine").inc()
+            if not delivery.started:
+                raise
+            # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
+            log.warning("answer broke off", extra={"session_id": turn.session.session_id})
+
+    def _engine_body(self, turn: Turn) -> dict[str, Any]:
+        """Return what vLLM gets: the client's own fields, our prompt, and the connector's orders."""
+        assert turn.prompt is not None
+        request, session = turn.request, turn.session
+        order = KVTransfer(
+            tenant=session.tenant,
+            session_id=session.session_id,
+            request_id=turn.request_id,
+            load=session.cache_refs,
+            save=turn.save_ref,
+            expires_at_ms=session.expires_at_ms,
+        )
+        kv_transfer: dict[str, Any] = {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}
+        body: dict[str, Any] = {
+            **request.engine_fields,
+            "cache_salt": cache_salt(session.tenant, session.model_id, self._secret),
+            "return_token_ids": True,
+            "kv_transfer_params": kv_transfer,
+        }
+        if request.path == CHAT_PATH:
+            body["messages"] = list(turn.prompt.messages)
+            # vLLM 0.32 renderers/online_renderer.py: these ids are used instead of rendering the messages.
+            kv_transfer["prompt_token_ids"] = list(turn.prompt.token_ids)
+        else:
+            body["prompt"] = list(turn.prompt.token_ids)
+        if request.prefill_only:
+            body["max_tokens"] = 1
+            body.pop("max_completion_tokens", None)
+        if request.stream:
+            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+        return body
+
+    def _new_turn(
+        self, request: TurnRequest, session: CacheSessionMetadata, identity: Identity, *, lease_id: str, is_create: bool
+    ) -> Turn:
+        return Turn(
+            request=request,
+            session=session,
+            # Of our own making: a request id a client can choose must not name another's load report.
+            request_id=f"{identity.request_id[:64]}-{secrets.token_hex(8)}",
+            lease_id=lease_id,
+            save_ref=new_cache_ref() if lease_id else None,
+            is_create=is_create,
+            started_ms=self._clock.now_ms(),
+        )
+
+    @asynccontextmanager
+    async def _lease(self, turn: Turn) -> AsyncIterator[None]:
+        """Renew the lease while the turn runs; release it when the turn ends unsettled."""
+        renewal = asyncio.create_task(self._renew(turn)) if turn.lease_id else None
+        try:
+            yield
+        finally:
+            if renewal is not None:
+                renewal.cancel()
+                await asyncio.wait([renewal])
+            if turn.lease_id and not turn.settled:
+                self._settlement.abort(turn)
+
+    async def _renew(self, turn: Turn) -> None:
+        ttl_ms = self._settings.lease_ttl_ms
+        while True:
+            await asyncio.sleep(ttl_ms / 3000)
+            try:
+                await self._manager.renew_lease(
+                    turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id, lease_ttl_ms=ttl_ms
+                )
+            except ContextCacheError as exc:
+                # The commit will say what a lost lease means; the answer goes on.
+                log.warning("lease not renewed", extra={"session_id": turn.session.session_id, "reason": exc.code})

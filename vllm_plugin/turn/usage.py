@@ -1,0 +1,132 @@
+"""What a turn cost and what it reused: the usage object and the receipt headers. Pure.
+
+Invariant: cached + computed = context + new. At least one token is always computed: vLLM counts a full hit as all
+tokens cached although it recomputes the last, so cached = min(cached, prompt - 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TIER_SOURCES = {"host", "disk", "peer", "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKV:
+    """What the connector says it did for a request (kv_sidecar.proto LoadReport, as plain values)."""
+
+    failed: bool
+    device_tokens: int
+    loaded_tokens: int
+    tier: str
+    """`host`, `disk`, `peer`, `object`, or empty when nothing was loaded."""
+    restore_ms: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnUsage:
+    """Counts of one turn, in tokens."""
+
+    prompt_tokens: int
+    """The whole prompt."""
+    context_tokens: int
+    """Leading prompt tokens that were already in the transcript."""
+    engine_cached_tokens: int
+    """As the engine counts them: its own prefix cache plus what the connector injected."""
+    completion_tokens: int
+    loaded: LoadedKV | None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return max(0, min(self.engine_cached_tokens, self.prompt_tokens - 1))
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were computed; at least 1."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def source(self) -> str:
+        """Where most of the cached tokens came from."""
+        if self.cached_tokens == 0:
+            return "recompute" if self.context_tokens else "none"
+        loaded = self.loaded
+        if loaded is not None and not loaded.failed and loaded.tier in TIER_SOURCES:
+            from_engine = self.cached_tokens - loaded.loaded_tokens
+            if loaded.loaded_tokens > from_engine:
+                return loaded.tier
+        return "device"
+
+    @property
+    def verdict(self) -> str:
+        """`X-Context-Cache`: hit, partial, miss or recomputed (a load was tried and failed)."""
+        wanted = min(self.context_tokens, self.prompt_tokens - 1)
+        if self.cached_tokens >= max(wanted - 1, 1):
+            # One token short is a hit: the last token a model samples has never been through the model.
+            return "hit"
+        if self.loaded is not None and self.loaded.failed:
+            return "recomputed"
+        return "partial" if self.cached_tokens else "miss"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOutcome:
+    """How the turn ended for the session."""
+
+    committed: bool
+    generation: int
+    """The session's generation now."""
+    expires_at_ms: int
+    reason: str = ""
+    """Error code when a commit was refused, `read_only` when none was asked for."""
+
+
+def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: bool) -> dict[str, Any]:
+    """Return the answer's `usage`: the EP's dialect, or OpenAI's when the client asked for it."""
+    prompt_tokens = usage.prompt_tokens if openai_format else usage.computed_tokens
+    context: dict[str, Any] = {
+        "cached_tokens": usage.cached_tokens,
+        "context_tokens": usage.context_tokens,
+        "source": usage.source,
+        "restore_ms": None if usage.loaded is None else round(usage.loaded.restore_ms, 1),
+        "committed": outcome.committed,
+    }
+    if outcome.reason:
+        context["reason"] = outcome.reason
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + usage.completion_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens} if openai_format else None,
+        "context": context,
+    }
+
+
+def receipt_headers(
+    usage: TurnUsage,
+    *,
+    session_id: str,
+    context_mode: str,
+    generation: int,
+    expires_at_ms: int,
+    timings_ms: dict[str, float],
+) -> list[tuple[str, str]]:
+    """Return the headers every answer to a session call carries.
+
+    In a stream they are sent with the first chunk: cached tokens are the plan then, the usage chunk has the truth.
+    """
+    timings = dict(timings_ms)
+    if usage.loaded is not None:
+        timings["restore"] = usage.loaded.restore_ms
+    return [
+        ("x-session-id", session_id),
+        ("x-context-cache", usage.verdict),
+        ("x-context-cached-tokens", str(usage.cached_tokens)),
+        ("x-context-mode", context_mode),
+        ("x-context-generation", str(generation)),
+        ("x-context-expires-at", str(expires_at_ms // 1000)),
+        ("server-timing", ", ".join(f"{name};dur={ms:.1f}" for name, ms in timings.items())),
+    ]
