@@ -162,6 +162,7 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
+    STARTED_AT_MS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -176,6 +177,10 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     """Ranks that must seal."""
     expires_at_ms: builtins.int
     """Unix time in ms after which the manifest is garbage."""
+    started_at_ms: builtins.int
+    """Unix time in ms when the turn began. A session deleted before that was made anew under the same name,
+    so the save is welcome. 0: not known, refused for as long as the session's deletion is remembered.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens that have valid KV, oldest first."""
@@ -191,8 +196,9 @@ class PrepareSaveRequest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         expires_at_ms: builtins.int = ...,
+        started_at_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "rank", b"rank", "session_id", b"session_id", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___PrepareSaveRequest: typing_extensions.TypeAlias = PrepareSaveRequest
 

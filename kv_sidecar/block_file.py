@@ -1,0 +1,212 @@
+"""One block as one file: the only format in shared memory, on disk and in frames (docs/formats.md).
+
+A safetensors file with one U8 tensor `pages` of shape [layers, engine_blocks, page_bytes]; who made it, for which
+tokens, and a checksum of the tensor's bytes are in its metadata. Where files lie does not belong here.
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from contextcache.errors import CorruptBlock, StorageFull
+from kv_sidecar.block_id import block_id, pack_token_ids, unpack_token_ids
+from kv_sidecar.block_key import BlockKey, BlockKind
+from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+
+FORMAT = "context-cache-block-1"
+TENSOR = "pages"
+_NO_CHECKSUM = "0" * 32
+_KINDS: dict[str, BlockKind] = {"block": "block", "tail": "tail"}
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+Pages: TypeAlias = npt.NDArray[np.uint8]
+"""`[layers, engine_blocks, page_bytes] u8`: page of one engine block of one layer, opaque."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMeta:
+    """What a block file says about itself."""
+
+    kind: BlockKind
+    name: str
+    """Block id, or the cache_ref for a tail."""
+    parent: str
+    """Id of the block before it; empty for the first."""
+    tenant: str
+    fingerprint: str
+    rank: int
+    token_ids: tuple[int, ...]
+    """The tokens it holds, and only those."""
+
+    @property
+    def key(self) -> BlockKey:
+        """Where the file belongs."""
+        return BlockKey(self.kind, self.name, self.rank)
+
+
+class BlockFileWriter:
+    """A block file being made: fill `pages` in place, then `finish()`; or `discard()`.
+
+    The file has its full size, with real memory behind it, from the start, so that writing to `pages` cannot fail.
+    """
+
+    def __init__(self, path: Path, meta: BlockMeta, *, num_layers: int, engine_blocks: int, page_bytes: int) -> None:
+        """Create `path`. Raises StorageFull when there is no room, FileExistsError when the name is taken."""
+        self._path = path
+        self._meta = meta
+        self._shape = (num_layers, engine_blocks, page_bytes)
+        self._start = len(self._head(_NO_CHECKSUM))
+        self.size_bytes = self._start + num_layers * engine_blocks * page_bytes
+        """Bytes of the finished file."""
+        self._map = _create_mapped(path, self.size_bytes)
+        self.pages: Pages = np.frombuffer(self._map, dtype=np.uint8, offset=self._start).reshape(self._shape)
+        """To be filled; not to be used after `finish()` or `discard()`."""
+
+    def finish(self) -> None:
+        """Compute the checksum, write the head and let go of the memory; the file is then complete."""
+        head = self._head(_checksum(memoryview(self._map)[self._start :]))
+        self._map[: len(head)] = head
+        self._close()
+
+    def discard(self) -> None:
+        """Remove the file. Harmless after `finish()` and when repeated."""
+        self._close()
+        self._path.unlink(missing_ok=True)
+
+    def _head(self, checksum: str) -> bytes:
+        return encode_header(TensorHeader(TENSOR, "U8", self._shape, _metadata(self._meta, checksum)))
+
+    def _close(self) -> None:
+        self.pages = np.empty((0, 0, 0), dtype=np.uint8)
+        _close_map(self._map)
+
+
+class BlockFile:
+    """A block file being read. Its head is checked when it is opened, its bytes by `verify()`."""
+
+    def __init__(self, data: memoryview, *, owner: mmap.mmap | None = None) -> None:
+        """Parse `data`, a whole file. Raises CorruptBlock."""
+        self._owner = owner
+        self.data = data.toreadonly()
+        """The whole file."""
+        header, start = decode_header(self.data)
+        if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) != 3:
+            raise CorruptBlock("the file holds no pages")
+        self.meta, self.checksum = _meta_of(header.metadata)
+        self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8).reshape(header.shape)
+        self._tensor = self.data[start:]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the file."""
+        return len(self.data)
+
+    def verify(self, expected: BlockMeta | None = None) -> None:
+        """Compare the checksum with the bytes, the id with the tokens, and all metadata with `expected` if given.
+
+        Raises CorruptBlock.
+        """
+        meta = self.meta
+        if expected is not None and meta != expected:
+            raise CorruptBlock("the block is not the one that belongs here")
+        if meta.kind == "block" and block_id(meta.fingerprint, meta.tenant, meta.parent, meta.token_ids) != meta.name:
+            raise CorruptBlock("the block's id is not that of its tokens")
+        if _checksum(self._tensor) != self.checksum:
+            raise CorruptBlock("the block's checksum is wrong")
+
+    def close(self) -> None:
+        """Let go of the file; views of `pages` that still live keep it mapped."""
+        self.pages = np.empty((0, 0, 0), dtype=np.uint8)
+        self._tensor.release()
+        self.data.release()
+        if self._owner is not None:
+            _close_map(self._owner)
+
+
+def open_block_file(path: Path) -> BlockFile:
+    """Map a block file read-only. Raises CorruptBlock when it is none, FileNotFoundError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size == 0:
+            raise CorruptBlock("the block file is empty")
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        mapped = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    return BlockFile(memoryview(mapped), owner=mapped)
+
+
+def parse_block_file(data: bytes | bytearray | memoryview) -> BlockFile:
+    """Read a block file held in memory, without copying it. Raises CorruptBlock."""
+    return BlockFile(memoryview(data))
+
+
+def _create_mapped(path: Path, size_bytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+    try:
+        # Without real pages behind the file, a full tmpfs would kill the writer with SIGBUS at some later store.
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    except OSError as exc:
+        path.unlink(missing_ok=True)
+        raise StorageFull("no room for a block in shared memory") from exc
+    finally:
+        os.close(descriptor)
+
+
+def _close_map(mapped: mmap.mmap) -> None:
+    try:
+        mapped.close()
+    except BufferError:
+        # Somebody still holds a view of the pages: the map goes with the last of them.
+        return
+
+
+def _checksum(tensor: memoryview) -> str:
+    digest: str = xxhash.xxh3_128_hexdigest(tensor)
+    return digest
+
+
+def _metadata(meta: BlockMeta, checksum: str) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "kind": meta.kind,
+        "name": meta.name,
+        "parent": meta.parent,
+        "tenant": meta.tenant,
+        "fingerprint": meta.fingerprint,
+        "rank": str(meta.rank),
+        "token_ids": base64.b64encode(pack_token_ids(meta.token_ids)).decode(),
+        "checksum": checksum,
+    }
+
+
+def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:
+    try:
+        kind, checksum = metadata["kind"], metadata["checksum"]
+        if metadata["format"] != FORMAT or kind not in _KINDS or not _CHECKSUM.fullmatch(checksum):
+            raise CorruptBlock("the file is no block file of this version")
+        meta = BlockMeta(
+            kind=_KINDS[kind],
+            name=metadata["name"],
+            parent=metadata["parent"],
+            tenant=metadata["tenant"],
+            fingerprint=metadata["fingerprint"],
+            rank=int(metadata["rank"]),
+            token_ids=unpack_token_ids(base64.b64decode(metadata["token_ids"], validate=True)),
+        )
+    except (KeyError, ValueError) as exc:
+        raise CorruptBlock("the block's metadata is incomplete") from exc
+    return meta, checksum

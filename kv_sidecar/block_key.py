@@ -1,0 +1,48 @@
+"""Where one block file belongs: its kind, name and rank, and the file name made of them. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+BlockKind: TypeAlias = Literal["block", "tail"]
+"""`block`: whole, content-addressed, shared. `tail`: the last, partly filled one, private to its cache_ref."""
+
+_FILE_NAME = re.compile(
+    r"(?:(?P<block>[0-9a-f]{64})|(?P<tail>ref_[0-9a-f]{32}))\.r(?P<rank>0|[1-9][0-9]{0,4})\.safetensors", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """One rank's part of one block or tail."""
+
+    kind: BlockKind
+    name: str
+    """Block id (64 hex digits), or the cache_ref for a tail."""
+    rank: int
+
+    @property
+    def file_name(self) -> str:
+        """`<name>.r<rank>.safetensors`."""
+        return f"{self.name}.r{self.rank}.safetensors"
+
+    @property
+    def fan_out(self) -> str:
+        """Two hex digits that spread files over 256 directories."""
+        return fan_out(self.name)
+
+    @classmethod
+    def from_file_name(cls, file_name: str) -> BlockKey | None:
+        """Return the key a file name stands for; None when it is not the name of a block file."""
+        match = _FILE_NAME.fullmatch(file_name)
+        if match is None:
+            return None
+        kind: BlockKind = "tail" if match["tail"] else "block"
+        return cls(kind, match["tail"] or match["block"], int(match["rank"]))
+
+
+def fan_out(name: str) -> str:
+    """Return the first two hex digits of a block id or cache_ref."""
+    return name.removeprefix("ref_")[:2]

@@ -1,0 +1,236 @@
+"""Both doors into a kv-sidecar: `KVSidecarClient` (asyncio) and `EngineSidecarClient` (threads), plus the block file.
+
+Loaded into vLLM and the gateway, so it imports grpc, numpy and xxhash, and of ours only contextcache and the block
+file. Every call has a deadline; every failure is a ContextCacheError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from contextcache.convert import manifest_from_pb
+from contextcache.errors import CacheRefNotFound, SidecarUnavailable
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, open_block_file, parse_block_file
+from kv_sidecar.block_id import block_id, chain_block_ids
+
+__all__ = [
+    "TIER_NAMES",
+    "BlockFile",
+    "BlockFileWriter",
+    "BlockMeta",
+    "EngineSidecarClient",
+    "KVSidecarClient",
+    "block_id",
+    "chain_block_ids",
+    "open_block_file",
+    "parse_block_file",
+]
+
+SERVICE_NAME = "contextcache.v1.KVSidecarService"
+TIER_NAMES: dict[int, str] = {
+    pb.TIER_UNSPECIFIED: "none",
+    pb.TIER_HOST: "host",
+    pb.TIER_DISK: "disk",
+    pb.TIER_PEER: "peer",
+    pb.TIER_OBJECT: "object",
+}
+"""Tier as it is named in `usage.context.source`."""
+
+# grpc.health.v1 by hand: one string field out, one enum field back; vLLM need not install grpcio-health-checking.
+_HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+_HEALTH_REQUEST = b"\x0a" + bytes([len(SERVICE_NAME)]) + SERVICE_NAME.encode()
+_HEALTH_SERVING = b"\x08\x01"
+
+Answer = TypeVar("Answer")
+
+
+class KVSidecarClient:
+    """For the gateway and the turn middleware. Connects at the first call, in whichever event loop runs then."""
+
+    def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
+        """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call beyond what it asks to wait."""
+        self._address = address
+        self._timeout_s = timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
+        """Return whether the manifest became durable within `timeout_ms`."""
+        request = pb.WaitSealedRequest(tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms)
+        answer = await self._call(self._stub().WaitSealed(request, timeout=self._timeout_s + timeout_ms / 1000))
+        return answer.sealed
+
+    async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
+        """Return the manifest and the name of the tier that would serve most of it. Raises CacheRefNotFound."""
+        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
+        answer = await self._call(self._stub().GetManifest(request, timeout=self._timeout_s))
+        return manifest_from_pb(answer.manifest), TIER_NAMES.get(answer.tier, "none")
+
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of a session's manifests; return how many."""
+        request = pb.TouchContextRequest(tenant=tenant, session_id=session_id, expires_at_ms=expires_at_ms)
+        answer = await self._call(self._stub().TouchContext(request, timeout=self._timeout_s))
+        return answer.num_manifests
+
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
+    ) -> int:
+        """Delete all KV of a session, or of these refs; return the bytes freed on disk."""
+        request = pb.DeleteContextRequest(tenant=tenant, session_id=session_id, cache_refs=cache_refs)
+        answer = await self._call(self._stub().DeleteContext(request, timeout=self._timeout_s))
+        return answer.freed_bytes
+
+    async def load_report(self, request_id: str, *, timeout_ms: int) -> pb.LoadReport | None:
+        """Return what the connector did for a request, or None when no report came within `timeout_ms`."""
+        request = pb.GetLoadReportRequest(request_id=request_id, timeout_ms=timeout_ms)
+        timeout_s = self._timeout_s + timeout_ms / 1000
+        try:
+            answer = await self._call(self._stub().GetLoadReport(request, timeout=timeout_s))
+        except CacheRefNotFound:
+            return None
+        return answer.report
+
+    async def stats(self) -> pb.StatsResponse:
+        """Return contexts, blocks and bytes by tier."""
+        return await self._call(self._stub().Stats(pb.StatsRequest(), timeout=self._timeout_s))
+
+    async def is_serving(self) -> bool:
+        """Return whether the sidecar says it serves; never raises."""
+        check: Any = self._connected().unary_unary(_HEALTH_METHOD)
+        try:
+            answer = await check(_HEALTH_REQUEST, timeout=self._timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer == _HEALTH_SERVING)
+
+    async def close(self) -> None:
+        """Close the connection; a later call opens a new one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def _connected(self) -> grpc.aio.Channel:
+        loop = asyncio.get_running_loop()
+        if self._channel is None or self._loop is not loop:
+            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+            self._loop = loop
+        return self._channel
+
+    def _stub(self) -> pb_grpc.KVSidecarServiceAsyncStub:
+        return pb_grpc.KVSidecarServiceStub(self._connected())
+
+    async def _call(self, call: Awaitable[Answer]) -> Answer:
+        try:
+            return await call
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+
+
+class EngineSidecarClient:
+    """For the connector's threads; safe to call from several at once."""
+
+    def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
+        """`address` is `unix:///path` or `host:port`; `timeout_s` bounds calls that name no other deadline."""
+        self._timeout_s = timeout_s
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = pb_grpc.KVSidecarServiceStub(self._channel)
+
+    def handshake(
+        self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int, engine_block_tokens: int
+    ) -> pb.HandshakeResponse:
+        """Introduce one rank. Raises InvalidRequest when the sidecar's blocks do not divide into the engine's."""
+        request = pb.HandshakeRequest(
+            fingerprint=fingerprint,
+            fingerprint_json=fingerprint_json,
+            rank=rank,
+            world_size=world_size,
+            engine_block_tokens=engine_block_tokens,
+        )
+        with _mapped_errors():
+            return self._stub.Handshake(request, timeout=self._timeout_s)
+
+    def prepare_save(  # noqa: PLR0913  # the fields of the message, by name
+        self,
+        *,
+        tenant: TenantId,
+        session_id: SessionId,
+        cache_ref: CacheRef,
+        fingerprint: str,
+        rank: int,
+        world_size: int,
+        token_ids: Sequence[int],
+        expires_at_ms: int,
+        started_at_ms: int = 0,
+    ) -> pb.PrepareSaveResponse:
+        """Open a save; the answer names the missing blocks. Raises ContextDeleted, InvalidRequest, StorageFull."""
+        request = pb.PrepareSaveRequest(
+            tenant=tenant,
+            session_id=session_id,
+            cache_ref=cache_ref,
+            fingerprint=fingerprint,
+            rank=rank,
+            world_size=world_size,
+            token_ids=token_ids,
+            expires_at_ms=expires_at_ms,
+            started_at_ms=started_at_ms,
+        )
+        with _mapped_errors():
+            return self._stub.PrepareSave(request, timeout=self._timeout_s)
+
+    def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
+        """Send block files, by name or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
+        with _mapped_errors():
+            return self._stub.SaveBlocks(requests, timeout=timeout_s)
+
+    def seal(self, cache_ref: CacheRef, rank: int) -> bool:
+        """End this rank's save; True when the manifest is durable. Raises SaveIncomplete, ContextDeleted."""
+        with _mapped_errors():
+            return self._stub.Seal(pb.SealRequest(cache_ref=cache_ref, rank=rank), timeout=self._timeout_s).sealed
+
+    def get_manifest(
+        self, tenant: TenantId, cache_ref: CacheRef, timeout_s: float
+    ) -> tuple[Manifest, pb.Tier.ValueType]:
+        """Return the manifest and the tier that would serve most of it. Raises CacheRefNotFound."""
+        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
+        with _mapped_errors():
+            answer = self._stub.GetManifest(request, timeout=timeout_s)
+        return manifest_from_pb(answer.manifest), answer.tier
+
+    def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
+        """Yield blocks in the order asked for; closing the iterator ends the stream and unpins them.
+
+        Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock: each is a miss.
+        """
+        call: Any = self._stub.LoadBlocks(request, timeout=timeout_s)
+        try:
+            with _mapped_errors():
+                yield from call
+        finally:
+            call.cancel()
+
+    def report_load(self, report: pb.LoadReport) -> None:
+        """Leave what was done for a request, for its answer's receipt."""
+        with _mapped_errors():
+            self._stub.ReportLoad(pb.ReportLoadRequest(report=report), timeout=self._timeout_s)
+
+    def close(self) -> None:
+        """Close the connection; calls in flight fail."""
+        self._channel.close()
+
+
+class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _mapped_errors()
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        if isinstance(exc, grpc.RpcError):
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
