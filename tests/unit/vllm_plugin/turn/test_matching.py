@@ -1,0 +1,166 @@
+"""EXACT, EXTEND, DIVERGE or APPEND: what a prompt is to its transcript."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contextcache.model import Segment, SegmentKind
+from vllm_plugin.turn.matching import Outcome, match
+from vllm_plugin.turn.request import ContextMode, Prompt, messages_json
+from vllm_plugin.turn.transcript import Transcript, common_prefix
+
+
+def text_transcript(*texts: str) -> Transcript:
+    kinds = (SegmentKind.PROMPT, SegmentKind.ANSWER)
+    return Transcript(
+        tuple(
+            Segment(kinds[index % 2], tuple(ord(character) for character in text), text=text)
+            for index, text in enumerate(texts)
+        )
+    )
+
+
+def chat_transcript(*messages: dict) -> Transcript:
+    return Transcript(
+        tuple(
+            Segment(
+                SegmentKind.ANSWER if message["role"] == "assistant" else SegmentKind.PROMPT,
+                (index,),
+                messages_json=messages_json((message,)),
+            )
+            for index, message in enumerate(messages)
+        )
+    )
+
+
+def auto(transcript, **prompt):
+    return match(transcript, Prompt(**prompt), mode=ContextMode.AUTO, threshold=0.8)
+
+
+USER = {"role": "user", "content": "What is the capital of France?"}
+ASSISTANT = {"role": "assistant", "content": "Paris."}
+NEXT = {"role": "user", "content": "And of Spain?"}
+
+
+def test_the_first_prompt_again_is_a_replay_that_keeps_the_prompt_and_drops_the_answer():
+    found = auto(text_transcript("Say this is a test", ", said the test"), text="Say this is a test")
+
+    assert found.outcome is Outcome.DIVERGE
+    assert found.keep_segments == 1
+    assert found.rest is None
+
+
+def test_the_whole_transcript_again_is_exact():
+    found = auto(text_transcript("question", " answer"), text="question answer")
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.EXACT, 2, None)
+
+
+def test_the_whole_transcript_and_more_extends_it_by_the_new_text_only():
+    found = auto(text_transcript("question", " answer"), text="question answer next")
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.EXTEND, 2, Prompt(text=" next"))
+
+
+def test_other_text_is_appended_after_everything():
+    found = auto(text_transcript("question", " answer"), text="And now?")
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.APPEND, 2, Prompt(text="And now?"))
+
+
+def test_an_edited_end_of_a_long_history_is_a_replay_that_keeps_the_turns_before_the_edit():
+    transcript = text_transcript("a" * 50, "b" * 40, "c" * 10)
+
+    found = auto(transcript, text="a" * 50 + "b" * 40 + "x")
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.DIVERGE, 2, Prompt(text="x"))
+
+
+def test_a_prompt_that_shares_less_than_the_threshold_is_appended():
+    found = auto(text_transcript("a" * 50, "b" * 50), text="a" * 49)
+
+    assert found.outcome is Outcome.APPEND
+
+
+def test_a_prompt_that_shares_exactly_the_threshold_is_a_replay():
+    found = auto(text_transcript("a" * 81, "b" * 19), text="a" * 80)
+
+    assert found.outcome is Outcome.DIVERGE
+    assert found.keep_segments == 0
+
+
+def test_context_mode_append_overrides_a_prompt_that_repeats_the_context():
+    found = match(
+        text_transcript("echo", "echo"), Prompt(text="echo"), mode=ContextMode.APPEND, threshold=0.8
+    )
+
+    assert (found.outcome, found.keep_segments) == (Outcome.APPEND, 2)
+
+
+def test_context_mode_replay_overrides_a_prompt_that_shares_nothing():
+    found = match(text_transcript("one", "two"), Prompt(text="three"), mode=ContextMode.REPLAY, threshold=0.8)
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.DIVERGE, 0, Prompt(text="three"))
+
+
+def test_token_ids_are_compared_as_ids_and_cut_at_whole_segments():
+    transcript = text_transcript("abc", "def")
+
+    found = auto(transcript, token_ids=tuple(map(ord, "abcdxyz")))
+
+    assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 1)
+    assert found.rest == Prompt(token_ids=tuple(map(ord, "dxyz")))
+
+
+def test_messages_that_repeat_the_history_extend_it_by_the_new_ones():
+    found = auto(chat_transcript(USER, ASSISTANT), messages=(USER, ASSISTANT, NEXT))
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.EXTEND, 2, Prompt(messages=(NEXT,)))
+
+
+def test_new_messages_alone_are_appended():
+    found = auto(chat_transcript(USER, ASSISTANT), messages=(NEXT,))
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.APPEND, 2, Prompt(messages=(NEXT,)))
+
+
+def test_an_edited_answer_in_the_history_keeps_what_came_before_it():
+    edited = {"role": "assistant", "content": "London."}
+
+    found = auto(chat_transcript(USER, ASSISTANT), messages=(USER, edited, NEXT))
+
+    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.DIVERGE, 1, Prompt(messages=(edited, NEXT)))
+
+
+def test_a_null_field_in_a_message_means_the_same_as_its_absence():
+    client_form = {**ASSISTANT, "tool_calls": None, "refusal": None}
+
+    found = auto(chat_transcript(USER, ASSISTANT), messages=(USER, client_form, NEXT))
+
+    assert found.outcome is Outcome.EXTEND
+
+
+def test_text_on_a_chat_context_is_appended():
+    found = auto(chat_transcript(USER, ASSISTANT), text="What is the capital of France?")
+
+    assert found.outcome is Outcome.APPEND
+
+
+@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=6), st.text("ab", max_size=30))
+def test_kept_segments_and_the_rest_put_together_are_the_prompt_of_any_replay(texts, prompt):
+    transcript = text_transcript(*texts)
+
+    found = match(transcript, Prompt(text=prompt), mode=ContextMode.REPLAY, threshold=0.8)
+
+    rest = "" if found.rest is None else found.rest.text
+    assert transcript.head(found.keep_segments).text + rest == prompt
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
+def test_the_common_prefix_is_what_a_loop_counts(left, right):
+    counted = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        counted += 1
+
+    assert common_prefix(left, right) == counted

@@ -1,0 +1,103 @@
+"""Requests are read strictly: what a context cannot do is refused by name."""
+
+import pytest
+
+from contextcache.errors import InvalidRequest, TtlOutOfRange
+from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, CONTEXT_PATH, Prompt, read_new_session, read_turn
+
+
+def read(path=COMPLETIONS_PATH, headers=None, **body):
+    return read_turn(path, {"model": "m", **body}, headers or {})
+
+
+def test_a_prompt_makes_a_completion_and_messages_make_a_chat():
+    message = {"role": "user", "content": "hi"}
+
+    assert read(CONTEXT_PATH, prompt="hi").path == COMPLETIONS_PATH
+    assert read(CONTEXT_PATH, messages=[message]).path == CHAT_PATH
+
+
+def test_our_fields_and_forbidden_ones_never_reach_the_engine():
+    request = read(
+        prompt="hi", session_id="s", context_mode="append", cache_salt="x", kv_transfer_params={}, temperature=0
+    )
+
+    assert dict(request.engine_fields) == {"model": "m", "temperature": 0}
+
+
+def test_a_list_with_one_prompt_is_that_prompt():
+    assert read(prompt=["hi"]).prompt == Prompt(text="hi")
+    assert read(prompt=[[1, 2]]).prompt == Prompt(token_ids=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1, 2**32]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "messages"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "context_mode": "both"}, "context_mode"),
+        ({"prompt": "a", "context_commit": "yes"}, "context_commit"),
+        ({"prompt": "a", "stream": 1}, "stream"),
+        ({"prompt": "a", "model": ""}, "model"),
+        ({"prompt": "a", "model": None}, "model"),
+    ],
+)
+def test_what_a_context_cannot_do_is_refused_with_the_field_named(body, param):
+    with pytest.raises(InvalidRequest) as caught:
+        read(**body)
+
+    assert caught.value.param == param
+
+
+def test_images_in_messages_are_refused():
+    with pytest.raises(InvalidRequest) as caught:
+        read(CHAT_PATH, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+
+    assert caught.value.param == "messages[0].content"
+
+
+@pytest.mark.parametrize("ttl", ["x", 1.5, True, None, [], {}])
+def test_a_ttl_that_is_no_whole_number_is_refused(ttl):
+    with pytest.raises(InvalidRequest) as caught:
+        read_new_session({"ttl": ttl}, tenant="t", model="m")
+
+    assert caught.value.param == "ttl"
+    assert not isinstance(caught.value, TtlOutOfRange)
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 2**53 + 1, 10**30])
+def test_a_ttl_that_can_never_be_one_is_out_of_range(ttl):
+    with pytest.raises(TtlOutOfRange):
+        read_new_session({"ttl": ttl}, tenant="t", model="m")
+
+
+def test_a_new_session_has_the_documented_defaults():
+    new = read_new_session({}, tenant="t", model="m")
+
+    assert new.session_id.startswith("ctx_")
+    assert (new.ttl_s, new.mode.value, new.ttl_policy.value) == (3600, "session", "fixed")
+
+
+def test_if_match_is_a_generation_with_or_without_quotes():
+    assert read(prompt="a", headers={"if-match": '"3"'}).expected_generation == 3
+    assert read(prompt="a", headers={"if-match": "3"}).expected_generation == 3
+    with pytest.raises(InvalidRequest):
+        read(prompt="a", headers={"if-match": "*"})
+
+
+def test_max_tokens_zero_asks_for_prefill_only():
+    assert read(prompt="a", max_tokens=0).prefill_only
+    assert not read(prompt="a", max_tokens=1).prefill_only
+    assert not read(prompt="a").prefill_only

@@ -1,0 +1,70 @@
+"""Usage keeps its invariant and says where cached tokens came from."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_plugin.turn.usage import CommitOutcome, LoadedKV, TurnUsage, usage_object
+
+COMMITTED = CommitOutcome(committed=True, generation=2, expires_at_ms=1000)
+
+
+def usage(prompt, context, cached, loaded=None):
+    return TurnUsage(
+        prompt_tokens=prompt, context_tokens=context, engine_cached_tokens=cached, completion_tokens=3, loaded=loaded
+    )
+
+
+def loaded(tokens, tier="disk", *, device=0, failed=False):
+    return LoadedKV(failed=failed, device_tokens=device, loaded_tokens=tokens, tier=tier, restore_ms=1.0)
+
+
+def test_a_full_hit_still_computes_one_token():
+    whole = usage(5, 5, 5)
+
+    assert (whole.cached_tokens, whole.computed_tokens) == (4, 1)
+    assert usage_object(whole, COMMITTED, openai_format=False)["prompt_tokens"] == 1
+
+
+def test_the_openai_format_counts_the_whole_prompt():
+    answer = usage_object(usage(10, 8, 8), COMMITTED, openai_format=True)
+
+    assert answer["prompt_tokens"] == 10
+    assert answer["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert answer["total_tokens"] == 13
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), st.integers(0, 2000))
+def test_cached_plus_computed_is_context_plus_new(prompt, context, cached):
+    context = min(context, prompt)
+    turn = usage(prompt, context, cached)
+
+    new = prompt - context
+    assert turn.cached_tokens + turn.computed_tokens == context + new
+    assert turn.computed_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("turn", "source", "verdict"),
+    [
+        (usage(10, 0, 0), "none", "miss"),
+        (usage(10, 8, 0), "recompute", "miss"),
+        (usage(10, 8, 0, loaded(0, failed=True)), "recompute", "recomputed"),
+        (usage(10, 8, 8, loaded(8)), "disk", "hit"),
+        (usage(100, 98, 98, loaded(2, "host", device=96)), "device", "hit"),
+        (usage(100, 98, 98, loaded(66, "host", device=32)), "host", "hit"),
+        (usage(100, 98, 32, loaded(0, failed=True)), "device", "recomputed"),
+        (usage(100, 98, 97, loaded(97)), "disk", "hit"),
+        (usage(100, 98, 64, loaded(64)), "disk", "partial"),
+    ],
+)
+def test_source_and_verdict_follow_what_really_was_reused(turn, source, verdict):
+    assert (turn.source, turn.verdict) == (source, verdict)
+
+
+def test_a_refused_commit_is_told_with_its_reason():
+    refused = CommitOutcome(committed=False, generation=1, expires_at_ms=0, reason="lease_lost")
+
+    context = usage_object(usage(10, 8, 8), refused, openai_format=False)["context"]
+
+    assert (context["committed"], context["reason"]) == (False, "lease_lost")
