@@ -1,0 +1,61 @@
+# Every target is a line or two; what they do is Python in deploy/local. `make` alone lists them.
+PYTHON ?= python3
+PY := .venv/bin/python
+STACK := PYTHONPATH=. $(PY) -m deploy.local
+SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(DEV),--dev)
+PROTOS := $(wildcard proto/contextcache/v1/*.proto)
+OURS := contextcache context_manager kv_sidecar vllm_plugin gateway deploy tests benchmarks examples
+export TORCH_INDEX
+
+.DEFAULT_GOAL := help
+.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start clean demo bench ci
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+install: .venv/.installed ## everything into .venv (first time: some minutes; TORCH_INDEX=<url> where pip finds no CPU torch)
+.venv/.installed: pyproject.toml constraints.txt
+	@PYTHONPATH=. $(PYTHON) -m deploy.local.install
+
+proto: .build/proto/.installed ## generate the gRPC stubs
+	@.build/proto/bin/python -m grpc_tools.protoc -I proto $(addprefix --,$(addsuffix =.,python_out grpc_python_out mypy_out mypy_grpc_out)) \
+	  --plugin=.build/proto/bin/protoc-gen-mypy --plugin=.build/proto/bin/protoc-gen-mypy_grpc $(PROTOS)
+proto-check: proto ## fail when the committed stubs are not what the protos say
+	@git diff --exit-code --stat -- contextcache/v1 && test -z "$$(git status --porcelain -- contextcache/v1)"
+.build/proto/.installed: deploy/local/proto_tools.py
+	@PYTHONPATH=. $(PYTHON) -m deploy.local.proto_tools
+
+fmt: install ## format
+	@$(PY) -m ruff check --fix-only --quiet . ; $(PY) -m ruff format . && .venv/bin/buf format -w
+
+lint: install ## style, types, import rules, protos, spelling, dependencies
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
+	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry .
+
+test: install ## every test: unit, contract, integration, real vLLM
+	@$(PY) -m pytest tests
+test-unit: install ## seconds, no sockets
+	@$(PY) -m pytest tests/unit tests/contract
+test-integration: install ## real Valkey, gRPC and processes
+	@$(PY) -m pytest tests/integration
+test-vllm: install ## real vLLM
+	@$(PY) -m pytest tests/vllm
+
+up: install ## start the local stack; PORT=8000 DTYPE=bfloat16|float32 DEV=1
+	@$(STACK) up $(SETTINGS)
+down: install ## stop it; sessions and KV stay
+	@$(STACK) down
+status: install ## what runs
+	@$(STACK) status
+kill: install ## SIGKILL a part and all it forked; PART=redis|manager|sidecar|engine|gateway
+	@$(STACK) kill '$(PART)'
+start: install ## start a killed part again; PART=…
+	@$(STACK) start '$(PART)'
+clean: install ## stop it and remove sessions, KV, logs and secrets
+	@$(STACK) clean
+demo: install ## the story with figures, on the running stack or a new one; JSON=1
+	@$(STACK) demo $(SETTINGS) $(if $(JSON),--json)
+bench: install ## time to first token: cold, prefix cache, restored after a restart
+	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
+
+ci: lint proto-check test ## what CI runs

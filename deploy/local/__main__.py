@@ -1,0 +1,94 @@
+"""`python -m deploy.local up|down|status|kill|start|clean|model|demo`: what the Makefile calls."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from deploy.local.demo import run_demo
+from deploy.local.model import MODEL_NAME, prepare_model
+from deploy.local.parts import PART_NAMES
+from deploy.local.progress import StepFailed, say
+from deploy.local.stack import DEFAULT_DIRECTORY, Stack
+from deploy.local.state import API_KEYS
+from deploy.local.table import render
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return the exit status: 1 with a message when it could not be done, 130 on Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        _run(options)
+    except StepFailed as failure:
+        say(f"error: {failure}")
+        return 1
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deploy.local", description=__doc__)
+    parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY, help="where the stack keeps its state")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, purpose in {
+        "up": "start all, return when ready",
+        "demo": "run the story, starting all if need be",
+    }.items():
+        command = commands.add_parser(name, help=purpose)
+        command.add_argument("--port", type=int, help="the gateway's port; the others follow ten above it")
+        command.add_argument("--dtype", choices=("bfloat16", "float32"), help="float32: for exact comparisons")
+        command.add_argument("--dev", action="store_true", default=None, help="vLLM's development routes")
+        if name == "demo":
+            command.add_argument("--json", action="store_true", help="figures as JSON on stdout")
+    for name in ("kill", "start"):
+        commands.add_parser(name).add_argument("part", help=", ".join(PART_NAMES))
+    for name in ("down", "status", "clean", "model"):
+        commands.add_parser(name)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    name = options.command
+    if name == "model":
+        prepare_model()
+    elif name in ("up", "demo"):
+        stack = Stack(options.directory, port=options.port, dtype=options.dtype, dev=options.dev)
+        if name == "demo":
+            run_demo(stack, as_json=options.json)
+        else:
+            stack.up()
+            print(_next_steps(stack))
+    elif name in ("kill", "start"):
+        getattr(Stack(options.directory), name)(options.part)
+    elif name == "status":
+        rows = [
+            [s.name, s.state, str(s.pid or "-"), s.url, os.path.relpath(s.log)]
+            for s in Stack(options.directory).status()
+        ]
+        print(render(["part", "state", "pid", "url", "log"], rows))
+    else:
+        getattr(Stack(options.directory), name)()
+
+
+def _next_steps(stack: Stack) -> str:
+    key = next(iter(API_KEYS))
+    call = f"curl -s {stack.url}/v1"
+    head = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {key}'"
+    body = f'"model": "{MODEL_NAME}", "prompt": "Say this is a test"'
+    return f"""\
+ready: {stack.url}   (make status, make demo, make down)
+
+create a context, keep its session_id, ask again, delete it:
+  {call}/context {head} -d '{{{body}, "ttl": 3600}}'
+  {call}/completions {head} -d '{{"session_id": "<session_id>", {body}}}'
+  {call}/context/<session_id> -X DELETE {head}"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The story, told on the running stack with figures: cold, create, append, replay, crash, restore, delete.
+
+Every number printed was read from an answer or a clock in this run. Text is new in every run, so that a cold
+answer is cold.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.local.gateway_client import Answer, GatewayClient
+from deploy.local.model import MODEL_NAME
+from deploy.local.plain_text import plain_text
+from deploy.local.progress import Step, StepFailed
+from deploy.local.stack import Stack
+from deploy.local.state import API_KEYS
+from deploy.local.table import render
+
+CONTEXT_TOKENS = 1450
+SEALED_WITHIN_S = 60.0
+_ANSWER_TOKENS = 16
+_SEAL_POLL_S = 0.2
+_HEADS = ("step", "computed", "cached", "source", "first token ms")
+
+
+@dataclass(frozen=True, slots=True)
+class StoryStep:
+    """One row of the table. Tokens are prompt tokens; `ttft_ms` is what the client waited for the first one back."""
+
+    step: str
+    computed_tokens: int | None = None
+    cached_tokens: int | None = None
+    source: str = ""
+    ttft_ms: float | None = None
+    restore_ms: float | None = None
+    answer: str = ""
+
+    @classmethod
+    def of(cls, step: str, answer: Answer) -> StoryStep:
+        """Return the row of an answer."""
+        return cls(
+            step,
+            answer.computed_tokens,
+            answer.cached_tokens,
+            answer.source,
+            round(answer.ttft_ms, 1),
+            answer.restore_ms,
+            answer.text,
+        )
+
+    def cells(self) -> list[str]:
+        """Return the row as the table shows it."""
+        figures = (self.computed_tokens, self.cached_tokens, self.source or None, self.ttft_ms)
+        return [self.step, *("-" if figure is None else str(figure) for figure in figures)]
+
+
+def run_demo(stack: Stack, *, as_json: bool) -> None:
+    """Tell the story and print its table, or JSON alone on stdout. Raises StepFailed at the first untrue step."""
+    stack.up()
+    client = GatewayClient(stack.url, next(iter(API_KEYS)))
+    seed = time.time_ns() // 1_000_000 % 1_000_000_000
+    steps = short_story(client) + long_story(stack, client, plain_text(CONTEXT_TOKENS, seed=seed))
+    if as_json:
+        print(json.dumps({"model": MODEL_NAME, "steps": [asdict(step) for step in steps]}, indent=2))
+    else:
+        print(render(_HEADS, [step.cells() for step in steps]))
+
+
+def short_story(client: GatewayClient) -> list[StoryStep]:
+    """Make the proposal's own three calls: create, the same prompt again, delete."""
+    prompt = {"prompt": "Say this is a test"}
+    with Step("the proposal's story: create, the same prompt again, delete"):
+        created = client.stream("/v1/context", _body(prompt, ttl=3600))
+        again = client.stream("/v1/completions", _body(prompt, session_id=created.session_id))
+        _expect(again.usage["prompt_tokens"] == 1, f"prompt_tokens fell to {again.usage['prompt_tokens']}, not to 1")
+        client.call("DELETE", f"/v1/context/{created.session_id}")
+    return [StoryStep.of("create: Say this is a test", created), StoryStep.of("the same prompt again", again)]
+
+
+def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep]:
+    """Let a context of about 1 450 tokens outlive its engine and its sidecar."""
+    steps = []
+    with Step("cold: the long prompt, no context"):
+        steps.append(
+            StoryStep.of("cold: long prompt, no context", client.stream("/v1/completions", _body({"prompt": text})))
+        )
+    with Step("create: the same prompt as a context"):
+        created = client.stream("/v1/context", _body({"prompt": text}, ttl=3600))
+        session_id = created.session_id
+        steps.append(StoryStep.of("create: it becomes a context", created))
+    with Step("append: a question alone"):
+        asked = _ask(client, session_id, " Who sold something at the market?")
+        steps.append(StoryStep.of("append: a question alone", asked))
+    with Step("replay: the long prompt again"):
+        replay = client.stream("/v1/completions", _body({"prompt": text}, session_id=session_id))
+        _expect(replay.computed_tokens == 1, f"the replay computed {replay.computed_tokens} tokens, not 1")
+        steps.append(StoryStep.of("replay: the long prompt again", replay))
+    wait_sealed(client, session_id)
+    for part in ("engine", "sidecar"):
+        stack.kill(part)
+    for part in ("sidecar", "engine"):
+        stack.start(part)
+    steps.append(StoryStep("kill -9 engine and sidecar, start them"))
+    with Step("restored: another question"):
+        restored = _ask(client, session_id, " And what was counted again?")
+        _expect(restored.source == "disk", f"the KV came from {restored.source}, not from disk")
+        steps.append(StoryStep.of("restored: another question", restored))
+    with Step("delete"):
+        client.call("DELETE", f"/v1/context/{session_id}")
+        status, _ = client.try_call("GET", f"/v1/context/{session_id}")
+        _expect(status == 404, f"the deleted context answers {status}, not 404")
+        left = size_of(stack.paths.data / "sidecar")
+    steps.append(StoryStep(f"delete: id answers 404, {left} bytes of KV left"))
+    return steps
+
+
+def wait_sealed(client: GatewayClient, session_id: str) -> None:
+    """Return when the context's KV is durable. Raises StepFailed after a minute."""
+    deadline_s = time.monotonic() + SEALED_WITHIN_S
+    with Step("waiting until the KV is on disk") as step:
+        while (state := _holder_state(client, session_id)) != "sealed":
+            if time.monotonic() > deadline_s:
+                raise StepFailed(f"the KV of {session_id} is not on disk after {SEALED_WITHIN_S:.0f} s: {state}")
+            step.beat(lambda: f"holder state: {state}")
+            time.sleep(_SEAL_POLL_S)
+
+
+def size_of(directory: Path) -> int:
+    """Return the bytes of all block and tail files below a sidecar's data directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
+
+
+def _holder_state(client: GatewayClient, session_id: str) -> str:
+    holder: dict[str, Any] = client.call("GET", f"/v1/context/{session_id}").get("holder") or {}
+    return str(holder.get("state"))
+
+
+def _ask(client: GatewayClient, session_id: str, text: str) -> Answer:
+    return client.stream("/v1/completions", _body({"prompt": text}, session_id=session_id))
+
+
+def _body(prompt: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model": MODEL_NAME, **prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0, **more}
+
+
+def _expect(condition: bool, otherwise: str) -> None:  # noqa: FBT001 - an assertion with words
+    if not condition:
+        raise StepFailed(otherwise)
