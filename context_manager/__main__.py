@@ -1,0 +1,83 @@
+"""`python -m context_manager`: one manager process. The only place that picks a store and reads settings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from context_manager.limits import TtlBounds
+from context_manager.manager import ContextCacheManager
+from context_manager.metrics import ManagerMetrics
+from context_manager.redis_connection import RedisConnection
+from context_manager.redis_store import RedisSessionStore
+from context_manager.server import manager_server
+from context_manager.settings import ManagerSettings
+from context_manager.sweeper import SessionSweeper
+from contextcache.clock import SystemClock
+from contextcache.logs import set_up_logs
+from contextcache.process import run_until_signalled, wants_help
+
+log = logging.getLogger(__name__)
+
+PURPOSE = "context-manager: sessions, transcripts and turns of context-cache, in Redis or Valkey."
+
+
+async def serve(
+    settings: ManagerSettings, stop: asyncio.Event, *, on_started: Callable[[int], None] | None = None
+) -> None:
+    """Serve until `stop` is set, then drain. `on_started` is told the port; Redis need not be there yet."""
+    registry = CollectorRegistry()
+    metrics = ManagerMetrics(registry)
+    async with AsyncExitStack() as stack:
+        connection = RedisConnection(
+            settings.redis_url.get_secret_value(),
+            timeout_s=settings.redis_timeout_s,
+            max_connections=settings.redis_max_connections,
+        )
+        store = RedisSessionStore(connection, tombstone_s=settings.tombstone_s)
+        stack.push_async_callback(store.close)
+        bounds = TtlBounds(settings.min_ttl_s, settings.max_ttl_s)
+        manager = ContextCacheManager(store, clock=SystemClock(), metrics=metrics, ttl_bounds=bounds)
+        if settings.metrics_port:
+            _serve_metrics(settings, registry, stack)
+        server = manager_server(manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs)
+        sweeper = SessionSweeper(
+            manager, metrics=metrics, interval_s=settings.sweep_interval_s, limit=settings.sweep_limit
+        )
+        await server.start()
+        stack.push_async_callback(server.stop, settings.drain_s)
+        sweeper.start()
+        stack.push_async_callback(sweeper.stop)
+        log.info("manager started", extra={"listen": settings.listen, "port": server.ports[0]})
+        if on_started is not None:
+            on_started(server.ports[0])
+        await stop.wait()
+        log.info("manager stopping")
+
+
+def _serve_metrics(settings: ManagerSettings, registry: CollectorRegistry, stack: AsyncExitStack) -> None:
+    http_server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
+
+    def end() -> None:
+        http_server.shutdown()
+        http_server.server_close()
+        thread.join(timeout=settings.drain_s)
+
+    stack.callback(end)
+
+
+def main() -> None:
+    """Run the process."""
+    if wants_help(ManagerSettings, PURPOSE):
+        return
+    settings = ManagerSettings()
+    set_up_logs(settings.log_level)
+    run_until_signalled(lambda stop: serve(settings, stop))
+
+
+if __name__ == "__main__":
+    main()

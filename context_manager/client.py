@@ -1,0 +1,214 @@
+"""`ContextManagerClient`: the manager as other processes call it. Imports grpc and contextcache only.
+
+It is loaded into vLLM too. Each call fails at once when nobody listens and within `timeout_s` otherwise; every
+failure is a ContextCacheError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from contextcache.convert import (
+    commit_to_pb,
+    mode_to_pb,
+    policy_to_pb,
+    segments_from_pb,
+    session_from_pb,
+)
+from contextcache.errors import InvalidRequest, StoreUnavailable
+from contextcache.model import CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TtlPolicy, TurnCommit
+from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.v1 import context_manager_pb2 as pb
+from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+
+ReplyT = TypeVar("ReplyT")
+
+_HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+_HEALTH_OF_SERVER = b""
+"""HealthCheckRequest with no service: the server as a whole."""
+_HEALTH_SERVING = b"\x08\x01"
+"""HealthCheckResponse {status: SERVING}: field 1, varint 1."""
+
+
+class ContextManagerClient:
+    """The same methods as ContextCacheManager, over one channel that connects at the first call.
+
+    The channel belongs to the event loop of that call; a call from another loop opens a new one.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
+        """`address`: host:port or unix:///path; `timeout_s`: deadline of every call."""
+        self._address = address
+        self._timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel | None = None
+
+    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+        """See ContextCacheManager.reserve."""
+        reply = await self._call(
+            lambda stub: stub.ReserveSession,
+            lambda: pb.ReserveSessionRequest(
+                tenant=new.tenant,
+                session_id=new.session_id,
+                model_id=new.model_id,
+                mode=mode_to_pb(new.mode),
+                ttl_s=new.ttl_s,
+                ttl_policy=policy_to_pb(new.ttl_policy),
+                metadata=new.metadata,
+                lease_id=lease_id,
+                lease_ttl_ms=lease_ttl_ms,
+            ),
+        )
+        return session_from_pb(reply.session)
+
+    async def register_session_cache(self, commit: TurnCommit) -> CacheSessionMetadata:
+        """See ContextCacheManager.register_session_cache."""
+        reply = await self._call(
+            lambda stub: stub.RegisterSessionCache, lambda: pb.RegisterSessionCacheRequest(commit=commit_to_pb(commit))
+        )
+        return session_from_pb(reply.session)
+
+    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """See ContextCacheManager.locate."""
+        reply = await self._call(
+            lambda stub: stub.LocateSession, lambda: pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
+        )
+        return session_from_pb(reply.session)
+
+    async def get_session_metadata(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """See ContextCacheManager.get_session_metadata."""
+        reply = await self._call(
+            lambda stub: stub.GetSessionMetadata,
+            lambda: pb.GetSessionMetadataRequest(tenant=tenant, session_id=session_id),
+        )
+        return session_from_pb(reply.session)
+
+    async def begin_turn(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        lease_id: str,
+        lease_ttl_ms: int,
+        read_only: bool = False,
+        expected_generation: int | None = None,
+    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        """See ContextCacheManager.begin_turn."""
+        reply = await self._call(
+            lambda stub: stub.BeginTurn,
+            lambda: pb.BeginTurnRequest(
+                tenant=tenant,
+                session_id=session_id,
+                lease_id=lease_id,
+                lease_ttl_ms=lease_ttl_ms,
+                read_only=read_only,
+                expected_generation=expected_generation,
+            ),
+        )
+        return session_from_pb(reply.session), segments_from_pb(reply.transcript)
+
+    async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
+        """See ContextCacheManager.renew_lease."""
+        await self._call(
+            lambda stub: stub.RenewLease,
+            lambda: pb.RenewLeaseRequest(
+                tenant=tenant, session_id=session_id, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms
+            ),
+        )
+
+    async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
+        """See ContextCacheManager.commit_turn."""
+        reply = await self._call(
+            lambda stub: stub.CommitTurn, lambda: pb.CommitTurnRequest(commit=commit_to_pb(commit))
+        )
+        return session_from_pb(reply.session)
+
+    async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
+        """See ContextCacheManager.abort_turn."""
+        await self._call(
+            lambda stub: stub.AbortTurn,
+            lambda: pb.AbortTurnRequest(tenant=tenant, session_id=session_id, lease_id=lease_id),
+        )
+
+    async def touch(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        ttl_s: int | None = None,
+        ttl_policy: TtlPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> CacheSessionMetadata:
+        """See ContextCacheManager.touch."""
+        reply = await self._call(
+            lambda stub: stub.TouchSession,
+            lambda: pb.TouchSessionRequest(
+                tenant=tenant,
+                session_id=session_id,
+                ttl_s=ttl_s,
+                ttl_policy=None if ttl_policy is None else policy_to_pb(ttl_policy),
+                metadata=None if metadata is None else pb.Metadata(entries=metadata),
+            ),
+        )
+        return session_from_pb(reply.session)
+
+    async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """See ContextCacheManager.unregister_session_cache."""
+        reply = await self._call(
+            lambda stub: stub.UnregisterSessionCache,
+            lambda: pb.UnregisterSessionCacheRequest(tenant=tenant, session_id=session_id),
+        )
+        return session_from_pb(reply.session)
+
+    async def list_sessions(
+        self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: str = ""
+    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
+        """See ContextCacheManager.list_sessions."""
+        reply = await self._call(
+            lambda stub: stub.ListSessions,
+            lambda: pb.ListSessionsRequest(tenant=tenant, limit=limit, after=after, model_id=model_id),
+        )
+        return tuple(session_from_pb(session) for session in reply.sessions), reply.has_more
+
+    async def is_serving(self) -> bool:
+        """Return whether the manager says it serves (grpc.health.v1). Never raises."""
+        # Spelled out in bytes, because grpcio-health-checking is not installed beside vLLM.
+        check: Any = self._opened().unary_unary(_HEALTH_METHOD)
+        try:
+            reply = await check(_HEALTH_OF_SERVER, timeout=self._timeout_s, wait_for_ready=False)
+        except grpc.RpcError:
+            return False
+        return bool(reply == _HEALTH_SERVING)
+
+    async def close(self) -> None:
+        """Close the channel; a later call opens a new one."""
+        channel, self._channel = self._channel, None
+        if channel is not None and self._loop is asyncio.get_running_loop():
+            await channel.close()
+
+    async def _call(
+        self,
+        method: Callable[[pb_grpc.ContextManagerServiceAsyncStub], Callable[..., Awaitable[ReplyT]]],
+        request: Callable[[], Any],
+    ) -> ReplyT:
+        try:
+            message = request()
+        except (TypeError, ValueError) as exc:  # a number beyond 64 bits, a lone surrogate, a wrong type
+            raise InvalidRequest("a field cannot be sent to the context manager") from exc
+        stub: Any = pb_grpc.ContextManagerServiceStub(self._opened())
+        try:
+            return await method(stub)(message, timeout=self._timeout_s, wait_for_ready=False)
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+
+    def _opened(self) -> grpc.aio.Channel:
+        loop = asyncio.get_running_loop()
+        if self._channel is None or self._loop is not loop:
+            self._loop = loop
+            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        return self._channel

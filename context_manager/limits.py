@@ -1,0 +1,113 @@
+"""What the manager accepts: checked here once, before any store is asked. Pure.
+
+Tenant and ids end up in Redis keys, so their patterns are what keeps one tenant out of another's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from contextcache.errors import InvalidRequest, TtlOutOfRange
+from contextcache.model import (
+    CACHE_REF_PATTERN,
+    MAX_LIST_LIMIT,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_KEYS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    SESSION_ID_PATTERN,
+    TENANT_PATTERN,
+    NewSession,
+    TurnCommit,
+)
+
+MAX_LEASE_ID_CHARS = 128
+MAX_LEASE_TTL_MS = 3_600_000
+"""An hour: longer than any answer takes, short enough that a crashed pod's lease is not for ever."""
+MAX_NAME_CHARS = 256
+"""Longest model id and holder."""
+MAX_COMMIT_SEGMENTS = 1000
+"""A turn has two; a transcript that is written anew in one commit has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtlBounds:
+    """The lives a deployment grants, in seconds, both ends included."""
+
+    min_s: int = MIN_TTL_S
+    max_s: int = MAX_TTL_S
+
+    def check(self, ttl_s: int) -> None:
+        """Raise TtlOutOfRange; a life is never clamped."""
+        if not self.min_s <= ttl_s <= self.max_s:
+            raise TtlOutOfRange(f"ttl must be {self.min_s} to {self.max_s} seconds", param="ttl")
+
+
+def check_session(tenant: str, session_id: str) -> None:
+    """Raise InvalidRequest unless both could be somebody's."""
+    check_tenant(tenant)
+    if not SESSION_ID_PATTERN.fullmatch(session_id):
+        raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+
+
+def check_tenant(tenant: str) -> None:
+    """Raise InvalidRequest for a tenant that cannot be part of a key."""
+    if not TENANT_PATTERN.fullmatch(tenant):
+        raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
+
+
+def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
+    """Raise InvalidRequest for a lease nobody could hold."""
+    if not (1 <= len(lease_id) <= MAX_LEASE_ID_CHARS and lease_id.isascii() and lease_id.isprintable()):
+        raise InvalidRequest(f"lease_id must be 1 to {MAX_LEASE_ID_CHARS} printable characters", param="lease_id")
+    if lease_ttl_ms is not None and not 1 <= lease_ttl_ms <= MAX_LEASE_TTL_MS:
+        raise InvalidRequest(f"lease_ttl_ms must be 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise InvalidRequest for more or longer metadata than OpenAI allows."""
+    if len(metadata) > MAX_METADATA_KEYS:
+        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
+    for key, text in metadata.items():
+        if not 1 <= len(key) <= MAX_METADATA_KEY_CHARS:
+            raise InvalidRequest(f"metadata keys have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
+        if len(text) > MAX_METADATA_VALUE_CHARS:
+            raise InvalidRequest(
+                f"metadata values have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
+            )
+
+
+def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
+    """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
+    check_session(new.tenant, new.session_id)
+    if not 1 <= len(new.model_id) <= MAX_NAME_CHARS:
+        raise InvalidRequest(f"model must have 1 to {MAX_NAME_CHARS} characters", param="model")
+    bounds.check(new.ttl_s)
+    check_metadata(new.metadata)
+
+
+def check_commit(commit: TurnCommit) -> None:
+    """Raise InvalidRequest for a commit that no turn can have made."""
+    check_session(commit.tenant, commit.session_id)
+    check_lease(commit.lease_id)
+    if commit.expected_generation < 0:
+        raise InvalidRequest("expected_generation is never negative", param="expected_generation")
+    if commit.keep_segments < 0:
+        raise InvalidRequest("keep_segments is never negative", param="keep_segments")
+    if len(commit.segments) > MAX_COMMIT_SEGMENTS:
+        raise InvalidRequest(f"a commit has at most {MAX_COMMIT_SEGMENTS} segments", param="segments")
+    if commit.cache_ref and not CACHE_REF_PATTERN.fullmatch(commit.cache_ref):
+        raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
+    if len(commit.holder) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"holder has at most {MAX_NAME_CHARS} characters", param="holder")
+
+
+def check_page(tenant: str, limit: int, after: str) -> None:
+    """Raise InvalidRequest for a page that cannot be listed."""
+    check_tenant(tenant)
+    if not 1 <= limit <= MAX_LIST_LIMIT:
+        raise InvalidRequest(f"limit must be 1 to {MAX_LIST_LIMIT}", param="limit")
+    if after and not SESSION_ID_PATTERN.fullmatch(after):
+        raise InvalidRequest("after is not a session id", param="after")

@@ -1,0 +1,205 @@
+"""`ContextCacheManager`: who has which context, until when, and whose turn it is. Read this first.
+
+A conversation's life: `reserve` → `register_session_cache` → (`begin_turn` → `renew_lease`… → `commit_turn` or
+`abort_turn`)… → `unregister_session_cache`, or its TTL ends and `sweep` buries it. The names are the EP's where it
+has one. What is checked before the store is asked: limits.py; what the store promises: store.py. No wire here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from context_manager.limits import (
+    TtlBounds,
+    check_commit,
+    check_lease,
+    check_metadata,
+    check_new_session,
+    check_page,
+    check_session,
+)
+from context_manager.metrics import ManagerMetrics
+from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore
+from contextcache.clock import Clock
+from contextcache.errors import InvalidRequest
+from contextcache.model import CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TtlPolicy, TurnCommit
+
+log = logging.getLogger(__name__)
+
+
+class ContextCacheManager:
+    """Sessions over a store. Every call is atomic and may be repeated with the same lease_id.
+
+    Every method raises InvalidRequest for what limits.py refuses and StoreUnavailable when the store is silent; those
+    about an existing session raise ContextNotFound and ContextExpired.
+    """
+
+    def __init__(
+        self, store: SessionStore, *, clock: Clock, metrics: ManagerMetrics, ttl_bounds: TtlBounds | None = None
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._metrics = metrics
+        self._ttl_bounds = ttl_bounds or TtlBounds()
+
+    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+        """Create a session in state CREATING that dies with the lease. Raises ContextExists, TtlOutOfRange."""
+        check_new_session(new, self._ttl_bounds)
+        check_lease(lease_id, lease_ttl_ms)
+        with self._metrics.store_call("reserve"):
+            session = await self._store.reserve(
+                new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms, now_ms=self._clock.now_ms()
+            )
+        self._metrics.sessions_reserved.inc()
+        self._log("session reserved", session)
+        return session
+
+    async def register_session_cache(self, commit: TurnCommit) -> CacheSessionMetadata:
+        """Commit the create: CREATING to READY, generation 1. Raises as `commit_turn`."""
+        if commit.expected_generation != 0:
+            raise InvalidRequest("the first commit expects generation 0", param="expected_generation")
+        return await self.commit_turn(commit)
+
+    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Return what a router needs: holder, model, state. One round trip."""
+        return await self._get("locate", tenant, session_id)
+
+    async def get_session_metadata(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Return the row, its TTL checked now."""
+        return await self._get("get", tenant, session_id)
+
+    async def begin_turn(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        lease_id: str,
+        lease_ttl_ms: int,
+        read_only: bool = False,
+        expected_generation: int | None = None,
+    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        """Take the lease and return session and transcript; neither `read_only` nor mode PREFIX takes one.
+
+        Raises ContextBusy (`retry_after_s`: when the other lease ends), GenerationMismatch.
+        """
+        check_session(tenant, session_id)
+        check_lease(lease_id, lease_ttl_ms)
+        with self._metrics.store_call("begin_turn"):
+            return await self._store.begin_turn(
+                SessionKey(tenant, session_id),
+                lease_id=lease_id,
+                lease_ttl_ms=lease_ttl_ms,
+                read_only=read_only,
+                expected_generation=expected_generation,
+                now_ms=self._clock.now_ms(),
+            )
+
+    async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
+        """Let the caller's lease end `lease_ttl_ms` from now. Raises LeaseLost when it has ended or is another's."""
+        check_session(tenant, session_id)
+        check_lease(lease_id, lease_ttl_ms)
+        with self._metrics.store_call("renew_lease"):
+            await self._store.renew_lease(
+                SessionKey(tenant, session_id),
+                lease_id=lease_id,
+                lease_ttl_ms=lease_ttl_ms,
+                now_ms=self._clock.now_ms(),
+            )
+
+    async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
+        """Make a turn durable and release its lease, in one step. Raises LeaseLost, GenerationMismatch."""
+        check_commit(commit)
+        with self._metrics.store_call("commit_turn"):
+            session = await self._store.commit_turn(commit, now_ms=self._clock.now_ms())
+        self._metrics.turns_committed.inc()
+        self._log("turn committed", session)
+        return session
+
+    async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
+        """Release the caller's lease and change nothing else; a CREATING row is removed. Silent when there is none."""
+        check_session(tenant, session_id)
+        check_lease(lease_id)
+        with self._metrics.store_call("abort_turn"):
+            await self._store.abort_turn(SessionKey(tenant, session_id), lease_id=lease_id, now_ms=self._clock.now_ms())
+        self._metrics.turns_aborted.inc()
+
+    async def touch(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        ttl_s: int | None = None,
+        ttl_policy: TtlPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> CacheSessionMetadata:
+        """Change what is given; `ttl_s` starts the life again from now. Raises TtlOutOfRange."""
+        check_session(tenant, session_id)
+        if ttl_s is not None:
+            self._ttl_bounds.check(ttl_s)
+        if metadata is not None:
+            check_metadata(metadata)
+        with self._metrics.store_call("touch"):
+            return await self._store.touch(
+                SessionKey(tenant, session_id),
+                ttl_s=ttl_s,
+                ttl_policy=ttl_policy,
+                metadata=metadata,
+                now_ms=self._clock.now_ms(),
+            )
+
+    async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Remove a session, also while a turn runs; return the row as it was, so that its KV can be deleted."""
+        check_session(tenant, session_id)
+        with self._metrics.store_call("unregister"):
+            session = await self._store.unregister(SessionKey(tenant, session_id), now_ms=self._clock.now_ms())
+        self._metrics.sessions_unregistered.inc()
+        self._log("session unregistered", session)
+        return session
+
+    async def list_sessions(
+        self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: str = ""
+    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
+        """Return up to `limit` (1 to 100) live sessions, newest first, behind `after`, and whether more follow."""
+        check_page(tenant, limit, after)
+        with self._metrics.store_call("list"):
+            return await self._store.list_sessions(
+                tenant, limit=limit, after=after, model_id=model_id, now_ms=self._clock.now_ms()
+            )
+
+    async def sweep(self, limit: int) -> int:
+        """Bury up to `limit` due sessions and return how many; fewer than `limit` means that none is left.
+
+        Any number of managers may sweep at once: each session is taken by exactly one.
+        """
+        now_ms = self._clock.now_ms()
+        num_swept = 0
+        for shard in range(NUM_SHARDS):
+            taken_here = -1
+            while num_swept < limit and taken_here != 0:
+                wanted = min(SWEEP_BATCH, limit - num_swept)
+                with self._metrics.store_call("sweep"):
+                    taken = await self._store.take_expired(shard, now_ms=now_ms, limit=wanted)
+                num_abandoned = sum(swept.is_abandoned for swept in taken)
+                self._metrics.sessions_abandoned.inc(num_abandoned)
+                self._metrics.sessions_expired.inc(len(taken) - num_abandoned)
+                taken_here = len(taken)
+                num_swept += taken_here
+        return num_swept
+
+    async def _get(self, operation: str, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        check_session(tenant, session_id)
+        with self._metrics.store_call(operation):
+            return await self._store.get(SessionKey(tenant, session_id), now_ms=self._clock.now_ms())
+
+    @staticmethod
+    def _log(event: str, session: CacheSessionMetadata) -> None:
+        log.info(
+            event,
+            extra={
+                "session_id": session.session_id,
+                "tenant": session.tenant,
+                "cache_ref": session.cache_ref,
+                "generation": session.generation,
+            },
+        )

@@ -1,0 +1,44 @@
+"""Every metric of the context manager. Labels are operations and error codes: bounded, never ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from contextcache.errors import ContextCacheError
+
+
+class ManagerMetrics:
+    """Counters and histograms, registered in the registry that is passed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, meaning: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"contextcache_manager_{name}", meaning, labels, registry=registry)
+
+        self.sessions_reserved = counter("sessions_reserved_total", "Sessions reserved")
+        self.turns_committed = counter("turns_committed_total", "Turns committed, the create included")
+        self.turns_aborted = counter("turns_aborted_total", "Turns aborted")
+        self.sessions_unregistered = counter("sessions_unregistered_total", "Sessions deleted by a client")
+        self.sessions_expired = counter("sessions_expired_total", "Sessions this process turned into tombstones")
+        self.sessions_abandoned = counter("sessions_abandoned_total", "Reserved sessions whose lease ended unused")
+        self.refusals = counter("refusals_total", "Calls refused, by operation and error code", ("operation", "code"))
+        self.sweep_failures = counter("sweep_failures_total", "Sweeps that ended in an error")
+        self._store_duration = Histogram(
+            "contextcache_manager_store_duration_seconds",
+            "Time the store took for one operation, refusals included",
+            ("operation",),
+            buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+            registry=registry,
+        )
+
+    @contextmanager
+    def store_call(self, operation: str) -> Iterator[None]:
+        """Time the enclosed store call and count it as refused when it raises one of our errors."""
+        with self._store_duration.labels(operation).time():
+            try:
+                yield
+            except ContextCacheError as exc:
+                self.refusals.labels(operation, exc.code).inc()
+                raise

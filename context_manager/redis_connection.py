@@ -1,0 +1,152 @@
+"""One bounded, deadlined door to Redis or Valkey, whatever its topology. Knows no session.
+
+URLs: `redis://`, `rediss://` (TLS) and `unix://` as redis-py reads them, options in the query string
+(`?ssl_ca_certs=/path`), an ACL user as `redis://user:password@host`; a Cluster as `redis+cluster://` or
+`rediss+cluster://`; Sentinel as `redis+sentinel://[user:password@]host:26379[,host…]/<service>[/<db>]`
+(or `rediss+sentinel://`), the user being the data nodes' own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import redis.asyncio as redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ClusterError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+
+from context_manager import refusals
+from context_manager.redis_scripts import Script
+from contextcache.errors import ContextCacheError
+
+log = logging.getLogger(__name__)
+
+Command = tuple[Any, ...]
+
+_PASSING_CODES = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "TRYAGAIN"})
+"""First words of error replies that go away by themselves or by an operator's hand: worth a retry, no fault of ours."""
+
+
+class RedisConnection:
+    """A pool of at most `max_connections`; each call ends within `timeout_s` or raises StoreUnavailable.
+
+    A command that Redis understands and refuses for good raises ContextCacheError: a fault of ours or of the ACL.
+
+    Waiting for a free connection counts. Connects lazily, in the loop of the first call.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, max_connections: int) -> None:
+        """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above."""
+        self._client = _open(url, timeout_s=timeout_s, max_connections=max_connections)
+        self._timeout_s = timeout_s
+        # redis-py's pools raise when they are empty; waiting here keeps bound and deadline in one place.
+        self._free = asyncio.Semaphore(max_connections)
+
+    async def call(self, *command: Any) -> Any:
+        """Run one reading command; it is repeated once after a broken connection."""
+        return await self._within_deadline(command, repeatable=True)
+
+    async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], *, repeatable: bool) -> Any:
+        """Run a script by its SHA, or by its text where Redis does not know it (yet, or after SCRIPT FLUSH).
+
+        `repeatable`: run it once more when the connection breaks, although the first may have taken effect.
+        """
+        rest = (len(keys), *keys, *arguments)
+        try:
+            return await self._within_deadline(("EVALSHA", script.sha, *rest), repeatable=repeatable)
+        except NoScriptError:
+            return await self._within_deadline(("EVAL", script.text, *rest), repeatable=repeatable)
+
+    async def batch(self, commands: Sequence[Command]) -> list[Any]:
+        """Run reading commands in as few round trips as their slots allow; not atomic together."""
+        try:
+            async with asyncio.timeout(self._timeout_s), self._free:
+                pipeline = self._client.pipeline(transaction=False)
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = await pipeline.execute()
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise _mapped(exc) from exc
+        return answers
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+    async def _within_deadline(self, command: Command, *, repeatable: bool) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._free:
+                try:
+                    return await self._client.execute_command(*command)
+                except RedisConnectionError:
+                    if not repeatable:
+                        raise
+                    return await self._client.execute_command(*command)
+        except NoScriptError:
+            raise
+        except (RedisError, OSError, TimeoutError) as exc:
+            raise _mapped(exc) from exc
+
+
+def _mapped(exc: Exception) -> ContextCacheError:
+    # Only the class and Redis's code word: the rest of an error's text may quote arguments.
+    code = str(exc).split(" ", 1)[0] if isinstance(exc, RedisError) else ""
+    fields = {"error": type(exc).__name__, "redis_code": code}
+    passing = isinstance(exc, (ClusterError, ReadOnlyError)) or code in _PASSING_CODES
+    if isinstance(exc, ResponseError) and not passing:
+        log.error("redis refused a command", extra=fields)
+        return ContextCacheError("the session store refused a command")
+    log.warning("redis did not answer", extra=fields)
+    return refusals.unavailable()
+
+
+def _open(url: str, *, timeout_s: float, max_connections: int) -> Any:
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "max_connections": max_connections,
+        # RESP2 asks nothing of the server that 6.2, a proxy or a narrow ACL could refuse.
+        "protocol": 2,
+        # Repeats are decided in RedisConnection, which knows what may be repeated.
+        "retry": Retry(NoBackoff(), 0),
+    }
+    scheme, _, rest = url.partition("://")
+    base, _, topology = scheme.partition("+")
+    if base not in ("redis", "rediss", "unix") or topology not in ("", "cluster", "sentinel"):
+        raise ValueError(f"unknown Redis URL scheme {scheme!r}")
+    if topology == "cluster":
+        return RedisCluster.from_url(f"{base}://{rest}", **options)
+    if topology == "sentinel":
+        return _open_sentinel(rest, options, tls=base == "rediss")
+    return redis.Redis.from_url(url, **options)
+
+
+def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> Any:
+    parts = urlsplit(f"redis://{rest}")
+    user, _, hosts = parts.netloc.rpartition("@")
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>")
+    sentinels = []
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":") if ":" in host else (host, "", "26379")
+        sentinels.append((name, int(port)))
+    username, _, password = user.partition(":")
+    options |= {"db": int(db or 0), "username": unquote(username) or None, "password": unquote(password) or None}
+    options |= dict(parse_qsl(parts.query))
+    if tls:
+        options["ssl"] = True
+    sentinel_options = {
+        name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "protocol", "retry")
+    }
+    watched = Sentinel(  # type: ignore[no-untyped-call]  # redis-py annotates nothing in this class
+        sentinels, sentinel_kwargs=sentinel_options, **options
+    )
+    return watched.master_for(service)

@@ -1,0 +1,68 @@
+"""What the manager says when it says no: one place, so that every store answers alike. Pure.
+
+The not-found message is one fixed sentence: absent, deleted and another tenant's cannot be told apart.
+"""
+
+from __future__ import annotations
+
+from contextcache.errors import (
+    ContextBusy,
+    ContextCacheError,
+    ContextExists,
+    ContextExpired,
+    ContextNotFound,
+    GenerationMismatch,
+    InvalidRequest,
+    LeaseLost,
+    StoreUnavailable,
+)
+
+
+def not_found() -> ContextNotFound:
+    """Return the one answer for absent, deleted and another tenant's."""
+    return ContextNotFound("no context with this id", param="session_id")
+
+
+def expired() -> ContextExpired:
+    """Return the answer for a context whose life has ended and is still remembered."""
+    return ContextExpired("the context has expired", param="session_id")
+
+
+def exists() -> ContextExists:
+    """Return the answer to reserving the id of a live context."""
+    return ContextExists("a context with this id exists already", param="session_id")
+
+
+def busy(remaining_ms: int) -> ContextBusy:
+    """Return the answer while another turn's lease lives for `remaining_ms` more; never asks to retry at once."""
+    return ContextBusy("another turn of this context is running", retry_after_s=max(1, -(-remaining_ms // 1000)))
+
+
+def generation_mismatch(current: int) -> GenerationMismatch:
+    """Return the answer to a turn built on another generation than `current`."""
+    return GenerationMismatch(f"the context is at generation {current}")
+
+
+def lease_lost() -> LeaseLost:
+    """Return the answer to a caller who does not hold the lease."""
+    return LeaseLost("the turn's lease has ended or belongs to another turn")
+
+
+def keeps_too_much(num_segments: int) -> InvalidRequest:
+    """Return the answer to a commit that keeps more segments than there are."""
+    return InvalidRequest(f"the transcript has {num_segments} segments", param="keep_segments")
+
+
+def unknown_after() -> InvalidRequest:
+    """Return the answer to a page that should start after a session nobody knows."""
+    return InvalidRequest("after names no context of the list", param="after")
+
+
+def damaged() -> ContextCacheError:
+    """Return the answer when a transcript is not as long as its row says: never continue from half a record."""
+    return ContextCacheError("the stored transcript is incomplete")
+
+
+def unavailable() -> StoreUnavailable:
+    """Return the answer when the store did not answer in time."""
+    return StoreUnavailable("the session store cannot be reached", retry_after_s=1)

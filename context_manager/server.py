@@ -1,0 +1,124 @@
+"""The manager behind gRPC: messages to values and back, nothing else. Errors are mapped by contextcache.grpc_server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+from typing_extensions import override
+
+from context_manager.manager import ContextCacheManager
+from contextcache.convert import (
+    commit_from_pb,
+    new_session_from_pb,
+    policy_from_pb,
+    segment_to_pb,
+    session_to_pb,
+)
+from contextcache.grpc_server import GrpcServer
+from contextcache.v1 import context_manager_pb2 as pb
+from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ContextManagerService"].full_name
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
+    """One method a call, as in context_manager.proto."""
+
+    def __init__(self, manager: ContextCacheManager) -> None:
+        self._manager = manager
+
+    @override
+    async def ReserveSession(self, request: pb.ReserveSessionRequest, context: Context) -> pb.ReserveSessionResponse:
+        session = await self._manager.reserve(
+            new_session_from_pb(request), lease_id=request.lease_id, lease_ttl_ms=request.lease_ttl_ms
+        )
+        return pb.ReserveSessionResponse(session=session_to_pb(session))
+
+    @override
+    async def RegisterSessionCache(
+        self, request: pb.RegisterSessionCacheRequest, context: Context
+    ) -> pb.RegisterSessionCacheResponse:
+        session = await self._manager.register_session_cache(commit_from_pb(request.commit))
+        return pb.RegisterSessionCacheResponse(session=session_to_pb(session))
+
+    @override
+    async def LocateSession(self, request: pb.LocateSessionRequest, context: Context) -> pb.LocateSessionResponse:
+        session = await self._manager.locate(request.tenant, request.session_id)
+        return pb.LocateSessionResponse(session=session_to_pb(session))
+
+    @override
+    async def GetSessionMetadata(
+        self, request: pb.GetSessionMetadataRequest, context: Context
+    ) -> pb.GetSessionMetadataResponse:
+        session = await self._manager.get_session_metadata(request.tenant, request.session_id)
+        return pb.GetSessionMetadataResponse(session=session_to_pb(session))
+
+    @override
+    async def BeginTurn(self, request: pb.BeginTurnRequest, context: Context) -> pb.BeginTurnResponse:
+        session, transcript = await self._manager.begin_turn(
+            request.tenant,
+            request.session_id,
+            lease_id=request.lease_id,
+            lease_ttl_ms=request.lease_ttl_ms,
+            read_only=request.read_only,
+            expected_generation=request.expected_generation if request.HasField("expected_generation") else None,
+        )
+        return pb.BeginTurnResponse(
+            session=session_to_pb(session), transcript=[segment_to_pb(segment) for segment in transcript]
+        )
+
+    @override
+    async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
+        await self._manager.renew_lease(
+            request.tenant, request.session_id, lease_id=request.lease_id, lease_ttl_ms=request.lease_ttl_ms
+        )
+        return pb.RenewLeaseResponse()
+
+    @override
+    async def CommitTurn(self, request: pb.CommitTurnRequest, context: Context) -> pb.CommitTurnResponse:
+        session = await self._manager.commit_turn(commit_from_pb(request.commit))
+        return pb.CommitTurnResponse(session=session_to_pb(session))
+
+    @override
+    async def AbortTurn(self, request: pb.AbortTurnRequest, context: Context) -> pb.AbortTurnResponse:
+        await self._manager.abort_turn(request.tenant, request.session_id, lease_id=request.lease_id)
+        return pb.AbortTurnResponse()
+
+    @override
+    async def TouchSession(self, request: pb.TouchSessionRequest, context: Context) -> pb.TouchSessionResponse:
+        session = await self._manager.touch(
+            request.tenant,
+            request.session_id,
+            ttl_s=request.ttl_s if request.HasField("ttl_s") else None,
+            ttl_policy=policy_from_pb(request.ttl_policy) if request.HasField("ttl_policy") else None,
+            metadata=dict(request.metadata.entries) if request.HasField("metadata") else None,
+        )
+        return pb.TouchSessionResponse(session=session_to_pb(session))
+
+    @override
+    async def UnregisterSessionCache(
+        self, request: pb.UnregisterSessionCacheRequest, context: Context
+    ) -> pb.UnregisterSessionCacheResponse:
+        session = await self._manager.unregister_session_cache(request.tenant, request.session_id)
+        return pb.UnregisterSessionCacheResponse(session=session_to_pb(session))
+
+    @override
+    async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
+        sessions, has_more = await self._manager.list_sessions(
+            request.tenant, limit=request.limit, after=request.after, model_id=request.model_id
+        )
+        return pb.ListSessionsResponse(sessions=[session_to_pb(session) for session in sessions], has_more=has_more)
+
+
+def manager_server(manager: ContextCacheManager, *, listen: str, max_concurrent_rpcs: int) -> GrpcServer:
+    """Return a bound server of `manager`, not started yet. Raises OSError when the address is taken."""
+    service = ContextManagerService(manager)
+    return GrpcServer(
+        addresses=[listen],
+        service_name=SERVICE_NAME,
+        add_service=lambda server: pb_grpc.add_ContextManagerServiceServicer_to_server(service, server),
+        max_concurrent_rpcs=max_concurrent_rpcs,
+    )

@@ -1,0 +1,46 @@
+"""How a context manager is configured. Read once, in `__main__`."""
+
+from __future__ import annotations
+
+from pydantic import Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+from contextcache.model import MAX_TTL_S, MIN_TTL_S
+from contextcache.settings import ProcessSettings
+
+
+class ManagerSettings(ProcessSettings):
+    """Environment variables `MANAGER_…`."""
+
+    model_config = SettingsConfigDict(env_prefix="MANAGER_", frozen=True, extra="ignore")
+
+    listen: str = Field(
+        "127.0.0.1:50051", description="gRPC address; port 0 takes any free one. Loopback unless the chart says more."
+    )
+    redis_url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379/0"),
+        description="redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://host:26379/<service>; "
+        "an ACL user and password as user:password@. Secret because of the password.",
+    )
+    redis_timeout_s: float = Field(
+        1.0, gt=0, description="seconds until a silent Redis is given up; below the clients' 2 s so that they hear why"
+    )
+    redis_max_connections: int = Field(
+        32, ge=1, description="connections to each Redis node; calls beyond them wait within the timeout"
+    )
+    sweep_interval_s: float = Field(
+        5.0, gt=0, description="seconds between sweeps; expiry itself is exact without them, they only free memory"
+    )
+    sweep_limit: int = Field(1000, ge=1, description="sessions in one sweep call; a pass repeats it until none is due")
+    tombstone_s: int = Field(
+        3600, ge=0, description="seconds an expired session answers 'expired' before it is simply not found"
+    )
+    min_ttl_s: int = Field(MIN_TTL_S, ge=1, description="shortest life in seconds a client may ask for")
+    max_ttl_s: int = Field(MAX_TTL_S, ge=1, description="longest life in seconds a client may ask for")
+    metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus metrics; 0 turns them off")
+    metrics_host: str = Field("127.0.0.1", description="address the metrics listen on")
+    max_concurrent_rpcs: int = Field(
+        1000, ge=1, description="calls in progress; more are refused at once rather than queued"
+    )
+    drain_s: float = Field(5.0, ge=0, description="seconds that running calls may take to finish at shutdown")
+    log_level: str = Field("INFO", description="least level of the log lines: DEBUG, INFO, WARNING or ERROR")

@@ -1,0 +1,61 @@
+"""`SessionSweeper`: the one background task of a manager; it buries due sessions every few seconds.
+
+Expiry does not depend on it: a session is expired when its time has come, swept or not. The sweep frees memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from context_manager.manager import ContextCacheManager
+from context_manager.metrics import ManagerMetrics
+
+log = logging.getLogger(__name__)
+
+
+class SessionSweeper:
+    """Owns its task: `start` begins it, `stop` cancels and awaits it."""
+
+    def __init__(self, manager: ContextCacheManager, *, metrics: ManagerMetrics, interval_s: float, limit: int) -> None:
+        """`limit`: sessions in one call of `sweep`; a pass repeats it until none is due."""
+        self._manager = manager
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._limit = limit
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin sweeping, at once and then every interval."""
+        assert self._task is None, "a sweeper is started once"
+        self._task = asyncio.create_task(self._sweep_for_ever(), name="session-sweeper")
+
+    async def stop(self) -> None:
+        """End the task and wait for its end; harmless when it never began."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def sweep_pass(self) -> int:
+        """Sweep until nothing is due and return how many sessions were buried."""
+        total = 0
+        while (swept := await self._manager.sweep(self._limit)) > 0:
+            total += swept
+            if swept < self._limit:
+                break
+        return total
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            try:
+                num_swept = await self.sweep_pass()
+            except Exception:
+                # The loop must outlive a Redis that is away; the next interval tries again.
+                self._metrics.sweep_failures.inc()
+                log.exception("sweep failed")
+            else:
+                if num_swept:
+                    log.info("sessions swept", extra={"num_sessions": num_swept})
+            await asyncio.sleep(self._interval_s)
