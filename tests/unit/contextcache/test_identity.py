@@ -1,0 +1,75 @@
+"""Signed tokens say what they said and nothing else."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contextcache.errors import ForgedIdentity
+from contextcache.identity import (
+    Identity,
+    KVTransfer,
+    cache_salt,
+    sign_identity,
+    sign_kv_transfer,
+    verify_identity,
+    verify_kv_transfer,
+)
+
+SECRET = b"a-secret-for-tests-only-32-bytes!"
+IDENTITY = Identity("demo", "req-1", expires_at_ms=2000, session_id="s")
+TRANSFER = KVTransfer("demo", "s", "req-1", load=("ref_1",), save="ref_2", expires_at_ms=5)
+
+
+def test_a_signed_identity_is_read_back():
+    assert verify_identity(sign_identity(IDENTITY, SECRET), SECRET, now_ms=1999) == IDENTITY
+
+
+def test_a_signed_kv_transfer_is_read_back():
+    assert verify_kv_transfer(sign_kv_transfer(TRANSFER, SECRET), SECRET) == TRANSFER
+
+
+def test_an_identity_ends_at_its_expiry():
+    with pytest.raises(ForgedIdentity):
+        verify_identity(sign_identity(IDENTITY, SECRET), SECRET, now_ms=2000)
+
+
+def test_another_secret_is_refused():
+    with pytest.raises(ForgedIdentity):
+        verify_identity(sign_identity(IDENTITY, SECRET), SECRET + b"x", now_ms=0)
+
+
+def test_an_empty_secret_signs_nothing():
+    with pytest.raises(ForgedIdentity):
+        sign_identity(IDENTITY, b"")
+
+
+def test_a_token_made_for_one_use_is_refused_for_the_other():
+    with pytest.raises(ForgedIdentity):
+        verify_kv_transfer(sign_identity(IDENTITY, SECRET), SECRET)
+
+
+@given(st.integers(0, 500), st.integers(1, 255))
+def test_a_token_with_any_byte_changed_is_refused(position, change):
+    token = sign_identity(IDENTITY, SECRET)
+    position %= len(token)
+    changed = token[:position] + chr(ord(token[position]) ^ change) + token[position + 1 :]
+
+    with pytest.raises(ForgedIdentity):
+        verify_identity(changed, SECRET, now_ms=0)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_refused_without_a_crash(token):
+    with pytest.raises(ForgedIdentity):
+        verify_identity(token, SECRET, now_ms=0)
+
+
+def test_the_cache_salt_tells_tenants_and_models_apart_and_fits_vllm():
+    salts = {cache_salt(tenant, model, SECRET) for tenant in ("a", "b") for model in ("m", "n")}
+
+    assert len(salts) == 4
+    assert all(salt.isalnum() and len(salt) == 64 for salt in salts)
+
+
+def test_a_boundary_between_tenant_and_model_cannot_be_moved():
+    assert cache_salt("a", "bc", SECRET) != cache_salt("ab", "c", SECRET)

@@ -1,0 +1,494 @@
+"""Turns from the signed request to the committed transcript, over the real manager and a toy engine."""
+
+import asyncio
+import json
+
+import pytest
+
+from contextcache.errors import ContextNotFound, LeaseLost, SidecarUnavailable, StoreUnavailable
+from contextcache.identity import Identity, sign_identity, verify_kv_transfer
+from tests.helpers.fake_vllm import EOS, FakeVllm, encode
+from tests.helpers.turn_bench import SECRET, Pod
+from vllm_plugin.turn.usage import LoadedKV
+
+
+@pytest.fixture
+def engine():
+    return FakeVllm()
+
+
+@pytest.fixture
+def pod(tmp_path, engine):
+    return Pod(tmp_path, engine)
+
+
+async def created(pod, **body):
+    answer = await pod.create(**({"prompt": "Hello"} | body))
+    assert answer.status == 200, answer.body
+    return answer.json["session_id"]
+
+
+def order(pod):
+    body = pod.engine.generations()[-1]
+    return verify_kv_transfer(body["kv_transfer_params"]["context_cache"], SECRET)
+
+
+async def test_a_create_answers_with_its_session_and_commits_the_transcript(pod):
+    answer = await pod.create(prompt="Hello", ttl=120)
+
+    session, segments = await pod.transcript(answer.json["session_id"])
+    assert answer.json["choices"][0]["text"] == "!"
+    assert answer.json["expires_at"] == (pod.clock.now_ms() + 120_000) // 1000
+    assert answer.json["usage"]["context"]["committed"]
+    assert answer.headers["x-session-id"] == session.session_id
+    assert session.generation == 1
+    assert [segment.text for segment in segments] == ["Hello", "!"]
+    assert [segment.token_ids for segment in segments] == [tuple(encode("Hello")), tuple(encode("!"))]
+
+
+async def test_the_engine_gets_ids_and_signed_orders_and_no_field_of_ours(pod):
+    session_id = await created(pod, ttl=120, metadata={"a": "b"})
+
+    body = pod.engine.generations()[0]
+    assert body["prompt"] == encode("Hello")
+    assert {"ttl", "session_id", "metadata"}.isdisjoint(body)
+    assert len(body["cache_salt"]) == 64
+    assert (order(pod).session_id, order(pod).load) == (session_id, ())
+    assert order(pod).save is not None
+
+
+async def test_the_same_prompt_again_computes_one_token_and_replaces_the_answer(pod):
+    session_id = await created(pod)
+    pod.engine.cached_tokens = 5
+    pod.engine.answer = lambda ids: "?"
+
+    answer = await pod.ask(session_id, prompt="Hello")
+
+    _, segments = await pod.transcript(session_id)
+    assert answer.json["usage"]["prompt_tokens"] == 1
+    assert answer.json["usage"]["total_tokens"] == 1 + answer.json["usage"]["completion_tokens"]
+    assert answer.headers["x-context-mode"] == "replay"
+    assert [segment.text for segment in segments] == ["Hello", "?"]
+
+
+async def test_new_text_is_appended_after_the_whole_conversation(pod):
+    session_id = await created(pod)
+
+    answer = await pod.ask(session_id, prompt=" more")
+
+    session, segments = await pod.transcript(session_id)
+    assert pod.engine.generations()[-1]["prompt"] == encode("Hello! more")
+    assert answer.headers["x-context-mode"] == "append"
+    assert answer.headers["x-context-generation"] == "2"
+    assert session.generation == 2
+    assert [segment.text for segment in segments] == ["Hello", "!", " more", "!"]
+
+
+async def test_the_second_turn_loads_what_the_first_one_saved(pod):
+    session_id = await created(pod)
+    saved = order(pod).save
+
+    await pod.ask(session_id, prompt=" more")
+
+    assert order(pod).load == (saved,)
+    assert order(pod).save not in (None, saved)
+
+
+async def test_the_third_commit_deletes_the_kv_of_two_generations_ago(pod):
+    session_id = await created(pod)
+    first = order(pod).save
+    await pod.ask(session_id, prompt=" more")
+
+    assert pod.sidecar.deleted == []
+    await pod.ask(session_id, prompt=" and more")
+
+    assert pod.sidecar.deleted == [(first,)]
+
+
+async def test_a_stream_ends_with_usage_and_session_and_is_committed_before_its_end(pod):
+    session_id = await created(pod)
+    pod.engine.answer = lambda ids: "abc"
+
+    answer = await pod.ask(session_id, prompt=" more", stream=True)
+
+    session, _ = await pod.transcript(session_id)
+    assert "".join(event["choices"][0]["text"] for event in answer.events) == "abc"
+    assert answer.events[-1]["session_id"] == session_id
+    assert answer.events[-1]["usage"]["context"]["committed"]
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    assert session.generation == 2
+
+
+async def test_the_last_event_is_not_sent_before_the_commit(pod):
+    session_id = await created(pod)
+    pod.engine.answer = lambda ids: "abc"
+    seen = []
+    commit = pod.manager.commit_turn
+
+    async def committing(turn):
+        seen.append(len(sent))
+        return await commit(turn)
+
+    pod.manager.commit_turn = committing
+    sent = []
+    original = pod.app._app
+
+    async def watching(scope, receive, send):
+        async def noting(message):
+            await send(message)
+            sent.append(message)
+
+        await original(scope, receive, noting)
+
+    pod.app._app = watching
+    answer = await pod.ask(session_id, prompt=" x", stream=True)
+
+    assert len(seen) == 1
+    assert answer.body.count(b"[DONE]") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [LeaseLost("gone"), ContextNotFound("deleted"), StoreUnavailable("redis gone")], ids=lambda e: e.code
+)
+async def test_a_refused_commit_is_told_in_a_complete_answer_and_its_kv_is_dropped(pod, error):
+    session_id = await created(pod)
+    pod.manager.fault = ("commit_turn", error)
+
+    answer = await pod.ask(session_id, prompt=" more")
+
+    session, segments = await pod.transcript(session_id)
+    context = answer.json["usage"]["context"]
+    assert answer.status == 200
+    assert answer.json["choices"][0]["text"] == "!"
+    assert (context["committed"], context["reason"]) == (False, error.code)
+    assert answer.headers["x-context-generation"] == "1"
+    assert (session.generation, len(segments)) == (1, 2)
+    assert pod.sidecar.deleted == [(order(pod).save,)]
+
+
+async def test_a_create_that_could_not_be_registered_names_no_session(pod):
+    pod.manager.fault = ("register_session_cache", StoreUnavailable("redis gone"))
+
+    answer = await pod.create(prompt="Hello")
+
+    assert answer.status == 200
+    assert answer.json["session_id"] is None
+    assert not answer.json["usage"]["context"]["committed"]
+
+
+async def test_a_create_whose_kv_is_late_is_registered_all_the_same_and_counted(pod):
+    pod.sidecar.sealed = False
+
+    session_id = await created(pod)
+
+    session, _ = await pod.transcript(session_id)
+    assert session.generation == 1
+    assert pod.counted("unsealed_creates") == 1
+
+
+async def test_a_dead_sidecar_costs_no_answer(pod):
+    pod.sidecar.fault = SidecarUnavailable("gone")
+    session_id = await created(pod)
+
+    answer = await pod.ask(session_id, prompt=" more")
+
+    assert answer.status == 200
+    assert answer.json["usage"]["context"]["committed"]
+
+
+async def test_a_second_turn_in_flight_is_busy_and_the_first_one_finishes(pod):
+    session_id = await created(pod)
+    pod.engine.pause = asyncio.Event()
+    pod.engine.answer = lambda ids: "abc"
+    first = asyncio.create_task(pod.ask(session_id, prompt=" one", stream=True))
+    while len(pod.engine.generations()) < 2:
+        await asyncio.sleep(0)
+
+    second = await pod.ask(session_id, prompt=" two")
+    pod.engine.pause.set()
+    answer = await first
+
+    assert (second.status, second.json["error"]["code"]) == (409, "context_busy")
+    assert int(second.headers["retry-after"]) >= 1
+    assert answer.complete
+
+
+async def test_an_answer_that_breaks_off_commits_nothing_and_frees_the_lease(pod):
+    session_id = await created(pod)
+    pod.engine.answer = lambda ids: "abcdef"
+    pod.engine.break_off_after = 3
+
+    broken = await pod.ask(session_id, prompt=" one", stream=True)
+    pod.engine.break_off_after = None
+    after = await pod.ask(session_id, prompt=" two")
+
+    _, segments = await pod.transcript(session_id)
+    assert not broken.complete
+    assert b"[DONE]" not in broken.body
+    assert after.status == 200
+    assert [segment.text for segment in segments] == ["Hello", "!", " two", "abcdef"]
+
+
+async def test_an_engine_that_breaks_off_before_its_first_token_is_a_typed_error(pod):
+    session_id = await created(pod)
+    pod.engine.break_off_after = 0
+
+    answer = await pod.ask(session_id, prompt=" one", stream=True)
+
+    assert (answer.status, answer.json["error"]["code"]) == (502, "engine_error")
+
+
+async def test_a_create_that_fails_in_the_engine_leaves_nothing_behind(pod):
+    pod.engine.max_model_len = 3
+
+    answer = await pod.create(prompt="Hello", session_id="mine")
+    pod.engine.max_model_len = 100
+
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert (await pod.create(prompt="Hello", session_id="mine")).status == 200
+
+
+async def test_a_create_under_a_living_name_is_refused(pod):
+    await created(pod, session_id="mine")
+
+    answer = await pod.create(prompt="Hello", session_id="mine")
+
+    assert (answer.status, answer.json["error"]["code"]) == (409, "context_exists")
+
+
+async def test_a_read_only_turn_takes_no_lease_saves_nothing_and_changes_nothing(pod):
+    session_id = await created(pod)
+
+    answer = await pod.ask(session_id, prompt=" more", context_commit=False)
+
+    session, _ = await pod.transcript(session_id)
+    assert order(pod).save is None
+    assert answer.json["usage"]["context"]["reason"] == "read_only"
+    assert session.generation == 1
+
+
+async def test_turns_of_a_prefix_context_never_extend_it(pod):
+    session_id = await created(pod, mode="prefix")
+
+    for _ in range(2):
+        await pod.ask(session_id, prompt=" more")
+
+    session, segments = await pod.transcript(session_id)
+    assert session.generation == 1
+    assert [segment.text for segment in segments] == ["Hello", "!"]
+
+
+async def test_a_wrong_generation_in_if_match_is_refused_before_the_engine_is_asked(pod):
+    session_id = await created(pod)
+
+    answer = await pod.ask(session_id, prompt=" x", headers=[(b"if-match", b'"7"')])
+
+    assert (answer.status, answer.json["error"]["code"]) == (409, "generation_mismatch")
+    assert len(pod.engine.generations()) == 1
+
+
+async def test_another_model_is_refused_and_the_lease_is_free_again(pod):
+    session_id = await created(pod)
+
+    wrong = await pod.ask(session_id, prompt=" x", model="other")
+
+    assert (wrong.status, wrong.json["error"]["code"]) == (400, "model_mismatch")
+    assert (await pod.ask(session_id, prompt=" x")).status == 200
+
+
+async def test_another_tenants_context_does_not_exist(pod):
+    session_id = await created(pod)
+    identity = sign_identity(Identity("other", "r", pod.clock.now_ms() + 1000, session_id), SECRET)
+    body = {"model": "m", "session_id": session_id, "prompt": "x"}
+
+    answer = await pod.post("/v1/completions", body, identity)
+
+    assert (answer.status, answer.json["error"]["code"]) == (404, "context_not_found")
+
+
+async def test_an_expired_context_is_gone(pod):
+    session_id = await created(pod, ttl=60)
+    pod.clock.advance(s=61)
+
+    answer = await pod.ask(session_id, prompt=" x")
+
+    assert (answer.status, answer.json["error"]["code"]) == (410, "context_expired")
+
+
+async def test_a_sliding_context_moves_the_expiry_of_its_kv_with_its_own(pod):
+    session_id = await created(pod, ttl=60, ttl_policy="sliding")
+    pod.sidecar.touched.clear()
+    pod.clock.advance(s=30)
+
+    answer = await pod.ask(session_id, prompt=" x")
+
+    expires_at_ms = pod.clock.now_ms() + 60_000
+    assert answer.json["expires_at"] == expires_at_ms // 1000
+    assert pod.sidecar.touched == [(session_id, expires_at_ms)]
+
+
+async def test_requests_without_an_identity_pass_untouched(pod):
+    body = json.dumps({"model": "m", "prompt": "x", "session_id": "s", "kv_transfer_params": {"a": 1}}).encode()
+
+    answer = await pod.post("/v1/completions", body)
+
+    assert answer.status == 200
+    assert pod.engine.requests[-1][1]["kv_transfer_params"] == {"a": 1}
+    assert "x-context-cache" not in answer.headers
+
+
+@pytest.mark.parametrize("token", ["v1.e30.00", "x", "", "v1.."])
+async def test_a_forged_identity_is_refused_before_anything_happens(pod, token):
+    answer = await pod.post("/v1/context", {"model": "m", "prompt": "x"}, token)
+
+    assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_identity")
+    assert pod.engine.requests == []
+
+
+async def test_an_expired_identity_is_refused(pod):
+    identity = pod.identity()
+    pod.clock.advance(s=61)
+
+    answer = await pod.post("/v1/context", {"model": "m", "prompt": "x"}, identity)
+
+    assert answer.status == 401
+
+
+async def test_single_tenant_mode_needs_no_identity(tmp_path, engine):
+    pod = Pod(tmp_path, engine, single_tenant="demo")
+
+    session_id = (await pod.post("/v1/context", {"model": "m", "prompt": "Hello"})).json["session_id"]
+    answer = await pod.post("/v1/completions", {"model": "m", "prompt": " x", "session_id": session_id})
+    labelled = await pod.post(
+        "/v1/completions", {"model": "m", "prompt": "x"}, headers=[(b"x-session-id", b"somebodys-label")]
+    )
+    unknown = await pod.post("/v1/completions", {"model": "m", "prompt": "x", "session_id": "nobody"})
+
+    assert answer.json["usage"]["context"]["context_tokens"] == 6
+    assert (labelled.status, "x-context-cache" in labelled.headers) == (200, False)
+    assert unknown.status == 404
+
+
+async def test_the_receipt_tells_what_the_connector_did(pod):
+    session_id = await created(pod)
+    pod.engine.cached_tokens = 5
+    pod.sidecar.report = LoadedKV(failed=False, device_tokens=0, loaded_tokens=5, tier="disk", restore_ms=12.34)
+
+    answer = await pod.ask(session_id, prompt=" more", stream=True)
+
+    assert answer.headers["x-context-cache"] == "hit"
+    assert answer.headers["x-context-cached-tokens"] == "5"
+    assert "restore;dur=12.3" in answer.headers["server-timing"]
+    assert answer.events[-1]["usage"]["context"]["source"] == "disk"
+
+
+async def test_a_chat_turn_is_spliced_onto_the_ids_of_the_last_answer(pod):
+    user, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "again"}
+    session_id = (await pod.create(messages=[user])).json["session_id"]
+    _, (prompt, answer) = await pod.transcript(session_id)
+
+    await pod.chat(session_id, messages=[more])
+
+    sent = pod.engine.generations()[-1]
+    ids = sent["kv_transfer_params"]["prompt_token_ids"]
+    assert answer.token_ids[-1] == EOS
+    assert ids == [
+        *prompt.token_ids,
+        *answer.token_ids,
+        *encode("\n<user>again"),
+        EOS,
+        *encode("\n<assistant>"),
+    ]
+    assert [message["content"] for message in sent["messages"]] == ["hi", "!", "again"]
+
+
+async def test_an_answer_cut_by_length_is_closed_by_the_template(pod):
+    pod.engine.finish_reason = "length"
+    session_id = (await pod.create(messages=[{"role": "user", "content": "hi"}])).json["session_id"]
+    _, (prompt, answer) = await pod.transcript(session_id)
+
+    await pod.chat(session_id, messages=[{"role": "user", "content": "again"}])
+
+    ids = pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"]
+    start = len(prompt.token_ids) + len(answer.token_ids)
+    assert ids[start : start + 2] == [EOS, ord("\n")]
+
+
+async def test_the_whole_message_list_again_gives_the_same_ids_as_appending(pod):
+    user, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "again"}
+    one = (await pod.create(messages=[user])).json["session_id"]
+    two = (await pod.create(messages=[user])).json["session_id"]
+
+    await pod.chat(one, messages=[more])
+    appended = pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"]
+    replay = await pod.chat(two, messages=[user, {"role": "assistant", "content": "!"}, more])
+
+    assert pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"] == appended
+    assert replay.headers["x-context-mode"] == "replay"
+
+
+async def test_a_beginning_of_sequence_token_stands_only_at_the_start(tmp_path):
+    pod = Pod(tmp_path, FakeVllm(bos=[1]))
+    session_id = await created(pod)
+
+    await pod.ask(session_id, prompt=" a")
+    await pod.ask(session_id, prompt=[1, *encode(" b")])
+
+    assert pod.engine.generations()[-1]["prompt"] == [1, *encode("Hello! a! b")]
+
+
+async def test_a_stop_string_leaves_only_the_text_the_client_has_seen(pod):
+    session_id = await created(pod)
+
+    class Stops(FakeVllm):
+        async def _complete(self, scope, request, send):
+            choice = {"index": 0, "text": "Paris", "finish_reason": "stop", "stop_reason": "\n"}
+            choice["token_ids"] = encode("Paris\nX")
+            usage = {"prompt_tokens": 1, "completion_tokens": 7}
+            body = json.dumps({"choices": [choice], "usage": usage}).encode()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": body})
+
+    pod.app._app = Stops()
+    await pod.ask(session_id, prompt=" more", stop=["\n"])
+
+    _, segments = await pod.transcript(session_id)
+    assert segments[-1].token_ids == tuple(encode("Paris"))
+
+
+async def test_prefill_only_keeps_the_prompt_and_no_answer(pod):
+    answer = await pod.create(prompt="Hello", max_tokens=0)
+
+    _, segments = await pod.transcript(answer.json["session_id"])
+    assert pod.engine.generations()[-1]["max_tokens"] == 1
+    assert answer.json["choices"][0]["text"] == ""
+    assert answer.json["usage"]["completion_tokens"] == 0
+    assert [segment.text for segment in segments] == ["Hello"]
+
+
+async def test_token_ids_as_prompt_are_kept_with_their_text(pod):
+    session_id = (await pod.create(prompt=encode("Hello"))).json["session_id"]
+    pod.engine.cached_tokens = 100
+
+    answer = await pod.ask(session_id, prompt="Hello")
+
+    assert answer.json["usage"]["prompt_tokens"] == 1
+
+
+async def test_bad_json_is_refused_with_line_and_column_and_nothing_is_stored(pod):
+    body = b'{\n  "model": "m",\n  "prompt": "Say this is a test",\n  "ttl": 3600,\n}'
+
+    answer = await pod.post("/v1/context", body, pod.identity())
+
+    assert answer.status == 400
+    assert "line 4, column 14: extra comma" in answer.json["error"]["message"]
+    assert answer.json["detail"] == answer.json["error"]["message"]
+    assert pod.engine.requests == []
+
+
+async def test_a_body_over_the_limit_is_refused(tmp_path, engine):
+    pod = Pod(tmp_path, engine, max_body_bytes=100)
+
+    answer = await pod.create(prompt="x" * 200)
+
+    assert (answer.status, answer.json["error"]["code"]) == (413, "body_too_large")
