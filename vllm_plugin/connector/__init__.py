@@ -1,1 +1,9 @@
-"""(to be written)"""
+"""The KV connector, in vLLM's engine and worker processes: saves and loads the KV of contexts. Never waits in a step.
+
+Read connector.py (what vLLM calls), then scheduler_side.py and worker_side.py. The only importer of torch and vllm.
+What belongs elsewhere: turns and transcripts (`vllm_plugin.turn`), storing KV (`kv_sidecar`).
+"""
+
+from vllm_plugin.connector.connector import ContextCacheConnector
+
+__all__ = ["ContextCacheConnector"]

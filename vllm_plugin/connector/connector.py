@@ -1,0 +1,257 @@
+"""`ContextCacheConnector`: what vLLM calls, handed to the scheduler's or the worker's half. No decision is made here.
+
+vLLM makes two of these: one in the scheduler, one in each worker. Layerwise hooks do nothing: loads are
+asynchronous, `(n, True)`, and saves begin in the step after a request has finished, driven from `start_load_kv`,
+which every supported version calls in steps without work too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from contextcache.settings import read_secret
+from kv_sidecar.client import EngineSidecarClient
+from vllm_plugin.connector.engine_check import refuse_unsupported
+from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
+from vllm_plugin.connector.scheduler_side import SchedulerSide
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import EngineSidecar
+from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats
+from vllm_plugin.connector.transfer import Results
+from vllm_plugin.connector.worker_side import WorkerSide
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
+    """One step's plans, scheduler to workers."""
+
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
+    """What one worker is, worker to scheduler, once."""
+
+    facts: RankFacts
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSaves(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
+    """Saves nobody has to wait for any more, workers to scheduler."""
+
+    cache_refs: frozenset[str]
+
+    @override
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedSaves:
+        return EndedSaves(self.cache_refs | other.cache_refs)
+
+
+class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not followed by mypy
+    """Saves and loads the KV of contexts through the pod's kv-sidecar.
+
+    `--kv-transfer-config '{"kv_connector": "ContextCacheConnector", "kv_connector_module_path":
+    "vllm_plugin.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"sidecar": "unix:///…", "secret_file": "…"}}'`
+    """
+
+    _reports_failed_requests: ClassVar[bool] = hasattr(vllm_base, "KVConnectorTransferResults")
+    """vLLM >= 0.30 takes failed loads by request; before, by engine block."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raise ValueError for an engine whose KV we cannot carry, or settings that cannot work."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        refuse_unsupported(vllm_config, kv_cache_config)
+        secret = _read_secret(self._settings)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        self._bad_block_ids: set[int] = set()
+        self._ended_saves: set[str] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_side = SchedulerSide(self._settings, secret, self.connect_sidecar)
+        else:
+            self._worker_side = WorkerSide(vllm_config, kv_cache_config, self._settings, self.connect_sidecar)
+
+    def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
+        """Return a client of the sidecar; called at the first use, in a thread of ours."""
+        return EngineSidecarClient(self._settings.sidecar, timeout_s=timeout_s)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The half in the scheduler."""
+        assert self._scheduler_side is not None, "called in the scheduler"
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The half in a worker."""
+        assert self._worker_side is not None, "called in a worker"
+        return self._worker_side
+
+    # Both
+
+    @property
+    @override
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, nothing more."""
+        return False
+
+    @classmethod
+    @override
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """One contiguous page per layer and block."""
+        return "LBHNC"
+
+    @override
+    def shutdown(self) -> None:
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.shutdown()
+
+    @override
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        side = self._scheduler_side or self._worker_side
+        assert side is not None, "one half is always there"
+        counts = side.counters.take_fresh()
+        return ConnectorStats.from_counts(counts) if counts else None
+
+    @classmethod
+    @override
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    @override
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Scheduler
+
+    @override
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
+        self.scheduler_side.learn_ranks(handshake.facts for handshake in metadata.values())
+
+    @override
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
+        self.scheduler_side.learn_ranks(handshake.facts for handshake in metadata.values())
+
+    @override
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler_side.begin(request)
+
+    @override
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler_side.match(request, num_computed_tokens)
+
+    @override
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler_side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    @override
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
+        loads, saves = self.scheduler_side.take_plans()
+        return ConnectorMetadata(loads, saves)
+
+    @override
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler_side.loads_ended(
+            connector_output.finished_recving or (),
+            getattr(connector_output, "failed_recving", ()),
+            connector_output.invalid_block_ids,
+        )
+        ended = connector_output.kv_connector_worker_meta
+        if isinstance(ended, EndedSaves):
+            self.scheduler_side.saves_ended(ended.cache_refs)
+
+    @override
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.finished(request, block_ids), None
+
+    @override
+    def reset_cache(self) -> bool | None:
+        if self._scheduler_side is not None:
+            self._scheduler_side.reset()
+        return True
+
+    # Worker
+
+    @override
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_side.register_kv_caches(kv_caches)
+
+    @override
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        facts = self.worker_side.facts
+        return None if facts is None else RankHandshake(facts)
+
+    @override
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ConnectorMetadata), "our scheduler half made it"
+        self.worker_side.start(metadata.loads, metadata.saves)
+
+    @override
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    @override
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    @override
+    def wait_for_save(self) -> None:
+        return
+
+    @override
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = self._take_results()
+        return vllm_base.KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    @override
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self._take_results()
+        self._bad_block_ids |= results.bad_block_ids
+        return results.sent or None, results.received or None
+
+    @override
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad, self._bad_block_ids = self._bad_block_ids, set()
+        return bad
+
+    @override
+    def build_connector_worker_meta(self) -> EndedSaves | None:
+        ended, self._ended_saves = self._ended_saves, set()
+        return EndedSaves(frozenset(ended)) if ended else None
+
+    def _take_results(self) -> Results:
+        results = self.worker_side.take_results()
+        self._ended_saves |= results.ended_saves
+        return results
+
+
+def _read_secret(settings: ConnectorSettings) -> bytes:
+    try:
+        return read_secret(settings.secret_path)
+    except OSError as exc:
+        raise ValueError(f"the secret file {settings.secret_file} cannot be read") from exc

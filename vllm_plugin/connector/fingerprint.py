@@ -1,0 +1,96 @@
+"""The fingerprint: everything that must be equal for KV to be exchangeable, as canonical JSON and its SHA-256.
+
+Equal on all ranks of an engine, because a manifest has one. Left out on purpose: the physical layout (pages are in
+logical order), ranks, ports, and vLLM's block hash seed and algorithm (we match token ids, never vLLM's hashes).
+LoRA: requests with an adapter are not saved or loaded, so what is stored is always the base model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import vllm
+
+from vllm_plugin.connector.layout import LayerShape
+
+FORMAT_VERSION = 1
+"""Of the page bytes and their order in a block file; a reader of another version must not inject them."""
+
+_VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_attn_implementation"})
+
+
+def engine_facts(vllm_config: Any, shapes: Sequence[LayerShape], *, weights_epoch: str) -> dict[str, Any]:
+    """Return what the fingerprint covers, as JSON values.
+
+    Under pipeline parallelism each rank has its own layers, so their names give way to the set of their shapes;
+    the rank in a block file and the page count keep ranks apart.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    speculative = getattr(vllm_config, "speculative_config", None)
+    layers: list[Any] = [_layer(shape) for shape in shapes]
+    if parallel.pipeline_parallel_size > 1:
+        layers = sorted({json.dumps(layer[1:]) for layer in layers})
+    return {
+        "format_version": FORMAT_VERSION,
+        "vllm_version": vllm.__version__,
+        "model": str(model.model),
+        "revision": model.revision,
+        "model_config_sha256": _config_hash(model.hf_config),
+        "quantization": model.quantization,
+        "speculative_model": str(speculative.model) if speculative is not None else None,
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "weights_epoch": weights_epoch,
+        "attention": attention_kinds(vllm_config.compilation_config.static_forward_context, shapes),
+        "machine": _machine(),
+        "engine_block_tokens": cache.block_size,
+        "layers": layers,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
+        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
+    }
+
+
+def canonical_json(facts: Mapping[str, Any]) -> str:
+    """Return one spelling: sorted keys, no white space, ASCII."""
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def fingerprint(facts_json: str) -> str:
+    """Return the hex SHA-256 of canonical JSON."""
+    return hashlib.sha256(facts_json.encode()).hexdigest()
+
+
+def attention_kinds(layers: Mapping[str, Any], shapes: Sequence[LayerShape]) -> list[str]:
+    """Return `backend` or `backend/isa` of the layers, each once: CPU pages are packed by instruction set."""
+    kinds = set()
+    for shape in shapes:
+        layer = layers.get(shape.name)
+        backend = getattr(layer, "attn_backend", None)
+        name = backend.get_name() if backend is not None else type(layer).__name__
+        isa = getattr(layer, "isa", None)
+        kinds.add(f"{name}/{isa}" if isa else name)
+    return sorted(kinds)
+
+
+def _layer(shape: LayerShape) -> list[Any]:
+    return [shape.name, shape.ratio, shape.heads, shape.kernel_block_tokens, shape.content_bytes]
+
+
+def _config_hash(hf_config: Any) -> str:
+    """Hash what the model is (rope, windows, sizes); values JSON cannot spell count by their type."""
+    values = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS}
+    spelled = json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(spelled.encode()).hexdigest()
+
+
+def _machine() -> str:
+    """Return what decides the byte order inside pages beyond the backend: the CPU's widest vectors."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return f"cpu/{torch.backends.cpu.get_cpu_capability()}"

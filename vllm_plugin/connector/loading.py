@@ -1,0 +1,208 @@
+"""One load: block files from the sidecar into the engine's blocks. Runs in a transfer thread, never in a step.
+
+Whatever goes wrong, the request's id is reported, and only after this thread has stopped writing to its blocks:
+from then on the engine may compute into them or give them to somebody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import BlockFile, BlockMeta, open_block_file, parse_block_file
+from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.layout import Fence, PagedLayers
+from vllm_plugin.connector.metadata import LoadPlan, Piece
+from vllm_plugin.connector.reporting import LoadReporter
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import RankLink, Terms
+from vllm_plugin.connector.transfer import ResultBox
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What has been injected so far."""
+
+    size_bytes: int = 0
+    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A plan with what the worker adds to it."""
+
+    plan: LoadPlan
+    fence: Fence
+    deadline_ms: int
+    """On the worker's monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """One whole block file."""
+
+    block_index: int
+    tier: pb.Tier.ValueType
+    block: BlockFile
+    verify: bool
+    """Whether the bytes are to be compared with the checksum, not only the metadata with the plan."""
+
+
+class Loader:
+    """Carries out loads for one rank."""
+
+    def __init__(
+        self,
+        *,
+        settings: ConnectorSettings,
+        link: RankLink,
+        layers: PagedLayers,
+        results: ResultBox,
+        reporter: LoadReporter,
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._link = link
+        self._layers = layers
+        self._results = results
+        self._reporter = reporter
+        self._counters = counters
+        self._clock = clock
+
+    def open(self, plan: LoadPlan, fence: Fence) -> Load:
+        """Give a plan its deadline; it runs from now, waiting in the queue included."""
+        size_bytes = len(plan.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
+        allowed_ms = self._settings.load_deadline_ms + size_bytes // self._settings.load_bytes_per_ms_min
+        return Load(plan, fence, self._clock.now_ms() + allowed_ms)
+
+    def run(self, load: Load) -> None:
+        """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
+        progress = _Progress()
+        try:
+            self._copy(load, progress)
+        except ContextCacheError as exc:
+            if isinstance(exc, SidecarUnavailable):
+                self._link.lost()
+            late = self._clock.now_ms() >= load.deadline_ms
+            self.fail(load, "load_deadline" if late else exc.code)
+        except OSError:
+            self.fail(load, "shared_memory_error")
+        except Exception:
+            # The engine waits for this id for ever: no fault of ours may keep it.
+            log.exception("load broke", extra={"cache_ref": load.plan.cache_ref})
+            self.fail(load, "internal_error")
+        else:
+            self._succeed(load, progress)
+
+    def fail(self, load: Load, reason: str) -> None:
+        """Hand the request back to be computed. Never waits: the engine's thread calls it for loads that never ran."""
+        plan = load.plan
+        self._results.end_load(plan.engine_request_id, bad_block_ids=plan.block_ids)
+        self._counters.add("failed_loads", reason)
+        log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": reason})
+        self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)
+
+    def _succeed(self, load: Load, progress: _Progress) -> None:
+        self._results.end_load(load.plan.engine_request_id)
+        self._counters.add("loads")
+        self._counters.add("loaded_bytes", amount=progress.size_bytes)
+        if self._link.facts.rank == 0:
+            self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
+
+    def _copy(self, load: Load, progress: _Progress) -> None:
+        plan, terms = load.plan, self._link.terms()
+        pieces = {piece.block_index: piece for piece in plan.pieces()}
+        request = pb.LoadBlocksRequest(
+            tenant=plan.tenant,
+            cache_ref=plan.cache_ref,
+            fingerprint=plan.fingerprint,
+            rank=self._link.facts.rank,
+            block_indices=list(pieces),
+            shared_memory=terms.shared_directory is not None,
+        )
+        answers = self._link.sidecar.get().load_blocks(request, self._remaining_s(load))
+        for arrival in self._blocks(answers, terms):
+            self._remaining_s(load)
+            piece = pieces.pop(arrival.block_index, None)
+            if piece is None:
+                raise CorruptBlock("the sidecar sent a block nobody asked for")
+            self._inject(load, piece, arrival)
+            progress.tier = max(progress.tier, arrival.tier)
+            progress.size_bytes += len(piece.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
+        if pieces:
+            raise CorruptBlock("the sidecar left blocks out")
+
+    def _blocks(self, answers: Iterator[pb.LoadBlocksResponse], terms: Terms) -> Iterator[_Arrival]:
+        """Yield block files as they come, whole: opened from shared memory, or put together from frames."""
+        data = bytearray()
+        for answer in answers:
+            if answer.WhichOneof("payload") == "shared_name":
+                block = self._open_shared(answer.shared_name, terms)
+                yield _Arrival(answer.block_index, answer.tier, block, self._settings.verify_shared_memory)
+                continue
+            data += answer.frame
+            if len(data) > terms.block_size_bytes_max:
+                raise CorruptBlock("the sidecar sent more than a block")
+            if answer.last_frame:
+                yield _Arrival(answer.block_index, answer.tier, parse_block_file(data), verify=True)
+                data = bytearray()
+
+    def _open_shared(self, name: str, terms: Terms) -> BlockFile:
+        path = Path(name)
+        if terms.shared_directory is None or path.is_absolute() or ".." in path.parts:
+            raise CorruptBlock("the sidecar named a file outside the shared directory")
+        return open_block_file(terms.shared_directory / path)
+
+    def _inject(self, load: Load, piece: Piece, arrival: _Arrival) -> None:
+        plan, block = load.plan, arrival.block
+        whole = piece.block_index < len(plan.whole_blocks)
+        expected = BlockMeta(
+            kind="block" if whole else "tail",
+            name=plan.name(piece.block_index),
+            parent=plan.name(piece.block_index - 1) if piece.block_index else "",
+            tenant=plan.tenant,
+            fingerprint=plan.fingerprint,
+            rank=self._link.facts.rank,
+            token_ids=piece.token_ids,
+        )
+        if arrival.verify:
+            block.verify(expected)
+        elif block.meta != expected:
+            raise CorruptBlock("the block is not the one that belongs here")
+        pages = -(-len(piece.token_ids) // plan.engine_block_tokens)
+        if block.pages.shape != (len(self._layers.shapes), pages, self._layers.page_bytes):
+            raise CorruptBlock("the block's pages are not of this engine's shape")
+        wanted = slice(piece.first_page, piece.first_page + len(piece.block_ids))
+        self._layers.scatter(piece.block_ids, block.pages[:, wanted], after=load.fence)
+        block.close()
+
+    def _remaining_s(self, load: Load) -> float:
+        remaining_ms = load.deadline_ms - self._clock.now_ms()
+        if remaining_ms <= 0:
+            raise SidecarUnavailable("the load took too long")
+        return remaining_ms / 1000
+
+    def _report(self, plan: LoadPlan, outcome: pb.LoadOutcome.ValueType, progress: _Progress, reason: str) -> None:
+        if not plan.request_id:
+            return
+        self._reporter.send(
+            pb.LoadReport(
+                request_id=plan.request_id,
+                outcome=outcome,
+                device_tokens=plan.device_tokens,
+                loaded_tokens=plan.loaded_tokens if outcome == pb.LOAD_OUTCOME_LOADED else 0,
+                tier=progress.tier,
+                restore_ms=(time.monotonic() - plan.asked_at_s) * 1000,
+                size_bytes=progress.size_bytes,
+                reason=reason,
+            )
+        )

@@ -1,0 +1,174 @@
+"""Which saved KV a request can start from: asks the sidecar for manifests in background threads. Decides no load.
+
+A lookup goes through the candidates in order and keeps the longest common prefix with the prompt. A candidate that
+this engine is itself still saving is asked for again, for a bounded time: the next turn often comes before the seal.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from contextcache.clock import Clock
+from contextcache.errors import CacheRefNotFound, ContextCacheError
+from contextcache.identity import KVTransfer
+from contextcache.model import CacheRef, Manifest
+from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import LazySidecar
+from vllm_plugin.connector.transfer import TransferPool
+
+_ASK_AGAIN_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The best manifest and how many tokens it shares with the prompt; without one, why."""
+
+    manifest: Manifest | None
+    num_tokens: int
+    reason: str = ""
+
+
+class PendingSaves:
+    """cache_refs that this engine is still saving, each until it is known to have ended or is too old to wait for."""
+
+    def __init__(self, clock: Clock, *, life_ms: int, limit: int = 1024) -> None:
+        self._clock = clock
+        self._life_ms = life_ms
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._ends_at_ms: dict[CacheRef, int] = {}
+
+    def add(self, cache_ref: CacheRef) -> bool:
+        """Note a save that has begun; False when one under this name is already going on."""
+        if cache_ref in self:
+            return False
+        with self._lock:
+            while len(self._ends_at_ms) >= self._limit:
+                self._ends_at_ms.pop(next(iter(self._ends_at_ms)))
+            self._ends_at_ms[cache_ref] = self._clock.now_ms() + self._life_ms
+        return True
+
+    def end(self, cache_ref: CacheRef) -> None:
+        """Note that a save was sealed or given up."""
+        with self._lock:
+            self._ends_at_ms.pop(cache_ref, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._ends_at_ms.clear()
+
+    def __contains__(self, cache_ref: CacheRef) -> bool:
+        with self._lock:
+            ends_at_ms = self._ends_at_ms.get(cache_ref)
+        return ends_at_ms is not None and self._clock.now_ms() < ends_at_ms
+
+
+class Lookup:
+    """One request's question, being answered."""
+
+    def __init__(self, future: Future[None] | None, answer: list[Match], deadline_ms: int) -> None:
+        self._future = future
+        self._answer = answer
+        self._deadline_ms = deadline_ms
+
+    def result(self, now_ms: int) -> Match | None:
+        """Return the match, None while it may still come, or a miss after the deadline. Never waits."""
+        if self._answer:
+            return self._answer[0]
+        if self._future is None:
+            return Match(None, 0, "queue_full")
+        if self._future.done():
+            # The thread may have answered between the two looks.
+            return self._answer[0] if self._answer else Match(None, 0, "internal_error")
+        if now_ms >= self._deadline_ms:
+            return Match(None, 0, "manifest_deadline")
+        return None
+
+    def cancel(self) -> None:
+        """Forget it if no thread has begun."""
+        if self._future is not None:
+            self._future.cancel()
+
+
+class ManifestLookup:
+    """Answers lookups with a few threads."""
+
+    def __init__(
+        self,
+        *,
+        settings: ConnectorSettings,
+        sidecar: LazySidecar,
+        saves: PendingSaves,
+        counters: Counters,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._sidecar = sidecar
+        self._saves = saves
+        self._counters = counters
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._pool = TransferPool("lookups", threads=settings.lookup_threads, queue_limit=settings.queue_limit)
+
+    def start(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts) -> Lookup:
+        """Begin a lookup of a prompt. Never waits."""
+        waits_for_save = any(ref in self._saves for ref in transfer.load)
+        wait_ms = self._settings.own_save_wait_ms if waits_for_save else self._settings.manifest_deadline_ms
+        deadline_ms = self._clock.now_ms() + wait_ms
+        answer: list[Match] = []
+
+        def look_up() -> None:
+            answer.append(self._best(transfer, token_ids, facts, deadline_ms))
+
+        return Lookup(self._pool.try_submit(look_up), answer, deadline_ms)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads; return whether they have ended in time."""
+        self._stopping.set()
+        return self._pool.close(timeout_s)
+
+    def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, deadline_ms: int) -> Match:
+        prompt = np.asarray(token_ids, dtype=np.int64)
+        best = Match(None, 0, "no_manifest")
+        for cache_ref in transfer.load:
+            try:
+                manifest = self._manifest(transfer.tenant, cache_ref, deadline_ms)
+            except ContextCacheError as exc:
+                if best.manifest is None:
+                    best = Match(None, 0, exc.code)
+                continue
+            if (reason := refusal(manifest, facts)) is not None:
+                self._counters.add("refused_manifests", reason)
+                if best.manifest is None:
+                    best = Match(None, 0, reason)
+                continue
+            shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
+            if best.manifest is None or shared > best.num_tokens:
+                best = Match(manifest, shared)
+            if shared == len(prompt):
+                break
+        return best
+
+    def _manifest(self, tenant: str, cache_ref: CacheRef, deadline_ms: int) -> Manifest:
+        """Return a manifest; while our own save of it goes on, ask again. Raises ContextCacheError."""
+        while True:
+            # Read before asking: a save that ends in between is then found by the question.
+            was_pending = cache_ref in self._saves
+            remaining_ms = deadline_ms - self._clock.now_ms()
+            timeout_s = min(max(remaining_ms, 1), self._settings.manifest_deadline_ms) / 1000
+            try:
+                manifest, _ = self._sidecar.get().get_manifest(tenant, cache_ref, timeout_s)
+            except CacheRefNotFound:
+                if not was_pending or self._clock.now_ms() >= deadline_ms or self._stopping.wait(_ASK_AGAIN_S):
+                    raise
+            else:
+                self._saves.end(cache_ref)
+                return manifest

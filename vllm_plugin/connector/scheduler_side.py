@@ -1,0 +1,242 @@
+"""The connector in the scheduler: which request loads what, which finished request is saved. Talks to nobody itself.
+
+Rules. Only a signed token is obeyed, and it is verified once a request. What vLLM asks in its step is answered from
+memory: a manifest that is not there yet is `None`, ask again. `match` may be asked any number of times (retries,
+preemption) and changes nothing but what is remembered of the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from contextcache.clock import Clock
+from contextcache.errors import ForgedIdentity
+from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
+from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load
+from vllm_plugin.connector.reporting import LoadReporter
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, MonotonicClock
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What is remembered of a request that carries a valid token, until it finishes."""
+
+    transfer: KVTransfer
+    asked_at_s: float = field(default_factory=time.monotonic)
+    lookup: Lookup | None = None
+    device_tokens: int = 0
+    """Block-aligned hit in the engine's own prefix cache, as last presented."""
+    found: Match | None = None
+    """What the last answer to the engine was made from."""
+    loading: LoadPlan | None = None
+    """A load that is planned or running: its blocks hold no valid KV yet."""
+    load_failed: bool = False
+    """Never try again for this request."""
+    reported: bool = False
+    """A report was sent, or a worker will send it."""
+
+
+class SchedulerSide:
+    """All methods are called by the engine's thread and return at once, `shutdown` excepted."""
+
+    def __init__(
+        self, settings: ConnectorSettings, secret: bytes, connect: Connect, *, clock: Clock | None = None
+    ) -> None:
+        self._settings = settings
+        self._secret = secret
+        self._clock = clock or MonotonicClock()
+        self.counters = Counters()
+        self._facts: RankFacts | None = None
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: list[LoadPlan] = []
+        self._saves: list[SavePlan] = []
+        self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
+        self._sidecar = LazySidecar(connect, timeout_s=settings.manifest_deadline_ms / 1000)
+        self._reporter = LoadReporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
+        self._lookup = ManifestLookup(
+            settings=settings,
+            sidecar=self._sidecar,
+            saves=self._pending_saves,
+            counters=self.counters,
+            clock=self._clock,
+        )
+
+    def learn_ranks(self, ranks: Iterable[RankFacts]) -> None:
+        """Take what the workers are. Without it, or when they differ, nothing is loaded or saved."""
+        known = list(ranks)
+        self._facts = known[0] if len({rank.fingerprint for rank in known}) == 1 else None
+        if self._facts is None:
+            log.error("ranks have different fingerprints", extra={"num_ranks": len(known)})
+
+    def begin(self, request: Any) -> None:
+        """Look at a new request, and start its lookup before it is scheduled. Harmless when repeated."""
+        if request.request_id in self._requests or self._facts is None:
+            return
+        transfer = self._verified(request)
+        if transfer is None:
+            return
+        tracked = self._requests[request.request_id] = _Tracked(transfer)
+        if transfer.load and not request.skip_reading_prefix_cache:
+            tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, self._facts)
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return (tokens to load beyond `num_computed_tokens`, True), (0, False), or (None, False): ask again."""
+        self.begin(request)
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.lookup is None or tracked.load_failed:
+            return 0, False
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        found = tracked.found = tracked.lookup.result(self._clock.now_ms())
+        if found is None:
+            return None, False
+        tracked.device_tokens = num_computed_tokens
+        num_tokens = found.num_tokens - num_computed_tokens
+        if found.manifest is None or num_tokens < self._settings.min_load_tokens:
+            return 0, False
+        return num_tokens, True
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Plan the load the engine made room for, or report why there is none."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or not tracked.transfer.load:
+            return
+        if num_external_tokens == 0:
+            self._report_no_load(request, tracked)
+            return
+        assert self._facts is not None, "tokens were promised by a known rank"
+        assert tracked.found is not None, "tokens were promised from a match"
+        assert tracked.found.manifest is not None, "tokens were promised from a manifest"
+        tracked.loading = plan_load(
+            tracked.found.manifest,
+            self._facts,
+            engine_request_id=request.request_id,
+            # A preempted request loads again, but its prompt's receipt is already written.
+            request_id="" if tracked.reported else tracked.transfer.request_id,
+            block_ids=block_ids,
+            device_tokens=tracked.device_tokens,
+            loaded_tokens=num_external_tokens,
+            asked_at_s=tracked.asked_at_s,
+        )
+        tracked.reported = True
+        self._loads.append(tracked.loading)
+
+    def take_plans(self) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...]]:
+        """Return this step's work."""
+        loads, saves = tuple(self._loads), tuple(self._saves)
+        self._loads, self._saves = [], []
+        return loads, saves
+
+    def loads_ended(self, received: Iterable[str], failed: Iterable[str], bad_block_ids: Set[int]) -> None:
+        """Take the workers' word on loads: engine request ids, and engine blocks from vLLM before 0.30."""
+        failed_ids = set(failed)
+        for request_id in set(received) | failed_ids:
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.loading is None:
+                continue
+            lost_blocks = not bad_block_ids.isdisjoint(tracked.loading.block_ids)
+            tracked.load_failed = tracked.load_failed or lost_blocks or request_id in failed_ids
+            tracked.loading = None
+
+    def saves_ended(self, cache_refs: Iterable[str]) -> None:
+        """Take the workers' word on saves that are sealed or given up."""
+        for cache_ref in cache_refs:
+            self._pending_saves.end(cache_ref)
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """Plan the save of a finished request; True: its blocks must be kept until the worker lets go.
+
+        Called for every end, aborts included: a stop string ends as an abort, so what counts is whether the whole
+        prompt was computed. The last token never has KV.
+        """
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return False
+        if tracked.lookup is not None:
+            tracked.lookup.cancel()
+        plan = self._save_plan(request, tracked, block_ids)
+        if plan is None:
+            return False
+        self._saves.append(plan)
+        return True
+
+    def reset(self) -> None:
+        """Drop local knowledge; what the sidecar stores stays, `/sleep` calls this too."""
+        self._pending_saves.clear()
+
+    def shutdown(self) -> None:
+        """End the threads and the channel, within the deadline."""
+        ends_at_s = time.monotonic() + self._settings.shutdown_deadline_ms / 1000
+        self._sidecar.close()
+        ended = self._lookup.close(max(ends_at_s - time.monotonic(), 0))
+        if not self._reporter.close(max(ends_at_s - time.monotonic(), 0)) or not ended:
+            log.warning("lookup threads still running at shutdown")
+
+    def _verified(self, request: Any) -> KVTransfer | None:
+        """Return what the turn middleware signed, or None: no token, a forged one, or a request we do not carry."""
+        params = request.kv_transfer_params
+        token = params.get(KV_TRANSFER_KEY) if isinstance(params, dict) else None
+        if not isinstance(token, str):
+            return None
+        try:
+            transfer = verify_kv_transfer(token, self._secret)
+        except ForgedIdentity:
+            self.counters.add("forged_tokens")
+            log.warning("kv transfer token refused")
+            return None
+        if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
+            # Token ids alone do not say what was computed.
+            self.counters.add("unsupported_requests")
+            return None
+        return transfer
+
+    def _report_no_load(self, request: Any, tracked: _Tracked) -> None:
+        """Report once a request; never after preemption, whose re-admission says nothing about the prompt."""
+        if tracked.reported or request.num_preemptions:
+            return
+        tracked.reported = True
+        found = tracked.found or Match(None, 0, "prefix_cache_reading_off")
+        missed = found.manifest is None
+        self.counters.add("missed_loads" if missed else "unneeded_loads", found.reason)
+        self._reporter.send(
+            pb.LoadReport(
+                request_id=tracked.transfer.request_id,
+                outcome=pb.LOAD_OUTCOME_MISS if missed else pb.LOAD_OUTCOME_NOT_NEEDED,
+                device_tokens=tracked.device_tokens,
+                restore_ms=(time.monotonic() - tracked.asked_at_s) * 1000,
+                reason=found.reason,
+            )
+        )
+
+    def _save_plan(self, request: Any, tracked: _Tracked, block_ids: Sequence[int]) -> SavePlan | None:
+        cache_ref, facts = tracked.transfer.save, self._facts
+        if cache_ref is None or facts is None:
+            return None
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if tracked.loading is not None or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
+            self.counters.add("skipped_saves", "not_computed")
+            return None
+        num_blocks = -(-num_tokens // facts.engine_block_tokens)
+        if len(block_ids) < num_blocks or not self._pending_saves.add(cache_ref):
+            self.counters.add("skipped_saves", "blocks_gone" if len(block_ids) < num_blocks else "twice")
+            return None
+        return SavePlan(
+            engine_request_id=request.request_id,
+            tenant=tracked.transfer.tenant,
+            session_id=tracked.transfer.session_id,
+            cache_ref=cache_ref,
+            expires_at_ms=tracked.transfer.expires_at_ms,
+            started_at_ms=int(request.arrival_time * 1000),
+            token_ids=tuple(request.all_token_ids[:num_tokens]),
+            block_ids=tuple(block_ids[:num_blocks]),
+        )

@@ -1,0 +1,78 @@
+"""The connector's settings: a frozen value made from vLLM's `kv_connector_extra_config`. Reads nothing else.
+
+Given as JSON inside `--kv-transfer-config`; unknown keys are refused, so that a misspelt one is not ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """One field per key; the comment under each says unit and reason."""
+
+    sidecar: str
+    """gRPC address of the kv-sidecar, such as `unix:///run/context-cache/sidecar.sock`. Required."""
+    secret_file: str
+    """File with the deployment's secret: only tokens signed with it are obeyed. Required."""
+    weights_epoch: str = "0"
+    """Operator's name for the weights; change it when weights change under the same model name."""
+    staging_limit_bytes: int = 1 << 30
+    """Bytes copied out of the engine and not yet taken by the sidecar; beyond it saves are skipped. 1 GiB is one
+    context of 8 192 tokens of an 8-billion-parameter model in bf16."""
+    staging_directory: str = ""
+    """Where saves are staged when there is no memory shared with the sidecar; empty: the system's temporary
+    directory."""
+    manifest_deadline_ms: int = 200
+    """Longest wait for a manifest before the request is computed instead; a lookup takes about 2 ms."""
+    own_save_wait_ms: int = 2_000
+    """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
+    prepare_deadline_ms: int = 500
+    """Longest time a finished request's blocks wait for the sidecar's word before they are freed unsaved."""
+    save_deadline_ms: int = 30_000
+    """Longest time for handing over and sealing one save, counted after the engine's blocks are free again."""
+    load_deadline_ms: int = 5_000
+    """Longest time for one load, plus the allowance of the next field; then the request is computed instead."""
+    load_bytes_per_ms_min: int = 100_000
+    """Slowest rate a load may have: each so many bytes allow one more ms (100 MB/s, a slow disk)."""
+    min_load_tokens: int = 1
+    """Tokens a load must bring beyond the engine's own prefix cache; raise it where computing is cheaper."""
+    lookup_threads: int = 4
+    """Manifest questions in flight at once."""
+    load_threads: int = 2
+    """Loads copied at once; one fills about one memory channel."""
+    save_threads: int = 2
+    """Saves gathered at once, and as many handed over at once."""
+    queue_limit: int = 64
+    """Loads, saves and questions waiting, each; beyond it a load fails over to computing and a save is skipped."""
+    verify_shared_memory: bool = True
+    """Check the bytes of blocks read from shared memory again before they are injected (about 10 GB/s)."""
+    shutdown_deadline_ms: int = 2_000
+    """Longest time `shutdown` waits for threads that are copying."""
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """Return the settings in `kv_connector_extra_config`. Raises ValueError naming the key at fault."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(extra) - set(fields)):
+            raise ValueError(f"kv_connector_extra_config has unknown keys: {', '.join(unknown)}")
+        for name in ("sidecar", "secret_file"):
+            if not extra.get(name):
+                raise ValueError(f"kv_connector_extra_config needs {name!r}")
+        for name, value in extra.items():
+            wanted = str(fields[name].type)
+            if type(value).__name__ != wanted:
+                raise ValueError(f"kv_connector_extra_config {name!r} must be of type {wanted}")
+            if wanted == "int" and value < 1:
+                raise ValueError(f"kv_connector_extra_config {name!r} must be 1 or more")
+        return cls(**extra)
+
+    @property
+    def secret_path(self) -> Path:
+        """The secret file as a path."""
+        return Path(self.secret_file)

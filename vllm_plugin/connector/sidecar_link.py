@@ -1,0 +1,196 @@
+"""The line to the kv-sidecar as the connector sees it: what may be asked, and when it is worth asking.
+
+Nothing here runs in an engine step. The channel is made at the first use, in a transfer thread, never at import or
+construction; a sidecar that is absent is asked again with growing pauses while the engine serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from typing_extensions import override
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.model import Manifest
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from vllm_plugin.connector.metadata import RankFacts
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_MS = 250
+_LONGEST_PAUSE_MS = 10_000
+
+
+class EngineSidecar(Protocol):
+    """Calls of `kv_sidecar.client.EngineSidecarClient`; each has a deadline and fails with a ContextCacheError."""
+
+    def handshake(
+        self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int, engine_block_tokens: int
+    ) -> pb.HandshakeResponse:
+        """Introduce a rank."""
+        ...
+
+    def prepare_save(  # noqa: PLR0913  # the fields of the message, by name
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        cache_ref: str,
+        fingerprint: str,
+        rank: int,
+        world_size: int,
+        token_ids: tuple[int, ...],
+        expires_at_ms: int,
+        started_at_ms: int,
+    ) -> pb.PrepareSaveResponse:
+        """Open a save and learn which blocks are missing."""
+        ...
+
+    def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
+        """Hand block files over."""
+        ...
+
+    def seal(self, cache_ref: str, rank: int) -> bool:
+        """End a rank's save; True when this was the last rank."""
+        ...
+
+    def get_manifest(self, tenant: str, cache_ref: str, timeout_s: float) -> tuple[Manifest, pb.Tier.ValueType]:
+        """Return a sealed manifest."""
+        ...
+
+    def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
+        """Stream blocks."""
+        ...
+
+    def report_load(self, report: pb.LoadReport) -> None:
+        """Tell what happened to a request's prompt."""
+        ...
+
+    def close(self) -> None:
+        """Close the channel."""
+        ...
+
+
+Connect: TypeAlias = Callable[[float], EngineSidecar]
+"""Make a client whose calls have this deadline in seconds, unless they name another."""
+
+
+class MonotonicClock(Clock):
+    """Time that never jumps, for deadlines inside one process."""
+
+    @override
+    def now_ms(self) -> int:
+        return time.monotonic_ns() // 1_000_000
+
+
+class LazySidecar:
+    """One client, made at the first use by whichever thread needs it; shared by all threads after that."""
+
+    def __init__(self, connect: Connect, *, timeout_s: float) -> None:
+        self._connect = connect
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._client: EngineSidecar | None = None
+        self._closed = False
+
+    def get(self) -> EngineSidecar:
+        """Return the client. Raises SidecarUnavailable after `close`."""
+        with self._lock:
+            if self._closed:
+                raise SidecarUnavailable("the connector is shutting down")
+            if self._client is None:
+                self._client = self._connect(self._timeout_s)
+            return self._client
+
+    def close(self) -> None:
+        """Close the channel; calls in flight fail."""
+        with self._lock:
+            self._closed = True
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the sidecar answered to the handshake."""
+
+    block_tokens: int
+    shared_directory: Path | None
+    """Directory in shared memory that both see; None: send frames."""
+    block_size_bytes_max: int
+
+
+class RankLink:
+    """A worker rank's standing with the sidecar: introduced, with its terms, or not (yet, or again)."""
+
+    def __init__(self, sidecar: LazySidecar, clock: Clock) -> None:
+        self.sidecar = sidecar
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._facts: RankFacts | None = None
+        self._terms: Terms | None = None
+        self._pause_ms = 0
+        self._next_try_at_ms = 0
+
+    def introduce(self, facts: RankFacts) -> None:
+        """Set what the handshake will say."""
+        self._facts = facts
+
+    @property
+    def facts(self) -> RankFacts:
+        """What this rank is."""
+        assert self._facts is not None, "register_kv_caches came first"
+        return self._facts
+
+    @property
+    def terms_now(self) -> Terms | None:
+        """The terms if they are known; never waits."""
+        return self._terms
+
+    def lost(self) -> None:
+        """Forget the terms: the sidecar was gone and may come back with others."""
+        self._terms = None
+
+    def is_worth_trying(self) -> bool:
+        """Return whether there are terms, or it is time to ask again. Never waits."""
+        return self._terms is not None or self._clock.now_ms() >= self._next_try_at_ms
+
+    def terms(self) -> Terms:
+        """Return the terms, asking when there are none. Raises ContextCacheError.
+
+        Called in transfer threads only. While the sidecar is absent it is asked after 0.25 s, 0.5 s … 10 s.
+        """
+        if self._terms is not None:
+            return self._terms
+        with self._lock:
+            if self._terms is None:
+                if not self.is_worth_trying():
+                    raise SidecarUnavailable("the sidecar did not answer lately")
+                self._terms = self._ask()
+            return self._terms
+
+    def _ask(self) -> Terms:
+        facts = self.facts
+        try:
+            answer = self.sidecar.get().handshake(
+                facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size, facts.engine_block_tokens
+            )
+        except ContextCacheError as exc:
+            self._pause_ms = min(max(2 * self._pause_ms, _FIRST_PAUSE_MS), _LONGEST_PAUSE_MS)
+            self._next_try_at_ms = self._clock.now_ms() + self._pause_ms
+            log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
+            raise
+        self._pause_ms = 0
+        if answer.block_tokens < 1 or answer.block_tokens % facts.engine_block_tokens:
+            raise SidecarUnavailable("the sidecar's block_tokens is not a multiple of the engine's block size")
+        directory = Path(answer.shared_directory) if answer.shared_directory else None
+        log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "shared": directory is not None})
+        return Terms(answer.block_tokens, directory, answer.block_size_bytes_max)

@@ -1,0 +1,127 @@
+"""What loads and saves share in a worker: bounded threads, bounded staging bytes, and the box of results.
+
+Threads live here and nowhere else in the connector but manifest_lookup.py. The engine's thread only puts work in
+and takes results out; both take a lock for the length of a few set operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Results:
+    """What has ended since the engine last asked. Request ids are the engine's own."""
+
+    sent: set[str] = field(default_factory=set)
+    """Finished requests whose blocks may be freed."""
+    received: set[str] = field(default_factory=set)
+    """Requests whose load has ended, well or badly."""
+    failed: set[str] = field(default_factory=set)
+    """Those of `received` that must be computed."""
+    bad_block_ids: set[int] = field(default_factory=set)
+    """Engine blocks of failed loads."""
+    ended_saves: set[str] = field(default_factory=set)
+    """cache_refs that were sealed, skipped or given up."""
+
+
+class ResultBox:
+    """Filled by transfer threads, emptied by the engine's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results = Results()
+
+    def release_blocks(self, engine_request_id: str) -> None:
+        """Let the engine free a finished request's blocks."""
+        with self._lock:
+            self._results.sent.add(engine_request_id)
+
+    def end_save(self, cache_ref: str) -> None:
+        """Tell that nobody needs to wait for this save any more."""
+        with self._lock:
+            self._results.ended_saves.add(cache_ref)
+
+    def end_load(self, engine_request_id: str, *, bad_block_ids: tuple[int, ...] = ()) -> None:
+        """Tell that a load has ended; with bad blocks it has failed."""
+        with self._lock:
+            self._results.received.add(engine_request_id)
+            if bad_block_ids:
+                self._results.failed.add(engine_request_id)
+                self._results.bad_block_ids.update(bad_block_ids)
+
+    def take(self) -> Results:
+        """Return everything since the last call."""
+        with self._lock:
+            taken, self._results = self._results, Results()
+        return taken
+
+
+class StagingBudget:
+    """Bytes copied out of the engine and not yet taken by the sidecar, bounded."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use now."""
+        return self._used_bytes
+
+    def try_take(self, size_bytes: int) -> bool:
+        """Take bytes, or return False at once when they would not fit. Never waits."""
+        with self._lock:
+            if self._used_bytes + size_bytes > self._limit_bytes:
+                return False
+            self._used_bytes += size_bytes
+            return True
+
+    def give_back(self, size_bytes: int) -> None:
+        """Return bytes."""
+        with self._lock:
+            self._used_bytes -= size_bytes
+            assert self._used_bytes >= 0, "bytes are given back once"
+
+
+class TransferPool:
+    """A few threads behind a bounded queue; started at the first piece of work."""
+
+    def __init__(self, name: str, *, threads: int, queue_limit: int) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"context-cache-{name}")
+        self._lock = threading.Lock()
+        self._live: set[Future[None]] = set()
+        self._limit = threads + queue_limit
+
+    def try_submit(self, work: Callable[[], None]) -> Future[None] | None:
+        """Queue `work`, or return None at once when the queue is full or the pool is closed. Never waits."""
+        with self._lock:
+            if len(self._live) >= self._limit:
+                return None
+            try:
+                future = self._executor.submit(work)
+            except RuntimeError:
+                return None
+            self._live.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[None]) -> None:
+        with self._lock:
+            self._live.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.error("transfer thread failed", exc_info=error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what waits, and return whether everything running has ended within `timeout_s`."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            live = list(self._live)
+        return not wait(live, timeout_s).not_done

@@ -1,0 +1,175 @@
+"""The connector in a worker process: takes plans from the step, gives results back to it, and waits for nothing.
+
+Copying and talking is done in transfer threads (loading.py, saving.py). Two threads never write the same engine
+block: a load owns its request's blocks until it is reported, and a request has one load at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError
+from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, fingerprint
+from vllm_plugin.connector.layout import open_layers
+from vllm_plugin.connector.loading import Load, Loader
+from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
+from vllm_plugin.connector.reporting import LoadReporter
+from vllm_plugin.connector.saving import Save, Saver
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, MonotonicClock, RankLink
+from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """One rank's half. All methods are called by the engine's thread and return at once, `shutdown` excepted."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        settings: ConnectorSettings,
+        connect: Connect,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._num_blocks: int = kv_cache_config.num_blocks
+        self._settings = settings
+        self._clock = clock or MonotonicClock()
+        self.counters = Counters()
+        self._results = ResultBox()
+        self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
+        self._patient_sidecar = LazySidecar(connect, timeout_s=settings.save_deadline_ms / 1000)
+        self._link = RankLink(self._sidecar, self._clock)
+        limit = settings.queue_limit
+        self._reporter = LoadReporter(self._sidecar, self.counters, queue_limit=limit)
+        self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
+        self._save_pool = TransferPool("saves", threads=settings.save_threads, queue_limit=limit)
+        self._loads: list[tuple[Load, Future[None]]] = []
+        self._saves: list[tuple[Save, Future[None]]] = []
+        self._greeting: Future[None] | None = None
+        self._loader: Loader | None = None
+        self._saver: Saver | None = None
+        self.facts: RankFacts | None = None
+        """What the scheduler must know; set once the KV tensors are there."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn the paged tensors, and so the fingerprint. Raises ValueError for layouts we cannot carry."""
+        layers = open_layers(kv_caches, self._num_blocks)
+        parallel = self._vllm_config.parallel_config
+        facts = engine_facts(self._vllm_config, layers.shapes, weights_epoch=self._settings.weights_epoch)
+        spelled = canonical_json(facts)
+        self.facts = RankFacts(
+            fingerprint(spelled),
+            spelled,
+            parallel.rank,
+            parallel.world_size,
+            self._vllm_config.cache_config.block_size,
+        )
+        self._link.introduce(self.facts)
+        self._loader = Loader(
+            settings=self._settings,
+            link=self._link,
+            layers=layers,
+            results=self._results,
+            reporter=self._reporter,
+            counters=self.counters,
+            clock=self._clock,
+        )
+        self._saver = Saver(
+            settings=self._settings,
+            link=self._link,
+            patient_sidecar=self._patient_sidecar,
+            layers=layers,
+            results=self._results,
+            counters=self.counters,
+            clock=self._clock,
+        )
+        self._layers = layers
+        self._greet()
+
+    def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan]) -> None:
+        """Queue this step's work; what cannot be queued is reported as failed or skipped at once."""
+        if not loads and not saves:
+            return
+        assert self._loader is not None, "register_kv_caches came first"
+        assert self._saver is not None, "register_kv_caches came first"
+        fence = self._layers.fence()
+        for load_plan in loads:
+            self._start_load(self._loader, self._loader.open(load_plan, fence))
+        for save_plan in saves:
+            self._start_save(self._saver, self._saver.open(save_plan, fence))
+
+    def _start_load(self, loader: Loader, load: Load) -> None:
+        if not self._link.is_worth_trying():
+            loader.fail(load, "sidecar_unavailable")
+            return
+        future = self._load_pool.try_submit(lambda: loader.run(load))
+        if future is None:
+            loader.fail(load, "queue_full")
+        else:
+            self._loads.append((load, future))
+
+    def _start_save(self, saver: Saver, save: Save) -> None:
+        if not self._link.is_worth_trying():
+            saver.skip(save, "sidecar_unavailable")
+            return
+        future = self._save_pool.try_submit(lambda: saver.run(save))
+        if future is None:
+            saver.skip(save, "queue_full")
+        else:
+            self._saves.append((save, future))
+
+    def take_results(self) -> Results:
+        """Return what has ended since the last call; gives up what has waited in a queue past its deadline."""
+        self._give_up_late()
+        self._greet()
+        return self._results.take()
+
+    def _give_up_late(self) -> None:
+        if not self._loads and not self._saves:
+            return
+        now_ms = self._clock.now_ms()
+        for load, future in self._loads:
+            # cancel() succeeds only for work no thread has begun: what runs reports itself.
+            if now_ms >= load.deadline_ms and future.cancel() and self._loader is not None:
+                self._loader.fail(load, "load_deadline")
+        for save, future in self._saves:
+            if now_ms >= save.deadline_ms and future.cancel() and self._saver is not None:
+                self._saver.skip(save, "prepare_deadline")
+        self._loads = [entry for entry in self._loads if not entry[1].done()]
+        self._saves = [entry for entry in self._saves if not entry[1].done()]
+
+    def _greet(self) -> None:
+        """Say hello to the sidecar in a thread, unless that is done, going on, or was tried a moment ago."""
+        if self._link.terms_now is not None or not self._link.is_worth_trying():
+            return
+        if self._greeting is None or self._greeting.done():
+            self._greeting = self._save_pool.try_submit(self._hello)
+
+    def _hello(self) -> None:
+        try:
+            self._link.terms()
+        except ContextCacheError:
+            self.counters.add("failed_handshakes")
+
+    def shutdown(self) -> None:
+        """End the threads and channels, within the deadline; closing the channels fails the calls in flight."""
+        self._sidecar.close()
+        self._patient_sidecar.close()
+        ends_at_ms = self._clock.now_ms() + self._settings.shutdown_deadline_ms
+        closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
+        if self._saver is not None:
+            closers.append(self._saver.close)
+        ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
+        if not all(ended):
+            log.warning("transfer threads still running at shutdown")
