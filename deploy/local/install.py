@@ -87,7 +87,7 @@ def install_packages() -> None:
     if torch_index:
         command += ["--extra-index-url", torch_index]
     try:
-        run_logged(command, what="packages (vLLM, torch and 180 more; some minutes)", log=LOG)
+        run_logged(command, what="packages (vLLM, torch and 180 more)", log=LOG)
     except StepFailed as failure:
         if "+cpu" not in str(failure):
             raise
