@@ -19,8 +19,18 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AskError,
+    ClusterError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ClusterError, NoScriptError, ReadOnlyError, RedisError, ResponseError
 
 from context_manager import refusals
 from context_manager.redis_scripts import Script
@@ -30,8 +40,10 @@ log = logging.getLogger(__name__)
 
 Command = tuple[Any, ...]
 
-_PASSING_CODES = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "TRYAGAIN"})
-"""First words of error replies that go away by themselves or by an operator's hand: worth a retry, no fault of ours."""
+_PASSING_ERRORS = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
+_PASSING_CODES = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
+"""Refusals that go away by themselves or by an operator's hand: worth a retry, no fault of ours."""
+_FOREIGN_ERRORS = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 
 class RedisConnection:
@@ -72,7 +84,7 @@ class RedisConnection:
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()
-        except (RedisError, OSError, TimeoutError) as exc:
+        except _FOREIGN_ERRORS as exc:
             raise _mapped(exc) from exc
         return answers
 
@@ -91,7 +103,7 @@ class RedisConnection:
                     return await self._client.execute_command(*command)
         except NoScriptError:
             raise
-        except (RedisError, OSError, TimeoutError) as exc:
+        except _FOREIGN_ERRORS as exc:
             raise _mapped(exc) from exc
 
 
@@ -99,7 +111,7 @@ def _mapped(exc: Exception) -> ContextCacheError:
     # Only the class and Redis's code word: the rest of an error's text may quote arguments.
     code = str(exc).split(" ", 1)[0] if isinstance(exc, RedisError) else ""
     fields = {"error": type(exc).__name__, "redis_code": code}
-    passing = isinstance(exc, (ClusterError, ReadOnlyError)) or code in _PASSING_CODES
+    passing = isinstance(exc, _PASSING_ERRORS) or code in _PASSING_CODES
     if isinstance(exc, ResponseError) and not passing:
         log.error("redis refused a command", extra=fields)
         return ContextCacheError("the session store refused a command")

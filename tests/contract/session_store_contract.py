@@ -1,0 +1,703 @@
+"""What every SessionStore promises. A subclass gives the `store` fixture; the clock is a plain number here."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from context_manager.store import NUM_SHARDS, SessionKey, SessionStore, Swept, shard_of
+from contextcache.errors import (
+    ContextBusy,
+    ContextExists,
+    ContextExpired,
+    ContextNotFound,
+    GenerationMismatch,
+    InvalidRequest,
+    LeaseLost,
+)
+from contextcache.model import (
+    CacheSessionMetadata,
+    NewSession,
+    Segment,
+    SegmentKind,
+    SessionMode,
+    SessionState,
+    TtlPolicy,
+    TurnCommit,
+)
+
+NOW = 1_700_000_000_000
+LEASE_MS = 30_000
+TTL_S = 600
+TTL_MS = TTL_S * 1000
+TOMBSTONE_S = 3600
+TOMBSTONE_MS = TOMBSTONE_S * 1000
+
+KEY = SessionKey("demo", "ctx_1")
+PROMPT = Segment(SegmentKind.PROMPT, (1, 2, 0xFFFF_FFFF), text="Grüße \x00 🙂")
+ANSWER = Segment(SegmentKind.ANSWER, (7,), messages_json='[{"role":"assistant","content":"ok"}]')
+NEW = NewSession(KEY.tenant, KEY.session_id, "smol", ttl_s=TTL_S, metadata={"kind": "tëst"})
+REF_1 = "ref_" + "1" * 32
+REF_2 = "ref_" + "2" * 32
+REF_3 = "ref_" + "3" * 32
+
+
+def first_commit(key: SessionKey = KEY, lease_id: str = "create") -> TurnCommit:
+    return TurnCommit(key.tenant, key.session_id, lease_id, 0, 0, (PROMPT, ANSWER), REF_1, "pod-1")
+
+
+def turn_commit(lease_id: str, *, generation: int = 1, keep: int = 2, cache_ref: str = REF_2) -> TurnCommit:
+    return TurnCommit(KEY.tenant, KEY.session_id, lease_id, generation, keep, (PROMPT,), cache_ref, "pod-2")
+
+
+class SessionStoreContract:
+    """Subclass it with a `store` fixture of an empty store that remembers tombstones for TOMBSTONE_S."""
+
+    async def reserve(
+        self, store: SessionStore, new: NewSession = NEW, *, lease_id: str = "create", now_ms: int = NOW
+    ) -> CacheSessionMetadata:
+        return await store.reserve(new, lease_id=lease_id, lease_ttl_ms=LEASE_MS, now_ms=now_ms)
+
+    async def create(self, store: SessionStore, new: NewSession = NEW, *, now_ms: int = NOW) -> CacheSessionMetadata:
+        await self.reserve(store, new, now_ms=now_ms)
+        return await store.commit_turn(first_commit(SessionKey(new.tenant, new.session_id)), now_ms=now_ms)
+
+    async def begin(
+        self,
+        store: SessionStore,
+        lease_id: str = "turn",
+        *,
+        now_ms: int = NOW,
+        read_only: bool = False,
+        expected_generation: int | None = None,
+    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        return await store.begin_turn(
+            KEY,
+            lease_id=lease_id,
+            lease_ttl_ms=LEASE_MS,
+            read_only=read_only,
+            expected_generation=expected_generation,
+            now_ms=now_ms,
+        )
+
+    async def transcript(self, store: SessionStore, *, now_ms: int = NOW) -> tuple[Segment, ...]:
+        return (await self.begin(store, "reader", read_only=True, now_ms=now_ms))[1]
+
+    async def sweep(self, store: SessionStore, *, now_ms: int, limit: int = 1000) -> list[Swept]:
+        return [
+            swept
+            for shard in range(NUM_SHARDS)
+            for swept in await store.take_expired(shard, now_ms=now_ms, limit=limit)
+        ]
+
+    # Reserving and registering.
+
+    async def test_a_reserved_session_is_creating_with_nothing_in_it(self, store: SessionStore) -> None:
+        session = await self.reserve(store)
+
+        assert session == CacheSessionMetadata(
+            session_id="ctx_1",
+            tenant="demo",
+            model_id="smol",
+            mode=SessionMode.SESSION,
+            state=SessionState.CREATING,
+            generation=0,
+            cache_ref="",
+            previous_cache_ref="",
+            holder="",
+            created_at_ms=NOW,
+            expires_at_ms=NOW + TTL_MS,
+            ttl_s=TTL_S,
+            ttl_policy=TtlPolicy.FIXED,
+            metadata={"kind": "tëst"},
+        )
+        assert await store.get(KEY, now_ms=NOW) == session
+
+    async def test_reserving_again_with_the_same_lease_answers_the_same(self, store: SessionStore) -> None:
+        first = await self.reserve(store)
+        again = await self.reserve(store, now_ms=NOW + 5)
+
+        assert again == first
+
+    async def test_reserving_an_id_that_is_being_created_by_another_is_refused(self, store: SessionStore) -> None:
+        await self.reserve(store)
+
+        with pytest.raises(ContextExists):
+            await self.reserve(store, lease_id="other")
+
+    async def test_reserving_the_id_of_a_live_session_is_refused(self, store: SessionStore) -> None:
+        await self.create(store)
+
+        with pytest.raises(ContextExists):
+            await self.reserve(store, lease_id="other")
+
+    async def test_the_same_id_of_two_tenants_is_two_sessions(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.create(store, replace(NEW, tenant="other", model_id="big"))
+
+        assert (await store.get(KEY, now_ms=NOW)).model_id == "smol"
+        assert (await store.get(SessionKey("other", "ctx_1"), now_ms=NOW)).model_id == "big"
+
+    async def test_a_creating_row_is_absent_as_soon_as_its_lease_ends(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        before, at_the_end = NOW + LEASE_MS - 1, NOW + LEASE_MS
+
+        assert (await store.get(KEY, now_ms=before)).state is SessionState.CREATING
+        with pytest.raises(ContextNotFound):
+            await store.get(KEY, now_ms=at_the_end)
+        with pytest.raises(ContextNotFound):
+            await store.commit_turn(first_commit(), now_ms=at_the_end)
+
+    async def test_a_dead_creating_row_can_be_reserved_anew(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        session = await self.reserve(store, lease_id="other", now_ms=NOW + LEASE_MS)
+
+        assert session.created_at_ms == NOW + LEASE_MS
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(first_commit(), now_ms=NOW + LEASE_MS)
+
+    async def test_the_first_commit_makes_it_ready_at_generation_one(self, store: SessionStore) -> None:
+        reserved = await self.reserve(store)
+        session = await store.commit_turn(first_commit(), now_ms=NOW + 1000)
+
+        assert session == replace(
+            reserved,
+            state=SessionState.READY,
+            generation=1,
+            cache_ref=REF_1,
+            holder="pod-1",
+            num_tokens=4,
+            num_turns=1,
+        )
+        assert await self.transcript(store) == (PROMPT, ANSWER)
+
+    async def test_a_session_being_created_can_be_neither_continued_nor_touched(self, store: SessionStore) -> None:
+        await self.reserve(store)
+
+        with pytest.raises(ContextBusy) as refused:
+            await self.begin(store, now_ms=NOW + LEASE_MS - 1500)
+        assert refused.value.retry_after_s == 2
+        with pytest.raises(ContextBusy):
+            await self.begin(store, read_only=True)
+        with pytest.raises(ContextBusy):
+            await store.touch(KEY, ttl_s=60, ttl_policy=None, metadata=None, now_ms=NOW)
+
+    async def test_aborting_a_create_leaves_nothing(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        await store.abort_turn(KEY, lease_id="create", now_ms=NOW)
+        await store.abort_turn(KEY, lease_id="create", now_ms=NOW)
+
+        with pytest.raises(ContextNotFound):
+            await store.get(KEY, now_ms=NOW)
+        assert await store.list_sessions("demo", limit=10, after="", model_id="", now_ms=NOW) == ((), False)
+        assert await self.sweep(store, now_ms=NOW + TTL_MS) == []
+
+    # Turns.
+
+    async def test_a_turn_takes_the_lease_and_reads_the_transcript(self, store: SessionStore) -> None:
+        created = await self.create(store)
+        session, transcript = await self.begin(store)
+
+        assert session == replace(created, state=SessionState.BUSY)
+        assert transcript == (PROMPT, ANSWER)
+        assert (await store.get(KEY, now_ms=NOW)).state is SessionState.BUSY
+
+    async def test_a_second_turn_is_busy_until_the_first_lease_ends(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store, "first")
+
+        with pytest.raises(ContextBusy) as refused:
+            await self.begin(store, "second", now_ms=NOW + 1)
+        assert refused.value.retry_after_s == 30
+        with pytest.raises(ContextBusy) as refused:
+            await self.begin(store, "second", now_ms=NOW + LEASE_MS - 1)
+        assert refused.value.retry_after_s == 1
+        session, _ = await self.begin(store, "second", now_ms=NOW + LEASE_MS)
+        assert session.state is SessionState.BUSY
+
+    async def test_of_many_turns_at_once_one_wins(self, store: SessionStore) -> None:
+        await self.create(store)
+        outcomes = await asyncio.gather(
+            *(self.begin(store, f"turn-{number}") for number in range(16)), return_exceptions=True
+        )
+
+        assert sum(isinstance(outcome, tuple) for outcome in outcomes) == 1
+        assert sum(isinstance(outcome, ContextBusy) for outcome in outcomes) == 15
+
+    async def test_beginning_again_with_the_same_lease_answers_the_same(self, store: SessionStore) -> None:
+        await self.create(store)
+        first = await self.begin(store)
+        again = await self.begin(store)
+
+        assert again == first
+
+    async def test_a_read_only_turn_takes_no_lease_and_waits_for_none(self, store: SessionStore) -> None:
+        await self.create(store)
+        session, _ = await self.begin(store, "reader", read_only=True)
+
+        assert session.state is SessionState.READY
+        await self.begin(store, "writer")
+        session, transcript = await self.begin(store, "reader", read_only=True)
+        assert session.state is SessionState.BUSY
+        assert transcript == (PROMPT, ANSWER)
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(turn_commit("reader"), now_ms=NOW)
+
+    async def test_turns_of_a_prefix_context_run_in_parallel_and_never_commit(self, store: SessionStore) -> None:
+        await self.create(store, replace(NEW, mode=SessionMode.PREFIX))
+        first, _ = await self.begin(store, "first")
+        second, _ = await self.begin(store, "second")
+
+        assert (first.state, second.state) == (SessionState.READY, SessionState.READY)
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(turn_commit("first"), now_ms=NOW)
+
+    async def test_a_turn_on_another_generation_is_refused_and_takes_nothing(self, store: SessionStore) -> None:
+        await self.create(store)
+
+        with pytest.raises(GenerationMismatch, match="generation 1"):
+            await self.begin(store, expected_generation=2)
+        with pytest.raises(GenerationMismatch):
+            await self.begin(store, expected_generation=0, read_only=True)
+        session, _ = await self.begin(store, "other", expected_generation=1)
+        assert session.generation == 1
+
+    async def test_a_commit_appends_and_releases(self, store: SessionStore) -> None:
+        created = await self.create(store)
+        await self.begin(store)
+        session = await store.commit_turn(turn_commit("turn"), now_ms=NOW + 1000)
+
+        assert session == replace(
+            created,
+            generation=2,
+            cache_ref=REF_2,
+            previous_cache_ref=REF_1,
+            holder="pod-2",
+            num_tokens=7,
+            num_turns=2,
+        )
+        assert await store.get(KEY, now_ms=NOW + 1000) == session
+        assert await self.transcript(store) == (PROMPT, ANSWER, PROMPT)
+        await self.begin(store, "next", expected_generation=2)
+
+    @pytest.mark.parametrize(
+        ("keep", "transcript", "num_tokens"),
+        [(0, (PROMPT,), 3), (1, (PROMPT, PROMPT), 6), (2, (PROMPT, ANSWER, PROMPT), 7)],
+    )
+    async def test_a_diverging_commit_replaces_what_it_does_not_keep(
+        self, store: SessionStore, keep: int, transcript: tuple[Segment, ...], num_tokens: int
+    ) -> None:
+        await self.create(store)
+        await self.begin(store)
+        session = await store.commit_turn(turn_commit("turn", keep=keep), now_ms=NOW)
+
+        assert session.num_tokens == num_tokens
+        assert await self.transcript(store) == transcript
+
+    async def test_keeping_more_than_there_is_is_refused_and_changes_nothing(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+
+        with pytest.raises(InvalidRequest) as refused:
+            await store.commit_turn(turn_commit("turn", keep=3), now_ms=NOW)
+        assert refused.value.param == "keep_segments"
+        assert (await store.get(KEY, now_ms=NOW)).generation == 1
+        await store.commit_turn(turn_commit("turn"), now_ms=NOW)
+
+    async def test_a_transcript_can_be_emptied_and_filled_again(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+        emptied = await store.commit_turn(replace(turn_commit("turn", keep=0), segments=()), now_ms=NOW)
+
+        assert emptied.num_tokens == 0
+        assert (await self.begin(store, "next"))[1] == ()
+        await store.commit_turn(turn_commit("next", generation=2, keep=0), now_ms=NOW)
+        assert await self.transcript(store) == (PROMPT,)
+
+    async def test_a_commit_whose_reply_was_lost_can_be_repeated(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+        first = await store.commit_turn(turn_commit("turn"), now_ms=NOW)
+        again = await store.commit_turn(turn_commit("turn"), now_ms=NOW + 10)
+
+        assert again == first
+        assert await self.transcript(store) == (PROMPT, ANSWER, PROMPT)
+
+    async def test_a_repeated_commit_leaves_the_next_turns_lease_alone(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+        await store.commit_turn(turn_commit("turn"), now_ms=NOW)
+        await self.begin(store, "next")
+        again = await store.commit_turn(turn_commit("turn"), now_ms=NOW)
+
+        assert again.generation == 2
+        await store.commit_turn(turn_commit("next", generation=2, keep=3), now_ms=NOW)
+
+    async def test_a_repeated_create_answers_the_same(self, store: SessionStore) -> None:
+        session = await self.create(store)
+
+        assert await store.commit_turn(first_commit(), now_ms=NOW) == session
+
+    async def test_a_commit_without_the_lease_is_refused(self, store: SessionStore) -> None:
+        await self.create(store)
+
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(turn_commit("nobody"), now_ms=NOW)
+        await self.begin(store, "holder")
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(turn_commit("nobody"), now_ms=NOW)
+        assert (await store.get(KEY, now_ms=NOW)).generation == 1
+
+    async def test_a_commit_on_another_generation_is_refused(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+
+        with pytest.raises(GenerationMismatch):
+            await store.commit_turn(turn_commit("turn", generation=3), now_ms=NOW)
+
+    async def test_an_ended_lease_that_nobody_took_still_commits(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+
+        assert (await store.get(KEY, now_ms=NOW + LEASE_MS)).state is SessionState.READY
+        session = await store.commit_turn(turn_commit("turn"), now_ms=NOW + LEASE_MS)
+        assert session.generation == 2
+
+    async def test_an_ended_lease_that_another_took_does_not_commit(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store, "slow")
+        await self.begin(store, "fast", now_ms=NOW + LEASE_MS)
+
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(turn_commit("slow"), now_ms=NOW + LEASE_MS)
+        await store.abort_turn(KEY, lease_id="fast", now_ms=NOW + LEASE_MS)
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(turn_commit("slow"), now_ms=NOW + LEASE_MS)
+
+    async def test_an_aborted_turn_changes_nothing_and_frees_the_session(self, store: SessionStore) -> None:
+        created = await self.create(store)
+        await self.begin(store)
+        await store.abort_turn(KEY, lease_id="turn", now_ms=NOW)
+
+        assert await store.get(KEY, now_ms=NOW) == created
+        assert (await self.begin(store, "next"))[1] == (PROMPT, ANSWER)
+
+    async def test_aborting_leaves_anothers_lease_alone(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store, "holder")
+        await store.abort_turn(KEY, lease_id="other", now_ms=NOW)
+        await store.abort_turn(SessionKey("demo", "ctx_none"), lease_id="other", now_ms=NOW)
+
+        with pytest.raises(ContextBusy):
+            await self.begin(store, "other")
+
+    async def test_a_renewed_lease_lives_on(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+        await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=NOW + LEASE_MS - 1)
+
+        with pytest.raises(ContextBusy):
+            await self.begin(store, "other", now_ms=NOW + 2 * LEASE_MS - 2)
+        await self.begin(store, "other", now_ms=NOW + 2 * LEASE_MS - 1)
+
+    async def test_a_renewed_create_outlives_its_first_lease(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        await store.renew_lease(KEY, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW + LEASE_MS - 1)
+
+        assert await self.sweep(store, now_ms=NOW + LEASE_MS) == []
+        session = await store.commit_turn(first_commit(), now_ms=NOW + LEASE_MS + 1)
+        assert session.generation == 1
+
+    async def test_a_lease_that_is_not_held_cannot_be_renewed(self, store: SessionStore) -> None:
+        await self.create(store)
+
+        async def renew(lease_id: str, now_ms: int) -> None:
+            await store.renew_lease(KEY, lease_id=lease_id, lease_ttl_ms=LEASE_MS, now_ms=now_ms)
+
+        with pytest.raises(LeaseLost):
+            await renew("turn", NOW)
+        await self.begin(store)
+        with pytest.raises(LeaseLost):
+            await renew("other", NOW)
+        with pytest.raises(LeaseLost):
+            await renew("turn", NOW + LEASE_MS)
+
+    # Lives.
+
+    async def test_a_fixed_life_is_not_extended_by_turns(self, store: SessionStore) -> None:
+        await self.create(store)
+        session, _ = await self.begin(store, now_ms=NOW + 1000)
+        committed = await store.commit_turn(turn_commit("turn"), now_ms=NOW + 2000)
+
+        assert session.expires_at_ms == committed.expires_at_ms == NOW + TTL_MS
+
+    async def test_a_sliding_life_starts_again_at_begin_and_at_commit(self, store: SessionStore) -> None:
+        await self.reserve(store, replace(NEW, ttl_policy=TtlPolicy.SLIDING))
+        created = await store.commit_turn(first_commit(), now_ms=NOW + 1000)
+        begun, _ = await self.begin(store, now_ms=NOW + 2000)
+        committed = await store.commit_turn(turn_commit("turn"), now_ms=NOW + 3000)
+        read, _ = await self.begin(store, "reader", read_only=True, now_ms=NOW + 4000)
+
+        lives = [session.expires_at_ms - NOW for session in (created, begun, committed, read)]
+        assert lives == [TTL_MS + 1000, TTL_MS + 2000, TTL_MS + 3000, TTL_MS + 4000]
+        assert await self.sweep(store, now_ms=NOW + TTL_MS + 3999) == []
+
+    async def test_an_expired_session_is_gone_for_every_call_without_a_sweep(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store, now_ms=NOW + TTL_MS - 1)
+        end = NOW + TTL_MS
+
+        with pytest.raises(ContextExpired):
+            await store.get(KEY, now_ms=end)
+        with pytest.raises(ContextExpired):
+            await self.begin(store, "next", now_ms=end)
+        with pytest.raises(ContextExpired):
+            await store.commit_turn(turn_commit("turn"), now_ms=end)
+        with pytest.raises(ContextExpired):
+            await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=end)
+        with pytest.raises(ContextExpired):
+            await store.touch(KEY, ttl_s=60, ttl_policy=None, metadata=None, now_ms=end)
+        with pytest.raises(ContextExpired):
+            await store.unregister(KEY, now_ms=end)
+        await store.abort_turn(KEY, lease_id="turn", now_ms=end)
+
+    @pytest.mark.parametrize("swept", [False, True])
+    async def test_an_expired_session_is_remembered_and_then_forgotten(self, store: SessionStore, swept: bool) -> None:
+        await self.create(store)
+        end = NOW + TTL_MS
+        if swept:
+            assert await self.sweep(store, now_ms=end) == [Swept(KEY, is_abandoned=False)]
+
+        with pytest.raises(ContextExpired):
+            await store.get(KEY, now_ms=end + TOMBSTONE_MS - 1)
+        with pytest.raises(ContextNotFound):
+            await store.get(KEY, now_ms=end + TOMBSTONE_MS)
+
+    @pytest.mark.parametrize("swept", [False, True])
+    async def test_the_id_of_an_expired_session_can_be_reserved(self, store: SessionStore, swept: bool) -> None:
+        await self.create(store)
+        end = NOW + TTL_MS
+        if swept:
+            await self.sweep(store, now_ms=end)
+        session = await self.reserve(store, lease_id="again", now_ms=end)
+
+        assert (session.state, session.generation, session.created_at_ms) == (SessionState.CREATING, 0, end)
+        await store.commit_turn(first_commit(lease_id="again"), now_ms=end)
+        assert await self.transcript(store, now_ms=end) == (PROMPT, ANSWER)
+
+    async def test_touch_starts_the_life_again_and_replaces_metadata(self, store: SessionStore) -> None:
+        created = await self.create(store)
+        touched = await store.touch(
+            KEY, ttl_s=60, ttl_policy=TtlPolicy.SLIDING, metadata={"new": "1"}, now_ms=NOW + 1000
+        )
+
+        assert touched == replace(
+            created,
+            ttl_s=60,
+            ttl_policy=TtlPolicy.SLIDING,
+            expires_at_ms=NOW + 61_000,
+            metadata={"new": "1"},
+        )
+        assert await store.get(KEY, now_ms=NOW + 1000) == touched
+        assert await self.sweep(store, now_ms=NOW + 60_999) == []
+        assert await self.sweep(store, now_ms=NOW + 61_000) == [Swept(KEY, is_abandoned=False)]
+
+    async def test_touch_leaves_what_is_not_named(self, store: SessionStore) -> None:
+        created = await self.create(store)
+
+        assert await store.touch(KEY, ttl_s=None, ttl_policy=None, metadata=None, now_ms=NOW + 1000) == created
+        emptied = await store.touch(KEY, ttl_s=None, ttl_policy=None, metadata={}, now_ms=NOW + 1000)
+        assert emptied == replace(created, metadata={})
+
+    async def test_touch_does_not_disturb_a_running_turn(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+        touched = await store.touch(KEY, ttl_s=1200, ttl_policy=None, metadata=None, now_ms=NOW)
+
+        assert touched.state is SessionState.BUSY
+        committed = await store.commit_turn(turn_commit("turn"), now_ms=NOW + TTL_MS)
+        assert committed.ttl_s == 1200
+
+    # Removing.
+
+    async def test_unregister_returns_the_row_and_leaves_nothing(self, store: SessionStore) -> None:
+        created = await self.create(store)
+
+        assert await store.unregister(KEY, now_ms=NOW) == created
+        with pytest.raises(ContextNotFound):
+            await store.unregister(KEY, now_ms=NOW)
+        with pytest.raises(ContextNotFound):
+            await store.get(KEY, now_ms=NOW)
+        assert await store.list_sessions("demo", limit=10, after="", model_id="", now_ms=NOW) == ((), False)
+        assert await self.sweep(store, now_ms=NOW + TTL_MS) == []
+
+    async def test_unregister_during_a_turn_makes_its_commit_fail(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+
+        assert (await store.unregister(KEY, now_ms=NOW)).state is SessionState.BUSY
+        with pytest.raises(ContextNotFound):
+            await store.commit_turn(turn_commit("turn"), now_ms=NOW)
+
+    async def test_unregister_during_the_create_makes_its_commit_fail(self, store: SessionStore) -> None:
+        await self.reserve(store)
+
+        assert (await store.unregister(KEY, now_ms=NOW)).state is SessionState.CREATING
+        with pytest.raises(ContextNotFound):
+            await store.commit_turn(first_commit(), now_ms=NOW)
+
+    async def test_a_removed_id_starts_empty_when_it_is_used_again(self, store: SessionStore) -> None:
+        await self.create(store)
+        await store.unregister(KEY, now_ms=NOW)
+        await self.create(store)
+
+        assert await self.transcript(store) == (PROMPT, ANSWER)
+
+    async def test_another_tenants_session_is_not_found_in_the_same_words(self, store: SessionStore) -> None:
+        await self.create(store)
+        foreign, absent = SessionKey("other", "ctx_1"), SessionKey("demo", "ctx_none")
+
+        with pytest.raises(ContextNotFound) as of_foreign:
+            await store.get(foreign, now_ms=NOW)
+        with pytest.raises(ContextNotFound) as of_absent:
+            await store.get(absent, now_ms=NOW)
+        assert vars(of_foreign.value) == vars(of_absent.value)
+        with pytest.raises(ContextNotFound):
+            await store.unregister(foreign, now_ms=NOW)
+        with pytest.raises(ContextNotFound):
+            await store.touch(foreign, ttl_s=60, ttl_policy=None, metadata=None, now_ms=NOW)
+        assert (await store.get(KEY, now_ms=NOW)).ttl_s == TTL_S
+
+    # Listing.
+
+    async def ids(
+        self, store: SessionStore, *, limit: int, after: str = "", model_id: str = ""
+    ) -> tuple[list[str], bool]:
+        sessions, has_more = await store.list_sessions(
+            "demo", limit=limit, after=after, model_id=model_id, now_ms=NOW + 1000
+        )
+        return [session.session_id for session in sessions], has_more
+
+    async def test_a_tenants_sessions_are_listed_newest_first_over_all_shards(self, store: SessionStore) -> None:
+        names = [f"ctx_{number}" for number in range(40)]
+        for number, name in enumerate(names):
+            await self.create(store, replace(NEW, session_id=name), now_ms=NOW + number)
+        await self.create(store, replace(NEW, tenant="other", session_id="ctx_x"), now_ms=NOW)
+        newest_first = names[::-1]
+
+        assert len({shard_of("demo", name) for name in names}) > 10
+        assert await self.ids(store, limit=100) == (newest_first, False)
+        assert await self.ids(store, limit=40) == (newest_first, False)
+        assert await self.ids(store, limit=39) == (newest_first[:39], True)
+        assert await self.ids(store, limit=7, after=newest_first[32]) == (newest_first[33:], False)
+
+    async def test_pages_follow_each_other_when_all_were_created_in_one_ms(self, store: SessionStore) -> None:
+        names = sorted((f"ctx_{number}" for number in range(150)), reverse=True)
+        for name in names:
+            await self.reserve(store, replace(NEW, session_id=name))
+        seen: list[str] = []
+        has_more = True
+        while has_more:
+            page, has_more = await self.ids(store, limit=2, after=seen[-1] if seen else "")
+            assert 1 <= len(page) <= 2
+            seen += page
+
+        assert seen == names
+
+    async def test_a_list_can_be_narrowed_to_one_model(self, store: SessionStore) -> None:
+        for number in range(30):
+            model_id = "big" if number % 10 == 0 else "smol"
+            await self.create(store, replace(NEW, session_id=f"ctx_{number}", model_id=model_id), now_ms=NOW + number)
+
+        assert await self.ids(store, limit=2, model_id="big") == (["ctx_20", "ctx_10"], True)
+        assert await self.ids(store, limit=2, model_id="big", after="ctx_10") == (["ctx_0"], False)
+        assert await self.ids(store, limit=2, model_id="none") == ([], False)
+
+    async def test_a_list_holds_what_is_live_now(self, store: SessionStore) -> None:
+        await self.create(store, replace(NEW, session_id="ctx_old", ttl_s=60))
+        await self.create(store, replace(NEW, session_id="ctx_new"))
+        await self.reserve(store, replace(NEW, session_id="ctx_dead"))
+
+        sessions, _ = await store.list_sessions("demo", limit=10, after="", model_id="", now_ms=NOW + 60_000)
+        assert [session.session_id for session in sessions] == ["ctx_new"]
+        await self.begin_named(store, "ctx_new")
+        sessions, _ = await store.list_sessions("demo", limit=10, after="", model_id="", now_ms=NOW + 1)
+        assert [(session.session_id, session.state) for session in sessions] == [
+            ("ctx_old", SessionState.READY),
+            ("ctx_new", SessionState.BUSY),
+            ("ctx_dead", SessionState.CREATING),
+        ]
+
+    async def begin_named(self, store: SessionStore, session_id: str) -> None:
+        await store.begin_turn(
+            SessionKey("demo", session_id),
+            lease_id="turn",
+            lease_ttl_ms=LEASE_MS,
+            read_only=False,
+            expected_generation=None,
+            now_ms=NOW,
+        )
+
+    async def test_a_page_goes_on_after_a_session_that_has_expired_meanwhile(self, store: SessionStore) -> None:
+        await self.create(store, replace(NEW, session_id="ctx_a"), now_ms=NOW)
+        await self.create(store, replace(NEW, session_id="ctx_b", ttl_s=60), now_ms=NOW + 1)
+        await self.sweep(store, now_ms=NOW + 61_000)
+        sessions, _ = await store.list_sessions("demo", limit=10, after="ctx_b", model_id="", now_ms=NOW + 61_000)
+
+        assert [session.session_id for session in sessions] == ["ctx_a"]
+
+    async def test_a_page_after_an_unknown_session_is_refused(self, store: SessionStore) -> None:
+        await self.create(store, replace(NEW, tenant="other", session_id="ctx_theirs"))
+
+        for unknown in ("ctx_none", "ctx_theirs"):
+            with pytest.raises(InvalidRequest) as refused:
+                await self.ids(store, limit=10, after=unknown)
+            assert refused.value.param == "after"
+
+    # Sweeping.
+
+    async def test_a_sweep_takes_only_what_is_due(self, store: SessionStore) -> None:
+        await self.create(store, replace(NEW, session_id="ctx_short", ttl_s=60))
+        await self.create(store, replace(NEW, session_id="ctx_long"))
+        await self.reserve(store, replace(NEW, session_id="ctx_dead"))
+
+        assert await self.sweep(store, now_ms=NOW + LEASE_MS - 1) == []
+        assert await self.sweep(store, now_ms=NOW + LEASE_MS) == [
+            Swept(SessionKey("demo", "ctx_dead"), is_abandoned=True)
+        ]
+        assert await self.sweep(store, now_ms=NOW + 60_000) == [
+            Swept(SessionKey("demo", "ctx_short"), is_abandoned=False)
+        ]
+        assert await self.sweep(store, now_ms=NOW + 60_000) == []
+        assert (await store.get(SessionKey("demo", "ctx_long"), now_ms=NOW)).generation == 1
+
+    async def test_an_abandoned_create_leaves_no_tombstone(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        await self.sweep(store, now_ms=NOW + LEASE_MS)
+
+        with pytest.raises(ContextNotFound):
+            await store.get(KEY, now_ms=NOW)
+
+    async def test_a_sweep_stops_at_its_limit_and_goes_on_with_the_next(self, store: SessionStore) -> None:
+        names = [f"ctx_{number}" for number in range(2000)]
+        of_one_shard = [name for name in names if shard_of("demo", name) == 5][:5]
+        for name in of_one_shard:
+            await self.create(store, replace(NEW, session_id=name))
+
+        first = await store.take_expired(5, now_ms=NOW + TTL_MS, limit=3)
+        second = await store.take_expired(5, now_ms=NOW + TTL_MS, limit=3)
+        assert (len(first), len(second)) == (3, 2)
+        assert {swept.key.session_id for swept in first + second} == set(of_one_shard)
+
+    async def test_of_sweeps_at_the_same_time_each_session_goes_to_one(self, store: SessionStore) -> None:
+        names = {f"ctx_{number}" for number in range(60)}
+        for name in names:
+            await self.create(store, replace(NEW, session_id=name))
+        sweeps = await asyncio.gather(*(self.sweep(store, now_ms=NOW + TTL_MS, limit=2) for _ in range(4)))
+
+        taken = [swept.key.session_id for sweep in sweeps for swept in sweep]
+        assert len(taken) == len(set(taken))
+        taken += [swept.key.session_id for swept in await self.sweep(store, now_ms=NOW + TTL_MS)]
+        assert sorted(taken) == sorted(names)

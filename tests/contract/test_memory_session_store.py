@@ -1,0 +1,12 @@
+"""The shipped MemorySessionStore keeps the contract."""
+
+import pytest
+
+from context_manager.memory_store import MemorySessionStore
+from tests.contract.session_store_contract import TOMBSTONE_S, SessionStoreContract
+
+
+class TestMemorySessionStore(SessionStoreContract):
+    @pytest.fixture
+    def store(self) -> MemorySessionStore:
+        return MemorySessionStore(tombstone_s=TOMBSTONE_S)

@@ -1,0 +1,171 @@
+"""RedisSessionStore keeps the contract on a real valkey-server, alone and in cluster mode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from context_manager.redis_connection import RedisConnection
+from context_manager.redis_keys import script_keys
+from context_manager.redis_store import RedisSessionStore
+from context_manager.store import NUM_SHARDS, SessionKey
+from contextcache.errors import ContextCacheError, ContextExpired, LeaseLost
+from tests.contract.session_store_contract import (
+    ANSWER,
+    KEY,
+    LEASE_MS,
+    NOW,
+    PROMPT,
+    TOMBSTONE_S,
+    TTL_MS,
+    SessionStoreContract,
+    first_commit,
+    turn_commit,
+)
+from tests.helpers.valkey import ValkeyServer
+
+
+def connection_to(server: ValkeyServer, **options: float) -> RedisConnection:
+    return RedisConnection(server.url, timeout_s=options.get("timeout_s", 10.0), max_connections=8)
+
+
+class RedisContract(SessionStoreContract):
+    """The suite, and what only Redis can show."""
+
+    @pytest.fixture
+    async def store(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
+        server.command("FLUSHALL")
+        store = RedisSessionStore(connection_to(server), tombstone_s=TOMBSTONE_S)
+        yield store
+        await store.close()
+
+    @pytest.fixture
+    async def raw(self, server: ValkeyServer) -> AsyncIterator[RedisConnection]:
+        connection = connection_to(server)
+        yield connection
+        await connection.close()
+
+    async def test_scripts_survive_a_script_flush(self, store: RedisSessionStore, server: ValkeyServer) -> None:
+        await self.create(store)
+        server.command("SCRIPT", "FLUSH")
+
+        assert (await self.begin(store))[1] == (PROMPT, ANSWER)
+        assert (await self.begin(store))[1] == (PROMPT, ANSWER)
+
+    async def test_a_deleted_session_leaves_no_key(self, store: RedisSessionStore, server: ValkeyServer) -> None:
+        await self.create(store)
+        await self.begin(store)
+        await store.commit_turn(turn_commit("turn"), now_ms=NOW)
+        await store.unregister(KEY, now_ms=NOW)
+
+        assert server.command("DBSIZE") == b":0\r\n"
+
+    async def test_a_tombstone_is_one_key_that_redis_lets_go_by_itself(
+        self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
+    ) -> None:
+        await self.create(store)
+        await self.sweep(store, now_ms=NOW + TTL_MS + 1000)
+        hash_key = script_keys(KEY)[0]
+
+        assert server.command("DBSIZE") == b":1\r\n"
+        ttl_ms = await raw.call("PTTL", hash_key)
+        assert 0 < ttl_ms <= (TOMBSTONE_S - 1) * 1000
+        await self.reserve(store, lease_id="again", now_ms=NOW + TTL_MS + 1000)
+        assert await raw.call("PTTL", hash_key) == -1
+
+    async def test_a_session_found_late_leaves_no_tombstone(
+        self, store: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        await self.create(store)
+        swept = await self.sweep(store, now_ms=NOW + TTL_MS + TOMBSTONE_S * 1000)
+
+        assert len(swept) == 1
+        assert server.command("DBSIZE") == b":0\r\n"
+
+    async def test_a_wrong_expiry_score_is_put_right_instead_of_believed(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        await self.create(store)
+        _, _, expiry, _ = script_keys(KEY)
+        await raw.call("ZADD", expiry, NOW, "demo:ctx_1")
+
+        assert await self.sweep(store, now_ms=NOW + 1) == []
+        assert await raw.call("ZSCORE", expiry, "demo:ctx_1") in (NOW + TTL_MS, str(NOW + TTL_MS).encode())
+
+    async def test_a_half_lost_transcript_is_never_continued(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        await self.create(store)
+        await raw.call("LTRIM", script_keys(KEY)[1], 0, 0)
+
+        with pytest.raises(ContextCacheError) as refused:
+            await self.begin(store)
+        assert refused.value.code == "internal_error"
+
+    async def test_a_transcript_of_a_hundred_thousand_tokens_comes_back_whole(self, store: RedisSessionStore) -> None:
+        await self.reserve(store)
+        long = replace(PROMPT, token_ids=tuple(range(100_000)), text="word " * 100_000)
+        session = await store.commit_turn(replace(first_commit(), segments=(long, ANSWER)), now_ms=NOW)
+
+        assert session.num_tokens == 100_001
+        assert await self.transcript(store) == (long, ANSWER)
+        await self.begin(store)
+        session = await store.commit_turn(turn_commit("turn", keep=0), now_ms=NOW)
+        assert session.num_tokens == 3
+
+    async def test_commits_racing_for_one_generation_leave_one_of_them(self, store: RedisSessionStore) -> None:
+        await self.create(store)
+        await self.begin(store, "a")
+        await self.begin(store, "b", now_ms=NOW + LEASE_MS)
+        outcomes = await asyncio.gather(
+            *(store.commit_turn(turn_commit(lease), now_ms=NOW + LEASE_MS) for lease in ("a", "b", "a", "b")),
+            return_exceptions=True,
+        )
+
+        assert [isinstance(outcome, LeaseLost) for outcome in outcomes] == [True, False, True, False]
+        assert len(await self.transcript(store)) == 3
+
+    async def test_a_tombstone_holds_nothing_of_the_client(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        await self.create(store)
+        await self.sweep(store, now_ms=NOW + TTL_MS)
+        fields = await raw.call("HGETALL", script_keys(KEY)[0])
+
+        assert {name.decode() for name in fields} == {"state", "created_at_ms", "expires_at_ms"}
+        with pytest.raises(ContextExpired):
+            await store.get(KEY, now_ms=NOW + TTL_MS)
+
+
+class TestRedisSessionStore(RedisContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+        server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+        server.start()
+        yield server
+        server.stop()
+
+
+class TestRedisClusterSessionStore(RedisContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+        server = ValkeyServer(tmp_path_factory.mktemp("valkey"), cluster=True)
+        server.start()
+        yield server
+        server.stop()
+
+    def test_the_keys_of_a_session_lie_in_one_slot(self, server: ValkeyServer) -> None:
+        for number in range(50):
+            keys = script_keys(SessionKey(f"tenant-{number}", f"ctx_{number}"))
+
+            assert len({server.command("CLUSTER", "KEYSLOT", key) for key in keys}) == 1
+
+    def test_shards_spread_over_the_cluster(self, server: ValkeyServer) -> None:
+        slots = {server.command("CLUSTER", "KEYSLOT", f"{{s{shard}}}") for shard in range(NUM_SHARDS)}
+
+        assert len(slots) == NUM_SHARDS
