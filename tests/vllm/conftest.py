@@ -1,0 +1,140 @@
+"""One real stack for the end-to-end tests: Valkey, manager, sidecar, vLLM with SmolLM2 in float32, gateway."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.local.stack import Stack
+
+MODEL = "smollm2-135m-instruct"
+KEY, OTHER_KEY = "test-key-1234567890", "test-key-other"
+TOMBSTONE_S = 3
+
+
+class Client:
+    """A person with an API key."""
+
+    def __init__(self, stack: Stack, key: str = KEY) -> None:
+        self.stack = stack
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=stack.url, headers=headers, timeout=300)
+        self.engine = httpx.Client(base_url=stack.engine_url, timeout=300)
+
+    def create(self, **body: Any) -> dict[str, Any]:
+        return self._ok(self.http.post("/v1/context", json=self._body(body)))
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self._ok(self.http.post("/v1/completions", json=self._body(body)))
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        return self._ok(self.http.post("/v1/chat/completions", json=self._body(body)))
+
+    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Events of a streamed answer; `[DONE]` must come once and last."""
+        with self.http.stream("POST", path, json=self._body(body) | {"stream": True}) as response:
+            assert response.status_code == 200
+            lines = [line for line in response.iter_lines() if line]
+        assert lines.count("data: [DONE]") == 1
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def delete(self, session_id: str) -> None:
+        assert self._ok(self.http.delete(f"/v1/context/{session_id}"))["status"] == "success"
+
+    def get(self, session_id: str) -> dict[str, Any]:
+        return self._ok(self.http.get(f"/v1/context/{session_id}"))
+
+    def delete_all(self) -> None:
+        while contexts := self._ok(self.http.get("/v1/context", params={"limit": 100}))["data"]:
+            for context in contexts:
+                self.delete(context["session_id"])
+
+    def forget_prefixes(self) -> None:
+        """Empty the engine's own prefix cache, so that the next answer is cold or restored."""
+        for _ in range(200):
+            if self.engine.post("/reset_prefix_cache").json()["success"]:
+                return
+        raise AssertionError("the engine still holds blocks")
+
+    def _body(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"model": MODEL, "temperature": 0, "max_tokens": 8} | body
+
+    @staticmethod
+    def _ok(response: httpx.Response) -> dict[str, Any]:
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stack; parts a test kills it starts again."""
+    directory = tmp_path_factory.mktemp("stack")
+    running = Stack(
+        directory,
+        port=free_port_range(),
+        dtype="float32",
+        dev=True,
+        # A prefill of more than one chunk well below 2 500 tokens; TTLs and passes short enough to be waited for.
+        engine_args=["--max-num-batched-tokens", "1024"],
+        env={
+            "MANAGER_MIN_TTL_S": "1",
+            "MANAGER_TOMBSTONE_S": str(TOMBSTONE_S),
+            "MANAGER_SWEEP_INTERVAL_S": "0.5",
+            "SIDECAR_COLLECT_INTERVAL_S": "0.5",
+        },
+    )
+    try:
+        running.up()
+        yield running
+    finally:
+        running.clean()
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    """A caller of tenant `demo`; the stack is whole before and after."""
+    stack.up()
+    yield Client(stack)
+    stack.up()
+
+
+@pytest.fixture
+def other(stack: Stack) -> Client:
+    """A caller of tenant `other`."""
+    return Client(stack, OTHER_KEY)
+
+
+@pytest.fixture
+def stored(stack: Stack):
+    """Return the bytes of block and tail files on the sidecar's disk."""
+
+    def count() -> int:
+        data = Path(stack.paths.data) / "sidecar"
+        return sum(
+            file.stat().st_size
+            for kind in ("blocks", "tails", "manifests")
+            for file in (data / kind).rglob("*")
+            if file.is_file()
+        )
+
+    return count
+
+
+def free_port_range() -> int:
+    """Return a port whose neighbours are likely free too; the stack itself checks each."""
+    for port in range(18000, 30000, 100):
+        try:
+            for offset in range(0, 60, 10):
+                with socket.create_server(("127.0.0.1", port + offset)):
+                    pass
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no free ports")

@@ -1,0 +1,414 @@
+"""The main job on real parts: create, continue and delete contexts of SmolLM2 through gateway, manager and sidecar.
+
+Equality is tested in float32, greedy: a cold answer is a stateless one over the same token ids, which shares no prefix
+cache with a context because contexts have a salt.
+"""
+
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.vllm.conftest import MODEL, TOMBSTONE_S, Client
+
+pytestmark = pytest.mark.timeout(900)
+
+LENGTHS = [1, 2, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2500]
+LOGPROB_TOLERANCE = 1e-3
+
+
+def ids_of_length(count):
+    return [1000 + (index * 7919) % 20_000 for index in range(count)]
+
+
+def tokens(answer):
+    return answer["choices"][0]["token_ids"]
+
+
+def prompt_ids(answer):
+    choice = answer["choices"][0]
+    return choice.get("prompt_token_ids") or answer["prompt_token_ids"]
+
+
+def logprobs(answer):
+    return answer["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def wait_until(condition, *, within_s):
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.1)
+    return value
+
+
+def seal(client, session_id):
+    return wait_until(lambda: client.get(session_id)["holder"]["state"] == "sealed", within_s=20)
+
+
+def test_the_eps_story_falls_to_one_prompt_token(client):
+    create = client.create(prompt="Say this is a test", ttl=3600)
+
+    ask = client.complete(prompt="Say this is a test", session_id=create["session_id"])
+
+    assert create["usage"]["prompt_tokens"] == 5
+    assert ask["usage"]["prompt_tokens"] == 1
+    assert ask["usage"]["total_tokens"] == 1 + ask["usage"]["completion_tokens"]
+    assert ask["usage"]["prompt_tokens_details"] is None
+    assert ask["choices"][0]["text"] == create["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_context_of_any_length_replays_to_one_token_from_the_sidecar_with_the_cold_answer(client, length):
+    prompt = ids_of_length(length)
+    cold = client.complete(prompt=prompt, return_token_ids=True, logprobs=1)
+    session_id = client.create(prompt=prompt)["session_id"]
+    client.forget_prefixes()
+
+    warm = client.complete(prompt=prompt, session_id=session_id, return_token_ids=True, logprobs=1)
+
+    assert warm["usage"]["prompt_tokens"] == 1
+    assert warm["usage"]["context"]["source"] == ("none" if length == 1 else "host") or length == 1
+    assert tokens(warm) == tokens(cold)
+    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_three_appended_turns_give_the_ids_of_one_request_with_the_whole_history(client, streaming):
+    asks = ["Once upon a time", " there lived a king. He said", " and the queen said"]
+    first = client.create(prompt=asks[0], return_token_ids=True)
+    history = prompt_ids(first) + tokens(first)
+
+    for text in asks[1:]:
+        if streaming:
+            events = client.stream(
+                "/v1/completions", prompt=text, session_id=first["session_id"], return_token_ids=True
+            )
+            choices = [event["choices"][0] for event in events if event["choices"]]
+            given = choices[0]["prompt_token_ids"]
+            answered = [token for choice in choices for token in choice["token_ids"]]
+        else:
+            answer = client.complete(prompt=text, session_id=first["session_id"], return_token_ids=True)
+            given, answered = prompt_ids(answer), tokens(answer)
+        new = client.engine.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"]
+        cold = client.complete(prompt=history + new, return_token_ids=True)
+
+        assert given == history + new
+        assert answered == tokens(cold)
+        history += new + answered
+
+
+def test_chat_turns_that_send_only_the_new_message_give_the_ids_of_the_whole_history(client):
+    asks = ["What is the capital of France?", "And of Spain?", "And of Italy?"]
+    messages = [{"role": "user", "content": asks[0]}]
+    answer = client.create(messages=messages, return_token_ids=True, max_tokens=32)
+    session_id = answer["session_id"]
+
+    for text in asks[1:]:
+        messages += [{"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
+        messages += [{"role": "user", "content": text}]
+        answer = client.chat(messages=messages[-1:], session_id=session_id, return_token_ids=True, max_tokens=32)
+        whole = client.chat(messages=messages, return_token_ids=True, max_tokens=32)
+
+        assert prompt_ids(answer) == prompt_ids(whole)
+        assert tokens(answer) == tokens(whole)
+        assert answer["choices"][0]["message"]["content"] == whole["choices"][0]["message"]["content"]
+
+
+def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_message(client):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    first = client.create(messages=messages, max_tokens=32)
+    messages += [{"role": "assistant", "content": first["choices"][0]["message"]["content"]}]
+    messages += [{"role": "user", "content": "And of Spain?"}]
+
+    again = client.chat(messages=messages, session_id=first["session_id"], max_tokens=32)
+
+    context = again["usage"]["context"]
+    assert context["context_tokens"] == first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+    assert context["cached_tokens"] >= context["context_tokens"] - 1
+
+
+def test_after_a_kill_of_engine_and_sidecar_the_next_turn_is_restored_from_disk_and_equals_the_cold_answer(client):
+    prompt = ids_of_length(1450)
+    first = client.create(prompt=prompt, return_token_ids=True)
+    session_id = first["session_id"]
+    client.complete(prompt=" go on", session_id=session_id)
+    seal(client, session_id)
+    context_tokens = client.get(session_id)["tokens"]
+
+    client.stack.kill("engine")
+    client.stack.kill("sidecar")
+    client.stack.start("sidecar")
+    client.stack.start("engine")
+    wait_until(lambda: client.http.get("/readyz").status_code == 200, within_s=30)
+    new = client.engine.post("/tokenize", json={"model": MODEL, "prompt": " and then"}).json()["tokens"]
+    warm = client.complete(prompt=" and then", session_id=session_id, return_token_ids=True, logprobs=1)
+    cold = client.complete(prompt=prompt_ids(warm), return_token_ids=True, logprobs=1)
+
+    context = warm["usage"]["context"]
+    assert context["source"] == "disk"
+    assert context["context_tokens"] == context_tokens
+    # The last token a model samples has never been through the model: it and the new ones are computed.
+    assert warm["usage"]["prompt_tokens"] == len(new) + 1
+    assert context["cached_tokens"] == context_tokens - 1
+    assert tokens(warm) == tokens(cold)
+    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
+    assert cold["usage"]["prompt_tokens_details"] is None or not cold["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
+    client.delete_all()
+    other.delete_all()
+    session_id = client.create(prompt=ids_of_length(600))["session_id"]
+    client.complete(prompt=" more", session_id=session_id)
+    seal(client, session_id)
+    assert stored() > 0
+
+    client.delete(session_id)
+
+    assert stored() == 0
+    for response in (
+        client.http.get(f"/v1/context/{session_id}"),
+        client.http.delete(f"/v1/context/{session_id}"),
+        client.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "session_id": session_id}),
+    ):
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "context_not_found")
+
+
+def test_a_delete_frees_nothing_another_context_holds(client, stored):
+    client.delete_all()
+    one = client.create(prompt=ids_of_length(600))["session_id"]
+    alone = stored()
+    two = client.create(prompt=ids_of_length(600))["session_id"]
+    both = stored()
+
+    client.delete(one)
+    client.forget_prefixes()
+    kept = client.complete(prompt=ids_of_length(600), session_id=two)
+
+    assert both < 2 * alone
+    assert kept["usage"]["prompt_tokens"] == 1
+    client.delete(two)
+    assert stored() == 0
+
+
+def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_collected(client, stored):
+    client.delete_all()
+    session_id = client.create(prompt=ids_of_length(300), ttl=2)["session_id"]
+
+    def status():
+        return client.http.get(f"/v1/context/{session_id}").status_code
+
+    assert status() == 200
+    wait_until(lambda: status() == 410, within_s=5)
+    wait_until(lambda: stored() == 0, within_s=5)
+    wait_until(lambda: status() == 404, within_s=TOMBSTONE_S + 5)
+
+
+def test_the_openai_client_works_unchanged(client):
+    api = openai.OpenAI(base_url=f"{client.stack.url}/v1", api_key="test-key-1234567890")
+    session_id = client.create(prompt="The sun is", ttl=600)["session_id"]
+    ours = {"session_id": session_id}
+
+    whole = api.completions.create(model=MODEL, prompt=" and the moon", max_tokens=4, extra_body=ours)
+    streamed = list(
+        api.completions.create(model=MODEL, prompt=" and the sea", max_tokens=4, stream=True, extra_body=ours)
+    )
+
+    assert whole.usage.context["committed"]
+    assert all(chunk.choices for chunk in streamed)
+    assert streamed[-1].usage.context["committed"]
+    assert client.get(session_id)["generation"] == 3
+
+
+def test_the_openai_client_works_unchanged_for_chat(client):
+    api = openai.OpenAI(base_url=f"{client.stack.url}/v1", api_key="test-key-1234567890")
+    session_id = client.create(messages=[{"role": "user", "content": "My name is Ada."}], ttl=600)["session_id"]
+    ours = {"session_id": session_id}
+    message = [{"role": "user", "content": "What is my name?"}]
+
+    whole = api.chat.completions.create(model=MODEL, messages=message, max_tokens=16, temperature=0, extra_body=ours)
+    chunks = list(
+        api.chat.completions.create(
+            model=MODEL,
+            messages=message,
+            max_tokens=16,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=ours,
+        )
+    )
+
+    assert whole.choices[0].message.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert chunks[-1].usage.context["committed"]
+    assert chunks[-1].session_id == session_id
+
+
+def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(client):
+    session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
+    body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "max_tokens": 2000}
+    with client.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as response:
+        next(response.iter_lines())
+
+    def next_turn():
+        answer = client.http.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2})
+        return answer if answer.status_code == 200 else None
+
+    answer = wait_until(next_turn, within_s=10)
+    assert answer.headers["x-context-generation"] == "2"
+
+
+def test_two_turns_at_once_are_one_answer_and_one_409(client):
+    session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
+    body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "max_tokens": 200}
+    with client.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as first:
+        next(first.iter_lines())
+        second = client.http.post("/v1/completions", json=body | {"stream": False})
+        rest = list(first.iter_lines())
+
+    assert (second.status_code, second.json()["error"]["code"]) == (409, "context_busy")
+    assert int(second.headers["retry-after"]) >= 1
+    assert rest[-2] == "data: [DONE]"
+
+
+def test_without_the_manager_stateless_requests_pass_and_sessions_get_503(client):
+    session_id = client.create(prompt="Hello", ttl=600)["session_id"]
+    client.stack.kill("manager")
+
+    stateless = client.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hi", "max_tokens": 2})
+    session = client.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hi", "session_id": session_id})
+    create = client.http.post("/v1/context", json={"model": MODEL, "prompt": "Hi"})
+    client.stack.start("manager")
+
+    assert stateless.status_code == 200
+    for refused in (session, create):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert refused.headers["retry-after"]
+    wait_until(
+        lambda: (
+            client.http.post(
+                "/v1/completions", json={"model": MODEL, "prompt": "Hi", "session_id": session_id}
+            ).status_code
+            == 200
+        ),
+        within_s=10,
+    )
+
+
+def test_without_the_sidecar_answers_go_on(client):
+    session_id = client.create(prompt=ids_of_length(300))["session_id"]
+    client.stack.kill("sidecar")
+    client.forget_prefixes()
+
+    answer = client.complete(prompt=ids_of_length(300), session_id=session_id)
+    client.stack.start("sidecar")
+
+    assert answer["usage"]["prompt_tokens"] == 300
+    assert answer["usage"]["context"]["source"] == "recompute"
+    assert answer["usage"]["context"]["committed"]
+
+
+BAD_BODIES = {
+    "ttl zero": ({"prompt": "x", "ttl": 0}, 400, "ttl_out_of_range"),
+    "ttl negative": ({"prompt": "x", "ttl": -1}, 400, "ttl_out_of_range"),
+    "ttl huge": ({"prompt": "x", "ttl": 10**12}, 400, "ttl_out_of_range"),
+    "ttl text": ({"prompt": "x", "ttl": "x"}, 400, "invalid_request"),
+    "empty prompt": ({"prompt": ""}, 400, "invalid_request"),
+    "no prompt": ({}, 400, "invalid_request"),
+    "two answers": ({"prompt": "x", "n": 2}, 400, "invalid_request"),
+    "two prompts": ({"prompt": ["x", "y"]}, 400, "invalid_request"),
+    "over the window": ({"prompt": [5] * 9000}, 400, "context_length_exceeded"),
+    "ids outside the vocabulary": ({"prompt": [10**8]}, 400, "invalid_request"),
+    "unknown model": ({"prompt": "x", "model": "no-such-model"}, 404, "model_not_found"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored, name):
+    body, status, code = BAD_BODIES[name]
+    client.delete_all()
+
+    response = client.http.post("/v1/context", json={"model": MODEL, "max_tokens": 2} | body)
+
+    error = response.json()
+    assert (response.status_code, error["error"]["code"]) == (status, code), response.text
+    assert error["detail"] == error["error"]["message"]
+    assert client.http.get("/v1/context").json()["data"] == []
+    assert stored() == 0
+    assert client.complete(prompt="alive?")["choices"]
+
+
+def test_invalid_json_is_refused_with_line_and_column(client):
+    create = b'{\n  "model": "m",\n  "prompt": "Say this is a test",\n  "ttl": 3600,\n}'
+    ask = b'{\n  "session_id": "session-01"\n  "model": "m",\n  "prompt": "x"\n}'
+    headers = {"content-type": "application/json"}
+
+    extra = client.http.post("/v1/context", content=create, headers=headers)
+    missing = client.http.post("/v1/completions", content=ask, headers=headers)
+
+    assert (extra.status_code, missing.status_code) == (400, 400)
+    assert "line 4, column 14: extra comma" in extra.json()["detail"]
+    assert "line 2, column 29: missing comma" in missing.json()["detail"]
+
+
+def test_unknown_and_foreign_contexts_get_the_same_answer(client, other):
+    session_id = client.create(prompt="secret", ttl=600)["session_id"]
+
+    def refusals(session_id):
+        body = {"model": MODEL, "prompt": "x", "session_id": session_id}
+        return [
+            other.http.post("/v1/completions", json=body),
+            other.http.get(f"/v1/context/{session_id}"),
+            other.http.delete(f"/v1/context/{session_id}"),
+        ]
+
+    for foreign, unknown in zip(refusals(session_id), refusals("ctx_" + "0" * 32), strict=True):
+        assert foreign.status_code == 404
+        assert foreign.content == unknown.content
+
+
+def test_no_key_and_a_wrong_key_are_refused(client):
+    for key in ("", "test-key-wrong"):
+        response = Client(client.stack, key).http.post("/v1/context", json={"model": MODEL, "prompt": "x"})
+
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_a_body_over_the_limit_is_refused_and_a_large_one_below_it_gets_the_engines_answer(client):
+    over = client.http.post("/v1/context", json={"model": MODEL, "prompt": "x" * (33 << 20)})
+    below = client.http.post("/v1/context", json={"model": MODEL, "prompt": "x " * (5 << 20)})
+
+    assert (over.status_code, over.json()["error"]["code"]) == (413, "body_too_large")
+    assert (below.status_code, below.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_forged_identity_is_stripped_at_the_edge_and_refused_in_the_pod(client):
+    forged = {"x-context-identity": "v1.eyJ0ZW5hbnQiOiJkZW1vIn0." + "0" * 64}
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+
+    edge = client.http.post("/v1/completions", json=body, headers=forged)
+    pod = client.engine.post("/v1/context", json=body, headers=forged)
+    unsigned = client.engine.post("/v1/context", json=body)
+
+    assert edge.status_code == 200
+    assert "x-context-cache" not in edge.headers
+    assert (pod.status_code, pod.json()["error"]["code"]) == (401, "invalid_identity")
+    assert unsigned.status_code == 404
+
+
+def test_a_session_header_nobody_knows_is_somebodys_label(client):
+    response = client.http.post(
+        "/v1/completions",
+        json={"model": MODEL, "prompt": "x", "max_tokens": 2},
+        headers={"x-session-id": "somebodys-label"},
+    )
+
+    assert response.status_code == 200
+    assert "x-context-cache" not in response.headers
+
+
+def test_other_routes_pass_through(client):
+    assert client.http.get("/v1/models").json()["data"][0]["id"] == MODEL
+    assert isinstance(client.http.get("/v1/nothing"), httpx.Response)
