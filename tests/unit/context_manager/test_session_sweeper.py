@@ -1,0 +1,104 @@
+"""The sweeper's task: it sweeps on time, outlives errors and ends when told to. Time is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from typing_extensions import override
+
+from context_manager.manager import ContextCacheManager
+from context_manager.memory_store import MemorySessionStore
+from context_manager.metrics import ManagerMetrics
+from context_manager.store import Swept
+from context_manager.sweeper import SessionSweeper
+from contextcache.clock import ManualClock
+from contextcache.errors import StoreUnavailable
+from contextcache.model import NewSession
+
+NEW = NewSession("demo", "ctx_1", "smol", ttl_s=60)
+
+
+class FlakyStore(MemorySessionStore):
+    """A memory store whose sweeps fail while `is_away`."""
+
+    is_away = False
+
+    @override
+    async def take_expired(self, shard: int, *, now_ms: int, limit: int) -> tuple[Swept, ...]:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return await super().take_expired(shard, now_ms=now_ms, limit=limit)
+
+
+class Rig:
+    def __init__(self, *, limit: int = 1000) -> None:
+        self.clock = ManualClock()
+        self.store = FlakyStore()
+        self.registry = CollectorRegistry()
+        metrics = ManagerMetrics(self.registry)
+        self.manager = ContextCacheManager(self.store, clock=self.clock, metrics=metrics)
+        self.sweeper = SessionSweeper(self.manager, metrics=metrics, interval_s=5.0, limit=limit)
+
+    def sample(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"contextcache_manager_{name}_total")
+
+    async def reserve(self, session_id: str) -> None:
+        await self.manager.reserve(replace(NEW, session_id=session_id), lease_id="x", lease_ttl_ms=1000)
+
+
+@pytest.mark.looptime
+async def test_it_sweeps_at_once_and_then_every_interval() -> None:
+    rig = Rig()
+    await rig.reserve("ctx_1")
+    rig.clock.advance(s=60)
+    rig.sweeper.start()
+    await asyncio.sleep(1)
+    assert rig.sample("sessions_abandoned") == 1
+    await rig.reserve("ctx_2")
+    rig.clock.advance(s=60)
+    await asyncio.sleep(3)
+    assert rig.sample("sessions_abandoned") == 1
+    await asyncio.sleep(2)
+
+    assert rig.sample("sessions_abandoned") == 2
+    await rig.sweeper.stop()
+
+
+@pytest.mark.looptime
+async def test_it_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    await rig.reserve("ctx_1")
+    rig.clock.advance(s=60)
+    rig.store.is_away = True
+    rig.sweeper.start()
+    await asyncio.sleep(7)
+    assert (rig.sample("sweep_failures"), rig.sample("sessions_abandoned")) == (2, 0)
+    rig.store.is_away = False
+    await asyncio.sleep(5)
+
+    assert rig.sample("sessions_abandoned") == 1
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["sweep failed"] * 2
+    await rig.sweeper.stop()
+
+
+async def test_a_pass_repeats_until_nothing_is_due() -> None:
+    rig = Rig(limit=10)
+    for number in range(35):
+        await rig.reserve(f"ctx_{number}")
+    rig.clock.advance(s=60)
+
+    assert await rig.sweeper.sweep_pass() == 35
+
+
+async def test_stopping_ends_the_task_and_may_be_repeated() -> None:
+    rig = Rig()
+    await rig.sweeper.stop()
+    rig.sweeper.start()
+    await asyncio.sleep(0)
+    await rig.sweeper.stop()
+    await rig.sweeper.stop()
+
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "session-sweeper"]
