@@ -52,7 +52,7 @@ def install() -> None:
     make_environment()
     install_packages()
     drop_broken_media_packages()
-    run_logged([_python(), "-m", "deploy.local", "model"], what="SmolLM2 prepared", log=LOG)
+    prepare_model()
     STAMP.touch()
 
 
@@ -103,6 +103,12 @@ def drop_broken_media_packages() -> None:
         return
     command = [_python(), "-m", "pip", "uninstall", "--disable-pip-version-check", "--yes", *MEDIA_PACKAGES]
     run_logged(command, what="media packages that do not load here, removed", log=LOG)
+
+
+def prepare_model() -> None:
+    """Make the small model, in the environment that has the packages for it. It shows its own progress."""
+    if subprocess.run([_python(), "-m", "deploy.local", "model"], cwd=ROOT, check=False).returncode != 0:
+        raise StepFailed("the model could not be prepared")
 
 
 def _python() -> str:

@@ -77,8 +77,9 @@ def last_lines(path: Path, count: int = LOG_TAIL_LINES) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last non-empty line of a log file, or nothing."""
-    return "".join(last_lines(path, 1)).strip()
+    """Return the last line of a log file that says something new, or nothing: warnings repeat themselves."""
+    told = (line.strip() for line in reversed(last_lines(path)) if not line.lstrip().startswith("WARNING"))
+    return next(told, "")
 
 
 def log_excerpt(path: Path) -> str:
