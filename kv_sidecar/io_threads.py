@@ -1,0 +1,45 @@
+"""Where blocking work goes: a bounded pool of threads, and tasks that finish although their caller has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+class IoThreads:
+    """Disk reads, hashing and fsync, off the event loop. Queued work is bounded by the calls a server admits."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-io")
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Run `work` in a thread. A cancelled caller stops waiting; the thread goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **kwargs))
+
+    async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
+        """Run `steps` to their end even if the caller is cancelled: memory and disk then still say the same."""
+        task = asyncio.create_task(steps)
+        self._tasks.add(task)
+        task.add_done_callback(self._settle)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Wait for what was begun, then end the threads."""
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Whoever still waits gets it too; this line is for those who left.
+            log.debug("step failed", exc_info=task.exception())

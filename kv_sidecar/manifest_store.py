@@ -1,0 +1,69 @@
+"""Manifests on disk: one small file each under `manifests/`. Small enough that a read is a few microseconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from contextcache.errors import CorruptBlock
+from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, TenantId
+from kv_sidecar.block_key import fan_out
+from kv_sidecar.data_directory import DataDirectory
+from kv_sidecar.manifest import decode_manifest, encode_manifest
+
+log = logging.getLogger(__name__)
+
+_SUFFIX = ".safetensors"
+
+
+class ManifestStore:
+    """Durable, verified manifests. Writes are atomic; deletes are durable when they return."""
+
+    def __init__(self, directory: DataDirectory) -> None:
+        self._directory = directory
+        self._root = directory.root / "manifests"
+
+    def put(self, manifest: Manifest) -> None:
+        """Write a manifest, replacing one of the same name. Raises StorageFull."""
+        self._directory.publish(encode_manifest(manifest), self._path(manifest.cache_ref))
+
+    def read(self, cache_ref: CacheRef, tenant: TenantId | None = None) -> Manifest | None:
+        """Return a manifest, or None. Raises CorruptBlock when it is not what was written, or another's."""
+        try:
+            data = self._path(cache_ref).read_bytes()
+        except FileNotFoundError:
+            return None
+        manifest = decode_manifest(data)
+        if manifest.cache_ref != cache_ref or tenant not in {None, manifest.tenant}:
+            raise CorruptBlock("the manifest is another's")
+        return manifest
+
+    def delete(self, cache_ref: CacheRef) -> None:
+        """Remove a manifest for good. Idempotent."""
+        path = self._path(cache_ref)
+        if path.parent.is_dir():
+            self._directory.remove(path, durable=True)
+
+    def put_aside(self, cache_ref: CacheRef) -> None:
+        """Move a manifest file that is not what was written into quarantine."""
+        self._directory.put_aside(self._path(cache_ref))
+
+    def read_all(self) -> Iterator[Manifest]:
+        """Yield every manifest; bad files are put aside and left out."""
+        self._root.mkdir(exist_ok=True)
+        for path in sorted(self._root.glob(f"*/*{_SUFFIX}")):
+            cache_ref = path.name.removesuffix(_SUFFIX)
+            if not CACHE_REF_PATTERN.fullmatch(cache_ref) or path != self._path(cache_ref):
+                continue
+            try:
+                manifest = self.read(cache_ref)
+            except CorruptBlock:
+                log.warning("manifest put aside", extra={"cache_ref": cache_ref})
+                self.put_aside(cache_ref)
+                continue
+            if manifest is not None:
+                yield manifest
+
+    def _path(self, cache_ref: CacheRef) -> Path:
+        return self._root / fan_out(cache_ref) / f"{cache_ref}{_SUFFIX}"

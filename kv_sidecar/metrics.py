@@ -1,0 +1,60 @@
+"""All metrics of the sidecar process, in a registry that is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kv_sidecar.store import TierUsage
+
+TIERS = ("host", "disk")
+
+
+class SidecarMetrics:
+    """Counters the parts count in; label values are fixed words."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"contextcache_sidecar_{name}", text, labels, registry=registry)
+
+        self._registry = registry
+        self.saves = counter("saves", "Saves announced by engine ranks.")
+        self.blocks_taken = counter("taken_blocks", "Block files taken in and verified.")
+        self.bytes_taken = counter("taken_bytes", "Bytes of those files.")
+        self.seals = counter("seals", "Manifests made durable.")
+        self.refused = counter("refused_saves", "Saves that ended without a manifest, by code of the error.", ("code",))
+        self.hits = counter("served_blocks", "Blocks handed out, by tier they were found in.", ("tier",))
+        self.misses = counter("misses", "Questions for a manifest that is not there, not any more, or not readable.")
+        self.deletes = counter("deleted_contexts", "Manifests removed because somebody asked.")
+        self.collected = counter("collected_contexts", "Manifests removed because their time was over.")
+        self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
+        self.quarantined = counter("quarantined_files", "Files put aside because their bytes were wrong.")
+        self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
+        for tier in TIERS:
+            self.hits.labels(tier)
+
+    def watch(self, usage: dict[str, Callable[[], TierUsage]], num_contexts: Callable[[], int]) -> None:
+        """Show how full each tier is, and how many contexts there are, whenever somebody looks."""
+        blocks = Gauge("contextcache_sidecar_blocks", "Block files by tier.", ("tier",), registry=self._registry)
+        size = Gauge("contextcache_sidecar_bytes", "Bytes of block files by tier.", ("tier",), registry=self._registry)
+        limit = Gauge("contextcache_sidecar_limit_bytes", "Limit; 0: none.", ("tier",), registry=self._registry)
+        contexts = Gauge("contextcache_sidecar_contexts", "Sealed manifests.", registry=self._registry)
+        contexts.set_function(num_contexts)
+        for tier, of_tier in usage.items():
+            blocks.labels(tier).set_function(partial(_num_blocks, of_tier))
+            size.labels(tier).set_function(partial(_size_bytes, of_tier))
+            limit.labels(tier).set_function(partial(_limit_bytes, of_tier))
+
+
+def _num_blocks(usage: Callable[[], TierUsage]) -> float:
+    return usage().num_blocks
+
+
+def _size_bytes(usage: Callable[[], TierUsage]) -> float:
+    return usage().size_bytes
+
+
+def _limit_bytes(usage: Callable[[], TierUsage]) -> float:
+    return usage().limit_bytes

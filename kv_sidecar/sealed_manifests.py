@@ -1,0 +1,103 @@
+"""The sealed manifests: their files and the index over them, changed together under one lock.
+
+Which blocks may be freed once a manifest is gone is the catalog's to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from contextcache.errors import CorruptBlock
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.manifest_index import ManifestIndex, ManifestRecord, record_of
+from kv_sidecar.manifest_store import ManifestStore
+
+log = logging.getLogger(__name__)
+
+
+class SealedManifests:
+    """A record is in `index` only while its file is on disk; the file goes first."""
+
+    def __init__(self, store: ManifestStore, threads: IoThreads) -> None:
+        self._store = store
+        self._threads = threads
+        self.index = ManifestIndex()
+        self._lock = asyncio.Lock()
+        """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
+        disk only, never for the network."""
+
+    async def rebuild(self, *, is_stored: Callable[[BlockKey], bool]) -> None:
+        """Read all files; a manifest that lacks a block is removed."""
+        manifests = await self._threads.run(lambda: list(self._store.read_all()))
+        for manifest in manifests:
+            record = record_of(manifest)
+            if all(is_stored(key) for key in record.keys):
+                self.index.add(record)
+            else:
+                await self._threads.run(self._store.delete, manifest.cache_ref)
+        log.info("manifest index rebuilt", extra={"num_found": len(manifests), "num_usable": len(self.index)})
+
+    def live(self, tenant: TenantId, cache_ref: CacheRef, *, now_ms: int) -> ManifestRecord | None:
+        """Return an unexpired record of this tenant."""
+        record = self.index.get(cache_ref)
+        usable = record is not None and record.tenant == tenant and record.expires_at_ms > now_ms
+        return record if usable else None
+
+    async def read(self, record: ManifestRecord) -> Manifest | None:
+        """Return the manifest of a record; None when its file is gone, or bad and therefore put aside."""
+        return await self._threads.run(self._read, record)
+
+    async def publish(self, plan: Callable[[], Manifest | None]) -> ManifestRecord | None:
+        """Write the manifest that `plan` returns once nothing else changes manifests; None: there is none to write.
+
+        What `plan` raises is raised; also StorageFull.
+        """
+        async with self._lock:
+            manifest = plan()
+            if manifest is None:
+                return None
+            await self._threads.run(self._store.put, manifest)
+            record = record_of(manifest)
+            self.index.add(record)
+            return record
+
+    async def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int, *, now_ms: int) -> int:
+        """Give a session's unexpired manifests a new expiry, in file and index; return how many."""
+        async with self._lock:
+            records = [r for r in self.index.of_session(tenant, session_id) if r.expires_at_ms > now_ms]
+            moved = [await self._threads.run(self._rewrite, record, expires_at_ms) for record in records]
+            for record in records:
+                self.index.move_expiry(record.cache_ref, expires_at_ms)
+            return sum(moved)
+
+    async def remove(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
+        """Remove for good what `select` returns once nothing else changes manifests; return it."""
+        async with self._lock:
+            records = select()
+            await self._threads.run(self._delete_files, records)
+            for record in records:
+                self.index.remove(record.cache_ref)
+            return records
+
+    def _read(self, record: ManifestRecord) -> Manifest | None:
+        try:
+            return self._store.read(record.cache_ref, record.tenant)
+        except CorruptBlock:
+            log.warning("manifest put aside", extra={"cache_ref": record.cache_ref})
+            self._store.put_aside(record.cache_ref)
+            return None
+
+    def _rewrite(self, record: ManifestRecord, expires_at_ms: int) -> bool:
+        manifest = self._read(record)
+        if manifest is not None:
+            self._store.put(replace(manifest, expires_at_ms=expires_at_ms))
+        return manifest is not None
+
+    def _delete_files(self, records: list[ManifestRecord]) -> None:
+        for record in records:
+            self._store.delete(record.cache_ref)

@@ -1,0 +1,211 @@
+"""KVSidecarService: messages in, catalog calls, messages out. No decision is made here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc.aio
+from typing_extensions import override
+
+from contextcache.convert import manifest_to_pb
+from contextcache.errors import InvalidRequest
+from contextcache.grpc_server import GrpcServer
+from contextcache.rpc import FRAME_BYTES
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from kv_sidecar.client import SERVICE_NAME
+from kv_sidecar.fingerprint import check_fingerprint, differences
+from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.saves import MAX_WORLD_SIZE, NewSave
+from kv_sidecar.sidecar import Sidecar
+from kv_sidecar.store import TierUsage
+from kv_sidecar.tiers import FetchedBlock
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_SEALED_MS = 30_000
+MAX_WAIT_REPORT_MS = 1_000
+TIERS: dict[str, pb.Tier.ValueType] = {"host": pb.TIER_HOST, "disk": pb.TIER_DISK}
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
+    """The gRPC face of one Sidecar."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
+        self._catalog = sidecar.catalog
+        self._fingerprint_json = ""
+        """Of the last engine that introduced itself, to name what a new one changed."""
+        self._frame_slots = asyncio.Semaphore(sidecar.settings.frame_streams_max)
+
+    @override
+    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
+        settings = self._sidecar.settings
+        check_fingerprint(request.fingerprint, request.fingerprint_json)
+        if not 0 <= request.rank < request.world_size <= MAX_WORLD_SIZE:
+            raise InvalidRequest("rank and world_size do not fit", param="rank")
+        if request.engine_block_tokens < 1 or settings.block_tokens % request.engine_block_tokens:
+            raise InvalidRequest(
+                f"the engine's block of {request.engine_block_tokens} tokens does not divide {settings.block_tokens}",
+                param="engine_block_tokens",
+            )
+        self._note_engine(request)
+        shared = settings.shared_dir
+        return pb.HandshakeResponse(
+            block_tokens=settings.block_tokens,
+            shared_directory="" if shared is None else str(shared.absolute()),
+            block_size_bytes_max=settings.block_size_bytes_max,
+        )
+
+    @override
+    async def PrepareSave(self, request: pb.PrepareSaveRequest, context: Context) -> pb.PrepareSaveResponse:
+        new = NewSave(
+            tenant=request.tenant,
+            session_id=request.session_id,
+            cache_ref=request.cache_ref,
+            fingerprint=request.fingerprint,
+            rank=request.rank,
+            world_size=request.world_size,
+            token_ids=tuple(request.token_ids),
+            expires_at_ms=request.expires_at_ms,
+            started_at_ms=request.started_at_ms,
+        )
+        prepared = await self._catalog.prepare_save(new)
+        return pb.PrepareSaveResponse(
+            block_ids=prepared.block_ids,
+            missing_blocks=prepared.missing_blocks,
+            tail_tokens=prepared.tail_tokens,
+        )
+
+    @override
+    async def SaveBlocks(
+        self, request_iterator: AsyncIterator[pb.SaveBlocksRequest], context: Context
+    ) -> pb.SaveBlocksResponse:
+        taken = pb.SaveBlocksResponse()
+        async with FrameAssembly(self._frame_slots, limit_bytes=self._sidecar.settings.block_size_bytes_max) as frames:
+            async for request in request_iterator:
+                place = (request.cache_ref, request.rank, request.block_index)
+                if request.WhichOneof("payload") == "shared_name":
+                    size_bytes = await self._catalog.take_file(*place, request.shared_name)
+                else:
+                    data = await frames.add(place, request.frame, last=request.last_frame)
+                    if data is None:
+                        continue
+                    size_bytes = await self._catalog.take_block(*place, data)
+                    frames.release()
+                taken.num_blocks += 1
+                taken.size_bytes += size_bytes
+            frames.check_finished()
+        return taken
+
+    @override
+    async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
+        return pb.SealResponse(sealed=await self._catalog.seal(request.cache_ref, request.rank))
+
+    @override
+    async def WaitSealed(self, request: pb.WaitSealedRequest, context: Context) -> pb.WaitSealedResponse:
+        timeout_ms = min(request.timeout_ms, MAX_WAIT_SEALED_MS)
+        record = await self._catalog.wait_sealed(request.tenant, request.cache_ref, timeout_s=timeout_ms / 1000)
+        if record is None:
+            return pb.WaitSealedResponse(sealed=False)
+        return pb.WaitSealedResponse(sealed=True, num_tokens=record.num_tokens, size_bytes=record.size_bytes)
+
+    @override
+    async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
+        manifest = await self._catalog.open(request.tenant, request.cache_ref)
+        return pb.GetManifestResponse(manifest=manifest_to_pb(manifest), tier=TIERS[self._catalog.tier_of(manifest)])
+
+    @override
+    async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
+        manifest = await self._catalog.open(request.tenant, request.cache_ref)
+        blocks = self._catalog.load(
+            manifest, request.fingerprint, request.rank, request.block_indices, shared=request.shared_memory
+        )
+        try:
+            async for block in blocks:
+                for response in _responses(block):
+                    yield response
+        finally:
+            await blocks.aclose()
+
+    @override
+    async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:
+        moved = await self._catalog.touch(request.tenant, request.session_id, request.expires_at_ms)
+        return pb.TouchContextResponse(num_manifests=moved)
+
+    @override
+    async def DeleteContext(self, request: pb.DeleteContextRequest, context: Context) -> pb.DeleteContextResponse:
+        removed = await self._catalog.delete(request.tenant, request.session_id, tuple(request.cache_refs))
+        return pb.DeleteContextResponse(num_manifests=removed.num_manifests, freed_bytes=removed.freed_bytes)
+
+    @override
+    async def ReportLoad(self, request: pb.ReportLoadRequest, context: Context) -> pb.ReportLoadResponse:
+        self._sidecar.reports.put(request.report)
+        return pb.ReportLoadResponse()
+
+    @override
+    async def GetLoadReport(self, request: pb.GetLoadReportRequest, context: Context) -> pb.GetLoadReportResponse:
+        timeout_ms = min(request.timeout_ms, MAX_WAIT_REPORT_MS)
+        report = await self._sidecar.reports.get(request.request_id, timeout_s=timeout_ms / 1000)
+        return pb.GetLoadReportResponse(report=report)
+
+    @override
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        tiers = [_tier_stats("host", self._sidecar.memory.usage()), _tier_stats("disk", self._sidecar.disk.usage())]
+        return pb.StatsResponse(
+            num_contexts=self._catalog.num_contexts,
+            tiers=tiers,
+            num_quarantined=self._sidecar.directory.num_quarantined,
+        )
+
+    def _note_engine(self, request: pb.HandshakeRequest) -> None:
+        changed = differences(self._fingerprint_json, request.fingerprint_json) if self._fingerprint_json else []
+        log.info("engine introduced", extra={"fingerprint": request.fingerprint, "rank": request.rank})
+        if changed:
+            log.warning("engine has another fingerprint than the one before", extra={"changed": changed})
+        self._fingerprint_json = request.fingerprint_json
+
+
+def serve(sidecar: Sidecar, addresses: list[str]) -> GrpcServer:
+    """Return a server for `sidecar`, bound and not yet started. Raises OSError when an address is taken."""
+    servicer = KVSidecarServicer(sidecar)
+    return GrpcServer(
+        addresses=addresses,
+        service_name=SERVICE_NAME,
+        add_service=lambda server: pb_grpc.add_KVSidecarServiceServicer_to_server(servicer, server),
+        max_concurrent_rpcs=sidecar.settings.max_concurrent_rpcs,
+    )
+
+
+def _responses(block: FetchedBlock) -> list[pb.LoadBlocksResponse]:
+    tier = TIERS[block.tier]
+    if block.shared_name:
+        return [
+            pb.LoadBlocksResponse(
+                block_index=block.block_index, tier=tier, shared_name=block.shared_name, last_frame=True
+            )
+        ]
+    view = memoryview(block.data)
+    return [
+        pb.LoadBlocksResponse(
+            block_index=block.block_index,
+            tier=tier,
+            frame=bytes(view[start : start + FRAME_BYTES]),
+            last_frame=start + FRAME_BYTES >= len(view),
+        )
+        for start in range(0, len(view), FRAME_BYTES)
+    ]
+
+
+def _tier_stats(name: str, usage: TierUsage) -> pb.TierStats:
+    return pb.TierStats(
+        tier=TIERS[name],
+        num_blocks=usage.num_blocks,
+        size_bytes=usage.size_bytes,
+        limit_bytes=usage.limit_bytes,
+    )

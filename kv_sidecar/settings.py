@@ -1,0 +1,90 @@
+"""Settings of the kv-sidecar process, from `SIDECAR_…` variables; read in `__main__` only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from contextcache.settings import ProcessSettings
+from kv_sidecar.catalog import CatalogLimits
+
+
+class SidecarSettings(ProcessSettings):
+    """One sidecar beside one engine."""
+
+    model_config = SettingsConfigDict(env_prefix="SIDECAR_", frozen=True, extra="ignore")
+
+    unix_socket: Path | None = Field(
+        None, description="Path of the Unix socket for the engine in the same pod; empty: none."
+    )
+    listen: str = Field(
+        "127.0.0.1:50061", description="host:port for gateways, turn middleware and peers; empty: none."
+    )
+    data_dir: Path = Field(
+        Path("data/sidecar"), description="Directory of blocks and manifests; one process at a time."
+    )
+    shared_dir: Path | None = Field(
+        None, description="tmpfs directory shared with the engine; empty: blocks travel as gRPC frames."
+    )
+    memory_limit_bytes: int = Field(
+        1 << 30, ge=0, description="Bytes of blocks in the memory tier, a hard limit; 0: nothing is kept in memory."
+    )
+    disk_limit_bytes: int = Field(
+        32 << 30, ge=0, description="Bytes of blocks on disk, a hard limit: saves beyond it are refused; 0: none."
+    )
+    block_tokens: int = Field(
+        256, ge=1, le=65536, description="Tokens in one block; a multiple of the engine's block size."
+    )
+    block_size_bytes_max: int = Field(
+        256 << 20,
+        ge=1 << 12,
+        description="Largest block file accepted, in bytes; bounds the memory of one frame stream.",
+    )
+    frame_streams_max: int = Field(
+        4, ge=1, le=64, description="Block files put together from frames at once; others wait (flow control)."
+    )
+    collect_interval_s: float = Field(30.0, gt=0, description="Seconds between two passes of the collector.")
+    save_deadline_s: int = Field(120, ge=1, description="Seconds after which a save that was not sealed is dropped.")
+    saves_max: int = Field(1024, ge=1, description="Saves in flight; more are refused.")
+    tombstone_s: int = Field(3600, ge=0, description="Seconds for which deleted names refuse a late save.")
+    tombstones_max: int = Field(65536, ge=1, description="Deleted names remembered; the oldest are forgotten first.")
+    spare_s: int = Field(
+        300, ge=0, description="Seconds for which the good blocks of a context with a bad one wait for its next save."
+    )
+    leftover_s: int = Field(
+        600, ge=1, description="Seconds after which unannounced, unfinished and quarantined files are removed."
+    )
+    prefetch_blocks: int = Field(1, ge=0, le=8, description="Blocks read ahead of the one the engine is copying.")
+    io_threads: int = Field(4, ge=1, le=64, description="Threads for disk and hashing; each holds one block's memory.")
+    waiters_max: int = Field(4096, ge=1, description="Calls that may wait for a seal or a report; more get no wait.")
+    reports_max: int = Field(4096, ge=1, description="Load reports kept.")
+    report_s: int = Field(60, ge=1, description="Seconds for which a load report is kept.")
+    max_concurrent_rpcs: int = Field(256, ge=8, description="Calls served at once; more are refused by gRPC.")
+    drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint; 0: off.")
+    log_level: str = Field("INFO", description="Python log level.")
+
+    @model_validator(mode="after")
+    def _listens_somewhere(self) -> SidecarSettings:
+        if not self.listen and self.unix_socket is None:
+            raise ValueError("set SIDECAR_LISTEN or SIDECAR_UNIX_SOCKET")
+        return self
+
+    def addresses(self) -> list[str]:
+        """Return the gRPC addresses to bind, the TCP one first."""
+        unix = [] if self.unix_socket is None else [f"unix://{self.unix_socket.absolute()}"]
+        return [*([self.listen] if self.listen else []), *unix]
+
+    def limits(self) -> CatalogLimits:
+        """Return the bounds of the catalog."""
+        return CatalogLimits(
+            block_tokens=self.block_tokens,
+            save_deadline_ms=self.save_deadline_s * 1000,
+            max_saves=self.saves_max,
+            tombstone_ms=self.tombstone_s * 1000,
+            max_tombstones=self.tombstones_max,
+            spare_ms=self.spare_s * 1000,
+            max_waiters=self.waiters_max,
+        )

@@ -1,0 +1,91 @@
+"""One sidecar put together from its settings: the only place that chooses the parts. Serving is server.py's."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from contextcache.clock import Clock
+from kv_sidecar.catalog import ContextCatalog, Removed
+from kv_sidecar.collector import Collector
+from kv_sidecar.data_directory import DataDirectory
+from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.load_reports import LoadReports
+from kv_sidecar.manifest_store import ManifestStore
+from kv_sidecar.memory_store import MemoryStore
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.sealed_manifests import SealedManifests
+from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.tiers import Tiers
+
+
+class Sidecar:
+    """Stores, catalog and collector, opened by `start()` and closed by `close()`."""
+
+    def __init__(
+        self,
+        settings: SidecarSettings,
+        *,
+        clock: Clock,
+        registry: CollectorRegistry,
+        directory: DataDirectory | None = None,
+    ) -> None:
+        """`directory` is given by tests that stop the world between two steps."""
+        self.settings = settings
+        self._clock = clock
+        self.metrics = SidecarMetrics(registry)
+        self.directory = directory or DataDirectory(settings.data_dir)
+        self.disk = DiskStore(self.directory, limit_bytes=settings.disk_limit_bytes)
+        self.memory = MemoryStore(limit_bytes=settings.memory_limit_bytes, shared_directory=settings.shared_dir)
+        self.threads = IoThreads(settings.io_threads)
+        self.tiers = Tiers(
+            disk=self.disk,
+            memory=self.memory,
+            threads=self.threads,
+            metrics=self.metrics,
+            prefetch_blocks=settings.prefetch_blocks,
+        )
+        self.catalog = ContextCatalog(
+            tiers=self.tiers,
+            manifests=SealedManifests(ManifestStore(self.directory), self.threads),
+            threads=self.threads,
+            clock=clock,
+            limits=settings.limits(),
+            metrics=self.metrics,
+        )
+        self.reports = LoadReports(
+            clock=clock,
+            max_reports=settings.reports_max,
+            keep_ms=settings.report_s * 1000,
+            max_waiters=settings.waiters_max,
+        )
+        self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
+        self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
+
+    async def start(self) -> None:
+        """Open the stores, rebuild the index, start collecting. Raises OSError when the data directory is taken."""
+        await asyncio.to_thread(self._open_stores)
+        await self.catalog.start()
+        self.collector.start()
+
+    async def close(self) -> None:
+        """Stop collecting, finish what was begun, give the data directory back."""
+        await self.collector.stop()
+        await self.threads.close()
+        self.directory.close()
+
+    async def collect(self) -> Removed:
+        """Make one pass: unreachable blocks and manifests, unannounced and unfinished files, reports nobody took."""
+        removed = await self.catalog.collect()
+        before_ms = self._clock.now_ms() - self.settings.leftover_s * 1000
+        await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
+        await self.threads.run(self.memory.remove_old_incoming, before_ms=before_ms)
+        self.reports.forget_old()
+        return removed
+
+    def _open_stores(self) -> None:
+        self.directory.open()
+        self.disk.open()
+        self.memory.open()
