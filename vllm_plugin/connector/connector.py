@@ -21,13 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from contextcache.clock import Clock
 from contextcache.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient
 from vllm_plugin.connector.engine_check import refuse_unsupported
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import EngineSidecar
+from vllm_plugin.connector.sidecar_link import EngineSidecar, MonotonicClock
 from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
@@ -67,8 +68,8 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
     "kv_connector_extra_config": {"sidecar": "unix:///…", "secret_file": "…"}}'`
     """
 
-    _reports_failed_requests: ClassVar[bool] = hasattr(vllm_base, "KVConnectorTransferResults")
-    """vLLM >= 0.30 takes failed loads by request; before, by engine block."""
+    clock: ClassVar[Clock] = MonotonicClock()
+    """For deadlines; tests set their own."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raise ValueError for an engine whose KV we cannot carry, or settings that cannot work."""
@@ -81,9 +82,11 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
         self._bad_block_ids: set[int] = set()
         self._ended_saves: set[str] = set()
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(self._settings, secret, self.connect_sidecar)
+            self._scheduler_side = SchedulerSide(self._settings, secret, self.connect_sidecar, clock=self.clock)
         else:
-            self._worker_side = WorkerSide(vllm_config, kv_cache_config, self._settings, self.connect_sidecar)
+            self._worker_side = WorkerSide(
+                vllm_config, kv_cache_config, self._settings, self.connect_sidecar, clock=self.clock
+            )
 
     def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
         """Return a client of the sidecar; called at the first use, in a thread of ours."""
@@ -223,6 +226,7 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Answer vLLM >= 0.30, which takes failed loads by request; older ones ask the next two methods."""
         results = self._take_results()
         return vllm_base.KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed

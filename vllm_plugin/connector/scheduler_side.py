@@ -22,7 +22,7 @@ from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match,
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load
 from vllm_plugin.connector.reporting import LoadReporter
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, MonotonicClock
+from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +49,10 @@ class _Tracked:
 class SchedulerSide:
     """All methods are called by the engine's thread and return at once, `shutdown` excepted."""
 
-    def __init__(
-        self, settings: ConnectorSettings, secret: bytes, connect: Connect, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, settings: ConnectorSettings, secret: bytes, connect: Connect, *, clock: Clock) -> None:
         self._settings = settings
         self._secret = secret
-        self._clock = clock or MonotonicClock()
+        self._clock = clock
         self.counters = Counters()
         self._facts: RankFacts | None = None
         self._requests: dict[str, _Tracked] = {}
@@ -101,7 +99,9 @@ class SchedulerSide:
         if found is None:
             return None, False
         tracked.device_tokens = num_computed_tokens
-        num_tokens = found.num_tokens - num_computed_tokens
+        # The last token is always computed, to have something to sample from. A promise to load it too makes vLLM
+        # step back by one, and a prompt of one token would be asked about for ever.
+        num_tokens = min(found.num_tokens, request.num_tokens - 1) - num_computed_tokens
         if found.manifest is None or num_tokens < self._settings.min_load_tokens:
             return 0, False
         return num_tokens, True

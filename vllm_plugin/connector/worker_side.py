@@ -23,7 +23,7 @@ from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.reporting import LoadReporter
 from vllm_plugin.connector.saving import Save, Saver
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, MonotonicClock, RankLink
+from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, RankLink
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
 
 log = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ class WorkerSide:
         settings: ConnectorSettings,
         connect: Connect,
         *,
-        clock: Clock | None = None,
+        clock: Clock,
     ) -> None:
         self._vllm_config = vllm_config
         self._num_blocks: int = kv_cache_config.num_blocks
         self._settings = settings
-        self._clock = clock or MonotonicClock()
+        self._clock = clock
         self.counters = Counters()
         self._results = ResultBox()
         self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)

@@ -1,0 +1,111 @@
+"""An engine with the connector in it, a fake sidecar, and tokens signed with the deployment's secret."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    # vLLM and torch warn about themselves while they are imported; from here on warnings are errors again.
+    warnings.simplefilter("ignore")
+    import torch._inductor.compile_fx  # noqa: F401  # imported by vLLM at a moment of its choosing
+    import vllm.v1.core.sched.scheduler  # noqa: F401  # brings in everything else
+
+from contextcache.clock import ManualClock
+from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
+from tests.helpers.scheduler_loop import LoopConfig, SchedulerLoop
+from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
+
+SECRET = b"a secret for tests, 32 bytes or more"
+EXPIRES_AT_MS = 2_000_000_000_000
+
+
+def cache_ref(number: int) -> str:
+    return f"ref_{number:032x}"
+
+
+def transfer(*, load: tuple[str, ...] = (), save: str | None = None, secret: bytes = SECRET) -> dict[str, Any]:
+    """Return `kv_transfer_params` as the turn middleware makes them."""
+    signed = sign_kv_transfer(
+        KVTransfer(
+            tenant="demo",
+            session_id="ctx_1",
+            request_id=f"request-{save or ''}-{'-'.join(load)}",
+            load=load,
+            save=save,
+            expires_at_ms=EXPIRES_AT_MS,
+        ),
+        secret,
+    )
+    return {KV_TRANSFER_KEY: signed}
+
+
+@dataclass
+class Engine:
+    """A loop with its sidecar; see SchedulerLoop for what it checks by itself."""
+
+    loop: SchedulerLoop
+    sidecar: FakeSidecar
+    clock: ManualClock
+
+    def save(self, token_ids: list[int], ref: str, *, name: str = "save") -> list[int]:
+        """Run a request that saves, to its end; return its output."""
+        self.loop.add(name, token_ids, params=transfer(save=ref))
+        return self.loop.run_to_end(name)
+
+    def counted(self, name: str, reason: str | None = None) -> int:
+        sides = (self.loop.worker.worker_side, self.loop.connector.scheduler_side)
+        return sum(side.counters.get(name, reason) for side in sides)
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Only a config: the toy model has no weights."""
+    directory = tmp_path_factory.mktemp("config")
+    (directory / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,'
+        ' "vocab_size": 1000, "max_position_embeddings": 2048}'
+    )
+    return directory
+
+
+@pytest.fixture
+def start_engine(model_directory: Path, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Return a function that makes engines; all share one sidecar."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    loops: list[SchedulerLoop] = []
+
+    def start(*, sidecar: FakeSidecar | None = None, extra: dict[str, Any] | None = None, **config: Any) -> Engine:
+        LoopConnector.sidecar = sidecar or FakeSidecar(shared_directory=tmp_path / "shared")
+        LoopConnector.clock = ManualClock()
+        settings = {"sidecar": "unix:///nowhere", "secret_file": str(secret), **(extra or {})}
+        loop = SchedulerLoop(
+            LoopConfig(
+                model_directory,
+                "tests.unit.vllm_plugin.connector.loop_connector:LoopConnector",
+                extra=settings,
+                **config,
+            )
+        )
+        loops.append(loop)
+        loop.settle()
+        return Engine(loop, LoopConnector.sidecar, LoopConnector.clock)
+
+    yield start
+    for event in LoopConnector.sidecar.hang.values():
+        event.set()
+    for loop in loops:
+        loop.close()
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine]) -> Engine:
+    return start_engine()

@@ -1,0 +1,193 @@
+"""A kv-sidecar in memory with the calls the connector makes, and faults on demand.
+
+Holds to the same expectations as the real one: tests/vllm/test_connector_sidecar.py runs one suite on both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from typing_extensions import override
+
+from contextcache.errors import (
+    CacheRefNotFound,
+    ContextDeleted,
+    FingerprintMismatch,
+    SaveIncomplete,
+    SidecarUnavailable,
+)
+from contextcache.model import Manifest
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import chain_block_ids, parse_block_file
+from vllm_plugin.connector.sidecar_link import EngineSidecar
+
+FRAME_BYTES = 700
+"""Small, so that a block takes several frames."""
+
+
+class FakeSidecar(EngineSidecar):
+    """One instance serves all clients of an engine."""
+
+    def __init__(self, *, block_tokens: int = 64, shared_directory: Path | None = None) -> None:
+        self.block_tokens = block_tokens
+        self.shared_directory = shared_directory
+        if shared_directory is not None:
+            (shared_directory / "incoming").mkdir(parents=True)
+        self.files: dict[str, bytes] = {}
+        """Block files by block id or cache_ref."""
+        self.manifests: dict[str, Manifest] = {}
+        self.reports: dict[str, pb.LoadReport] = {}
+        self.handshakes: list[str] = []
+        self.prepared: dict[str, Manifest] = {}
+        self.deleted: set[str] = set()
+        self.served_bytes = 0
+        self.down = False
+        self.block_size_bytes_max = 1 << 30
+        self.hang: dict[str, threading.Event] = {}
+        """A call of this name waits for the event, or for its deadline."""
+        self.timeout_s = 5.0
+        self._arrived: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+    @override
+    def handshake(self, fingerprint, fingerprint_json, rank, world_size, engine_block_tokens):
+        self._arrive("handshake")
+        self.handshakes.append(fingerprint)
+        shared = str(self.shared_directory) if self.shared_directory else ""
+        return pb.HandshakeResponse(
+            block_tokens=self.block_tokens,
+            shared_directory=shared,
+            block_size_bytes_max=self.block_size_bytes_max,
+        )
+
+    @override
+    def prepare_save(
+        self,
+        *,
+        tenant,
+        session_id,
+        cache_ref,
+        fingerprint,
+        rank,
+        world_size,
+        token_ids,
+        expires_at_ms,
+        started_at_ms,
+    ):
+        self._arrive("prepare_save")
+        if cache_ref in self.deleted:
+            raise ContextDeleted("deleted")
+        ids = chain_block_ids(fingerprint, tenant, token_ids, block_tokens=self.block_tokens)
+        tail_tokens = len(token_ids) % self.block_tokens
+        self.prepared[cache_ref] = Manifest(
+            cache_ref=cache_ref,
+            tenant=tenant,
+            session_id=session_id,
+            fingerprint=fingerprint,
+            token_ids=tuple(token_ids),
+            block_tokens=self.block_tokens,
+            block_ids=ids,
+            tail_tokens=tail_tokens,
+            world_size=world_size,
+            expires_at_ms=expires_at_ms,
+        )
+        missing = [index for index, name in enumerate(ids) if name not in self.files]
+        return pb.PrepareSaveResponse(block_ids=ids, missing_blocks=missing, tail_tokens=tail_tokens)
+
+    @override
+    def save_blocks(self, requests, timeout_s):
+        self._arrive("save_blocks")
+        taken, data = pb.SaveBlocksResponse(), b""
+        for request in requests:
+            if request.WhichOneof("payload") == "shared_name":
+                path = self.shared_directory / "incoming" / request.shared_name
+                data = path.read_bytes()
+                path.unlink()
+            else:
+                data += request.frame
+            if request.last_frame:
+                block = parse_block_file(data)
+                block.verify()
+                self.files[block.meta.name] = data
+                taken.num_blocks += 1
+                taken.size_bytes += len(data)
+                data = b""
+        return taken
+
+    @override
+    def seal(self, cache_ref, rank):
+        self._arrive("seal")
+        manifest = self.prepared.pop(cache_ref, None)
+        if manifest is None or not set(self._names(manifest)) <= set(self.files):
+            raise SaveIncomplete("blocks are missing")
+        self.manifests[cache_ref] = manifest
+        return True
+
+    @override
+    def get_manifest(self, tenant, cache_ref, timeout_s):
+        self._arrive("get_manifest")
+        manifest = self.manifests.get(cache_ref)
+        if manifest is None or manifest.tenant != tenant:
+            raise CacheRefNotFound("no manifest")
+        return manifest, pb.TIER_HOST
+
+    @override
+    def load_blocks(self, request, timeout_s) -> Iterator[pb.LoadBlocksResponse]:
+        self._arrive("load_blocks")
+        manifest, _ = self.get_manifest(request.tenant, request.cache_ref, timeout_s)
+        if manifest.fingerprint != request.fingerprint:
+            raise FingerprintMismatch("other KV")
+        names = self._names(manifest)
+        for index in request.block_indices:
+            self._arrive("load_block")
+            data = self.files[names[index]]
+            self.served_bytes += len(data)
+            if request.shared_memory:
+                path = self.shared_directory / names[index]
+                path.write_bytes(data)
+                yield pb.LoadBlocksResponse(
+                    block_index=index, tier=pb.TIER_HOST, shared_name=path.name, last_frame=True
+                )
+                path.unlink()
+                continue
+            for start in range(0, len(data), FRAME_BYTES):
+                end = start + FRAME_BYTES
+                yield pb.LoadBlocksResponse(
+                    block_index=index, tier=pb.TIER_DISK, frame=data[start:end], last_frame=end >= len(data)
+                )
+
+    @override
+    def report_load(self, report):
+        self._arrive("report_load")
+        self.reports[report.request_id] = report
+
+    @override
+    def close(self):
+        return
+
+    def corrupt(self, cache_ref: str) -> None:
+        """Flip a byte of the last block file of a context, its checksum kept."""
+        name = self._names(self.manifests[cache_ref])[-1]
+        data = bytearray(self.files[name])
+        data[-1] ^= 0xFF
+        self.files[name] = bytes(data)
+
+    def token_ids_of(self, name: str) -> tuple[int, ...]:
+        """Return the tokens in a stored file."""
+        return parse_block_file(self.files[name]).meta.token_ids
+
+    def _names(self, manifest: Manifest) -> list[str]:
+        return [*manifest.block_ids, *([manifest.cache_ref] if manifest.tail_tokens else [])]
+
+    def wait_for(self, call: str) -> None:
+        """Return once a thread is inside such a call."""
+        assert self._arrived[call].wait(5)
+
+    def _arrive(self, call: str) -> None:
+        self._arrived[call].set()
+        if call in self.hang and not self.hang[call].wait(self.timeout_s):
+            raise SidecarUnavailable("deadline_exceeded")
+        if self.down:
+            raise SidecarUnavailable("unavailable")

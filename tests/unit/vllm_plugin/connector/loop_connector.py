@@ -1,0 +1,21 @@
+"""The real connector with a fake sidecar and a clock that tests move. vLLM loads it by module path."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from typing_extensions import override
+
+from contextcache.clock import ManualClock
+from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector import ContextCacheConnector
+from vllm_plugin.connector.sidecar_link import EngineSidecar
+
+
+class LoopConnector(ContextCacheConnector):
+    sidecar: ClassVar[FakeSidecar]
+    clock: ClassVar[ManualClock]  # set by the fixture before vLLM makes one
+
+    @override
+    def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
+        return self.sidecar

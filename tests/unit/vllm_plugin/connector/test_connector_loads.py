@@ -1,0 +1,326 @@
+"""Loads, driven by vLLM's own scheduler; the loop checks every page that a step would read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+
+A, B = cache_ref(1), cache_ref(2)
+PROMPT = list(range(1, 151))
+
+
+def report_of(engine: Engine, params_load: tuple[str, ...] = (A,)) -> pb.LoadReport:
+    engine.loop.settle()
+    return engine.sidecar.reports[f"request--{'-'.join(params_load)}"]
+
+
+def saved(engine: Engine, prompt: list[int] = PROMPT, ref: str = A) -> list[int]:
+    """Save a prompt and empty the engine; return the answer."""
+    answer = engine.save(prompt, ref)
+    engine.loop.forget_prefixes()
+    return answer
+
+
+@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 63, 64, 65, 128, 150, 300])
+def test_a_saved_prompt_is_loaded_whole_and_only_its_last_token_is_computed(engine: Engine, num_tokens: int) -> None:
+    prompt = [(7 * i) % 401 for i in range(num_tokens)]
+    answer = saved(engine, prompt)
+    engine.loop.add("again", prompt, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    # 4 tokens are answered: the last prompt token and 3 of the answer are computed.
+    assert engine.loop.computed["again"] == 4
+    report = report_of(engine)
+    assert (report.outcome, report.loaded_tokens, report.device_tokens) == (pb.LOAD_OUTCOME_LOADED, num_tokens - 1, 0)
+    assert report.tier == pb.TIER_HOST
+    assert report.size_bytes > 0
+
+
+def test_a_prompt_of_one_token_is_computed_as_there_is_nothing_to_gain(engine: Engine) -> None:
+    answer = saved(engine, [7])
+    engine.loop.add("again", [7], params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert report_of(engine).outcome == pb.LOAD_OUTCOME_NOT_NEEDED
+    assert engine.sidecar.served_bytes == 0
+
+
+def test_a_prompt_that_goes_on_is_loaded_up_to_the_last_saved_token(engine: Engine) -> None:
+    answer = saved(engine)
+    longer = [*PROMPT, *answer, 9, 9, 9]
+    engine.loop.add("more", longer, params=transfer(load=(A,)))
+    engine.loop.run_to_end("more")
+
+    # 150 prompt tokens and 3 of the 4 answered ones have KV; the last answer token never was computed.
+    assert report_of(engine).loaded_tokens == 153
+    assert engine.loop.computed["more"] == len(longer) - 153 + 3
+
+
+def test_a_prompt_that_differs_in_the_middle_of_a_page_keeps_what_comes_before(engine: Engine) -> None:
+    saved(engine)
+    other = [*PROMPT[:70], *(400 - i for i in range(60))]
+    engine.loop.add("other", other, params=transfer(load=(A,)))
+    engine.loop.run_to_end("other")
+
+    assert report_of(engine).loaded_tokens == 70
+    assert engine.loop.computed["other"] == 60 + 3
+
+
+def test_the_candidate_with_the_longest_common_prefix_wins(engine: Engine) -> None:
+    saved(engine, PROMPT[:40], A)
+    saved(engine, PROMPT, B)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A, B)))
+    engine.loop.run_to_end("again")
+
+    assert report_of(engine, (A, B)).loaded_tokens == 149
+
+
+def test_only_what_the_engine_lacks_is_loaded_into_its_own_blocks(engine: Engine) -> None:
+    engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("warm", PROMPT[:40])
+    engine.loop.run_to_end("warm")
+    engine.sidecar.served_bytes = 0
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    report = report_of(engine)
+    assert (report.device_tokens, report.loaded_tokens) == (32, 117)
+
+
+def test_nothing_is_loaded_when_the_engine_has_it_all(engine: Engine) -> None:
+    engine.save(PROMPT[:32], A)
+    longer = PROMPT[:48]
+    engine.loop.add("warm", longer)
+    engine.loop.run_to_end("warm")
+    engine.loop.add("again", [*PROMPT[:32], 9], params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    report = report_of(engine)
+    assert (report.outcome, report.device_tokens) == (pb.LOAD_OUTCOME_NOT_NEEDED, 32)
+    assert engine.sidecar.served_bytes == 0
+
+
+def test_blocks_come_in_frames_when_no_memory_is_shared(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = start_engine(sidecar=FakeSidecar(), extra={"staging_directory": str(tmp_path)})
+    answer = saved(engine)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert report_of(engine).tier == pb.TIER_DISK
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ref_")] == []
+
+
+def test_another_engine_loads_what_this_one_saved(start_engine: Callable[..., Engine]) -> None:
+    first = start_engine()
+    answer = first.save(PROMPT, A)
+    second = start_engine(sidecar=first.sidecar)
+    second.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert second.loop.run_to_end("again") == answer
+    assert second.loop.computed["again"] == 4
+
+
+def test_kv_of_another_fingerprint_is_a_miss(start_engine: Callable[..., Engine]) -> None:
+    first = start_engine()
+    first.save(PROMPT, A)
+    second = start_engine(sidecar=first.sidecar, extra={"weights_epoch": "1"})
+    second.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    second.loop.run_to_end("again")
+
+    report = report_of(second)
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "fingerprint_mismatch")
+    assert first.sidecar.served_bytes == 0
+
+
+def test_an_unknown_ref_is_a_miss(engine: Engine) -> None:
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    report = report_of(engine)
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "cache_ref_not_found")
+    assert engine.loop.computed["again"] == 153
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"context_cache": None},
+        {"context_cache": {"load": [A]}},
+        {"context_cache": "v1.e30.00"},
+        {"do_remote_prefill": True},
+        transfer(load=(A,), save=B, secret=b"another secret, 32 bytes or more too"),
+    ],
+)
+def test_without_a_token_of_ours_nothing_happens(engine: Engine, params: object) -> None:
+    saved(engine)
+    engine.loop.add("again", PROMPT, params=params)
+    engine.loop.run_to_end("again")
+
+    assert engine.loop.computed["again"] == 153
+    assert engine.sidecar.served_bytes == 0
+    assert set(engine.sidecar.manifests) == {A}
+
+
+def test_a_request_that_must_not_read_caches_loads_nothing(engine: Engine) -> None:
+    saved(engine)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)), skip_reading=True)
+    engine.loop.run_to_end("again")
+
+    assert engine.loop.computed["again"] == 153
+    assert report_of(engine).reason == "prefix_cache_reading_off"
+
+
+def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine) -> None:
+    answer = saved(engine)
+    engine.sidecar.corrupt(A)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 153
+    report = report_of(engine)
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_FAILED, "corrupt_block")
+    assert engine.counted("failed_loads", "corrupt_block") == 1
+
+
+def test_a_sidecar_that_dies_in_the_middle_of_a_load_costs_time_only(engine: Engine) -> None:
+    answer = saved(engine)
+    engine.sidecar.hang["load_block"] = threading.Event()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.connector.scheduler_side.begin(engine.loop.scheduler.requests["again"])
+    _settle_lookup(engine)
+    engine.loop.step()
+    engine.sidecar.down = True
+    engine.sidecar.hang["load_block"].set()
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 153
+
+
+def test_a_load_past_its_deadline_fails_and_the_request_goes_on(engine: Engine) -> None:
+    answer = saved(engine)
+    hang = engine.sidecar.hang["load_block"] = threading.Event()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    _settle_lookup(engine)
+    engine.loop.step()
+    engine.sidecar.wait_for("load_block")
+    engine.clock.advance(s=60)
+    hang.set()
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.counted("failed_loads", "load_deadline") == 1
+
+
+def test_a_load_that_no_thread_has_begun_is_given_up_at_its_deadline(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(extra={"load_threads": 1})
+    answer = saved(engine)
+    hang = engine.sidecar.hang["load_block"] = threading.Event()
+    engine.loop.add("first", PROMPT, params=transfer(load=(A,)))
+    engine.loop.add("second", PROMPT[:149], params=transfer(load=(A,)))
+    _settle_lookup(engine)
+    engine.loop.step()
+    engine.sidecar.wait_for("load_block")
+    engine.clock.advance(s=60)
+    engine.loop.step()
+
+    assert engine.counted("failed_loads", "load_deadline") == 1
+    hang.set()
+    assert engine.loop.run_to_end("first") == answer
+    assert engine.loop.run_to_end("second")
+
+
+def test_an_engine_step_is_never_held_by_a_sidecar_that_does_not_answer(engine: Engine) -> None:
+    saved(engine)
+    engine.sidecar.hang["get_manifest"] = threading.Event()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.add("other", [5, 6, 7], max_tokens=2)
+    for _ in range(3):
+        engine.loop.step()
+
+    assert "other" in engine.loop.finished
+    assert engine.loop.computed["again"] == 0
+    engine.clock.advance(ms=200)
+    engine.loop.step()
+    assert engine.loop.computed["again"] > 0
+    engine.sidecar.hang["get_manifest"].set()
+    engine.loop.run_to_end("again")
+    assert report_of(engine).reason == "manifest_deadline"
+
+
+def test_aborting_a_request_while_it_loads_gives_its_blocks_back(engine: Engine) -> None:
+    saved(engine)
+    free = engine.loop.free_blocks
+    hang = engine.sidecar.hang["load_block"] = threading.Event()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,), save=B))
+    _settle_lookup(engine)
+    engine.loop.step()
+    engine.loop.abort("again")
+    engine.loop.step()
+
+    assert engine.loop.free_blocks < free
+    hang.set()
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+    assert engine.loop.free_blocks == free
+    assert B not in engine.sidecar.prepared
+
+
+def test_a_preempted_request_loads_again_and_ends_right(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(num_blocks=26)
+    answer = saved(engine)
+    engine.loop.add("again", PROMPT, max_tokens=60, params=transfer(load=(A,)))
+    engine.loop.add("rival", [3] * 150, max_tokens=90)
+    request = engine.loop.scheduler.requests["again"]
+    rival = engine.loop.scheduler.requests["rival"]
+    engine.loop.run(lambda: {"again", "rival"} <= set(engine.loop.finished), steps=600)
+
+    assert request.num_preemptions + rival.num_preemptions > 0
+    assert engine.loop.finished["again"][:4] == answer
+
+
+def test_the_next_turn_waits_for_a_save_of_its_own_engine(engine: Engine) -> None:
+    hang = engine.sidecar.hang["seal"] = threading.Event()
+    engine.loop.add("first", PROMPT, params=transfer(save=A))
+    while "first" not in engine.loop.finished:
+        engine.loop.step()
+    for _ in range(100):
+        if not engine.loop.scheduler.has_requests():
+            break
+        engine.loop.step()
+        threading.Event().wait(0.01)
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.step()
+    engine.clock.advance(ms=1_000)
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] == 0
+    hang.set()
+    engine.loop.run_to_end("again")
+    assert report_of(engine).outcome == pb.LOAD_OUTCOME_LOADED
+
+
+def test_nobody_waits_for_a_save_that_was_given_up(engine: Engine) -> None:
+    engine.sidecar.deleted.add(A)
+    engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.step()
+    engine.loop.settle()
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] > 0
+
+
+def _settle_lookup(engine: Engine) -> None:
+    pool = engine.loop.connector.scheduler_side._lookup._pool
+    for future in list(pool._live):
+        future.result(5)

@@ -1,0 +1,237 @@
+"""Saves, driven by vLLM's own scheduler: what is saved, what never is, and that blocks are always given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+
+A, B = cache_ref(1), cache_ref(2)
+PROMPT = list(range(1, 151))
+
+
+def test_a_finished_request_is_saved_up_to_the_last_token_that_has_kv(engine: Engine) -> None:
+    answer = engine.save(PROMPT, A)
+
+    manifest = engine.sidecar.manifests[A]
+    assert manifest.token_ids == (*PROMPT, *answer[:-1])
+    assert (len(manifest.block_ids), manifest.tail_tokens) == (2, 153 - 128)
+    assert engine.sidecar.token_ids_of(A) == (*PROMPT[128:], *answer[:-1])
+
+
+def test_a_context_that_ends_at_a_block_edge_has_no_tail(engine: Engine) -> None:
+    engine.save(PROMPT[:125], A)
+
+    manifest = engine.sidecar.manifests[A]
+    assert (len(manifest.token_ids), manifest.tail_tokens) == (128, 0)
+    assert A not in engine.sidecar.files
+
+
+def test_blocks_the_sidecar_has_are_not_copied_again(engine: Engine) -> None:
+    engine.save(PROMPT, A)
+    before = set(engine.sidecar.files)
+    engine.save([*PROMPT, 7, 7, 7], B, name="more")
+
+    assert set(engine.sidecar.files) - before == {B}
+
+
+def test_the_engines_blocks_are_held_until_they_are_copied_and_no_longer(engine: Engine) -> None:
+    free = engine.loop.free_blocks
+    hang = engine.sidecar.hang["prepare_save"] = threading.Event()
+    engine.loop.add("save", PROMPT, params=transfer(save=A))
+    for _ in range(6):
+        engine.loop.step()
+
+    assert "save" in engine.loop.finished
+    assert engine.loop.scheduler.has_requests()
+    assert engine.loop.free_blocks < free
+    assert not engine.loop.scheduler.reset_prefix_cache()
+    hang.set()
+    engine.loop.run_to_end("save")
+    assert engine.loop.free_blocks == free
+    assert A in engine.sidecar.manifests
+
+
+def test_a_slow_upload_does_not_hold_the_engines_blocks(engine: Engine) -> None:
+    free = engine.loop.free_blocks
+    hang = engine.sidecar.hang["save_blocks"] = threading.Event()
+    engine.loop.add("save", PROMPT, params=transfer(save=A))
+    for _ in range(6):
+        engine.loop.step()
+    _settle_copies(engine)
+    engine.loop.step()
+
+    assert not engine.loop.scheduler.has_requests()
+    assert engine.loop.free_blocks == free
+    hang.set()
+    engine.loop.settle()
+    assert A in engine.sidecar.manifests
+
+
+def test_a_save_waiting_too_long_for_a_thread_is_skipped(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(extra={"save_threads": 1})
+    free = engine.loop.free_blocks
+    hang = engine.sidecar.hang["prepare_save"] = threading.Event()
+    engine.loop.add("first", PROMPT, params=transfer(save=A))
+    engine.loop.add("second", PROMPT[:99], params=transfer(save=B))
+    for _ in range(6):
+        engine.loop.step()
+    engine.sidecar.wait_for("prepare_save")
+    engine.clock.advance(ms=500)
+    engine.loop.step()
+
+    assert engine.counted("skipped_saves", "prepare_deadline") == 1
+    hang.set()
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+    # The first got its answer too late as well: the deadline counts from the finish.
+    assert engine.counted("skipped_saves") == 2
+    assert engine.loop.free_blocks == free
+    assert engine.sidecar.manifests == {}
+
+
+def test_without_a_sidecar_requests_finish_and_nothing_is_held(start_engine: Callable[..., Engine]) -> None:
+    sidecar = FakeSidecar()
+    sidecar.down = True
+    engine = start_engine(sidecar=sidecar)
+    free = engine.loop.free_blocks
+    engine.save(PROMPT, A)
+
+    assert engine.loop.free_blocks == free
+    assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
+
+
+def test_a_sidecar_that_comes_late_is_found(start_engine: Callable[..., Engine]) -> None:
+    sidecar = FakeSidecar()
+    sidecar.down = True
+    engine = start_engine(sidecar=sidecar)
+    engine.save(PROMPT, A)
+    sidecar.down = False
+    engine.clock.advance(s=30)
+    engine.save(PROMPT, B, name="later")
+
+    assert set(sidecar.manifests) == {B}
+
+
+def test_while_the_sidecar_is_away_it_is_asked_ever_more_rarely(start_engine: Callable[..., Engine]) -> None:
+    sidecar = FakeSidecar()
+    sidecar.down = True
+    engine = start_engine(sidecar=sidecar)
+    for _ in range(20):
+        engine.clock.advance(ms=250)
+        engine.loop.step()
+        engine.loop.settle()
+
+    # At 0, 250, 750, 1 750 and 3 750 ms.
+    assert engine.counted("failed_handshakes") == 5
+
+
+def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(extra={"staging_limit_bytes": 1000})
+    free = engine.loop.free_blocks
+    engine.save(PROMPT, A)
+
+    assert engine.counted("skipped_saves", "storage_full") == 1
+    assert engine.loop.free_blocks == free
+    assert engine.loop.worker.worker_side._saver.budget.used_bytes == 0
+
+
+def test_a_directory_that_cannot_be_written_skips_the_save(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    engine = start_engine(sidecar=FakeSidecar(), extra={"staging_directory": str(tmp_path / "absent")})
+    free = engine.loop.free_blocks
+    engine.save(PROMPT, A)
+
+    assert engine.counted("skipped_saves", "staging_error") == 1
+    assert engine.loop.free_blocks == free
+    assert engine.loop.worker.worker_side._saver.budget.used_bytes == 0
+
+
+def test_a_save_leaves_no_file_and_no_bytes_behind(engine: Engine, tmp_path: Path) -> None:
+    engine.save(PROMPT, A)
+    engine.sidecar.hang["save_blocks"] = threading.Event()
+    engine.sidecar.timeout_s = 0.01
+    engine.save([9, *PROMPT], B, name="lost")
+    engine.loop.settle()
+
+    assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
+    assert engine.loop.worker.worker_side._saver.budget.used_bytes == 0
+    assert list((tmp_path / "shared" / "incoming").iterdir()) == []
+
+
+def test_a_session_that_was_deleted_meanwhile_is_not_saved(engine: Engine) -> None:
+    engine.sidecar.deleted.add(A)
+    engine.save(PROMPT, A)
+
+    assert engine.counted("skipped_saves", "context_deleted") == 1
+    assert engine.sidecar.manifests == {}
+
+
+def test_an_abort_in_the_middle_of_the_prompt_saves_nothing(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(max_num_batched_tokens=64)
+    free = engine.loop.free_blocks
+    engine.loop.add("save", PROMPT, params=transfer(save=A))
+    engine.loop.step()
+    engine.loop.abort("save")
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+
+    assert engine.sidecar.prepared == {}
+    assert engine.sidecar.manifests == {}
+    assert engine.counted("skipped_saves", "not_computed") == 1
+    assert engine.loop.free_blocks == free
+
+
+def test_an_abort_after_the_prompt_saves_it_as_a_stop_string_ends_so(engine: Engine) -> None:
+    engine.loop.add("save", PROMPT, max_tokens=20, params=transfer(save=A))
+    for _ in range(4):
+        engine.loop.step()
+    engine.loop.abort("save")
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+
+    # 150 prompt tokens and the 3 answered ones that were fed back.
+    assert len(engine.sidecar.manifests[A].token_ids) == 153
+
+
+@pytest.mark.parametrize("batch", [16, 64, 100])
+def test_a_prompt_computed_in_chunks_is_saved_whole(start_engine: Callable[..., Engine], batch: int) -> None:
+    engine = start_engine(max_num_batched_tokens=batch)
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.loop.computed["again"] == 155 - 153 + 3
+
+
+def test_two_requests_under_one_name_are_saved_once(engine: Engine) -> None:
+    free = engine.loop.free_blocks
+    engine.loop.add("one", PROMPT, params=transfer(save=A))
+    engine.loop.add("two", PROMPT, params=transfer(save=A))
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+
+    assert engine.counted("saves") == 1
+    assert engine.counted("skipped_saves", "twice") == 1
+    assert engine.loop.free_blocks == free
+
+
+def test_nothing_is_remembered_of_finished_requests(engine: Engine) -> None:
+    engine.save(PROMPT, A)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.loop.connector.scheduler_side._requests == {}
+
+
+def test_resetting_the_cache_touches_nothing_the_sidecar_has(engine: Engine) -> None:
+    engine.save(PROMPT, A)
+
+    assert engine.loop.scheduler.reset_prefix_cache(reset_connector=True)
+    assert A in engine.sidecar.manifests
+
+
+def _settle_copies(engine: Engine) -> None:
+    for future in list(engine.loop.worker.worker_side._save_pool._live):
+        future.result(5)
