@@ -6,6 +6,8 @@ import asyncio
 import logging
 import stat
 from pathlib import Path
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -28,7 +30,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
         if settings.unix_socket is not None:
             remove_stale_socket(settings.unix_socket)
         server = serve(sidecar, settings.addresses())
-        metrics = start_http_server(settings.metrics_port, registry=registry) if settings.metrics_port else None
+        metrics = _serve_metrics(settings, registry)
         await server.start()
         log.info(
             "sidecar serves", extra={"addresses": settings.addresses(), "num_contexts": sidecar.catalog.num_contexts}
@@ -43,6 +45,12 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
             http_server.server_close()
     finally:
         await sidecar.close()
+
+
+def _serve_metrics(settings: SidecarSettings, registry: CollectorRegistry) -> tuple[WSGIServer, Thread] | None:
+    if not settings.metrics_port:
+        return None
+    return start_http_server(settings.metrics_port, addr=settings.metrics_host, registry=registry)
 
 
 def remove_stale_socket(path: Path) -> None:

@@ -10,32 +10,22 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 
 from contextcache.clock import Clock
-from contextcache.errors import (
-    CacheRefNotFound,
-    ContextCacheError,
-    ContextDeleted,
-    ContextExists,
-    ContextExpired,
-    CorruptBlock,
-    InvalidRequest,
-    SaveIncomplete,
-    StorageFull,
-)
+from contextcache.errors import CacheRefNotFound, ContextCacheError, CorruptBlock, InvalidRequest
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
-from kv_sidecar.announcements import Announcements
-from kv_sidecar.block_file import BlockMeta
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.fingerprint import require_fingerprint
 from kv_sidecar.io_threads import IoThreads
-from kv_sidecar.manifest import all_keys, block_meta, num_files, rank_keys
+from kv_sidecar.limits import CatalogLimits
+from kv_sidecar.manifest import block_key, num_files, rank_keys
 from kv_sidecar.manifest_index import ManifestRecord
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.recent_names import RecentNames
-from kv_sidecar.saves import NewSave, SaveInFlight, SavesInFlight
+from kv_sidecar.saves import NewSave
+from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.sealed_manifests import SealedManifests
 from kv_sidecar.store import Buffer
 from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
@@ -47,37 +37,12 @@ NOT_FOUND = "no KV under this cache_ref"
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogLimits:
-    """Bounds of everything the catalog remembers."""
-
-    block_tokens: int
-    save_deadline_ms: int
-    """A save that is not sealed after this time is dropped."""
-    max_saves: int
-    tombstone_ms: int
-    """How long deleted refs and sessions are refused."""
-    max_tombstones: int
-    spare_ms: int
-    """How long the good blocks of a context with a corrupt one are kept, for the save that follows its recompute."""
-    max_waiters: int
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedSave:
-    """What a rank has to send."""
-
-    block_ids: tuple[str, ...]
-    missing_blocks: tuple[int, ...]
-    tail_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Removed:
     """What a delete or a collector pass removed."""
 
     num_manifests: int
     freed_bytes: int
-    """On disk."""
+    """Of block files on disk."""
 
 
 class ContextCatalog:
@@ -99,14 +64,9 @@ class ContextCatalog:
         self._clock = clock
         self._limits = limits
         self._metrics = metrics
-        self._saves = SavesInFlight()
-        self._seals = Announcements(max_waiters=limits.max_waiters)
-        self._deleted: RecentNames[tuple[str, TenantId, str]] = RecentNames(
-            keep_ms=limits.tombstone_ms, max_names=limits.max_tombstones
+        self._saving = Saving(
+            tiers=tiers, manifests=manifests, clock=clock, limits=limits, metrics=metrics, free=self._free
         )
-        """Tombstones: ("ref" or "session", tenant, name)."""
-        self._dropped: RecentNames[CacheRef] = RecentNames(keep_ms=limits.tombstone_ms, max_names=limits.max_tombstones)
-        """Saves that ended without a manifest: nobody needs to wait for them."""
         self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
         """Good blocks of contexts that lost another one, kept for the save that follows the recompute."""
 
@@ -126,16 +86,7 @@ class ContextCatalog:
         """
         new.check()
         manifest = await self._threads.run(new.manifest, block_tokens=self._limits.block_tokens)
-        try:
-            save = self._admit(new, manifest)
-        except ContextCacheError as exc:
-            self._note_refusal(new.cache_ref, exc)
-            raise
-        self._saves.prepare(save, new.rank)
-        self._metrics.saves.inc()
-        keys = rank_keys(manifest, new.rank)[: len(manifest.block_ids)]
-        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.is_stored(key))
-        return PreparedSave(manifest.block_ids, missing, manifest.tail_tokens)
+        return self._saving.prepare(new, manifest)
 
     async def take_file(self, cache_ref: CacheRef, rank: int, block_index: int, shared_name: str) -> int:
         """Take over a block file from the shared directory; return its bytes. It is gone whatever happens.
@@ -144,48 +95,42 @@ class ContextCatalog:
         """
         path = self._tiers.memory.incoming_path(shared_name)
         try:
-            save, expected = self._expected(cache_ref, rank, block_index)
+            save, expected = self._saving.expected(cache_ref, rank, block_index)
         except ContextCacheError:
             await self._threads.run(path.unlink, missing_ok=True)
             raise
-        return await self._threads.finish(self._take(save, expected, lambda: self._tiers.take_file(path, expected)))
+        taking = self._saving.take(save, expected, lambda: self._tiers.take_file(path, expected))
+        return await self._threads.finish(taking)
 
     async def take_block(self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer) -> int:
         """Take a whole block file that came in frames; return its bytes. Raises as `take_file`."""
-        save, expected = self._expected(cache_ref, rank, block_index)
-        return await self._threads.finish(self._take(save, expected, lambda: self._tiers.take_bytes(data, expected)))
+        save, expected = self._saving.expected(cache_ref, rank, block_index)
+        taking = self._saving.take(save, expected, lambda: self._tiers.take_bytes(data, expected))
+        return await self._threads.finish(taking)
 
     async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
-        """End a rank's save; write the manifest when it was the last. Idempotent.
+        """End a rank's save; when it was the last, write the manifest and return True. Idempotent.
 
-        Raises SaveIncomplete when blocks are missing or nothing was prepared, ContextDeleted.
+        Raises SaveIncomplete when blocks are missing or nothing was prepared, ContextDeleted, StorageFull.
         """
-        save = self._saves.get(cache_ref)
-        if save is None:
-            if self._manifests.index.get(cache_ref) is not None:
-                return True
-            raise self._no_save(cache_ref)
-        stored = all(self._tiers.is_stored(key) for key in rank_keys(save.manifest, rank))
-        if rank not in save.prepared or not stored:
-            raise SaveIncomplete("blocks of this rank are missing")
-        save.sealed.add(rank)
-        if not save.is_complete:
-            return False
-        await self._threads.finish(self._publish(save))
-        return True
+        if self._manifests.index.get(cache_ref) is not None:
+            return True
+        save = self._saving.is_last_rank(cache_ref, rank)
+        if save is not None:
+            await self._threads.finish(self._saving.publish(save))
+        return save is not None
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_s: float) -> ManifestRecord | None:
         """Return the record once its manifest is durable; None after `timeout_s`, or when the save has failed."""
-        now_ms = self._clock.now_ms()
-        record = self._manifests.live(tenant, cache_ref, now_ms=now_ms)
-        given_up = self._dropped.added_at_ms(cache_ref, now_ms) is not None
-        if record is None and not given_up and await self._seals.wait(cache_ref, timeout_s=timeout_s):
-            record = self._manifests.live(tenant, cache_ref, now_ms=self._clock.now_ms())
+        record = self._live(tenant, cache_ref)
+        if record is None:
+            await self._saving.wait(cache_ref, timeout_s=timeout_s)
+            record = self._live(tenant, cache_ref)
         return record
 
     async def open(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """Return a sealed, unexpired manifest whose blocks are all there. Raises CacheRefNotFound."""
-        record = self._manifests.live(tenant, cache_ref, now_ms=self._clock.now_ms())
+        record = self._live(tenant, cache_ref)
         if record is not None:
             manifest = await self._manifests.read(record)
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
@@ -214,23 +159,22 @@ class ContextCatalog:
             raise InvalidRequest("there is no such block in this context", param="block_indices")
         if len(block_indices) > files:
             raise InvalidRequest("more blocks asked for than there are", param="block_indices")
-        blocks = self._tiers.fetch(manifest, rank, block_indices, shared=shared)
+        wanted = list(block_indices)
+        blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared)
         served = 0
         try:
             async for block in blocks:
                 served += 1
                 yield block
         except CorruptBlock:
-            key = block_meta(manifest, block_indices[served], rank).key
-            await self._threads.finish(self._lose_block(key))
+            await self._threads.finish(self._lose_block(block_key(manifest, wanted[served], rank)))
             raise
         finally:
             await blocks.aclose()
 
     async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's unexpired manifests, and of those on their way; return how many."""
-        for save in self._saves.of_session(tenant, session_id):
-            save.manifest = replace(save.manifest, expires_at_ms=expires_at_ms)
+        self._saving.move_expiry(tenant, session_id, expires_at_ms)
         now_ms = self._clock.now_ms()
         return await self._threads.finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
 
@@ -245,89 +189,8 @@ class ContextCatalog:
         """Free what is reachable from no live manifest and no save in flight."""
         return await self._threads.finish(self._collect())
 
-    def _admit(self, new: NewSave, manifest: Manifest) -> SaveInFlight:
-        """Return the save a rank belongs to, new or begun by another rank."""
-        now_ms = self._clock.now_ms()
-        if self._is_deleted(new, now_ms):
-            raise ContextDeleted("the context was deleted")
-        if new.expires_at_ms <= now_ms:
-            raise ContextExpired("the context has expired")
-        if self._manifests.index.get(new.cache_ref) is not None:
-            raise ContextExists("this cache_ref is sealed")
-        save = self._saves.get(new.cache_ref)
-        if save is not None:
-            if replace(manifest, expires_at_ms=save.manifest.expires_at_ms) != save.manifest:
-                raise InvalidRequest("ranks disagree about this cache_ref", param="cache_ref")
-            return save
-        if len(self._saves) >= self._limits.max_saves:
-            raise StorageFull("too many saves in flight")
-        return SaveInFlight(manifest, now_ms + self._limits.save_deadline_ms)
-
-    def _is_deleted(self, new: NewSave, now_ms: int) -> bool:
-        if self._deleted.added_at_ms(("ref", new.tenant, new.cache_ref), now_ms) is not None:
-            return True
-        deleted_at_ms = self._deleted.added_at_ms(("session", new.tenant, new.session_id), now_ms)
-        return deleted_at_ms is not None and new.started_at_ms <= deleted_at_ms
-
-    def _expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[SaveInFlight, BlockMeta]:
-        save = self._saves.get(cache_ref)
-        if save is None:
-            raise self._no_save(cache_ref)
-        if rank not in save.prepared or not 0 <= block_index < num_files(save.manifest):
-            raise InvalidRequest("the save has no such block", param="block_index")
-        return save, block_meta(save.manifest, block_index, rank)
-
-    def _no_save(self, cache_ref: CacheRef) -> ContextCacheError:
-        if self._dropped.added_at_ms(cache_ref, self._clock.now_ms()) is not None:
-            return ContextDeleted("the save was dropped")
-        return SaveIncomplete("there is no save under this cache_ref")
-
-    async def _take(self, save: SaveInFlight, expected: BlockMeta, take_in: Callable[[], Awaitable[int]]) -> int:
-        try:
-            size_bytes = await take_in()
-        except ContextCacheError as exc:
-            self._note_refusal(save.manifest.cache_ref, exc)
-            await self._tiers.free(self._drop(save), wanted=self._is_wanted)
-            raise
-        if save.dropped:
-            await self._tiers.free([expected.key], wanted=self._is_wanted)
-            raise ContextDeleted("the save was dropped")
-        self._metrics.blocks_taken.inc()
-        self._metrics.bytes_taken.inc(size_bytes)
-        return size_bytes
-
-    async def _publish(self, save: SaveInFlight) -> None:
-        record = await self._manifests.publish(lambda: self._finished_manifest(save))
-        self._saves.remove(save)
-        if record is not None:
-            self._metrics.seals.inc()
-            log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
-        self._seals.announce(save.manifest.cache_ref)
-
-    def _finished_manifest(self, save: SaveInFlight) -> Manifest | None:
-        """Return the manifest with its size; None when another call has just written it."""
-        if save.dropped:
-            raise ContextDeleted("the save was dropped")
-        if self._saves.get(save.manifest.cache_ref) is not save:
-            return None
-        sizes = [self._tiers.stored_bytes(key) for key in all_keys(save.manifest)]
-        if None in sizes:
-            raise SaveIncomplete("a block this save counted on has gone")
-        save.publishing = True
-        return replace(save.manifest, size_bytes=sum(size or 0 for size in sizes))
-
-    def _drop(self, save: SaveInFlight) -> list[BlockKey]:
-        """End a save without a manifest; return the blocks it counted on. Its waiters learn at once."""
-        save.dropped = True
-        self._dropped.add(save.manifest.cache_ref, self._clock.now_ms())
-        self._seals.announce(save.manifest.cache_ref)
-        return self._saves.remove(save)
-
-    def _note_refusal(self, cache_ref: CacheRef, error: ContextCacheError) -> None:
-        self._metrics.refused.labels(error.code).inc()
-        if not isinstance(error, ContextExists):
-            self._dropped.add(cache_ref, self._clock.now_ms())
-            self._seals.announce(cache_ref)
+    def _live(self, tenant: TenantId, cache_ref: CacheRef) -> ManifestRecord | None:
+        return self._manifests.live(tenant, cache_ref, now_ms=self._clock.now_ms())
 
     async def _lose(self, select: Callable[[], list[ManifestRecord]]) -> None:
         """Remove manifests that can no longer be served, and spare their blocks for a while."""
@@ -342,42 +205,32 @@ class ContextCatalog:
         await self._lose(lambda: self._manifests.index.holders(key))
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
-        now_ms = self._clock.now_ms()
-        for cache_ref in cache_refs:
-            self._deleted.add(("ref", tenant, cache_ref), now_ms)
-        if session_id:
-            self._deleted.add(("session", tenant, session_id), now_ms)
-        doomed = [
-            save
-            for save in self._saves
-            if save.manifest.tenant == tenant
-            and (save.manifest.session_id == session_id or save.manifest.cache_ref in cache_refs)
-        ]
-        keys = [key for save in doomed for key in self._drop(save)]
+        keys = self._saving.drop_deleted(tenant, session_id, cache_refs)
         index = self._manifests.index
         records = await self._manifests.remove(
             lambda: list({*index.of_refs(tenant, cache_refs), *index.of_session(tenant, session_id)})
         )
         self._metrics.deletes.inc(len(records))
-        return await self._free(records, keys)
+        return Removed(len(records), await self._free([*_keys_of(records), *keys]))
 
     async def _collect(self) -> Removed:
         now_ms = self._clock.now_ms()
-        overdue = [save for save in self._saves if save.deadline_ms <= now_ms and not save.publishing]
-        keys = [key for save in overdue for key in self._drop(save)]
+        keys = self._saving.drop_overdue()
         records = await self._manifests.remove(lambda: self._manifests.index.expired(now_ms))
         self._metrics.collected.inc(len(records))
         self._spared.forget_old(now_ms)
-        return await self._free(records, [*keys, *await self._threads.run(self._orphans)])
+        orphans = await self._threads.run(self._orphans)
+        return Removed(len(records), await self._free([*_keys_of(records), *keys, *orphans]))
 
     def _orphans(self) -> list[BlockKey]:
         return [key for key in self._tiers.all_keys() if not self._is_wanted(key)]
 
-    async def _free(self, records: Sequence[ManifestRecord], keys: Sequence[BlockKey]) -> Removed:
-        """Free what removed manifests held and dropped saves counted on, unless somebody else wants it."""
-        held = [key for record in records for key in record.keys]
-        freed_bytes = await self._tiers.free([*held, *keys], wanted=self._is_wanted)
-        return Removed(len(records), freed_bytes)
+    async def _free(self, keys: Sequence[BlockKey]) -> int:
+        return await self._tiers.free(keys, wanted=self._is_wanted)
 
     def _is_wanted(self, key: BlockKey) -> bool:
-        return self._manifests.index.is_held(key) or self._saves.is_pinned(key) or key in self._spared
+        return self._manifests.index.is_held(key) or self._saving.is_pinned(key) or key in self._spared
+
+
+def _keys_of(records: Sequence[ManifestRecord]) -> list[BlockKey]:
+    return [key for record in records for key in record.keys]

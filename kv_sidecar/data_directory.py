@@ -64,7 +64,7 @@ class DataDirectory:
         try:
             self._step(f"write {final.name}")
             _write_synced(temporary, data)
-            final.parent.mkdir(parents=True, exist_ok=True)
+            _make_directory(final.parent)
             self._step(f"rename {final.name}")
             temporary.rename(final)
         except OSError as exc:
@@ -140,6 +140,13 @@ def write_all(descriptor: int, data: Buffer) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def _make_directory(path: Path) -> None:
+    """Create a fan-out directory that outlives a crash like the files in it."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        _fsync_directory(path.parent)
 
 
 def _fsync_directory(path: Path) -> None:

@@ -7,7 +7,6 @@ Without one they are bytes in this process. Nothing here survives a start; every
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -37,13 +36,14 @@ class MemoryStore(BlockStore):
         self._counter = 0
 
     def open(self) -> None:
-        """Create the directories, empty."""
+        """Create the directories and empty them; an engine that is alive may be using `incoming/` meanwhile."""
         if self.shared_directory is None:
             return
         for name in (INCOMING, _BLOCKS, _WRITING):
             directory = self.shared_directory / name
-            shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.iterdir():
+                path.unlink(missing_ok=True)
 
     @override
     def put(self, key: BlockKey, data: Buffer) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.settings import ProcessSettings
-from kv_sidecar.catalog import CatalogLimits
+from kv_sidecar.limits import CatalogLimits
 
 
 class SidecarSettings(ProcessSettings):
@@ -65,6 +65,13 @@ class SidecarSettings(ProcessSettings):
     drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint; 0: off.")
     log_level: str = Field("INFO", description="Python log level.")
+
+    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint; 0.0.0.0 in a pod.")
+
+    @field_validator("unix_socket", "shared_dir", mode="before")
+    @classmethod
+    def _none_when_empty(cls, value: object) -> object:
+        return None if value == "" else value
 
     @model_validator(mode="after")
     def _listens_somewhere(self) -> SidecarSettings:

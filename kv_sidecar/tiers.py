@@ -104,6 +104,8 @@ class Tiers:
     async def free(self, keys: Iterable[BlockKey], *, wanted: Callable[[BlockKey], bool]) -> int:
         """Remove from both tiers every block that is not `wanted`; return the bytes freed on disk."""
         doomed = [key for key in dict.fromkeys(keys) if key not in self._removing and not wanted(key)]
+        if not doomed:
+            return 0
         gone = asyncio.Event()
         self._removing |= dict.fromkeys(doomed, gone)
         try:

@@ -1,0 +1,22 @@
+"""Bounds of everything the catalog remembers. Pure values; settings.py makes them from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogLimits:
+    """Times in ms, counts in entries."""
+
+    block_tokens: int
+    save_deadline_ms: int
+    """A save that is not sealed after this time is dropped."""
+    max_saves: int
+    """Saves in flight; one more is refused."""
+    tombstone_ms: int
+    """How long deleted refs and sessions are refused."""
+    max_tombstones: int
+    spare_ms: int
+    """How long the good blocks of a context with a bad one are kept, for the save that follows its recompute."""
+    max_waiters: int

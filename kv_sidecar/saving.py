@@ -1,0 +1,236 @@
+"""How KV gets in: announce, take block files, seal, write the manifest last. The way out is catalog.py's.
+
+A save that cannot end with a manifest is dropped at once, with everything it brought, and whoever waits for it learns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from contextcache.clock import Clock
+from contextcache.errors import (
+    ContextCacheError,
+    ContextDeleted,
+    ContextExists,
+    ContextExpired,
+    InvalidRequest,
+    SaveIncomplete,
+    SidecarUnavailable,
+    StorageFull,
+)
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from kv_sidecar.announcements import Announcements
+from kv_sidecar.block_file import BlockMeta
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.limits import CatalogLimits
+from kv_sidecar.manifest import all_keys, block_meta, num_files, rank_keys
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.recent_names import RecentNames
+from kv_sidecar.saves import NewSave, SaveInFlight, SavesInFlight
+from kv_sidecar.sealed_manifests import SealedManifests
+from kv_sidecar.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSave:
+    """What a rank has to send."""
+
+    block_ids: tuple[str, ...]
+    missing_blocks: tuple[int, ...]
+    tail_tokens: int
+
+
+class Saving:
+    """All saves in flight, and the names that may not be saved under any more."""
+
+    def __init__(
+        self,
+        *,
+        tiers: Tiers,
+        manifests: SealedManifests,
+        clock: Clock,
+        limits: CatalogLimits,
+        metrics: SidecarMetrics,
+        free: Callable[[Sequence[BlockKey]], Awaitable[int]],
+    ) -> None:
+        """`free` removes those of the given blocks that nobody wants."""
+        self._tiers = tiers
+        self._manifests = manifests
+        self._clock = clock
+        self._limits = limits
+        self._metrics = metrics
+        self._free = free
+        self._saves = SavesInFlight()
+        self._seals = Announcements(max_waiters=limits.max_waiters)
+        keep_ms, max_names = limits.tombstone_ms, limits.max_tombstones
+        self._deleted: RecentNames[tuple[str, TenantId, str]] = RecentNames(keep_ms=keep_ms, max_names=max_names)
+        """Tombstones: ("ref" or "session", tenant, name)."""
+        self._dropped: RecentNames[CacheRef] = RecentNames(keep_ms=keep_ms, max_names=max_names)
+        """Saves that ended without a manifest."""
+
+    def is_pinned(self, key: BlockKey) -> bool:
+        """Return whether a save in flight counts on the block."""
+        return self._saves.is_pinned(key)
+
+    def prepare(self, new: NewSave, manifest: Manifest) -> PreparedSave:
+        """Open the save of one rank; see `ContextCatalog.prepare_save`."""
+        try:
+            save = self._admit(new, manifest)
+        except ContextCacheError as exc:
+            self._give_up(new.cache_ref, exc)
+            raise
+        self._saves.prepare(save, new.rank)
+        self._dropped.discard(new.cache_ref)
+        self._metrics.saves.inc()
+        keys = rank_keys(manifest, new.rank)[: len(manifest.block_ids)]
+        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.is_stored(key))
+        return PreparedSave(manifest.block_ids, missing, manifest.tail_tokens)
+
+    def expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[SaveInFlight, BlockMeta]:
+        """Return what must come at this position. Raises SaveIncomplete, ContextDeleted, InvalidRequest."""
+        save = self._saves.get(cache_ref)
+        if save is None:
+            raise self._no_save(cache_ref)
+        if rank not in save.prepared or not 0 <= block_index < num_files(save.manifest):
+            raise InvalidRequest("the save has no such block", param="block_index")
+        return save, block_meta(save.manifest, block_index, rank)
+
+    async def take(self, save: SaveInFlight, expected: BlockMeta, take_in: Callable[[], Awaitable[int]]) -> int:
+        """Run `take_in`; on failure, or when the save was dropped meanwhile, free what it brought."""
+        try:
+            size_bytes = await take_in()
+        except ContextCacheError as exc:
+            await self._fail(save, exc)
+            raise
+        except OSError as exc:
+            error = SidecarUnavailable("the disk cannot be written")
+            await self._fail(save, error)
+            raise error from exc
+        if save.dropped:
+            await self._free([expected.key])
+            raise ContextDeleted("the save was dropped")
+        self._metrics.blocks_taken.inc()
+        self._metrics.bytes_taken.inc(size_bytes)
+        return size_bytes
+
+    def is_last_rank(self, cache_ref: CacheRef, rank: int) -> SaveInFlight | None:
+        """Mark a rank as sealed; return the save when all are, None when others are still to come.
+
+        Raises SaveIncomplete, ContextDeleted.
+        """
+        save = self._saves.get(cache_ref)
+        if save is None:
+            raise self._no_save(cache_ref)
+        stored = all(self._tiers.is_stored(key) for key in rank_keys(save.manifest, rank))
+        if rank not in save.prepared or not stored:
+            raise SaveIncomplete("blocks of this rank are missing")
+        save.sealed.add(rank)
+        return save if save.is_complete else None
+
+    async def publish(self, save: SaveInFlight) -> None:
+        """Write the manifest. Raises SaveIncomplete when a block has gone, ContextDeleted, StorageFull."""
+        try:
+            record = await self._manifests.publish(lambda: self._finished_manifest(save))
+        except StorageFull as exc:
+            save.publishing = False
+            await self._fail(save, exc)
+            raise
+        finally:
+            save.publishing = False
+        self._saves.remove(save)
+        if record is not None:
+            self._metrics.seals.inc()
+            log.info("context sealed", extra={"cache_ref": record.cache_ref, "num_tokens": record.num_tokens})
+        self._seals.announce(save.manifest.cache_ref)
+
+    async def wait(self, cache_ref: CacheRef, *, timeout_s: float) -> None:
+        """Return when the save has ended, one way or the other, or after `timeout_s`."""
+        if self._dropped.added_at_ms(cache_ref, self._clock.now_ms()) is None:
+            await self._seals.wait(cache_ref, timeout_s=timeout_s)
+
+    def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> None:
+        """Give the saves of a session another expiry."""
+        for save in self._saves.of_session(tenant, session_id):
+            save.manifest = replace(save.manifest, expires_at_ms=expires_at_ms)
+
+    def drop_deleted(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> list[BlockKey]:
+        """Refuse these names from now on and drop their saves; return the blocks those counted on."""
+        now_ms = self._clock.now_ms()
+        for cache_ref in cache_refs:
+            self._deleted.add(("ref", tenant, cache_ref), now_ms)
+        doomed = [self._saves.get(cache_ref) for cache_ref in cache_refs]
+        if session_id:
+            self._deleted.add(("session", tenant, session_id), now_ms)
+            doomed += self._saves.of_session(tenant, session_id)
+        return [key for save in doomed if save and save.manifest.tenant == tenant for key in self._drop(save)]
+
+    def drop_overdue(self) -> list[BlockKey]:
+        """Drop the saves past their deadline; return the blocks they counted on."""
+        now_ms = self._clock.now_ms()
+        overdue = [save for save in self._saves if save.deadline_ms <= now_ms and not save.publishing]
+        return [key for save in overdue for key in self._drop(save)]
+
+    def _admit(self, new: NewSave, manifest: Manifest) -> SaveInFlight:
+        """Return the save a rank belongs to, new or begun by another rank."""
+        now_ms = self._clock.now_ms()
+        if self._is_deleted(new, now_ms):
+            raise ContextDeleted("the context was deleted")
+        if new.expires_at_ms <= now_ms:
+            raise ContextExpired("the context has expired")
+        if self._manifests.index.get(new.cache_ref) is not None:
+            raise ContextExists("this cache_ref is sealed")
+        save = self._saves.get(new.cache_ref)
+        if save is not None:
+            if replace(manifest, expires_at_ms=save.manifest.expires_at_ms) != save.manifest:
+                raise InvalidRequest("ranks disagree about this cache_ref", param="cache_ref")
+            return save
+        if len(self._saves) >= self._limits.max_saves:
+            raise StorageFull("too many saves in flight")
+        return SaveInFlight(manifest, now_ms + self._limits.save_deadline_ms)
+
+    def _is_deleted(self, new: NewSave, now_ms: int) -> bool:
+        if self._deleted.added_at_ms(("ref", new.tenant, new.cache_ref), now_ms) is not None:
+            return True
+        deleted_at_ms = self._deleted.added_at_ms(("session", new.tenant, new.session_id), now_ms)
+        return deleted_at_ms is not None and new.started_at_ms <= deleted_at_ms
+
+    def _no_save(self, cache_ref: CacheRef) -> ContextCacheError:
+        if self._dropped.added_at_ms(cache_ref, self._clock.now_ms()) is not None:
+            return ContextDeleted("the save was dropped")
+        return SaveIncomplete("there is no save under this cache_ref")
+
+    def _finished_manifest(self, save: SaveInFlight) -> Manifest | None:
+        """Return the manifest with its size; None when another call has just written it."""
+        if save.dropped:
+            raise ContextDeleted("the save was dropped")
+        if self._saves.get(save.manifest.cache_ref) is not save:
+            return None
+        sizes = [self._tiers.stored_bytes(key) for key in all_keys(save.manifest)]
+        if None in sizes:
+            raise SaveIncomplete("a block this save counted on has gone")
+        save.publishing = True
+        return replace(save.manifest, size_bytes=sum(size or 0 for size in sizes))
+
+    async def _fail(self, save: SaveInFlight, error: ContextCacheError) -> None:
+        self._give_up(save.manifest.cache_ref, error)
+        if not save.publishing:
+            await self._free(self._drop(save))
+
+    def _give_up(self, cache_ref: CacheRef, error: ContextCacheError) -> None:
+        """Count a refusal, and let nobody wait for a save that will not come."""
+        self._metrics.refused.labels(error.code).inc()
+        if self._saves.get(cache_ref) is None and not isinstance(error, ContextExists):
+            self._dropped.add(cache_ref, self._clock.now_ms())
+            self._seals.announce(cache_ref)
+
+    def _drop(self, save: SaveInFlight) -> list[BlockKey]:
+        """End a save without a manifest; return the blocks it counted on."""
+        save.dropped = True
+        keys = self._saves.remove(save)
+        self._dropped.add(save.manifest.cache_ref, self._clock.now_ms())
+        self._seals.announce(save.manifest.cache_ref)
+        return keys
