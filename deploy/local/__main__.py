@@ -20,7 +20,8 @@ from deploy.local.table import render
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit status: 1 with a message when it could not be done, 130 on Ctrl-C."""
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell started us in the background, deaf to SIGINT
+        signal.signal(number, signal.default_int_handler)
     try:
         _run(options)
     except StepFailed as failure:

@@ -153,8 +153,7 @@ class Stack:
             for name in reversed(PART_NAMES):
                 if name in state:
                     self._stop(name, state[name])
-            self.paths.state.unlink(missing_ok=True)
-            shutil.rmtree(self.paths.run, ignore_errors=True)
+            self._forget()
 
     def clean(self) -> None:
         """Stop everything and remove the stack's directory: sessions, KV, logs, secrets."""
@@ -197,11 +196,18 @@ class Stack:
         except KeyboardInterrupt:
             for name, record in records.items():
                 kill_session(record.name, child=self._children.pop(name, None))
+        if not self._running():
+            self._forget()
+
+    def _forget(self) -> None:
+        self.paths.state.unlink(missing_ok=True)
+        shutil.rmtree(self.paths.run, ignore_errors=True)
 
     def _start(self, part: Part) -> None:
         log = self.paths.log(part.name)
         if (before := read_state(self.paths).get(part.name)) is not None:
             kill_session(before.name)  # what a leader that died left behind
+            self._reap(part.name)
         with Step(f"{part.name} on {part.url}") as step:
             child = start_process(part.command, env=part.env, cwd=ROOT, log=log)
             self._children[part.name] = child
@@ -218,12 +224,16 @@ class Stack:
 
     def _stop(self, name: str, record: RunningPart) -> None:
         if not session_members(record.name):
-            self._children.pop(name, None)
+            self._reap(name)
             return
         with Step(f"stopping {name}"):
             grace_s = self._parts()[name].grace_s
             if not stop_session(record.name, grace_s=grace_s, child=self._children.pop(name, None)):
                 say(f"    {name} did not end within {grace_s:.0f} s and was killed")
+
+    def _reap(self, name: str) -> None:
+        if (child := self._children.pop(name, None)) is not None:
+            child.wait()  # it has ended: this only collects its exit status
 
     def _running(self) -> dict[str, RunningPart]:
         """Return the parts that live; a record of a process that is gone counts for nothing."""

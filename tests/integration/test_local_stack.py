@@ -127,14 +127,16 @@ def test_a_taken_port_is_named_with_who_has_it(stack):
 
 
 def test_a_part_that_dies_shows_its_log_and_takes_the_others_with_it(tmp_path):
-    broken = Stack(tmp_path / "stack", port=free_port(), env={"MANAGER_REDIS_URL": "nonsense://"})
+    port = free_port()
+    broken = Stack(tmp_path / "stack", port=port, env={"MANAGER_REDIS_URL": "nonsense://"})
     with pytest.raises(
         StepFailed, match=r"(?s)manager ended with exit [1-9]\d*; last lines of \S*manager\.log:\n.*nonsense"
     ):
         broken.up(SMALL)
-    records = read_state(broken.paths)
 
-    assert not any(session_members(record.name) for record in records.values())
+    assert read_state(broken.paths) == {}
+    assert not broken.paths.run.exists()
+    assert is_free(plan_ports(port).redis)
     broken.clean()
 
 
@@ -162,25 +164,16 @@ def test_two_stacks_run_side_by_side(stack, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_while_starting_stops_what_was_started(tmp_path, number):
-    # No model there: vLLM takes seconds to find out, and is interrupted on the way.
     directory = tmp_path / "stack"
-    script = f"""
-import sys
-from pathlib import Path
-from deploy.local import __main__ as command, stack
-stack.MODEL_DIR = Path({str(tmp_path / "no-model")!r})
-sys.exit(command.main(["--directory", {str(directory)!r}, "up", "--port", "{free_port()}"]))
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "deploy.local", "--directory", str(directory), "up", "--port", str(free_port())]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stack = Stack(directory)
     deadline_s = time.monotonic() + 30
     while "sidecar" not in read_state(stack.paths) and time.monotonic() < deadline_s:
         time.sleep(0.05)
+    records = read_state(stack.paths)
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
-    records = read_state(stack.paths)
 
     assert process.returncode == 130, told
     assert "stopping what was started" in told
