@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ ENDPOINT_NAME = "engine-0"
 HOST_MEMORY_BYTES = 1 << 30
 """The sidecar's memory tier: some 20 contexts of 2 000 tokens of SmolLM2."""
 MIN_HOST_MEMORY_BYTES = 128 << 20
-"""With less shared memory than this, KV travels in gRPC frames instead."""
+"""When shared memory has no room for this, KV travels in gRPC frames instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def _manager(settings: StackSettings) -> Part:
 def _sidecar(settings: StackSettings) -> Part:
     port, paths = settings.ports.sidecar, settings.paths
     target = f"{LOOPBACK}:{port}"
-    limit = host_memory_bytes(shutil.disk_usage(paths.run.parent).free)
+    limit = host_memory_bytes(paths.shared_memory_free)
     env = _environment(
         settings,
         defaults={"SIDECAR_MEMORY_LIMIT_BYTES": str(limit or MIN_HOST_MEMORY_BYTES)},

@@ -291,10 +291,11 @@ class Stack:
         for directory in (paths.shared_blocks, paths.scratch):
             directory.mkdir(mode=0o700, exist_ok=True)
         make_secrets(paths)
-        shared_free = shutil.disk_usage(paths.run).free
-        if not host_memory_bytes(shared_free):
-            say(f"  {paths.run.parent} has {shared_free >> 20} MiB free, too little to share KV through it;")
-            say("  KV travels in gRPC frames, which is slower (in a container, give it --shm-size=2g)")
+        if not host_memory_bytes(paths.shared_memory_free):
+            say(
+                "  /dev/shm is too small to share KV through it (512 MiB would do): it travels in gRPC frames, more slowly"
+            )
+            say("  (a container gets more with --shm-size=2g)")
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

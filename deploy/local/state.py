@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from deploy.local.progress import StepFailed
 
 API_KEYS = {"test-key-1234567890": "demo", "test-key-other": "other"}
 """Key → tenant. Known to everyone, which is why the stack listens on loopback only."""
+MIN_SHARED_MEMORY_BYTES = 256 << 20
+"""With less in all (a container's default is 64 MiB), KV travels in gRPC frames instead."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -78,10 +81,15 @@ class StackPaths:
     def run(self) -> Path:
         """Shared memory and sockets of this stack; named after it, gone with it.
 
-        In `/dev/shm` also because a Unix socket's path may have 107 characters only.
+        A short path also because a Unix socket's may have 107 characters only.
         """
-        parent = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        parent = _SHARED_MEMORY if _shared_memory_total() >= MIN_SHARED_MEMORY_BYTES else Path(tempfile.gettempdir())
         return parent / f"context-cache-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
+
+    @property
+    def shared_memory_free(self) -> int:
+        """Bytes free in shared memory for this stack; 0 when there is too little of it to use any."""
+        return shutil.disk_usage(_SHARED_MEMORY).free if self.run.is_relative_to(_SHARED_MEMORY) else 0
 
     @property
     def sidecar_socket(self) -> Path:
@@ -134,6 +142,10 @@ def make_secrets(paths: StackPaths) -> None:
             {"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": owner} for key, owner in API_KEYS.items()
         ]
         _write_private(paths.api_keys, json.dumps({"keys": keys}, indent=2))
+
+
+def _shared_memory_total() -> int:
+    return shutil.disk_usage(_SHARED_MEMORY).total if os.access(_SHARED_MEMORY, os.W_OK) else 0
 
 
 def _read_json(path: Path) -> dict[str, Any]:
