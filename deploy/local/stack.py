@@ -292,9 +292,7 @@ class Stack:
             directory.mkdir(mode=0o700, exist_ok=True)
         make_secrets(paths)
         if not host_memory_bytes(paths.shared_memory_free):
-            say(
-                "  /dev/shm is too small to share KV through it (512 MiB would do): it travels in gRPC frames, more slowly"
-            )
+            say("  /dev/shm is too small to share KV through it (512 MiB would do): it travels in gRPC frames")
             say("  (a container gets more with --shm-size=2g)")
 
     @contextmanager
