@@ -25,7 +25,8 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then drain. Raises OSError when an address or the data directory is taken."""
     registry = CollectorRegistry()
     sidecar = Sidecar(settings, clock=SystemClock(), registry=registry)
-    await sidecar.start()
+    await sidecar.open()
+    sidecar.collector.start()
     try:
         if settings.unix_socket is not None:
             remove_stale_socket(settings.unix_socket)

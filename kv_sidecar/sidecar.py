@@ -22,7 +22,7 @@ from kv_sidecar.tiers import Tiers
 
 
 class Sidecar:
-    """Stores, catalog and collector, opened by `start()` and closed by `close()`."""
+    """Stores, catalog and collector, opened by `open()` and closed by `close()`."""
 
     def __init__(
         self,
@@ -64,11 +64,10 @@ class Sidecar:
         self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
 
-    async def start(self) -> None:
-        """Open the stores, rebuild the index, start collecting. Raises OSError when the data directory is taken."""
+    async def open(self) -> None:
+        """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
         await asyncio.to_thread(self._open_stores)
         await self.catalog.start()
-        self.collector.start()
 
     async def close(self) -> None:
         """Stop collecting, finish what was begun, give the data directory back."""

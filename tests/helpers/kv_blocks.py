@@ -1,0 +1,187 @@
+"""Small block files and a sidecar without a wire, for tests of kv_sidecar."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from contextcache.clock import Clock, ManualClock
+from contextcache.model import Manifest, new_cache_ref
+from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, parse_block_file
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.data_directory import DataDirectory, Step
+from kv_sidecar.manifest import block_meta
+from kv_sidecar.saves import NewSave
+from kv_sidecar.saving import PreparedSave
+from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.sidecar import Sidecar
+
+TENANT = "demo"
+SESSION = "ctx_1"
+FINGERPRINT = "f" * 64
+BLOCK_TOKENS = 4
+LAYERS, ENGINE_BLOCKS, PAGE_BYTES = 2, 2, 64
+TTL_MS = 3_600_000
+
+
+def block_meta_of(name: str = "", *, kind: str = "tail", token_ids: tuple[int, ...] = (1, 2, 3)) -> BlockMeta:
+    name = name or new_cache_ref()
+    return BlockMeta(kind, name, "", TENANT, FINGERPRINT, 0, token_ids)  # type: ignore[arg-type]  # a literal in tests
+
+
+def fill_of(meta: BlockMeta) -> int:
+    """What the pages of a block are filled with: it depends on the tokens and the rank."""
+    return (sum(meta.token_ids) * 7 + meta.rank * 101 + len(meta.parent)) % 251
+
+
+def write_block(path: Path, meta: BlockMeta, *, fill: int | None = None) -> None:
+    writer = BlockFileWriter(path, meta, num_layers=LAYERS, engine_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES)
+    writer.pages[:] = fill_of(meta) if fill is None else fill
+    writer.finish()
+
+
+def block_file_bytes(meta: BlockMeta, *, fill: int | None = None) -> bytes:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "block"
+        write_block(path, meta, fill=fill)
+        return path.read_bytes()
+
+
+def new_save(
+    token_ids: tuple[int, ...],
+    *,
+    now_ms: int,
+    cache_ref: str | None = None,
+    session_id: str = SESSION,
+    tenant: str = TENANT,
+    fingerprint: str = FINGERPRINT,
+    rank: int = 0,
+    world_size: int = 1,
+    started_at_ms: int = 0,
+) -> NewSave:
+    return NewSave(
+        tenant=tenant,
+        session_id=session_id,
+        cache_ref=cache_ref or new_cache_ref(),
+        fingerprint=fingerprint,
+        rank=rank,
+        world_size=world_size,
+        token_ids=token_ids,
+        expires_at_ms=now_ms + TTL_MS,
+        started_at_ms=started_at_ms,
+    )
+
+
+class SidecarUnderTest:
+    """A Sidecar over a directory with a ManualClock; an async context manager."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        clock: Clock | None = None,
+        shared: bool = True,
+        step: Step | None = None,
+        **settings: object,
+    ) -> None:
+        self.root = root
+        self.clock = clock or ManualClock()
+        self.shared = root / "shared" if shared else None
+        defaults = {"block_tokens": BLOCK_TOKENS, "spare_s": 0, "io_threads": 2, "listen": "127.0.0.1:0"}
+        self.settings = SidecarSettings(
+            data_dir=root / "data",
+            shared_dir=self.shared,
+            **{**defaults, **settings},  # type: ignore[arg-type]  # fields
+        )
+        directory = DataDirectory(self.settings.data_dir, **({"step": step} if step else {}))
+        self.sidecar = Sidecar(self.settings, clock=self.clock, registry=CollectorRegistry(), directory=directory)
+        self.catalog = self.sidecar.catalog
+        self.disk = self.sidecar.disk
+        self.memory = self.sidecar.memory
+
+    async def __aenter__(self) -> SidecarUnderTest:
+        await self.sidecar.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.sidecar.close()
+
+    def plan(self, new: NewSave) -> Manifest:
+        return new.manifest(block_tokens=self.settings.block_tokens)
+
+    async def send(self, new: NewSave, block_index: int, *, fill: int | None = None) -> int:
+        """Write one block file and hand it over, through shared memory when there is any."""
+        meta = block_meta(self.plan(new), block_index, new.rank)
+        if self.shared is None:
+            data = block_file_bytes(meta, fill=fill)
+            return await self.catalog.take_block(new.cache_ref, new.rank, block_index, data)
+        name = f"{new.cache_ref}.{new.rank}.{block_index}"
+        write_block(self.shared / "incoming" / name, meta, fill=fill)
+        return await self.catalog.take_file(new.cache_ref, new.rank, block_index, name)
+
+    async def send_all(self, new: NewSave) -> PreparedSave:
+        """Announce a save and send what is missing."""
+        prepared = await self.catalog.prepare_save(new)
+        tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
+        for block_index in [*prepared.missing_blocks, *tail]:
+            await self.send(new, block_index)
+        return prepared
+
+    async def save(self, token_ids: tuple[int, ...], **fields: object) -> NewSave:
+        """Save a context of one rank and seal it."""
+        new = new_save(token_ids, now_ms=self.clock.now_ms(), **fields)  # type: ignore[arg-type]  # fields of new_save
+        await self.send_all(new)
+        assert await self.catalog.seal(new.cache_ref, new.rank)
+        return new
+
+    async def load(self, new: NewSave, *, shared: bool = True) -> list[str]:
+        """Load all blocks of a context's rank, check every byte, return the tiers."""
+        manifest = await self.catalog.open(new.tenant, new.cache_ref)
+        assert manifest.token_ids == new.token_ids
+        indices = range(len(manifest.block_ids) + (1 if manifest.tail_tokens else 0))
+        tiers = []
+        blocks = self.catalog.load(manifest, new.fingerprint, new.rank, indices, shared=shared)
+        async with aclosing(blocks):
+            async for block in blocks:
+                expected = block_meta(manifest, block.block_index, new.rank)
+                if block.shared_name:
+                    assert self.shared is not None
+                    file = open_block_file(self.shared / block.shared_name)
+                else:
+                    file = parse_block_file(bytes(block.data))
+                file.verify(expected)
+                assert np.all(file.pages == fill_of(expected))
+                file.close()
+                tiers.append(block.tier)
+        assert len(tiers) == len(indices)
+        return tiers
+
+    def block_files(self) -> set[BlockKey]:
+        """The block files that lie on disk, looked up there."""
+        found = [BlockKey.from_file_name(p.name) for d in ("blocks", "tails") for p in self._files(d)]
+        assert None not in found
+        return {key for key in found if key}
+
+    def disk_bytes(self) -> int:
+        return sum(path.stat().st_size for directory in ("blocks", "tails") for path in self._files(directory))
+
+    def manifest_files(self) -> set[str]:
+        return {path.name.removesuffix(".safetensors") for path in self._files("manifests")}
+
+    def memory_files(self) -> set[str]:
+        assert self.shared is not None
+        return {path.name for path in (self.shared / "blocks").iterdir()}
+
+    def path_of(self, key: BlockKey) -> Path:
+        directory = "tails" if key.kind == "tail" else "blocks"
+        return self.settings.data_dir / directory / key.fan_out / key.file_name
+
+    def _files(self, directory: str) -> list[Path]:
+        return [path for path in (self.settings.data_dir / directory).glob("*/*") if path.is_file()]
