@@ -1,0 +1,254 @@
+"""The worker's half against the kv-sidecar, real and fake: one suite, so that the fake may stand for the real one.
+
+No engine here: a rank is its half of the connector over paged tensors of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    # vLLM and torch warn about themselves while they are imported; from here on warnings are errors again.
+    warnings.simplefilter("ignore")
+    import torch
+    import torch._inductor.compile_fx  # noqa: F401  # imported by vLLM at a moment of its choosing
+    import vllm.v1.core.sched.scheduler  # noqa: F401  # brings in everything else
+
+from contextcache.errors import CacheRefNotFound
+from contextcache.model import Manifest, new_cache_ref
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import EngineSidecarClient
+from tests.helpers.sidecar_process import SidecarProcess, fault, poll_until
+from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import Connect, MonotonicClock
+from vllm_plugin.connector.transfer import Results
+from vllm_plugin.connector.worker_side import WorkerSide
+
+pytestmark = pytest.mark.timeout(120)
+
+BLOCK_TOKENS, ENGINE_BLOCK_TOKENS, NUM_BLOCKS = 64, 16, 64
+
+
+@dataclass
+class Door:
+    """A way to a sidecar."""
+
+    connect: Connect
+    shared: bool
+
+
+@pytest.fixture(params=["fake-shared", "fake-frames", "real-shared", "real-frames"])
+def door(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Door]:
+    kind, _, way = request.param.partition("-")
+    shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm")) if way == "shared" else None
+    if kind == "fake":
+        fake = FakeSidecar(block_tokens=BLOCK_TOKENS, shared_directory=shared / "fake" if shared else None)
+        yield Door(lambda timeout_s: fake, shared is not None)
+    else:
+        process = SidecarProcess(tmp_path, shared_directory=shared, block_tokens=BLOCK_TOKENS)
+        process.start()
+        yield Door(lambda timeout_s: EngineSidecarClient(process.address, timeout_s=timeout_s), shared is not None)
+        process.kill()
+    if shared is not None:
+        shutil.rmtree(shared)
+
+
+class Rank:
+    """One worker's half with random KV."""
+
+    def __init__(self, door: Door, rank: int = 0, world_size: int = 1) -> None:
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model="m", revision=None, quantization=None, dtype="float32", hf_config=SimpleNamespace(to_dict=dict)
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto", block_size=ENGINE_BLOCK_TOKENS),
+            parallel_config=SimpleNamespace(
+                rank=rank, world_size=world_size, tensor_parallel_size=world_size, pipeline_parallel_size=1
+            ),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+        settings = ConnectorSettings(sidecar="", secret_file="")
+        blocks: Any = SimpleNamespace(num_blocks=NUM_BLOCKS)
+        self.side = WorkerSide(config, blocks, settings, door.connect, clock=MonotonicClock())
+        self.kv = {f"l{i}": torch.rand(NUM_BLOCKS, 2, ENGINE_BLOCK_TOKENS, 8) for i in range(3)}
+        self.side.register_kv_caches(self.kv)
+
+    def run(self, *, load: LoadPlan | None = None, save: SavePlan | None = None) -> Results:
+        """Carry a plan out and return all its results."""
+        self.side.start([load] if load else [], [save] if save else [])
+        results = Results()
+
+        def is_done() -> bool:
+            new = self.side.take_results()
+            for name in ("sent", "received", "failed", "bad_block_ids", "ended_saves"):
+                getattr(results, name).update(getattr(new, name))
+            return bool(results.received) if load else bool(results.sent)
+
+        poll_until(is_done, 20)
+        return results
+
+    def manifest(self, cache_ref: str) -> Manifest:
+        found: list[Manifest] = []
+        client = self.side._sidecar.get()
+        poll_until(lambda: fault(lambda: found.append(client.get_manifest("demo", cache_ref, 1)[0])) is None, 20)
+        return found[0]
+
+
+@pytest.fixture
+def start_rank(door: Door) -> Iterator[Callable[..., Rank]]:
+    ranks: list[Rank] = []
+
+    def start(*args: int) -> Rank:
+        ranks.append(Rank(door, *args))
+        return ranks[-1]
+
+    yield start
+    for rank in ranks:
+        rank.side.shutdown()
+
+
+def save_plan(cache_ref: str, num_tokens: int, block_ids: list[int]) -> SavePlan:
+    return SavePlan(
+        engine_request_id=f"engine-{cache_ref}",
+        tenant="demo",
+        session_id="ctx_1",
+        cache_ref=cache_ref,
+        expires_at_ms=2_000_000_000_000,
+        started_at_ms=1_000,
+        token_ids=tuple(range(num_tokens)),
+        block_ids=tuple(block_ids),
+    )
+
+
+def load_plan(rank: Rank, manifest: Manifest, block_ids: list[int], *, device_tokens: int = 0) -> LoadPlan:
+    assert rank.side.facts is not None
+    return plan_load(
+        manifest,
+        rank.side.facts,
+        engine_request_id="engine-load",
+        request_id="request-1",
+        block_ids=block_ids,
+        device_tokens=device_tokens,
+        loaded_tokens=len(manifest.token_ids) - device_tokens,
+        asked_at_s=0,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+def test_pages_come_back_bit_by_bit_into_other_blocks(start_rank: Callable[..., Rank], num_tokens: int) -> None:
+    rank, cache_ref = start_rank(), new_cache_ref()
+    num_blocks = -(-num_tokens // ENGINE_BLOCK_TOKENS)
+    old, new = list(range(num_blocks, 0, -1)), list(range(30, 30 + num_blocks))
+    saved = rank.run(save=save_plan(cache_ref, num_tokens, old))
+    manifest = rank.manifest(cache_ref)
+    before = {name: tensor.clone() for name, tensor in rank.kv.items()}
+    loaded = rank.run(load=load_plan(rank, manifest, new))
+
+    assert saved.sent == {f"engine-{cache_ref}"}
+    assert loaded.received == {"engine-load"}
+    assert loaded.failed == set()
+    assert manifest.token_ids == tuple(range(num_tokens))
+    for name, tensor in rank.kv.items():
+        assert torch.equal(tensor[new], before[name][old])
+        untouched = [block for block in range(NUM_BLOCKS) if block not in new]
+        assert torch.equal(tensor[untouched], before[name][untouched])
+
+
+def test_a_load_starts_in_the_middle_of_a_block(start_rank: Callable[..., Rank]) -> None:
+    rank, cache_ref = start_rank(), new_cache_ref()
+    rank.run(save=save_plan(cache_ref, 200, list(range(13))))
+    new = list(range(30, 43))
+    before = {name: tensor.clone() for name, tensor in rank.kv.items()}
+    rank.run(load=load_plan(rank, rank.manifest(cache_ref), new, device_tokens=96))
+
+    for name, tensor in rank.kv.items():
+        assert torch.equal(tensor[30:36], before[name][30:36])
+        assert torch.equal(tensor[36:43], before[name][6:13])
+
+
+def test_a_context_is_there_only_when_every_rank_has_sealed_it(start_rank: Callable[..., Rank], door: Door) -> None:
+    if isinstance(door.connect(1), FakeSidecar):
+        return  # the fake has one rank
+    ranks, cache_ref = [start_rank(0, 2), start_rank(1, 2)], new_cache_ref()
+    client = ranks[0].side._patient_sidecar.get()
+    ranks[0].run(save=save_plan(cache_ref, 100, list(range(7))))
+    poll_until(lambda: ranks[0].side.counters.get("saves") == 1, 20)
+    first = fault(lambda: client.get_manifest("demo", cache_ref, 1))
+    ranks[1].run(save=save_plan(cache_ref, 100, list(range(7))))
+    manifest = ranks[1].manifest(cache_ref)
+    for rank in ranks:
+        before = {name: tensor.clone() for name, tensor in rank.kv.items()}
+        rank.run(load=load_plan(rank, manifest, list(range(20, 27))))
+
+        assert all(torch.equal(tensor[20:27], before[name][:7]) for name, tensor in rank.kv.items())
+    assert isinstance(first, CacheRefNotFound)
+
+
+def test_a_refused_load_is_reported_as_failed_with_its_reason(start_rank: Callable[..., Rank]) -> None:
+    rank, cache_ref = start_rank(), new_cache_ref()
+    rank.run(save=save_plan(cache_ref, 100, list(range(7))))
+    manifest = rank.manifest(cache_ref)
+    unknown = load_plan(rank, replace(manifest, cache_ref=new_cache_ref()), list(range(20, 27)))
+    results = rank.run(load=unknown)
+
+    assert results.failed == {"engine-load"}
+    assert results.bad_block_ids == set(range(20, 27))
+    assert rank.side.counters.get("failed_loads", "cache_ref_not_found") == 1
+
+
+def test_another_tenants_context_is_not_found(start_rank: Callable[..., Rank]) -> None:
+    rank, cache_ref = start_rank(), new_cache_ref()
+    rank.run(save=save_plan(cache_ref, 100, list(range(7))))
+    rank.manifest(cache_ref)
+    client = rank.side._sidecar.get()
+
+    assert isinstance(fault(lambda: client.get_manifest("other", cache_ref, 1)), CacheRefNotFound)
+
+
+def test_blocks_two_contexts_share_are_sent_once(start_rank: Callable[..., Rank]) -> None:
+    rank, one, two = start_rank(), new_cache_ref(), new_cache_ref()
+    rank.run(save=save_plan(one, 150, list(range(10))))
+    rank.manifest(one)
+    assert rank.side.facts is not None
+    answer = rank.side._sidecar.get().prepare_save(
+        tenant="demo",
+        session_id="ctx_1",
+        cache_ref=two,
+        fingerprint=rank.side.facts.fingerprint,
+        rank=0,
+        world_size=1,
+        token_ids=tuple(range(200)),
+        expires_at_ms=2_000_000_000_000,
+        started_at_ms=1_000,
+    )
+
+    assert (len(answer.block_ids), list(answer.missing_blocks), answer.tail_tokens) == (3, [2], 8)
+
+
+def test_a_report_reaches_the_sidecar(start_rank: Callable[..., Rank], door: Door) -> None:
+    rank, cache_ref = start_rank(), new_cache_ref()
+    rank.run(save=save_plan(cache_ref, 100, list(range(7))))
+    rank.run(load=load_plan(rank, rank.manifest(cache_ref), list(range(20, 27))))
+    client = rank.side._sidecar.get()
+    if isinstance(client, FakeSidecar):
+        poll_until(lambda: "request-1" in client.reports, 20)
+        report = client.reports["request-1"]
+    else:
+        assert isinstance(client, EngineSidecarClient)
+        report = client._stub.GetLoadReport(
+            pb.GetLoadReportRequest(request_id="request-1", timeout_ms=1000), timeout=5
+        ).report
+
+    assert (report.outcome, report.loaded_tokens, report.device_tokens) == (pb.LOAD_OUTCOME_LOADED, 100, 0)
+    assert report.size_bytes == 3 * 7 * 2 * ENGINE_BLOCK_TOKENS * 8 * 4
