@@ -12,10 +12,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import urlsplit
 
 import redis.asyncio as redis
 from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -56,7 +57,7 @@ class RedisConnection:
 
     def __init__(self, url: str, *, timeout_s: float, max_connections: int) -> None:
         """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above."""
-        self._client = _open(url, timeout_s=timeout_s, max_connections=max_connections)
+        self._client, self._sentinels = _open(url, timeout_s=timeout_s, max_connections=max_connections)
         self._timeout_s = timeout_s
         # redis-py's pools raise when they are empty; waiting here keeps bound and deadline in one place.
         self._free = asyncio.Semaphore(max_connections)
@@ -90,7 +91,12 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for client in (self._client, *self._sentinels):
+                    await client.aclose()
+        except _FOREIGN_ERRORS as exc:
+            log.warning("redis connections did not close", extra={"error": type(exc).__name__})
 
     async def _within_deadline(self, command: Command, *, repeatable: bool) -> Any:
         try:
@@ -119,9 +125,12 @@ def _mapped(exc: Exception) -> ContextCacheError:
     return refusals.unavailable()
 
 
-def _open(url: str, *, timeout_s: float, max_connections: int) -> Any:
+def _open(url: str, *, timeout_s: float, max_connections: int) -> tuple[Any, Sequence[Any]]:
+    """Return the client, and the clients it asks for the master, which it does not close itself."""
     options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
+        # None on purpose: with a number redis-py sends through asyncio.wait_for, which in Python 3.11 loses a
+        # cancellation that meets the end of the send. RedisConnection's own deadline covers every call.
+        "socket_timeout": None,
         "socket_connect_timeout": timeout_s,
         "max_connections": max_connections,
         # RESP2 asks nothing of the server that 6.2, a proxy or a narrow ACL could refuse.
@@ -133,16 +142,20 @@ def _open(url: str, *, timeout_s: float, max_connections: int) -> Any:
     base, _, topology = scheme.partition("+")
     if base not in ("redis", "rediss", "unix") or topology not in ("", "cluster", "sentinel"):
         raise ValueError(f"unknown Redis URL scheme {scheme!r}")
+    if base == "unix" and topology:
+        raise ValueError("a Cluster or Sentinel is not reached over a Unix socket")
+    if "socket_timeout=" in rest:
+        raise ValueError("socket_timeout does not belong into the Redis URL: the store has a deadline of its own")
     if topology == "cluster":
-        return RedisCluster.from_url(f"{base}://{rest}", **options)
+        return RedisCluster.from_url(f"{base}://{rest}", **options), ()
     if topology == "sentinel":
         return _open_sentinel(rest, options, tls=base == "rediss")
-    return redis.Redis.from_url(url, **options)
+    return redis.Redis.from_url(url, **options), ()
 
 
-def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> Any:
+def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> tuple[Any, Sequence[Any]]:
     parts = urlsplit(f"redis://{rest}")
-    user, _, hosts = parts.netloc.rpartition("@")
+    user, at, hosts = parts.netloc.rpartition("@")
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise ValueError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>")
@@ -150,15 +163,17 @@ def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> Any:
     for host in hosts.split(","):
         name, _, port = host.rpartition(":") if ":" in host else (host, "", "26379")
         sentinels.append((name, int(port)))
-    username, _, password = user.partition(":")
-    options |= {"db": int(db or 0), "username": unquote(username) or None, "password": unquote(password) or None}
-    options |= dict(parse_qsl(parts.query))
+    asking = options | {
+        # A host that is down must leave time to ask the next one.
+        "socket_connect_timeout": options["socket_connect_timeout"] / 4
+    }
+    asking.pop("max_connections")
+    # redis-py's own reading of user, db and query; host and port come from the Sentinels.
+    of_master = parse_url(f"redis://{user}{at}master/{db}?{parts.query}")
+    options |= {name: option for name, option in of_master.items() if name not in ("host", "port")}
     if tls:
         options["ssl"] = True
-    sentinel_options = {
-        name: options[name] for name in ("socket_timeout", "socket_connect_timeout", "protocol", "retry")
-    }
     watched = Sentinel(  # type: ignore[no-untyped-call]  # redis-py annotates nothing in this class
-        sentinels, sentinel_kwargs=sentinel_options, **options
+        sentinels, sentinel_kwargs=asking, **options
     )
-    return watched.master_for(service)
+    return watched.master_for(service), watched.sentinels

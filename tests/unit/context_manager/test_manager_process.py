@@ -43,14 +43,24 @@ def test_every_setting_is_explained() -> None:
         "redis+cluster://127.0.0.1:7000",
         "rediss+cluster://user:password@127.0.0.1:7000",
         "redis+sentinel://user:pa%40ss@s1:26379,s2,[::1]:26380/main/2",
-        "rediss+sentinel://s1/main",
+        "rediss+sentinel://s1/main?ssl_check_hostname=false",
     ],
 )
 async def test_a_url_of_every_topology_is_understood(url: str) -> None:
     await connect(url).close()
 
 
-@pytest.mark.parametrize("url", ["http://redis", "redis+what://redis", "127.0.0.1:6379", "redis+sentinel://s1:26379"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://redis",
+        "redis+what://redis",
+        "127.0.0.1:6379",
+        "redis+sentinel://s1:26379",
+        "unix+cluster:///tmp/redis.sock",
+        "redis://redis?socket_timeout=1",
+    ],
+)
 def test_a_url_that_is_none_of_ours_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
         connect(url)

@@ -1,0 +1,238 @@
+"""What the manager does when Redis dies, hangs, refuses or comes back; and when many sweep at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from context_manager.manager import ContextCacheManager
+from context_manager.metrics import ManagerMetrics
+from context_manager.redis_connection import RedisConnection
+from context_manager.redis_store import RedisSessionStore
+from context_manager.store import SessionKey
+from context_manager.sweeper import SessionSweeper
+from contextcache.clock import ManualClock
+from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from tests.helpers.valkey import ValkeyServer, free_port, valkey_binary
+
+NOW = 1_700_000_000_000
+KEY = SessionKey("demo", "ctx_1")
+NEW = NewSession("demo", "ctx_1", "smol", ttl_s=600)
+FIRST = TurnCommit("demo", "ctx_1", "create", 0, 0, (Segment(SegmentKind.PROMPT, (1, 2), text="hi"),), "", "pod-1")
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+def store_at(url: str, *, timeout_s: float = 5.0, max_connections: int = 4) -> RedisSessionStore:
+    connection = RedisConnection(url, timeout_s=timeout_s, max_connections=max_connections)
+    return RedisSessionStore(connection, tombstone_s=3600)
+
+
+async def create(store: RedisSessionStore, session_id: str = "ctx_1") -> None:
+    new = replace(NEW, session_id=session_id, model_id=f"model of {session_id}")
+    await store.reserve(new, lease_id="create", lease_ttl_ms=30_000, now_ms=NOW)
+    await store.commit_turn(replace(FIRST, session_id=session_id), now_ms=NOW)
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+async def test_a_killed_redis_is_unavailable_and_found_again(tmp_path: Path, cluster: bool) -> None:
+    valkey = ValkeyServer(tmp_path, cluster=cluster)
+    valkey.start()
+    store = store_at(valkey.url)
+    try:
+        await create(store)
+        valkey.kill()
+
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                with pytest.raises(StoreUnavailable) as refused:
+                    await store.get(KEY, now_ms=NOW)
+                assert refused.value.retry_after_s == 1
+            with pytest.raises(StoreUnavailable):
+                await store.list_sessions("demo", limit=10, after="", model_id="", now_ms=NOW)
+        valkey.start()
+        with pytest.raises(ContextNotFound):
+            await store.get(KEY, now_ms=NOW)
+        await create(store)
+        assert (await store.get(KEY, now_ms=NOW)).generation == 1
+    finally:
+        await store.close()
+        valkey.stop()
+
+
+async def test_a_restart_between_two_calls_is_not_noticed(valkey: ValkeyServer) -> None:
+    store = store_at(valkey.url)
+    await create(store)
+    valkey.kill()
+    valkey.start()
+
+    await create(store)
+    assert (await store.unregister(KEY, now_ms=NOW)).generation == 1
+    await store.close()
+
+
+async def test_a_hanging_redis_is_given_up_at_the_deadline(valkey: ValkeyServer) -> None:
+    store = store_at(valkey.url, timeout_s=0.3, max_connections=2)
+    await create(store)
+    valkey.pause()
+
+    async with asyncio.timeout(20):  # without a deadline of its own the first call would never end
+        outcomes = await asyncio.gather(*(store.get(KEY, now_ms=NOW) for _ in range(10)), return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {StoreUnavailable}
+    valkey.resume()
+    assert (await store.get(KEY, now_ms=NOW)).generation == 1
+    await store.close()
+
+
+async def test_more_calls_than_connections_all_succeed(valkey: ValkeyServer) -> None:
+    store = store_at(valkey.url, max_connections=2)
+    await create(store)
+    rows = await asyncio.gather(*(store.get(KEY, now_ms=NOW) for _ in range(100)))
+    clients = valkey.command("CLIENT", "LIST").count(b" laddr=")
+
+    assert len(rows) == 100
+    assert clients <= 2 + 1
+    await store.close()
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+async def test_a_cancelled_call_ends_and_mixes_up_no_replies(tmp_path: Path, cluster: bool) -> None:
+    """A swallowed cancellation hangs a shutdown; a connection left with an unread reply answers the next caller."""
+    valkey = ValkeyServer(tmp_path, cluster=cluster)
+    valkey.start()
+    store = store_at(valkey.url, max_connections=1)
+    swallowed = []
+    try:
+        for number in range(20):
+            await create(store, f"ctx_{number}")
+        for number in range(300):
+            key = SessionKey("demo", f"ctx_{number % 20}")
+            call = asyncio.create_task(store.get(key, now_ms=NOW))
+            for _ in range(number % 15):  # cancel it after each of its first steps
+                await asyncio.sleep(0)
+            if not call.done():
+                call.cancel()
+                await asyncio.wait([call])
+                swallowed += [number] if not call.cancelled() else []
+            other = SessionKey("demo", f"ctx_{(number + 7) % 20}")
+
+            assert (await store.get(other, now_ms=NOW)).model_id == f"model of {other.session_id}"
+    finally:
+        await store.close()
+        valkey.stop()
+    assert swallowed == []
+
+
+async def test_a_full_redis_is_unavailable_and_loses_nothing(valkey: ValkeyServer) -> None:
+    store = store_at(valkey.url)
+    await create(store)
+    valkey.command("CONFIG", "SET", "maxmemory", "1")
+
+    with pytest.raises(StoreUnavailable):
+        await create(store, "ctx_2")
+    assert (await store.get(KEY, now_ms=NOW)).generation == 1
+    valkey.command("CONFIG", "SET", "maxmemory", "0")
+    await create(store, "ctx_2")
+    await store.close()
+
+
+async def test_an_acl_user_needs_only_our_keys_and_commands(valkey: ValkeyServer) -> None:
+    commands = "+@hash +@list +@sortedset +@keyspace +eval +evalsha +ping +client|setinfo -@dangerous"
+    assert valkey.command("ACL", "SETUSER", "manager", "on", ">pa:ss", "~cc:*", *commands.split()) == b"+OK\r\n"
+    assert valkey.command("ACL", "SETUSER", "default", "off") == b"+OK\r\n"
+    store = store_at(f"redis://manager:pa%3Ass@127.0.0.1:{valkey.port}")
+    await create(store)
+    taken = [taken for shard in range(64) for taken in await store.take_expired(shard, now_ms=NOW * 2, limit=1)]
+
+    assert len(taken) == 1
+    await store.close()
+
+
+async def test_a_wrong_password_is_unavailable(valkey: ValkeyServer) -> None:
+    store = store_at(f"redis://nobody:wrong@127.0.0.1:{valkey.port}")
+
+    with pytest.raises(StoreUnavailable):
+        await store.get(KEY, now_ms=NOW)
+    await store.close()
+
+
+async def test_a_command_that_redis_refuses_for_good_is_no_outage(valkey: ValkeyServer) -> None:
+    valkey.command("ACL", "SETUSER", "reader", "on", ">secret", "~cc:*", "+get")
+    store = store_at(f"redis://reader:secret@127.0.0.1:{valkey.port}")
+
+    with pytest.raises(ContextCacheError) as refused:
+        await store.get(KEY, now_ms=NOW)
+    assert refused.value.code == "internal_error"
+    await store.close()
+
+
+async def test_the_master_is_found_through_sentinel(valkey: ValkeyServer, tmp_path: Path) -> None:
+    port = free_port()
+    configuration = tmp_path / "sentinel.conf"
+    configuration.write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\nlogfile {tmp_path}/sentinel.log\n"
+        f"sentinel monitor main 127.0.0.1 {valkey.port} 1\n"
+    )
+    sentinel = subprocess.Popen([str(valkey_binary()), str(configuration), "--sentinel"], stdout=subprocess.DEVNULL)
+    store = store_at(f"redis+sentinel://127.0.0.1:{port}/main")
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await create(store)
+                    break
+                except StoreUnavailable:
+                    await asyncio.sleep(0.1)
+
+        assert (await store.get(KEY, now_ms=NOW)).generation == 1
+    finally:
+        await store.close()
+        os.kill(sentinel.pid, signal.SIGTERM)
+        sentinel.wait(timeout=10)
+
+
+async def test_two_sweepers_bury_ten_thousand_sessions_once_each_in_bounded_memory(valkey: ValkeyServer) -> None:
+    num_sessions = 10_000
+    store = store_at(valkey.url, timeout_s=30.0, max_connections=16)
+    gate = asyncio.Semaphore(64)
+
+    async def create_one(number: int) -> None:
+        async with gate:
+            await create(store, f"ctx_{number}")
+
+    await asyncio.gather(*(create_one(number) for number in range(num_sessions)))
+    clock = ManualClock(NOW + 600_000)
+    registries = [CollectorRegistry(), CollectorRegistry()]
+    sweepers = []
+    for registry in registries:
+        metrics = ManagerMetrics(registry)
+        manager = ContextCacheManager(store, clock=clock, metrics=metrics)
+        sweepers.append(SessionSweeper(manager, metrics=metrics, interval_s=5.0, limit=1000))
+    peak_before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    passes = await asyncio.gather(*(sweeper.sweep_pass() for sweeper in sweepers))
+    last = await sweepers[0].sweep_pass()
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before_kib
+
+    counted = [registry.get_sample_value("contextcache_manager_sessions_expired_total") for registry in registries]
+    assert sum(passes) + last == num_sessions
+    assert min(passes) > 0
+    assert sum(count or 0 for count in counted) == num_sessions
+    assert grown_kib < 32 * 1024
+    assert valkey.command("DBSIZE") == f":{num_sessions}\r\n".encode()  # tombstones and nothing else
+    await store.close()

@@ -1,0 +1,291 @@
+"""The manager as a process serves it: gRPC client → server → manager → Redis store → a real valkey-server."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from context_manager.__main__ import serve
+from context_manager.client import ContextManagerClient
+from context_manager.settings import ManagerSettings
+from contextcache.errors import (
+    ContextBusy,
+    ContextExists,
+    ContextExpired,
+    ContextNotFound,
+    GenerationMismatch,
+    InvalidRequest,
+    LeaseLost,
+    StoreUnavailable,
+    TtlOutOfRange,
+)
+from contextcache.model import (
+    NewSession,
+    Segment,
+    SegmentKind,
+    SessionMode,
+    SessionState,
+    TtlPolicy,
+    TurnCommit,
+    new_cache_ref,
+    new_session_id,
+)
+from tests.helpers.valkey import ValkeyServer, free_port
+
+PROMPT = Segment(SegmentKind.PROMPT, (1, 2, 0xFFFF_FFFF), text="Grüße 🙂")
+ANSWER = Segment(SegmentKind.ANSWER, (7,), messages_json="[]")
+LEASE_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@asynccontextmanager
+async def running_manager(
+    url: str, *, timeout_s: float = 5.0, **settings: object
+) -> AsyncIterator[ContextManagerClient]:
+    """A manager in this process and a client of it; both ended at the end."""
+    stop = asyncio.Event()
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    values = {"listen": "127.0.0.1:0", "redis_url": url, "sweep_interval_s": 600.0, "drain_s": 1.0} | settings
+    process = asyncio.create_task(serve(ManagerSettings.model_validate(values), stop, on_started=port.set_result))
+    client: ContextManagerClient | None = None
+    try:
+        await asyncio.wait([process, port], return_when=asyncio.FIRST_COMPLETED)
+        if process.done():
+            await process
+        client = ContextManagerClient(f"127.0.0.1:{port.result()}", timeout_s=timeout_s)
+        yield client
+    finally:
+        if client is not None:
+            await client.close()
+        stop.set()
+        await process
+
+
+@pytest.fixture
+async def client(valkey: ValkeyServer) -> AsyncIterator[ContextManagerClient]:
+    valkey.command("FLUSHALL")
+    async with running_manager(valkey.url) as client:
+        yield client
+
+
+async def create(client: ContextManagerClient, **changes: object) -> TurnCommit:
+    """Create a session of tenant demo and return its first commit."""
+    new = NewSession("demo", new_session_id(), "smol", ttl_s=600)
+    new = replace(new, **changes)  # type: ignore[arg-type]  # fields of NewSession
+    await client.reserve(new, lease_id="create", lease_ttl_ms=LEASE_MS)
+    commit = TurnCommit("demo", new.session_id, "create", 0, 0, (PROMPT, ANSWER), new_cache_ref(), "pod-1")
+    await client.register_session_cache(commit)
+    return commit
+
+
+async def test_a_conversation_over_the_wire(client: ContextManagerClient) -> None:
+    first = await create(client, metadata={"kind": "tëst"}, ttl_policy=TtlPolicy.SLIDING)
+    begun, transcript = await client.begin_turn("demo", first.session_id, lease_id="turn", lease_ttl_ms=LEASE_MS)
+    await client.renew_lease("demo", first.session_id, lease_id="turn", lease_ttl_ms=LEASE_MS)
+    turn = replace(
+        first, lease_id="turn", expected_generation=1, keep_segments=1, segments=(ANSWER,), cache_ref="", holder="pod-2"
+    )
+    committed = await client.commit_turn(turn)
+
+    assert begun.state is SessionState.BUSY
+    assert transcript == (PROMPT, ANSWER)
+    assert (committed.state, committed.generation, committed.num_tokens) == (SessionState.READY, 2, 4)
+    assert (committed.cache_ref, committed.previous_cache_ref, committed.holder) == ("", first.cache_ref, "pod-2")
+    assert committed.metadata == {"kind": "tëst"}
+    assert await client.locate("demo", first.session_id) == committed
+    touched = await client.touch("demo", first.session_id, ttl_s=120, ttl_policy=TtlPolicy.FIXED, metadata={})
+    assert (touched.ttl_s, touched.ttl_policy, touched.metadata) == (120, TtlPolicy.FIXED, {})
+    assert await client.list_sessions("demo", limit=10, model_id="smol") == ((touched,), False)
+    assert await client.unregister_session_cache("demo", first.session_id) == touched
+    assert await client.list_sessions("demo", limit=10) == ((), False)
+
+
+async def test_errors_arrive_as_the_class_they_left_as(client: ContextManagerClient) -> None:
+    session_id = (await create(client)).session_id
+    await client.begin_turn("demo", session_id, lease_id="turn", lease_ttl_ms=LEASE_MS)
+    turn = TurnCommit("demo", session_id, "turn", 1, 2, (PROMPT,), "", "pod-1")
+
+    with pytest.raises(ContextBusy) as busy:
+        await client.begin_turn("demo", session_id, lease_id="other", lease_ttl_ms=LEASE_MS)
+    assert 29 <= (busy.value.retry_after_s or 0) <= 30
+    with pytest.raises(ContextExists):
+        await client.reserve(NewSession("demo", session_id, "smol"), lease_id="x", lease_ttl_ms=LEASE_MS)
+    with pytest.raises(GenerationMismatch):
+        await client.begin_turn("demo", session_id, lease_id="x", lease_ttl_ms=LEASE_MS, expected_generation=0)
+    with pytest.raises(LeaseLost):
+        await client.commit_turn(replace(turn, lease_id="other"))
+    with pytest.raises(GenerationMismatch):
+        await client.commit_turn(replace(turn, expected_generation=2))
+    with pytest.raises(TtlOutOfRange) as ttl:
+        await client.touch("demo", session_id, ttl_s=0)
+    assert ttl.value.param == "ttl"
+    with pytest.raises(InvalidRequest) as after:
+        await client.list_sessions("demo", limit=10, after="ctx_none")
+    assert after.value.param == "after"
+
+
+async def test_another_tenants_session_answers_like_an_absent_one(client: ContextManagerClient) -> None:
+    session_id = (await create(client)).session_id
+
+    with pytest.raises(ContextNotFound) as of_foreign:
+        await client.get_session_metadata("other", session_id)
+    with pytest.raises(ContextNotFound) as of_absent:
+        await client.get_session_metadata("demo", "ctx_none")
+    assert vars(of_foreign.value) == vars(of_absent.value)
+
+
+async def test_of_sixteen_turns_at_once_exactly_one_wins(client: ContextManagerClient) -> None:
+    session_id = (await create(client)).session_id
+    outcomes = await asyncio.gather(
+        *(
+            client.begin_turn("demo", session_id, lease_id=f"turn-{number}", lease_ttl_ms=LEASE_MS)
+            for number in range(16)
+        ),
+        return_exceptions=True,
+    )
+
+    assert sum(isinstance(outcome, tuple) for outcome in outcomes) == 1
+    assert sum(isinstance(outcome, ContextBusy) for outcome in outcomes) == 15
+
+
+async def test_two_managers_share_what_they_know(client: ContextManagerClient, valkey: ValkeyServer) -> None:
+    first = await create(client, mode=SessionMode.SESSION)
+    async with running_manager(valkey.url) as other:
+        await other.begin_turn("demo", first.session_id, lease_id="turn", lease_ttl_ms=LEASE_MS)
+
+        with pytest.raises(ContextBusy):
+            await client.begin_turn("demo", first.session_id, lease_id="mine", lease_ttl_ms=LEASE_MS)
+        await client.unregister_session_cache("demo", first.session_id)
+        with pytest.raises(ContextNotFound):
+            await other.commit_turn(
+                replace(first, lease_id="turn", expected_generation=1, keep_segments=2, segments=(PROMPT,))
+            )
+
+
+async def test_a_short_life_ends_and_the_sweeper_frees_it(valkey: ValkeyServer) -> None:
+    valkey.command("FLUSHALL")
+    async with running_manager(valkey.url, min_ttl_s=1, tombstone_s=1, sweep_interval_s=0.05) as client:
+        session_id = (await create(client, ttl_s=1)).session_id
+        outcomes: list[type[Exception] | None] = []
+        async with asyncio.timeout(20):
+            while outcomes[-1:] != [ContextNotFound]:
+                outcome: type[Exception] | None = None
+                try:
+                    await client.locate("demo", session_id)
+                except (ContextExpired, ContextNotFound) as exc:
+                    outcome = type(exc)
+                if outcomes[-1:] != [outcome]:
+                    outcomes.append(outcome)
+                await asyncio.sleep(0.02)
+            while valkey.command("DBSIZE") != b":0\r\n":
+                await asyncio.sleep(0.02)
+
+    assert outcomes == [None, ContextExpired, ContextNotFound]
+
+
+async def test_the_manager_says_whether_it_serves(client: ContextManagerClient) -> None:
+    assert await client.is_serving()
+    nobody = ContextManagerClient(f"127.0.0.1:{free_port()}")
+    assert not await nobody.is_serving()
+    await nobody.close()
+
+
+async def test_a_manager_that_is_down_is_told_at_once() -> None:
+    nobody = ContextManagerClient(f"127.0.0.1:{free_port()}", timeout_s=30.0)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(StoreUnavailable) as refused:
+            await nobody.locate("demo", "ctx_1")
+    assert refused.value.retry_after_s == 1
+    await nobody.close()
+
+
+def test_one_client_works_in_one_loop_after_another(valkey: ValkeyServer) -> None:
+    client = ContextManagerClient("127.0.0.1:1")
+
+    async def ask() -> bool:
+        async with running_manager(valkey.url) as other:
+            client._address = other._address
+            serving = await client.is_serving()
+            await client.close()
+            return serving
+
+    assert asyncio.run(ask())
+    assert asyncio.run(ask())
+
+
+async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeyServer, tmp_path: Path) -> None:
+    port, metrics_port = free_port(), free_port()
+    environment = os.environ | {
+        "MANAGER_LISTEN": f"127.0.0.1:{port}",
+        "MANAGER_REDIS_URL": valkey.url,
+        "MANAGER_METRICS_PORT": str(metrics_port),
+    }
+    with (tmp_path / "manager.log").open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-m", "context_manager"], env=environment, stderr=output)
+    client = ContextManagerClient(f"127.0.0.1:{port}")
+    try:
+        deadline = time.monotonic() + 30
+        while not await client.is_serving():
+            assert process.poll() is None, (tmp_path / "manager.log").read_text()
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        await create(client)
+        scraped = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=5)
+        scraped.request("GET", "/metrics")
+        page = scraped.getresponse().read().decode()
+        scraped.close()
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(timeout=20) == 0
+        assert "contextcache_manager_turns_committed_total 1.0" in page
+    finally:
+        await client.close()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    lines = (tmp_path / "manager.log").read_text()
+    assert '"manager started"' in lines
+    assert "Grüße" not in lines
+
+
+async def test_a_taken_address_is_said_and_nothing_is_left_running(
+    client: ContextManagerClient, valkey: ValkeyServer
+) -> None:
+    settings = ManagerSettings.model_validate({"listen": client._address, "redis_url": valkey.url})
+    before = len(asyncio.all_tasks())
+
+    with pytest.raises(OSError, match="cannot listen"):
+        await serve(settings, asyncio.Event())
+    assert len(asyncio.all_tasks()) == before
+
+
+async def test_reflection_names_the_service(client: ContextManagerClient) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async with grpc.aio.insecure_channel(client._address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        answer = await call.read()
+
+    names = {service.name for service in answer.list_services_response.service}
+    assert names >= {"contextcache.v1.ContextManagerService", "grpc.health.v1.Health"}
