@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     # vLLM and torch warn about themselves while they are imported; from here on warnings are errors again.
     warnings.simplefilter("ignore")
     import torch
-    import torch._inductor.compile_fx  # noqa: F401  # imported by vLLM at a moment of its choosing
+    import torch._inductor.compile_fx  # imported by vLLM at a moment of its choosing
     import vllm.v1.core.sched.scheduler  # noqa: F401  # brings in everything else
 
 from contextcache.errors import CacheRefNotFound
