@@ -1,0 +1,108 @@
+"""The fingerprint changes with all that makes KV something else, and with nothing more."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_plugin.connector.fingerprint import attention_kinds, canonical_json, engine_facts, fingerprint
+from vllm_plugin.connector.layout import LayerShape
+
+SHAPES = (LayerShape("l0", 1, 2, 16, 64), LayerShape("l1", 1, 2, 16, 64))
+
+
+class Backend:
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+
+def config(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "model": "some/model",
+        "revision": None,
+        "quantization": None,
+        "dtype": "float32",
+        "cache_dtype": "auto",
+        "block_size": 16,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "rank": 0,
+        "isa": "vec",
+        "hf": {"rope_theta": 10000.0, "_name_or_path": "/somewhere", "transformers_version": "5.1"},
+    } | changes
+    model = {name: values[name] for name in ("model", "revision", "quantization", "dtype")}
+    layer = SimpleNamespace(attn_backend=Backend, isa=values["isa"])
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model, hf_config=SimpleNamespace(to_dict=lambda: values["hf"])),
+        cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=values["tensor_parallel_size"],
+            pipeline_parallel_size=values["pipeline_parallel_size"],
+            rank=values["rank"],
+        ),
+        compilation_config=SimpleNamespace(static_forward_context={f"l{i}": layer for i in range(5)}),
+    )
+
+
+def name_of(*, shapes: tuple[LayerShape, ...] = SHAPES, weights_epoch: str = "0", **changes: Any) -> str:
+    return fingerprint(canonical_json(engine_facts(config(**changes), shapes, weights_epoch=weights_epoch)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "another/model"},
+        {"revision": "abc"},
+        {"quantization": "fp8"},
+        {"dtype": "bfloat16"},
+        {"cache_dtype": "fp8"},
+        {"block_size": 32},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"isa": "amx"},
+        {"hf": {"rope_theta": 500000.0}},
+        {"weights_epoch": "1"},
+        {"shapes": SHAPES[:1]},
+        {"shapes": (LayerShape("l0", 2, 2, 8, 64), SHAPES[1])},
+        {"shapes": SHAPES[::-1]},
+    ],
+)
+def test_what_changes_kv_changes_the_fingerprint(change: dict[str, Any]) -> None:
+    assert name_of(**change) != name_of()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 1},
+        {"hf": {"rope_theta": 10000.0, "_name_or_path": "/elsewhere", "transformers_version": "5.2"}},
+        {"hf": {"transformers_version": "5.1", "rope_theta": 10000.0}},
+    ],
+)
+def test_what_does_not_change_kv_leaves_it_alone(change: dict[str, Any]) -> None:
+    assert name_of(**change) == name_of()
+
+
+def test_ranks_of_a_pipeline_have_one_fingerprint_though_their_layers_differ() -> None:
+    other = (LayerShape("l2", 1, 2, 16, 64), LayerShape("l3", 1, 2, 16, 64), LayerShape("l4", 1, 2, 16, 64))
+
+    assert name_of(pipeline_parallel_size=2, shapes=other) == name_of(pipeline_parallel_size=2)
+
+
+def test_values_json_cannot_spell_do_not_make_it_change_from_run_to_run() -> None:
+    assert name_of(hf={"odd": object()}) == name_of(hf={"odd": object()})
+
+
+def test_the_facts_are_one_line_a_person_can_read() -> None:
+    spelled = canonical_json(engine_facts(config(), SHAPES, weights_epoch="0"))
+
+    assert "\n" not in spelled
+    assert json.loads(spelled)["attention"] == ["CPU_ATTN/vec"]
+
+
+def test_layers_without_a_backend_count_by_their_kind() -> None:
+    assert attention_kinds({"l0": SimpleNamespace()}, SHAPES[:1]) == ["SimpleNamespace"]

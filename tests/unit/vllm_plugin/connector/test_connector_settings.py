@@ -1,0 +1,121 @@
+"""What the connector refuses to start with, and what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from tests.unit.vllm_plugin.connector.conftest import Engine
+from vllm_plugin.connector import ContextCacheConnector
+from vllm_plugin.connector.engine_check import refuse_unsupported
+from vllm_plugin.connector.settings import ConnectorSettings
+
+NEEDED = {"sidecar": "unix:///s", "secret_file": "/secret"}
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.float32, sliding_window=32)
+
+
+def test_settings_have_defaults_for_all_but_the_sidecar_and_the_secret() -> None:
+    settings = ConnectorSettings.from_extra_config(NEEDED)
+
+    assert settings == ConnectorSettings("unix:///s", "/secret")
+    assert settings.weights_epoch == "0"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "needs 'sidecar'"),
+        ({"sidecar": "unix:///s"}, "needs 'secret_file'"),
+        ({**NEEDED, "sidecat": "x"}, "unknown keys: sidecat"),
+        ({**NEEDED, "load_threads": "2"}, "'load_threads' must be of type int"),
+        ({**NEEDED, "load_threads": True}, "'load_threads' must be of type int"),
+        ({**NEEDED, "load_threads": 0}, "'load_threads' must be 1 or more"),
+        ({**NEEDED, "weights_epoch": 3}, "'weights_epoch' must be of type str"),
+    ],
+)
+def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ConnectorSettings.from_extra_config(extra)
+
+
+def config(*, policy: str = "recompute", encoder_decoder: bool = False, **parallel: int) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+        model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        parallel_config=SimpleNamespace(**parallel),
+    )
+
+
+def groups(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["l0"], spec) for spec in specs])
+
+
+def test_full_attention_in_one_group_is_accepted() -> None:
+    refuse_unsupported(config(), groups(FULL))
+    refuse_unsupported(config(), groups(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l0": FULL})))
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "kv_cache_config", "message"),
+    [
+        (config(policy="fail"), groups(FULL), "recompute"),
+        (config(encoder_decoder=True), groups(FULL), "encoder-decoder"),
+        (config(decode_context_parallel_size=2), groups(FULL), "decode_context_parallel_size"),
+        (config(prefill_context_parallel_size=2), groups(FULL), "prefill_context_parallel_size"),
+        (config(), groups(FULL, SLIDING), "one KV cache group"),
+        (config(), groups(SLIDING), "SlidingWindowSpec"),
+        (
+            config(),
+            groups(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l0": FULL, "l1": SLIDING})),
+            "SlidingWindowSpec",
+        ),
+    ],
+)
+def test_an_engine_whose_kv_we_cannot_carry_is_refused(vllm_config: Any, kv_cache_config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(vllm_config, kv_cache_config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"), [({"secret_file": "/nowhere/secret"}, "cannot be read"), ({"what": 1}, "unknown keys: what")]
+)
+def test_the_engine_does_not_start_with_settings_that_cannot_work(
+    start_engine: Callable[..., Engine], extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        start_engine(extra=extra)
+
+
+def test_the_connector_says_what_vllm_asks_of_it(engine: Engine) -> None:
+    assert ContextCacheConnector.get_required_kvcache_layout(engine.loop.vllm_config) == "LBHNC"
+    assert engine.loop.connector.requires_kv_delivery is False
+    assert engine.loop.connector.reset_cache() is True
+    assert engine.loop.worker.reset_cache() is True
+
+
+def test_importing_the_connector_starts_nothing() -> None:
+    code = (
+        "import json, threading, os\n"
+        "before = set(os.listdir('/proc/self/fd'))\n"
+        "import grpc\n"
+        "made = []\n"
+        "grpc.insecure_channel = lambda *a, **k: made.append(a)\n"
+        "import vllm\n"
+        "threads = threading.active_count()\n"
+        "import vllm_plugin.connector\n"
+        "print(json.dumps([len(made), threading.active_count() - threads]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=50, check=True
+    )
+
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 0]

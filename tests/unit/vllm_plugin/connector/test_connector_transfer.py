@@ -1,0 +1,186 @@
+"""Bounds of what loads and saves share, the ways of older vLLM, and the counts on vLLM's /metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from contextcache.clock import ManualClock
+from contextcache.errors import SidecarUnavailable
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.manifest_lookup import PendingSaves
+from vllm_plugin.connector.metadata import RankFacts
+from vllm_plugin.connector.sidecar_link import LazySidecar
+from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats
+from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
+
+A = cache_ref(1)
+
+
+@pytest.fixture
+def pool() -> Iterator[TransferPool]:
+    pool = TransferPool("test", threads=1, queue_limit=2)
+    yield pool
+    assert pool.close(5)
+
+
+def test_a_full_pool_refuses_at_once_and_takes_again_later(pool: TransferPool) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(5)
+
+    first = pool.try_submit(hold)
+    assert first is not None
+    assert begun.wait(5)
+    waiting = [pool.try_submit(lambda: None) for _ in range(3)]
+
+    assert [future is None for future in waiting] == [False, False, True]
+    gate.set()
+    for future in (first, *waiting[:2]):
+        assert future is not None
+        future.result(5)
+    assert pool.try_submit(lambda: None) is not None
+
+
+def test_a_closed_pool_refuses() -> None:
+    pool = TransferPool("test", threads=1, queue_limit=2)
+    pool.close(1)
+
+    assert pool.try_submit(lambda: None) is None
+
+
+def test_closing_a_pool_does_not_wait_for_ever() -> None:
+    pool, gate = TransferPool("test", threads=1, queue_limit=2), threading.Event()
+    future = pool.try_submit(lambda: None if gate.wait(5) else None)
+    ended = pool.close(0.01)
+    gate.set()
+
+    assert not ended
+    assert future is not None
+    future.result(5)
+
+
+def test_the_staging_budget_is_a_hard_bound() -> None:
+    budget = StagingBudget(100)
+
+    assert budget.try_take(60)
+    assert not budget.try_take(41)
+    assert budget.try_take(40)
+    budget.give_back(60)
+    assert budget.used_bytes == 40
+
+
+def test_results_are_taken_once() -> None:
+    box = ResultBox()
+    box.release_blocks("a")
+    box.end_load("b")
+    box.end_load("c", bad_block_ids=(4, 5))
+    box.end_save(A)
+    taken = box.take()
+
+    assert (taken.sent, taken.received, taken.failed) == ({"a"}, {"b", "c"}, {"c"})
+    assert (taken.bad_block_ids, taken.ended_saves) == ({4, 5}, {A})
+    assert box.take().received == set()
+
+
+def test_pending_saves_end_by_word_or_by_age_and_are_bounded() -> None:
+    clock = ManualClock()
+    saves = PendingSaves(clock, life_ms=1000, limit=2)
+
+    assert saves.add("a")
+    assert not saves.add("a")
+    clock.advance(ms=1000)
+    assert "a" not in saves
+    assert saves.add("b")
+    assert saves.add("c")
+    assert "b" in saves
+    assert saves.add("d")
+    assert "b" not in saves
+    saves.end("c")
+    assert "c" not in saves
+
+
+def test_the_client_is_made_at_the_first_use_and_never_after_closing() -> None:
+    made: list[float] = []
+
+    def connect(timeout_s: float) -> FakeSidecar:
+        made.append(timeout_s)
+        return FakeSidecar()
+
+    lazy = LazySidecar(connect, timeout_s=0.5)
+    assert made == []
+    assert lazy.get() is lazy.get()
+    assert made == [0.5]
+    lazy.close()
+    with pytest.raises(SidecarUnavailable):
+        lazy.get()
+
+
+def test_vllm_before_0_30_is_told_the_blocks_of_a_failed_load(engine: Engine) -> None:
+    answer = engine.save(list(range(1, 100)), A)
+    engine.loop.forget_prefixes()
+    engine.sidecar.corrupt(A)
+    engine.loop.worker.get_transfer_results = lambda ids: _older(engine, ids)
+    engine.loop.add("again", list(range(1, 100)), params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 102
+
+
+def _older(engine: Engine, finished: set[str]) -> object:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    sent, received = engine.loop.worker.get_finished(finished)
+    return KVConnectorTransferResults(finished_sending=sent or set(), finished_recving=received or set())
+
+
+def test_ranks_that_differ_turn_the_connector_off(engine: Engine) -> None:
+    facts = engine.loop.worker.worker_side.facts
+    assert facts is not None
+    other = RankFacts("0" * 64, "{}", 1, 2, facts.engine_block_tokens)
+    engine.loop.connector.scheduler_side.learn_ranks([facts, other])
+    engine.save([1, 2, 3], A)
+
+    assert engine.sidecar.manifests == {}
+
+
+def test_threads_end_at_shutdown(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    engine.save([1, 2, 3], A)
+    engine.loop.close()
+    alive = [thread for pool in engine.loop._pools() for thread in pool._executor._threads if thread.is_alive()]
+    for thread in alive:
+        thread.join(5)
+
+    assert not any(thread.is_alive() for thread in alive)
+
+
+def test_counts_become_prometheus_counters() -> None:
+    counters = Counters()
+    counters.add("skipped_saves", "storage_full", 2)
+    counters.add("loaded_bytes", amount=4096)
+    first = ConnectorStats.from_counts(counters.take_fresh())
+    counters.add("skipped_saves", "storage_full")
+    stats = first.aggregate(ConnectorStats.from_counts(counters.take_fresh()))
+    registry = CollectorRegistry()
+
+    def counter(**fields: object) -> Counter:
+        return Counter(fields["name"], fields["documentation"], fields["labelnames"], registry=registry)
+
+    types = {Counter: counter, Gauge: Gauge, Histogram: Histogram}
+    config = type("Config", (), {"kv_transfer_config": None})()
+    metrics = ConnectorPromMetrics(config, types, ["engine"], {0: ["0"]})
+    metrics.observe(stats.data)
+
+    labels = {"engine": "0", "event": "skipped_saves", "reason": "storage_full"}
+    assert registry.get_sample_value("contextcache_connector_events_total", labels) == 3
+    assert registry.get_sample_value("contextcache_connector_loaded_bytes_total", {"engine": "0"}) == 4096
+    assert counters.get("skipped_saves") == 3
+    assert counters.take_fresh() == {}
