@@ -13,10 +13,12 @@ from context_manager.redis_keys import script_keys
 from context_manager.redis_store import RedisSessionStore
 from context_manager.store import NUM_SHARDS, SessionKey
 from contextcache.errors import ContextCacheError, ContextExpired, LeaseLost
+from contextcache.model import TtlPolicy
 from tests.contract.session_store_contract import (
     ANSWER,
     KEY,
     LEASE_MS,
+    NEW,
     NOW,
     PROMPT,
     TOMBSTONE_S,
@@ -94,6 +96,25 @@ class RedisContract(SessionStoreContract):
 
         assert await self.sweep(store, now_ms=NOW + 1) == []
         assert await raw.call("ZSCORE", expiry, "demo:ctx_1") in (NOW + TTL_MS, str(NOW + TTL_MS).encode())
+
+    async def test_the_expiry_score_follows_the_row(self, store: RedisSessionStore, raw: RedisConnection) -> None:
+        """A sweep puts a wrong score right, so only the score itself shows that each script sets it."""
+
+        async def score() -> int:
+            return int(float(await raw.call("ZSCORE", script_keys(KEY)[2], "demo:ctx_1"))) - NOW
+
+        await self.reserve(store, replace(NEW, ttl_policy=TtlPolicy.SLIDING))
+        assert await score() == LEASE_MS
+        await store.renew_lease(KEY, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW + 1)
+        assert await score() == LEASE_MS + 1
+        await store.commit_turn(first_commit(), now_ms=NOW + 2)
+        assert await score() == TTL_MS + 2
+        await self.begin(store, now_ms=NOW + 3)
+        assert await score() == TTL_MS + 3
+        await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=NOW + 4)
+        assert await score() == TTL_MS + 3
+        await store.commit_turn(turn_commit("turn"), now_ms=NOW + 5)
+        assert await score() == TTL_MS + 5
 
     async def test_a_half_lost_transcript_is_never_continued(
         self, store: RedisSessionStore, raw: RedisConnection

@@ -76,15 +76,21 @@ async def test_a_killed_redis_is_unavailable_and_found_again(tmp_path: Path, clu
         valkey.stop()
 
 
-async def test_a_restart_between_two_calls_is_not_noticed(valkey: ValkeyServer) -> None:
-    store = store_at(valkey.url)
-    await create(store)
-    valkey.kill()
+@pytest.mark.parametrize("cluster", [False, True])
+async def test_a_restart_between_two_calls_is_not_noticed(tmp_path: Path, cluster: bool) -> None:
+    valkey = ValkeyServer(tmp_path, cluster=cluster)
     valkey.start()
+    store = store_at(valkey.url)
+    try:
+        await create(store)
+        valkey.kill()
+        valkey.start()
 
-    await create(store)
-    assert (await store.unregister(KEY, now_ms=NOW)).generation == 1
-    await store.close()
+        await create(store)
+        assert (await store.unregister(KEY, now_ms=NOW)).generation == 1
+    finally:
+        await store.close()
+        valkey.stop()
 
 
 async def test_a_hanging_redis_is_given_up_at_the_deadline(valkey: ValkeyServer) -> None:
