@@ -33,3 +33,17 @@ def set_up_logs(level: str = "INFO") -> None:
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(_JsonLines())
     logging.basicConfig(level=level, handlers=[stream], force=True)
+
+
+def show_logs_of(package: str, level: str = "INFO") -> None:
+    """Send one package's records to stderr as JSON lines, in a process that is not ours and would drop their fields.
+
+    Does nothing where somebody already handles them. Harmless when repeated.
+    """
+    logger = logging.getLogger(package)
+    if logger.hasHandlers():
+        return
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(_JsonLines())
+    logger.addHandler(stream)
+    logger.setLevel(level)

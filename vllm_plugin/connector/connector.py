@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from contextcache.clock import Clock
+from contextcache.logs import show_logs_of
 from contextcache.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient
 from vllm_plugin.connector.engine_check import refuse_unsupported
@@ -74,6 +75,7 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raise ValueError for an engine whose KV we cannot carry, or settings that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
+        show_logs_of("vllm_plugin")
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         refuse_unsupported(vllm_config, kv_cache_config)
         secret = _read_secret(self._settings)

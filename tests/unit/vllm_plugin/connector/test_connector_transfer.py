@@ -58,7 +58,11 @@ def test_a_closed_pool_refuses() -> None:
 
 def test_closing_a_pool_does_not_wait_for_ever() -> None:
     pool, gate = TransferPool("test", threads=1, queue_limit=2), threading.Event()
-    future = pool.try_submit(lambda: None if gate.wait(5) else None)
+
+    def hold() -> None:
+        gate.wait(5)
+
+    future = pool.try_submit(hold)
     ended = pool.close(0.01)
     gate.set()
 
