@@ -1,0 +1,34 @@
+"""A conversation with the openai client: create a context once, then send only the new message. `make up` first."""
+
+import os
+
+from openai import OpenAI
+
+MODEL = "smollm2-135m-instruct"
+
+api = OpenAI(
+    base_url=os.environ.get("URL", "http://127.0.0.1:8000") + "/v1",
+    api_key=os.environ.get("KEY", "test-key-1234567890"),
+)
+
+first = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "ttl": 3600}
+created = api.post("/context", body=first, cast_to=object)
+session_id = created["session_id"]
+print(created["choices"][0]["message"]["content"])
+
+for question in ("And of Spain?", "And of Italy?"):
+    stream = api.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": question}],
+        stream=True,
+        extra_body={"session_id": session_id},
+    )
+    for chunk in stream:
+        print(chunk.choices[0].delta.content or "", end="")
+        if chunk.usage:
+            context = chunk.usage.context
+            print(
+                f"\n  computed {chunk.usage.prompt_tokens}, cached {context['cached_tokens']} from {context['source']}"
+            )
+
+api.delete(f"/context/{session_id}", cast_to=object)
