@@ -21,7 +21,11 @@ def wants_help(settings: type[ProcessSettings], purpose: str) -> bool:
     sys.exit(2)
 
 
-def run_until_signalled(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+def run_until_signalled(
+    serve: Callable[[asyncio.Event], Awaitable[None]],
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """Run `serve(stop)` in an event loop; SIGTERM and SIGINT set `stop`, and `serve` returns after draining."""
 
     async def main() -> None:
@@ -31,4 +35,5 @@ def run_until_signalled(serve: Callable[[asyncio.Event], Awaitable[None]]) -> No
             loop.add_signal_handler(number, stop.set)
         await serve(stop)
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())

@@ -1,0 +1,129 @@
+"""Whose API key it is: a file of key hashes, reloaded when it changes, or one tenant where there are no keys.
+
+The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo"}]}`; a key itself is never stored or logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from contextcache.clock import Clock
+from contextcache.errors import Unauthorized
+from contextcache.model import TENANT_PATTERN, TenantId
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TENANT: TenantId = "default"
+AUTHENTICATE = 'Bearer realm="context-cache"'
+"""What a 401 says in `WWW-Authenticate`."""
+_RECHECK_MS = 1000
+"""Shortest time between two looks at the file."""
+_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes
+    tenant: TenantId
+
+
+class SingleTenant:
+    """Everybody is one tenant: for a gateway that only its own machine can reach."""
+
+    def tenant_of(self, authorization: str | None) -> TenantId:
+        """Return the default tenant; a key, if any, is the engine's business."""
+        del authorization
+        return DEFAULT_TENANT
+
+
+class KeyFile:
+    """Keys from a file. A change takes effect within a second of the next request; a broken file changes nothing."""
+
+    def __init__(self, path: Path, *, clock: Clock, metrics: Metrics) -> None:
+        """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
+        self._path = path
+        self._clock = clock
+        self._metrics = metrics
+        self._version = self._stat()
+        self._checked_at_ms = clock.now_ms()
+        self._keys = _read_keys(path)
+
+    def tenant_of(self, authorization: str | None) -> TenantId:
+        """Return the tenant of `Authorization: Bearer <key>`. Raises Unauthorized.
+
+        Compares with every key in constant time, so that how long it takes says nothing about any of them.
+        """
+        self._reload_if_changed()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            self._metrics.auth_failures.inc()
+            raise Unauthorized("an API key is needed: Authorization: Bearer <key>")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        tenant: TenantId | None = None
+        for known in self._keys:
+            if hmac.compare_digest(known.digest, digest):
+                tenant = known.tenant
+        if tenant is None:
+            self._metrics.auth_failures.inc()
+            raise Unauthorized("this API key is not known")
+        return tenant
+
+    def _reload_if_changed(self) -> None:
+        now_ms = self._clock.now_ms()
+        # A clock set back must not stop reloads, so any distance counts.
+        if abs(now_ms - self._checked_at_ms) < _RECHECK_MS:
+            return
+        self._checked_at_ms = now_ms
+        version = self._stat()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = _read_keys(self._path)
+        except (OSError, ValueError) as exc:
+            self._metrics.key_reload_failures.inc()
+            log.warning("key file not reloaded, the last good keys stay", extra={"error": str(exc)})
+        else:
+            log.info("key file reloaded", extra={"num_keys": len(self._keys)})
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        # The inode too: a mounted Secret is replaced by switching a link.
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def hash_key(key: str) -> str:
+    """Return what the key file holds of a key. Raises ValueError for an empty one."""
+    if not key.strip():
+        raise ValueError("the key is empty")
+    return hashlib.sha256(key.strip().encode()).hexdigest()
+
+
+def _read_keys(path: Path) -> tuple[_Key, ...]:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except (RecursionError, ValueError) as exc:
+        raise ValueError(f"{path} is not JSON") from exc
+    entries = parsed.get("keys") if isinstance(parsed, dict) else None
+    if not isinstance(entries, list):
+        raise ValueError(f'{path} has no list "keys"')  # noqa: TRY004 - a broken file is one kind of error
+    return tuple(_read_key(path, number, entry) for number, entry in enumerate(entries, start=1))
+
+
+def _read_key(path: Path, number: int, entry: object) -> _Key:
+    digest, tenant = (entry.get("sha256"), entry.get("tenant")) if isinstance(entry, dict) else (None, None)
+    if not isinstance(digest, str) or not _SHA256_HEX.fullmatch(digest.lower()):
+        raise ValueError(f'{path}: key {number} has no "sha256" of 64 hex digits')
+    if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
+        raise ValueError(f'{path}: key {number} has no valid "tenant"')
+    return _Key(bytes.fromhex(digest), tenant)

@@ -1,0 +1,156 @@
+"""The control calls on FastAPI: list, read and delete contexts; health, metrics, the OpenAPI document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+
+from contextcache.error_body import error_body
+from contextcache.errors import ContextCacheError, InvalidRequest
+from contextcache.model import MAX_LIST_LIMIT, TenantId
+from gateway.api_document import DESCRIPTION, EXAMPLE_ERROR, carried_paths
+from gateway.context_object import ContextDeleted, ContextList, ContextObject
+from gateway.exchange import answer_headers
+from gateway.flows import Gateway
+from gateway.metrics import Metrics
+from gateway.paths import MethodNotAllowed, PathNotFound
+from gateway.ports import EndpointDirectory
+
+DEFAULT_LIST_LIMIT = 20
+contexts = APIRouter(tags=["contexts"])
+
+
+class ReadyState:
+    """Whether this gateway takes requests: everything it needs is there, and it is not on its way out."""
+
+    def __init__(self, gateway: Gateway, endpoints: EndpointDirectory) -> None:
+        self._gateway = gateway
+        self._endpoints = endpoints
+        self.draining = False
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what `/readyz` says; `missing` names what is not there."""
+        states = self._endpoints.states()
+        missing = [] if await self._gateway.is_serving() else ["context manager"]
+        if not any(state.ready for state in states):
+            missing.append("ready endpoint")
+        if self.draining:
+            missing.append("time: the gateway is draining")
+        return {
+            "ready": not missing,
+            "missing": missing,
+            "endpoints": {
+                state.endpoint.name: {"ready": state.ready, "models": sorted(state.models)} for state in states
+            },
+        }
+
+
+def control_app(gateway: Gateway, ready_state: ReadyState, metrics: Metrics) -> FastAPI:
+    """Return the application; authentication is per call, and errors have the one shape of all our errors."""
+    app = FastAPI(
+        title="context-cache",
+        description=DESCRIPTION,
+        redirect_slashes=False,
+        redoc_url=None,
+        responses={"4XX": {"description": "Error", "content": {"application/json": {"example": EXAMPLE_ERROR}}}},
+    )
+    app.state.gateway = gateway
+    app.include_router(contexts)
+    _add_health(app, ready_state, metrics)
+    app.add_exception_handler(ContextCacheError, _typed_error)
+    app.add_exception_handler(RequestValidationError, _invalid_parameter)
+    app.add_exception_handler(HTTPException, _framework_error)
+    app.openapi = _with_carried_paths(app.openapi)  # type: ignore[method-assign] # FastAPI's documented way
+    return app
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def _tenant(request: Request) -> TenantId:
+    return _gateway(request).authenticate({"authorization": request.headers.get("authorization", "")})
+
+
+@contexts.get("/v1/context")
+async def list_contexts(
+    gateway: Annotated[Gateway, Depends(_gateway)],
+    tenant: Annotated[TenantId, Depends(_tenant)],
+    limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
+    after: Annotated[str, Query(max_length=128)] = "",
+    model: Annotated[str, Query(max_length=1024)] = "",
+) -> ContextList:
+    """List the tenant's live contexts, newest first."""
+    return await gateway.list_contexts(tenant, limit=limit, after=after, model=model)
+
+
+@contexts.get("/v1/context/{session_id}")
+async def read_context(
+    gateway: Annotated[Gateway, Depends(_gateway)], tenant: Annotated[TenantId, Depends(_tenant)], session_id: str
+) -> ContextObject:
+    """Describe one context, its KV included."""
+    return await gateway.read(tenant, session_id)
+
+
+@contexts.delete("/v1/context/{session_id}")
+async def delete_context(
+    gateway: Annotated[Gateway, Depends(_gateway)], tenant: Annotated[TenantId, Depends(_tenant)], session_id: str
+) -> ContextDeleted:
+    """Delete a context and its KV."""
+    return await gateway.delete(tenant, session_id)
+
+
+def _add_health(app: FastAPI, ready_state: ReadyState, metrics: Metrics) -> None:
+    async def healthz() -> dict[str, str]:
+        """Say that the process lives."""
+        return {"status": "ok"}
+
+    async def readyz() -> Response:
+        """Say whether requests can be served, and what is missing if not."""
+        found = await ready_state.describe()
+        return Response(json.dumps(found), status_code=200 if found["ready"] else 503, media_type="application/json")
+
+    async def metrics_page() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.get("/healthz", tags=["operations"])(healthz)
+    app.get("/readyz", tags=["operations"])(readyz)
+    app.get("/metrics", tags=["operations"])(metrics_page)
+
+
+async def _typed_error(request: Request, exc: Exception) -> Response:
+    del request
+    assert isinstance(exc, ContextCacheError)
+    return Response(error_body(exc), status_code=exc.http_status, headers=dict(answer_headers(exc)))
+
+
+async def _invalid_parameter(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestValidationError)
+    first = exc.errors()[0]
+    name = str(first["loc"][-1])
+    return await _typed_error(request, InvalidRequest(f"{name}: {first['msg']}", param=name))
+
+
+async def _framework_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    if exc.status_code == 405:
+        return await _typed_error(request, MethodNotAllowed("this method is not possible here"))
+    return await _typed_error(request, PathNotFound("no such path"))
+
+
+def _with_carried_paths(document: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def openapi() -> dict[str, Any]:
+        described = document()
+        for path, operations in carried_paths().items():
+            described["paths"].setdefault(path, {}).update(operations)
+        return described
+
+    return openapi

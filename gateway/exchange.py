@@ -1,0 +1,168 @@
+"""One HTTP request on ASGI: its head, its body up to a bound, its answer. Knows nothing of routing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable, MutableMapping
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from contextcache.error_body import error_body, error_headers
+from contextcache.errors import BodyTooLarge, ContextCacheError, InvalidRequest, NoReadyEndpoint
+from gateway.auth import AUTHENTICATE
+from gateway.paths import MethodNotAllowed
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+class BodyBudget:
+    """Bytes of request bodies held at one time, over all requests."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+
+    def take(self, size_bytes: int) -> None:
+        """Count bytes as held. Raises NoReadyEndpoint when they are too many."""
+        if self._held_bytes + size_bytes > self._limit_bytes:
+            raise NoReadyEndpoint("the gateway holds as many request bodies as it may", retry_after_s=1)
+        self._held_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """Count bytes as free again."""
+        self._held_bytes -= size_bytes
+
+
+class Exchange:
+    """One request and its answer. Every answer gets `x-request-id`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        """Decoded: what the pod's router will see too."""
+        self.raw_headers: list[tuple[str, str]] = [
+            (name.decode("latin-1").lower(), _text(value)) for name, value in scope["headers"]
+        ]
+        self.headers = _joined(self.raw_headers)
+        self.minted_id = f"req_{uuid.uuid4().hex}"
+        """Names the request among our parts; never the client's choice."""
+        asked = self.headers.get(REQUEST_ID_HEADER, "")
+        self.request_id = asked if _REQUEST_ID.fullmatch(asked) else self.minted_id
+        """Names the request in answers and towards the engine: the client's own id when it sent a plain one."""
+        self.status: int | None = None
+        """Status sent; None until the answer has started."""
+        self._send = send
+
+    @property
+    def target(self) -> str:
+        """Path and query as they were sent, still encoded."""
+        raw: bytes = self.scope.get("raw_path") or self.path.encode()
+        query: bytes = self.scope.get("query_string", b"")
+        # Some servers put the query into raw_path as well.
+        path = raw.partition(b"?")[0].decode("latin-1")
+        return f"{path}?{query.decode('latin-1')}" if query else path
+
+    async def read_body(self, *, limit_bytes: int, idle_timeout_s: float, budget: BodyBudget) -> bytes:
+        """Return the whole body; the caller gives its length back to `budget`.
+
+        Raises BodyTooLarge, InvalidRequest when it stops coming, NoReadyEndpoint, ClientGone.
+        """
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit_bytes:
+            raise _too_large(limit_bytes)
+        chunks: list[bytes] = []
+        try:
+            async for chunk in self._chunks(limit_bytes, idle_timeout_s):
+                budget.take(len(chunk))
+                chunks.append(chunk)
+        except BaseException:
+            budget.give_back(sum(map(len, chunks)))
+            raise
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def disconnected(self) -> None:
+        """Return when the client has closed the connection. Only after the body is read."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def send(self, message: Message) -> None:
+        """Send one ASGI message; the first one gets the request id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), (REQUEST_ID_HEADER.encode(), self.request_id.encode())]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the head of the answer."""
+        await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send_error(self, error: ContextCacheError) -> None:
+        """Answer with the error's status and body."""
+        body = error_body(error)
+        headers = [(name.encode(), value.encode()) for name, value in answer_headers(error)]
+        await self.start(error.http_status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _chunks(self, limit_bytes: int, idle_timeout_s: float) -> AsyncIterator[bytes]:
+        size_bytes = 0
+        more = True
+        while more:
+            message = await self._receive_within(idle_timeout_s)
+            chunk: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            size_bytes += len(chunk)
+            if size_bytes > limit_bytes:
+                raise _too_large(limit_bytes)
+            yield chunk
+
+    async def _receive_within(self, timeout_s: float) -> MutableMapping[str, Any]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await self.receive()
+        except TimeoutError as exc:
+            raise InvalidRequest("the rest of the request body did not come in time") from exc
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+
+def answer_headers(error: ContextCacheError) -> list[tuple[str, str]]:
+    """Return the headers of an error's answer."""
+    headers = error_headers(error)
+    if error.http_status == 401:
+        headers.append(("www-authenticate", AUTHENTICATE))
+    if error.http_status == 503 and error.retry_after_s is None:
+        headers.append(("retry-after", "1"))
+    if isinstance(error, MethodNotAllowed) and error.allow:
+        headers.append(("allow", error.allow))
+    return headers
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is over the limit of {limit_bytes} bytes")
+
+
+def _joined(raw: list[tuple[str, str]]) -> dict[str, str]:
+    """Join repeated headers, so that a second one can never hide the first, which is the one the pod reads."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

@@ -1,0 +1,71 @@
+"""Every metric of the gateway, registered with the registry it is given. Labels are bounded: no ids, no tenants."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_ROUTE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
+
+
+class Metrics:
+    """The gateway's counters, gauges and histograms."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests = Counter(
+            "contextcache_gateway_requests_total",
+            "Requests answered, by kind (create, turn, stateless, control, refused) and HTTP status.",
+            ["kind", "status"],
+            registry=registry,
+        )
+        self.route_seconds = Histogram(
+            "contextcache_gateway_route_seconds",
+            "Seconds the gateway itself added before a request left for its pod: body parsing, look-up, signing.",
+            ["kind"],
+            buckets=_ROUTE_BUCKETS,
+            registry=registry,
+        )
+        self.requests_in_flight = Gauge(
+            "contextcache_gateway_requests_in_flight",
+            "Requests being carried, by endpoint.",
+            ["endpoint"],
+            registry=registry,
+        )
+        self.endpoint_ready = Gauge(
+            "contextcache_gateway_endpoint_ready_state",
+            "1 when an endpoint is ready, else 0.",
+            ["endpoint"],
+            registry=registry,
+        )
+        self.freed_bytes = Counter(
+            "contextcache_gateway_freed_bytes_total",
+            "Bytes of KV freed by deletes.",
+            registry=registry,
+        )
+        self.unreachable_deletes = Counter(
+            "contextcache_gateway_unreachable_deletes_total",
+            "Deletes that did not reach a sidecar; the KV goes by its TTL.",
+            ["endpoint"],
+            registry=registry,
+        )
+        self.auth_failures = Counter(
+            "contextcache_gateway_auth_failures_total",
+            "Requests without a key anybody owns.",
+            registry=registry,
+        )
+        self.key_reload_failures = Counter(
+            "contextcache_gateway_key_reload_failures_total",
+            "Changes of the key file that could not be read; the last good keys stay.",
+            registry=registry,
+        )
+        self.broken_exchanges = Counter(
+            "contextcache_gateway_broken_exchanges_total",
+            "Exchanges that did not end as they should: connect, before_headers, after_headers, client_gone.",
+            ["reason"],
+            registry=registry,
+        )
+        self.probe_failures = Counter(
+            "contextcache_gateway_probe_failures_total",
+            "Probe rounds that failed by a fault of our own.",
+            registry=registry,
+        )

@@ -1,0 +1,103 @@
+"""What the flows need from the world, as Protocols. Adapters are chosen in `app.py`, fakes live in `fakes.py`.
+
+Every call that leaves the process has a deadline of its own and fails with a ContextCacheError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from contextcache.model import CacheRef, CacheSessionMetadata, Manifest, ModelId, SessionId, TenantId
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One vLLM pod."""
+
+    name: str
+    """Name under which sessions remember it as their holder."""
+    url: str
+    """Where its HTTP API is, without a trailing slash."""
+    sidecar: str = ""
+    """gRPC address of its kv-sidecar; empty: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointState:
+    """What is known about a pod at this moment."""
+
+    endpoint: Endpoint
+    ready: bool
+    models: frozenset[ModelId]
+    """Served model names; empty when the pod would not say."""
+    in_flight: int
+    """Requests this gateway is carrying to it now."""
+    num_routed: int
+    """Requests routed to it so far: breaks ties, so that idle pods take turns."""
+
+
+class SessionDirectory(Protocol):
+    """The part of the context manager that a router uses. All but `is_serving` raise StoreUnavailable."""
+
+    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Return the row in one round trip. Raises ContextNotFound, ContextExpired."""
+        ...
+
+    async def get_session_metadata(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Return the row, its TTL checked. Raises ContextNotFound, ContextExpired."""
+        ...
+
+    async def list_sessions(
+        self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: ModelId = ""
+    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
+        """Return one page of live sessions, newest first, and whether another follows."""
+        ...
+
+    async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Remove the session for good and return the row as it was. Raises ContextNotFound, ContextExpired."""
+        ...
+
+    async def is_serving(self) -> bool:
+        """Return whether calls would be answered. Never raises."""
+        ...
+
+
+class KVSidecar(Protocol):
+    """The part of a kv-sidecar that a router uses. Every call raises SidecarUnavailable."""
+
+    async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
+        """Return a sealed manifest and the tier that would serve it. Raises CacheRefNotFound."""
+        ...
+
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
+    ) -> int:
+        """Remove the KV and return the bytes freed. Idempotent."""
+        ...
+
+
+class EndpointDirectory(Protocol):
+    """Which pods there are and how they do. In memory; the calls never wait."""
+
+    def states(self) -> Sequence[EndpointState]:
+        """Return all pods, ready or not."""
+        ...
+
+    def mark_unreachable(self, name: str) -> None:
+        """Take a pod that refused a connection out until it is seen healthy again."""
+        ...
+
+    def carrying(self, name: str) -> AbstractContextManager[None]:
+        """Count one request as in flight to this pod for the length of the `with` block."""
+        ...
+
+
+class Authenticator(Protocol):
+    """Whose key it is."""
+
+    def tenant_of(self, authorization: str | None) -> TenantId:
+        """Return the tenant of an `Authorization` header. Raises Unauthorized."""
+        ...

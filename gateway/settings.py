@@ -1,0 +1,92 @@
+"""How a gateway is configured: `GATEWAY_…` variables."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from contextcache.settings import ProcessSettings
+
+
+class EndpointSettings(BaseModel):
+    """One pod in `GATEWAY_ENDPOINTS`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
+    url: str = Field(pattern=r"^https?://[^/]+(/.*)?$")
+    sidecar: str = ""
+
+    @field_validator("url")
+    @classmethod
+    def _without_slash(cls, url: str) -> str:
+        return url.rstrip("/")
+
+
+class GatewaySettings(ProcessSettings):
+    """Everything a gateway can be told."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="GATEWAY_")
+
+    host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs an API-key file")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager")
+    endpoints: tuple[EndpointSettings, ...] = Field(
+        min_length=1, description='JSON list of the pods: {"name", "url", "sidecar": gRPC address or ""}'
+    )
+    secret_file: Path = Field(description="file with the deployment's signing secret, 32 bytes or more")
+    api_keys_file: Path | None = Field(
+        None, description='JSON file {"keys": [{"sha256", "tenant"}]}; empty: one tenant, "default", and no keys'
+    )
+    engine_paths: tuple[str, ...] = Field(
+        ("/health", "/version", "/ping", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/classify"),
+        description="JSON list of paths outside /v1/ that reach the engine; its operator calls are not among them",
+    )
+    max_body_bytes: int = Field(32 << 20, gt=0, description="bytes of the largest request body; more is 413")
+    max_buffered_bytes: int = Field(
+        1 << 30, gt=0, description="bytes of all request bodies held at one time; more is 503, so memory is bounded"
+    )
+    max_in_flight: int = Field(2048, gt=0, description="requests carried at one time; more is 503")
+    body_timeout_s: float = Field(60.0, gt=0, description="seconds without a byte of a request body before it is 400")
+    connect_timeout_s: float = Field(2.0, gt=0, description="seconds to connect to a pod before another one is tried")
+    idle_timeout_s: float = Field(600.0, gt=0, description="seconds without a byte from a pod; covers a long answer")
+    total_timeout_s: float = Field(3600.0, gt=0, description="seconds a request may take in all")
+    manager_timeout_s: float = Field(2.0, gt=0, description="seconds for one call of the context manager")
+    sidecar_timeout_s: float = Field(0.5, gt=0, description="seconds a GET waits for the holder's sidecar")
+    delete_timeout_s: float = Field(5.0, gt=0, description="seconds a DELETE waits for the sidecars")
+    probe_interval_s: float = Field(1.0, gt=0, description="seconds between two looks at the pods")
+    probe_timeout_s: float = Field(1.0, gt=0, description="seconds a pod has to answer a probe")
+    identity_ttl_s: float = Field(60.0, gt=0, description="seconds a signed identity is good for")
+    drain_delay_s: float = Field(
+        0.0, ge=0, description="seconds between SIGTERM (/readyz is 503 from then on) and closing the port"
+    )
+    drain_timeout_s: float = Field(30.0, gt=0, description="seconds running requests get to finish after that")
+    log_level: str = Field("INFO", description="DEBUG adds one line per request")
+
+    @field_validator("api_keys_file", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @model_validator(mode="after")
+    def _keys_unless_loopback(self) -> Self:
+        if self.api_keys_file is None and not is_loopback(self.host):
+            raise ValueError(f"without GATEWAY_API_KEYS_FILE the gateway listens on loopback only, not on {self.host}")
+        names = [endpoint.name for endpoint in self.endpoints]
+        if len(set(names)) != len(names):
+            raise ValueError("two endpoints have the same name")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
