@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -140,7 +140,7 @@ class FakeSidecar(EngineSidecar):
         if manifest.fingerprint != request.fingerprint:
             raise FingerprintMismatch("other KV")
         names = self._names(manifest)
-        for index in request.block_indices:
+        for index in self.answered_indices(request.block_indices):
             self._arrive("load_block")
             data = self.files[names[index]]
             self.served_bytes += len(data)
@@ -166,6 +166,10 @@ class FakeSidecar(EngineSidecar):
     @override
     def close(self):
         return
+
+    def answered_indices(self, asked: Sequence[int]) -> Sequence[int]:
+        """Return which blocks a load is answered with; tests that want a liar replace this."""
+        return asked
 
     def corrupt(self, cache_ref: str) -> None:
         """Flip a byte of the last block file of a context, its checksum kept."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
@@ -192,6 +194,18 @@ def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine
     assert engine.counted("failed_loads", "corrupt_block") == 1
 
 
+@pytest.mark.parametrize("answered", [[0], [0, 1, 2, 0], [0, 2, 1, 2], []])
+def test_a_sidecar_that_answers_with_other_blocks_than_asked_for_is_not_believed(
+    engine: Engine, answered: list[int]
+) -> None:
+    answer = saved(engine)
+    engine.sidecar.answered_indices = lambda asked: answered
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert report_of(engine).reason == "corrupt_block"
+
+
 def test_a_sidecar_that_dies_in_the_middle_of_a_load_costs_time_only(engine: Engine) -> None:
     answer = saved(engine)
     engine.sidecar.hang["load_block"] = threading.Event()
@@ -284,6 +298,39 @@ def test_a_preempted_request_loads_again_and_ends_right(start_engine: Callable[.
 
     assert request.num_preemptions + rival.num_preemptions > 0
     assert engine.loop.finished["again"][:4] == answer
+
+
+def test_aborting_a_preempted_request_while_it_loads_again_saves_nothing(engine: Engine) -> None:
+    saved(engine)
+    free = engine.loop.free_blocks
+    request = engine.loop.add("again", PROMPT, max_tokens=90, params=transfer(load=(A,), save=B))
+    engine.loop.run(lambda: request.num_output_tokens > 5)
+    hang = engine.sidecar.hang["load_block"] = threading.Event()
+    assert engine.loop.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.loop.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.loop.abort("again")
+    hang.set()
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests(), steps=300)
+
+    # The load promised the whole prompt, so only that it had not ended tells that there is nothing to save.
+    assert request.num_computed_tokens >= 150
+    assert set(engine.sidecar.manifests) == {A}
+    assert engine.loop.free_blocks == free
+
+
+def test_each_turn_loads_the_one_before_and_saves_itself(engine: Engine) -> None:
+    history, refs = PROMPT, [cache_ref(number) for number in range(10, 14)]
+    engine.save(history, refs[0], name="turn0")
+    for turn, (before, after) in enumerate(pairwise(refs), 1):
+        engine.loop.forget_prefixes()
+        history = [*history, *engine.loop.finished[f"turn{turn - 1}"], 7, 8, 9]
+        engine.loop.add(f"turn{turn}", history, params=transfer(load=(before,), save=after))
+        engine.loop.run_to_end(f"turn{turn}")
+
+        # The last answered token of the turn before, three new ones, and three of this answer.
+        assert engine.loop.computed[f"turn{turn}"] == 7
+        assert engine.sidecar.manifests[after].token_ids[: len(history)] == tuple(history)
 
 
 def test_the_next_turn_waits_for_a_save_of_its_own_engine(engine: Engine) -> None:
