@@ -6,6 +6,7 @@ Hand-written on asyncio streams rather than on a framework, so that it shows the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import dataclass, field
 
@@ -138,10 +139,8 @@ class StubEngine:
 
     async def _until_gone(self, reader) -> None:
         """Wait for the end of the connection; nobody sends a second request while one is open."""
-        try:
+        with contextlib.suppress(ConnectionError):
             await reader.read(1)
-        except ConnectionError:
-            pass
         self.disconnects += 1
         self.noticed_disconnect.set()
 

@@ -1,0 +1,46 @@
+"""A kv-sidecar in memory, for tests: it keeps the contract suite that the real one keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contextcache.errors import CacheRefNotFound, SidecarUnavailable
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+
+
+class MemorySidecar:
+    """Manifests by cache_ref; `down` makes every call fail as an unreachable sidecar does."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
+
+    def keep(self, manifest: Manifest, *, tier: str = "host") -> None:
+        """Hold a sealed manifest."""
+        self._kept[manifest.cache_ref] = (manifest, tier)
+
+    async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
+        """Return a sealed manifest and its tier. Raises CacheRefNotFound, also for another tenant's."""
+        self._check_up()
+        found = self._kept.get(cache_ref)
+        if found is None or found[0].tenant != tenant:
+            raise CacheRefNotFound("no KV has this cache_ref")
+        return found
+
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
+    ) -> int:
+        """Remove the tenant's manifests of the session and under the refs; return their bytes."""
+        self._check_up()
+        going = [
+            manifest
+            for manifest, _ in self._kept.values()
+            if manifest.tenant == tenant and (manifest.session_id == session_id or manifest.cache_ref in cache_refs)
+        ]
+        for manifest in going:
+            del self._kept[manifest.cache_ref]
+        return sum(manifest.size_bytes for manifest in going)
+
+    def _check_up(self) -> None:
+        if self.down:
+            raise SidecarUnavailable("the sidecar is down")

@@ -1,0 +1,18 @@
+"""A gateway with two ready pods, sessions in memory and one tenant per key."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from contextcache.clock import ManualClock
+from gateway.auth import KeyFile
+from gateway.metrics import Metrics
+from tests.helpers.gateway_parts import KEY, OTHER_KEY, GatewayParts, write_keys
+
+
+@pytest.fixture
+async def parts(tmp_path):
+    write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other"})
+    metrics = Metrics(CollectorRegistry())
+    parts = GatewayParts(KeyFile(tmp_path / "keys.json", clock=ManualClock(), metrics=metrics))
+    await parts.endpoints.probe_all()
+    return parts

@@ -1,0 +1,205 @@
+"""Who may go where, what is signed and what is stripped."""
+
+import json
+
+import pytest
+
+from contextcache.errors import (
+    ContextExpired,
+    ContextNotFound,
+    InvalidRequest,
+    NoReadyEndpoint,
+    StoreUnavailable,
+    Unauthorized,
+)
+from contextcache.identity import IDENTITY_HEADER, verify_identity
+from gateway.endpoints import Health
+from gateway.flows import ROUTING_HEADERS
+from gateway.paths import Kind
+from tests.helpers.gateway_parts import KEY, OTHER_KEY, SECRET
+
+CHAT = "/v1/chat/completions"
+
+
+async def route(parts, body, *, path="/v1/completions", method="POST", key=KEY, headers=None):
+    head = {"authorization": f"Bearer {key}", "content-type": "application/json", **(headers or {})}
+    kind = parts.gateway.kind_of(method, path)
+    admission = parts.gateway.admit(kind, head, request_id="req_1")
+    return await parts.gateway.route(admission, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def identity_of(parts, forward):
+    return verify_identity(forward.set_headers[IDENTITY_HEADER], SECRET, now_ms=parts.clock.now_ms())
+
+
+async def test_a_stateless_request_is_untouched_and_costs_no_look_up(parts):
+    forward = await route(parts, {"model": "stub-model", "prompt": "hello"})
+
+    assert (forward.kind, forward.body, forward.set_headers) == (Kind.STATELESS, None, {})
+    assert parts.directory.calls == []
+
+
+async def test_every_request_loses_identity_and_routing_headers(parts):
+    forward = await route(parts, {"prompt": "hello"})
+
+    assert forward.remove_headers == ROUTING_HEADERS | {IDENTITY_HEADER}
+
+
+async def test_a_create_is_signed_without_a_session(parts):
+    forward = await route(parts, {"model": "stub-model", "prompt": "x", "session_id": "mine"}, path="/v1/context")
+    identity = identity_of(parts, forward)
+
+    assert (forward.kind, forward.body) == (Kind.CREATE, None)
+    assert (identity.tenant, identity.session_id, identity.request_id) == ("demo", None, "req_1")
+    assert identity.expires_at_ms == parts.clock.now_ms() + 60_000
+    assert parts.directory.calls == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+async def test_a_turn_goes_to_the_holder_with_one_look_up(parts, path):
+    await parts.directory.add("ctx_1", holder="pod-b")
+    forward = await route(parts, {"prompt": "more", "session_id": "ctx_1"}, path=path)
+
+    assert (forward.kind, forward.endpoint.name, forward.body) == (Kind.TURN, "pod-b", None)
+    assert (identity_of(parts, forward).tenant, identity_of(parts, forward).session_id) == ("demo", "ctx_1")
+    assert parts.directory.calls == ["locate"]
+
+
+async def test_a_turn_whose_holder_is_gone_goes_elsewhere(parts):
+    await parts.directory.add("ctx_1", holder="pod-of-yesterday")
+
+    assert (await route(parts, {"session_id": "ctx_1"})).kind is Kind.TURN
+
+
+async def test_a_turn_named_in_the_header_is_a_turn(parts):
+    await parts.directory.add("ctx_1")
+    forward = await route(parts, {"prompt": "more"}, headers={"x-session-id": "ctx_1"})
+
+    assert identity_of(parts, forward).session_id == "ctx_1"
+
+
+async def test_a_header_that_names_nothing_of_ours_is_a_label(parts):
+    forward = await route(parts, {"prompt": "x"}, headers={"x-session-id": "agent-run-7"})
+
+    assert (forward.kind, forward.set_headers) == (Kind.STATELESS, {})
+
+
+async def test_unknown_and_foreign_ids_in_the_body_are_told_apart_by_nothing(parts):
+    await parts.directory.add("ctx_1")
+    with pytest.raises(ContextNotFound) as unknown:
+        await route(parts, {"session_id": "ctx_2"})
+    with pytest.raises(ContextNotFound) as foreign:
+        await route(parts, {"session_id": "ctx_1"}, key=OTHER_KEY)
+
+    assert unknown.value.message == foreign.value.message
+    assert unknown.value.param == foreign.value.param == "session_id"
+
+
+async def test_an_expired_context_is_told_as_expired(parts):
+    await parts.directory.add("ctx_1", ttl_s=600)
+    parts.clock.advance(s=601)
+
+    with pytest.raises(ContextExpired):
+        await route(parts, {"session_id": "ctx_1"})
+    with pytest.raises(ContextExpired):
+        await route(parts, {}, headers={"x-session-id": "ctx_1"})
+
+
+@pytest.mark.parametrize("session_id", ["", "a b", "../x", 7, ["ctx_1"], "x" * 129])
+async def test_an_id_that_can_be_none_is_invalid(parts, session_id):
+    with pytest.raises(InvalidRequest) as caught:
+        await route(parts, {"session_id": session_id})
+
+    assert caught.value.param == "session_id"
+
+
+async def test_body_and_header_must_name_the_same_context(parts):
+    with pytest.raises(InvalidRequest, match="different contexts"):
+        await route(parts, {"session_id": "ctx_1"}, headers={"x-session-id": "ctx_2"})
+
+
+@pytest.mark.parametrize("path", ["/v1/context", "/v1/completions"])
+async def test_forbidden_keys_are_stripped_from_session_requests(parts, path):
+    await parts.directory.add("ctx_1")
+    sent = {"session_id": "ctx_1", "cache_salt": "mine", "kv_transfer_params": {"context_cache": "v1.x.y"}, "n": 1}
+    forward = await route(parts, sent, path=path)
+
+    assert json.loads(forward.body) == {"session_id": "ctx_1", "n": 1}
+
+
+async def test_forbidden_keys_are_stripped_on_every_path(parts):
+    for path in ("/v1/completions", CHAT, "/v1/responses", "/v1/embeddings", "/tokenize"):
+        forward = await route(parts, b'{"model":"m","\\u0063ache_salt":"x"}', path=path)
+
+        assert forward.body == b'{"model": "m"}'
+
+
+async def test_forbidden_keys_are_stripped_from_a_turn_named_in_the_header(parts):
+    await parts.directory.add("ctx_1")
+    forward = await route(parts, {"prompt": "x", "cache_salt": "y"}, headers={"x-session-id": "ctx_1"})
+
+    assert json.loads(forward.body) == {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "body"),
+    [
+        ("/v1/context", {}, b'{"model": "m",\n "prompt": "x",}'),
+        ("/v1/completions", {}, b'{"session_id": "ctx_1",\n "prompt": "x",}'),
+        ("/v1/completions", {"x-session-id": "ctx_1"}, b'{"model": "m",\n "prompt": "x",}'),
+    ],
+)
+async def test_an_invalid_session_body_is_refused_with_its_place(parts, path, headers, body):
+    await parts.directory.add("ctx_1")
+
+    with pytest.raises(InvalidRequest, match="line 2, column 15: extra comma"):
+        await route(parts, body, path=path, headers=headers)
+
+
+async def test_an_invalid_stateless_body_is_the_engines_business(parts):
+    forward = await route(parts, b'{"prompt": "caf\\u00e9",}')
+
+    assert (forward.kind, forward.body) == (Kind.STATELESS, None)
+
+
+async def test_without_the_store_session_calls_fail_and_stateless_ones_pass(parts):
+    parts.directory.down = True
+    for headers, body in (({}, {"session_id": "ctx_1"}), ({"x-session-id": "ctx_1"}, {})):
+        with pytest.raises(StoreUnavailable):
+            await route(parts, body, headers=headers)
+
+    assert (await route(parts, {"prompt": "x"})).kind is Kind.STATELESS
+
+
+async def test_without_a_ready_pod_nothing_goes_anywhere(parts):
+    for name in ("pod-a", "pod-b"):
+        parts.endpoints.mark_unreachable(name)
+
+    with pytest.raises(NoReadyEndpoint):
+        await route(parts, {"prompt": "x"})
+
+
+async def test_where_pods_differ_the_model_decides(parts):
+    parts.probe.health["pod-b"] = Health(healthy=True, models=frozenset({"big-model"}))
+    await parts.endpoints.probe_all()
+    for _ in range(3):
+        forward = await route(parts, {"model": "big-model", "prompt": "x"})
+
+        assert (forward.endpoint.name, forward.body) == ("pod-b", None)
+
+
+async def test_a_refused_connection_moves_the_request_to_another_pod(parts):
+    await parts.directory.add("ctx_1", holder="pod-a")
+    forward = await route(parts, {"session_id": "ctx_1"})
+    moved = parts.gateway.reroute(forward, unreachable="pod-a")
+
+    assert (moved.endpoint.name, moved.set_headers) == ("pod-b", forward.set_headers)
+    with pytest.raises(NoReadyEndpoint):
+        parts.gateway.reroute(moved, unreachable="pod-b")
+
+
+async def test_nobody_gets_in_without_a_key(parts):
+    with pytest.raises(Unauthorized):
+        await route(parts, {"session_id": "ctx_1"}, key="wrong")
+
+    assert parts.directory.calls == []
