@@ -30,7 +30,7 @@ from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import EngineSidecar, MonotonicClock
-from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats
+from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
 
@@ -186,6 +186,12 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
         ended = connector_output.kv_connector_worker_meta
         if isinstance(ended, EndedSaves):
             self.scheduler_side.saves_ended(ended.cache_refs)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Tell vLLM's metrics (>= 0.32) where the tokens come from."""
+        if not num_external_tokens:
+            return {}
+        return {hit_source(self.scheduler_side.tier_of(request)): num_external_tokens}
 
     @override
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -17,6 +17,7 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, ContextCacheError
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -33,6 +34,8 @@ class Match:
     manifest: Manifest | None
     num_tokens: int
     reason: str = ""
+    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+    """Tier that would serve most of it."""
 
 
 class PendingSaves:
@@ -140,7 +143,7 @@ class ManifestLookup:
         best = Match(None, 0, "no_manifest")
         for cache_ref in transfer.load:
             try:
-                manifest = self._manifest(transfer.tenant, cache_ref, deadline_ms)
+                manifest, tier = self._manifest(transfer.tenant, cache_ref, deadline_ms)
             except ContextCacheError as exc:
                 if best.manifest is None:
                     best = Match(None, 0, exc.code)
@@ -152,23 +155,23 @@ class ManifestLookup:
                 continue
             shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
             if best.manifest is None or shared > best.num_tokens:
-                best = Match(manifest, shared)
+                best = Match(manifest, shared, tier=tier)
             if shared == len(prompt):
                 break
         return best
 
-    def _manifest(self, tenant: str, cache_ref: CacheRef, deadline_ms: int) -> Manifest:
-        """Return a manifest; while our own save of it goes on, ask again. Raises ContextCacheError."""
+    def _manifest(self, tenant: str, cache_ref: CacheRef, deadline_ms: int) -> tuple[Manifest, pb.Tier.ValueType]:
+        """Return a manifest and its tier; while our own save of it goes on, ask again. Raises ContextCacheError."""
         while True:
             # Read before asking: a save that ends in between is then found by the question.
             was_pending = cache_ref in self._saves
             remaining_ms = deadline_ms - self._clock.now_ms()
             timeout_s = min(max(remaining_ms, 1), self._settings.manifest_deadline_ms) / 1000
             try:
-                manifest, _ = self._sidecar.get().get_manifest(tenant, cache_ref, timeout_s)
+                manifest, tier = self._sidecar.get().get_manifest(tenant, cache_ref, timeout_s)
             except CacheRefNotFound:
                 if not was_pending or self._clock.now_ms() >= deadline_ms or self._stopping.wait(_ASK_AGAIN_S):
                     raise
             else:
                 self._saves.end(cache_ref)
-                return manifest
+                return manifest, tier

@@ -131,6 +131,11 @@ class SchedulerSide:
         tracked.reported = True
         self._loads.append(tracked.loading)
 
+    def tier_of(self, request: Any) -> pb.Tier.ValueType:
+        """Return the tier a request's load was promised from."""
+        tracked = self._requests.get(request.request_id)
+        return pb.TIER_UNSPECIFIED if tracked is None or tracked.found is None else tracked.found.tier
+
     def take_plans(self) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...]]:
         """Return this step's work."""
         loads, saves = tuple(self._loads), tuple(self._saves)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 from typing_extensions import override
 
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
 from contextcache.model import Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.metadata import RankFacts
@@ -183,14 +183,14 @@ class RankLink:
             answer = self.sidecar.get().handshake(
                 facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size, facts.engine_block_tokens
             )
+            if answer.block_tokens < 1 or answer.block_tokens % facts.engine_block_tokens:
+                raise InvalidRequest("the sidecar's block_tokens is not a multiple of the engine's block size")
         except ContextCacheError as exc:
             self._pause_ms = min(max(2 * self._pause_ms, _FIRST_PAUSE_MS), _LONGEST_PAUSE_MS)
             self._next_try_at_ms = self._clock.now_ms() + self._pause_ms
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
         self._pause_ms = 0
-        if answer.block_tokens < 1 or answer.block_tokens % facts.engine_block_tokens:
-            raise SidecarUnavailable("the sidecar's block_tokens is not a multiple of the engine's block size")
         directory = Path(answer.shared_directory) if answer.shared_directory else None
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "shared": directory is not None})
         return Terms(answer.block_tokens, directory, answer.block_size_bytes_max)

@@ -130,6 +130,18 @@ def test_while_the_sidecar_is_away_it_is_asked_ever_more_rarely(start_engine: Ca
     assert engine.counted("failed_handshakes") == 5
 
 
+def test_a_sidecar_whose_blocks_do_not_fit_the_engines_is_left_alone(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(sidecar=FakeSidecar(block_tokens=40))
+    engine.save(PROMPT, A)
+    for _ in range(10):
+        engine.loop.step()
+        engine.loop.settle()
+
+    assert engine.sidecar.prepared == {}
+    assert len(engine.sidecar.handshakes) == 1
+    assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
+
+
 def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine(extra={"staging_limit_bytes": 1000})
     free = engine.loop.free_blocks

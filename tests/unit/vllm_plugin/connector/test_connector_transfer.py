@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.manifest_lookup import PendingSaves
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.sidecar_link import LazySidecar
-from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats
+from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
 
 A = cache_ref(1)
@@ -164,6 +166,18 @@ def test_threads_end_at_shutdown(start_engine: Callable[..., Engine]) -> None:
         thread.join(5)
 
     assert not any(thread.is_alive() for thread in alive)
+
+
+def test_vllms_metrics_are_told_where_the_tokens_come_from(engine: Engine) -> None:
+    engine.save(list(range(1, 100)), A)
+    engine.loop.forget_prefixes()
+    request = engine.loop.add("again", list(range(1, 100)), params=transfer(load=(A,)))
+    engine.loop.settle()
+    engine.loop.step()
+
+    assert engine.loop.connector.get_external_cache_hit_sources(request, 98) == {CacheHitSource.HOST: 98}
+    assert engine.loop.connector.get_external_cache_hit_sources(request, 0) == {}
+    assert hit_source(pb.TIER_OBJECT) == CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def test_counts_become_prometheus_counters() -> None:
