@@ -102,7 +102,7 @@ class HttpFront:
             duration_ms = round((time.monotonic() - started_s) * 1000, 1)
             fields = {"request_id": exchange.request_id, "status": exchange.status, "duration_ms": duration_ms}
             log.debug("request ended", extra={"kind": kind, **fields})
-        return Kind.STATELESS.value if kind == Kind.COMPLETION.value else kind
+        return kind
 
     async def _carry(self, kind: Kind, exchange: Exchange) -> str:
         """Admit, route and carry; return the kind the request turned out to be."""

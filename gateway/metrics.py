@@ -14,7 +14,8 @@ class Metrics:
         self.registry = registry
         self.requests = Counter(
             "contextcache_gateway_requests_total",
-            "Requests answered, by kind (create, turn, stateless, control, refused) and HTTP status.",
+            "Requests answered, by kind and HTTP status. `completion` was refused before it was known to be a turn or "
+            "stateless, `refused` before it was known to be anything.",
             ["kind", "status"],
             registry=registry,
         )

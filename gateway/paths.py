@@ -23,7 +23,7 @@ _PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+")
 
 
 class Kind(Enum):
-    """What a request is, as metrics count it. Only a completion becomes a turn or stateless after its body is read."""
+    """What a request is. A completion becomes a turn or stateless once its body is read."""
 
     CREATE = "create"
     TURN = "turn"

@@ -1,0 +1,99 @@
+"""`python -m gateway` as a process: what it prints, how it starts and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from gateway.auth import hash_key
+from tests.helpers.gateway_parts import KEY, SECRET, write_keys
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30
+
+
+@pytest.fixture
+def environment(tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    write_keys(tmp_path / "keys.json", {KEY: "demo"})
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")}
+    return kept | {
+        "GATEWAY_PORT": "0",
+        "GATEWAY_MANAGER": "127.0.0.1:1",
+        "GATEWAY_ENDPOINTS": '[{"name": "pod-a", "url": "http://127.0.0.1:1"}]',
+        "GATEWAY_SECRET_FILE": str(tmp_path / "secret"),
+        "GATEWAY_API_KEYS_FILE": str(tmp_path / "keys.json"),
+    }
+
+
+def run(environment, *arguments, text=None):
+    command = [sys.executable, "-m", "gateway", *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, input=text, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+
+def test_help_lists_every_variable(environment):
+    result = run(environment, "--help")
+
+    assert result.returncode == 0
+    assert "GATEWAY_MAX_BODY_BYTES (default 33554432)" in result.stdout
+    assert "GATEWAY_SECRET_FILE (required)" in result.stdout
+
+
+def test_hash_key_prints_what_the_key_file_holds(environment):
+    result = run(environment, "hash-key", text=f"{KEY}\n")
+
+    assert (result.returncode, result.stdout.strip()) == (0, hash_key(KEY))
+
+
+def test_settings_that_cannot_be_right_are_named(environment):
+    result = run(environment | {"GATEWAY_PORT": "x"})
+
+    assert result.returncode == 2
+    assert "GATEWAY_PORT: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("name", "content"), [("secret", "short"), ("keys.json", "{"), ("secret", None)])
+def test_a_missing_or_broken_file_ends_the_start_with_its_name(environment, tmp_path, name, content):
+    path = tmp_path / name
+    path.unlink() if content is None else path.write_text(content)
+    result = run(environment)
+
+    assert result.returncode == 1
+    assert json.loads(result.stderr.splitlines()[-1])["event"] == "gateway cannot start"
+    assert name in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_it_starts_alone_says_what_is_missing_and_ends_on_sigterm(environment):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway"], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        started = next(line for line in map(json.loads, process.stderr) if line["event"] == "gateway started")
+        url = f"http://127.0.0.1:{started['port']}"
+        with urllib.request.urlopen(f"{url}/healthz", timeout=DEADLINE_S) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{url}/readyz", timeout=DEADLINE_S)
+        with caught.value as answer:
+            assert json.loads(answer.read())["missing"] == ["context manager", "ready endpoint"]
+        process.send_signal(signal.SIGTERM)
+        events = [json.loads(line)["event"] for line in process.stderr]
+
+        assert process.wait(DEADLINE_S) == 0
+        assert events[-1] == "gateway stopped"
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

@@ -1,0 +1,51 @@
+"""What a gateway refuses to be started with."""
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.settings import GatewaySettings, is_loopback
+
+POD = {"name": "pod-a", "url": "http://127.0.0.1:8001/", "sidecar": "127.0.0.1:50061"}
+
+
+def settings(**fields) -> GatewaySettings:
+    return GatewaySettings(**{"endpoints": [POD], "secret_file": "secret", **fields})
+
+
+def test_endpoints_come_from_json_in_the_environment(monkeypatch):
+    monkeypatch.setenv("GATEWAY_ENDPOINTS", '[{"name": "a", "url": "http://a:8001"}]')
+    monkeypatch.setenv("GATEWAY_SECRET_FILE", "secret")
+    monkeypatch.setenv("GATEWAY_API_KEYS_FILE", "")
+    monkeypatch.setenv("GATEWAY_ENGINE_PATHS", '["/tokenize"]')
+    found = GatewaySettings()
+
+    assert [(pod.name, pod.url, pod.sidecar) for pod in found.endpoints] == [("a", "http://a:8001", "")]
+    assert found.api_keys_file is None
+    assert found.engine_paths == ("/tokenize",)
+
+
+def test_an_endpoints_url_loses_its_slash():
+    assert settings().endpoints[0].url == "http://127.0.0.1:8001"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example", ""])
+def test_without_keys_only_loopback_is_bound(host):
+    with pytest.raises(ValidationError, match="loopback only"):
+        settings(host=host)
+
+    assert settings(host=host, api_keys_file="keys.json").host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_keys(host):
+    assert is_loopback(host)
+    assert settings(host=host).api_keys_file is None
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [[], [POD, POD], [{"name": "a b", "url": "http://a"}], [{"name": "a", "url": "a:80"}], [{**POD, "surprise": 1}]],
+)
+def test_endpoints_that_cannot_be_right_are_refused(endpoints):
+    with pytest.raises(ValidationError):
+        settings(endpoints=endpoints)
