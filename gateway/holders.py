@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _SEALING_MS = 30_000
 """Longest a save is waited for; a younger context without sealed KV is pending, an older one has none."""
+_NO_TIER = "none"
+"""What a sidecar that cannot say names as its tier."""
 
 
 class Holders:
@@ -93,4 +95,4 @@ async def _manifest_state(sidecar: KVSidecar, session: CacheSessionMetadata, cac
         manifest, tier = await sidecar.get_manifest(session.tenant, cache_ref)
     except CacheRefNotFound:
         return None
-    return KVState("sealed", manifest.size_bytes, tier)
+    return KVState("sealed", manifest.size_bytes, "" if tier == _NO_TIER else tier)

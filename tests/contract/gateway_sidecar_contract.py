@@ -1,0 +1,50 @@
+"""What the gateway expects of a kv-sidecar. A subclass gives `sidecar`, `keep` and `take_down`."""
+
+from __future__ import annotations
+
+import pytest
+
+from contextcache.errors import CacheRefNotFound, SidecarUnavailable
+from contextcache.model import new_cache_ref
+
+
+class GatewaySidecarContract:
+    """`keep(session_id, tenant)` seals a context of 300 tokens and returns its cache_ref."""
+
+    async def test_a_sealed_manifest_is_told_with_its_tier(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        manifest, tier = await sidecar.get_manifest("demo", ref)
+
+        assert (manifest.cache_ref, manifest.session_id, manifest.tenant) == (ref, "ctx_1", "demo")
+        assert manifest.size_bytes > 0
+        assert tier in {"host", "disk"}
+
+    async def test_an_unknown_and_a_foreign_ref_are_not_found(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        for tenant, asked in (("demo", new_cache_ref()), ("other", ref)):
+            with pytest.raises(CacheRefNotFound):
+                await sidecar.get_manifest(tenant, asked)
+
+    async def test_a_delete_by_session_frees_its_bytes_once(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        kept = await keep("ctx_2", "demo")
+
+        assert await sidecar.delete_context("demo", session_id="ctx_1", cache_refs=(ref,)) > 0
+        assert await sidecar.delete_context("demo", session_id="ctx_1", cache_refs=(ref,)) == 0
+        with pytest.raises(CacheRefNotFound):
+            await sidecar.get_manifest("demo", ref)
+        assert await sidecar.get_manifest("demo", kept)
+
+    async def test_a_delete_touches_no_other_tenants_kv(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+
+        assert await sidecar.delete_context("other", session_id="ctx_1", cache_refs=(ref,)) == 0
+        assert await sidecar.get_manifest("demo", ref)
+
+    async def test_without_a_sidecar_every_call_says_so(self, sidecar, keep, take_down):
+        ref = await keep("ctx_1", "demo")
+        await take_down()
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.get_manifest("demo", ref)
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.delete_context("demo", session_id="ctx_1")
