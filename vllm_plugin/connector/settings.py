@@ -28,11 +28,12 @@ class ConnectorSettings:
     staging_directory: str = ""
     """Where saves are staged when there is no memory shared with the sidecar; empty: the system's temporary
     directory."""
-    manifest_deadline_ms: int = 200
-    """Longest wait for a manifest before the request is computed instead; a lookup takes about 2 ms."""
+    manifest_deadline_ms: int = 1_000
+    """Longest wait for a manifest before the request is computed instead. A lookup takes about 2 ms, a dead sidecar
+    refuses at once; only one that hangs, on a machine busy beyond its cores, comes near."""
     own_save_wait_ms: int = 2_000
     """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
-    prepare_deadline_ms: int = 500
+    prepare_deadline_ms: int = 2_000
     """Longest time a finished request's blocks wait for the sidecar's word before they are freed unsaved."""
     save_deadline_ms: int = 30_000
     """Longest time for handing over and sealing one save, counted after the engine's blocks are free again."""
