@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contextcache.clock import Clock
-from contextcache.errors import CacheRefNotFound, ContextCacheError
+from contextcache.errors import CacheRefNotFound, ContextCacheError, SidecarUnavailable
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -25,6 +25,8 @@ from vllm_plugin.connector.sidecar_link import LazySidecar
 from vllm_plugin.connector.transfer import TransferPool
 
 _ASK_AGAIN_S = 0.01
+_SILENT_SHARE = 10
+"""The part of the deadline that is waited for a sidecar that let the last question run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +121,17 @@ class ManifestLookup:
         self._counters = counters
         self._clock = clock
         self._stopping = threading.Event()
+        self._is_silent = False
+        """Whether the last question ran out of time. Any answer, however late, ends the silence."""
         self._pool = TransferPool("lookups", threads=settings.lookup_threads, queue_limit=settings.queue_limit)
 
     def start(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts) -> Lookup:
         """Begin a lookup of a prompt. Never waits."""
-        waits_for_save = any(ref in self._saves for ref in transfer.load)
-        wait_ms = self._settings.own_save_wait_ms if waits_for_save else self._settings.manifest_deadline_ms
+        wait_ms = self._settings.manifest_deadline_ms
+        if self._is_silent:
+            wait_ms //= _SILENT_SHARE
+        elif any(ref in self._saves for ref in transfer.load):
+            wait_ms = self._settings.own_save_wait_ms
         deadline_ms = self._clock.now_ms() + wait_ms
         answer: list[Match] = []
 
@@ -162,16 +169,21 @@ class ManifestLookup:
 
     def _manifest(self, tenant: str, cache_ref: CacheRef, deadline_ms: int) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return a manifest and its tier; while our own save of it goes on, ask again. Raises ContextCacheError."""
+        # Not cut to what is left: a late answer serves nobody, but tells that the sidecar is not silent any more.
+        timeout_s = self._settings.manifest_deadline_ms / 1000
         while True:
             # Read before asking: a save that ends in between is then found by the question.
             was_pending = cache_ref in self._saves
-            remaining_ms = deadline_ms - self._clock.now_ms()
-            timeout_s = min(max(remaining_ms, 1), self._settings.manifest_deadline_ms) / 1000
             try:
                 manifest, tier = self._sidecar.get().get_manifest(tenant, cache_ref, timeout_s)
+            except SidecarUnavailable:
+                self._is_silent = self._clock.now_ms() >= deadline_ms
+                raise
             except CacheRefNotFound:
+                self._is_silent = False
                 if not was_pending or self._clock.now_ms() >= deadline_ms or self._stopping.wait(_ASK_AGAIN_S):
                     raise
             else:
+                self._is_silent = False
                 self._saves.end(cache_ref)
                 return manifest, tier

@@ -30,7 +30,8 @@ class ConnectorSettings:
     directory."""
     manifest_deadline_ms: int = 1_000
     """Longest wait for a manifest before the request is computed instead. A lookup takes about 2 ms, a dead sidecar
-    refuses at once; only one that hangs, on a machine busy beyond its cores, comes near."""
+    refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed silent is
+    waited for a tenth of this until it has answered again."""
     own_save_wait_ms: int = 2_000
     """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
     prepare_deadline_ms: int = 2_000

@@ -262,12 +262,37 @@ def test_an_engine_step_is_never_held_by_a_sidecar_that_does_not_answer(engine: 
 
     assert "other" in engine.loop.finished
     assert engine.loop.computed["again"] == 0
-    engine.clock.advance(ms=200)
+    engine.clock.advance(ms=1_000)
     engine.loop.step()
     assert engine.loop.computed["again"] > 0
     engine.sidecar.hang["get_manifest"].set()
     engine.loop.run_to_end("again")
     assert report_of(engine).reason == "manifest_deadline"
+
+
+def test_a_sidecar_that_stays_silent_is_waited_for_only_briefly(engine: Engine) -> None:
+    answer = saved(engine)
+    engine.sidecar.hang["get_manifest"] = threading.Event()
+    engine.sidecar.timeout_s = 0.2
+    engine.loop.add("first", PROMPT, params=transfer(load=(A,)))
+    engine.clock.advance(ms=1_000)
+    engine.loop.run_to_end("first")
+    engine.loop.forget_prefixes()
+    engine.sidecar.timeout_s = 5
+    engine.loop.add("second", PROMPT, params=transfer(load=(A,)))
+    engine.loop.step()
+    before = engine.loop.computed["second"]
+    engine.clock.advance(ms=100)
+    engine.loop.step()
+
+    assert before == 0
+    assert engine.loop.computed["second"] > 0
+    engine.sidecar.hang["get_manifest"].set()
+    engine.loop.run_to_end("second")
+    engine.loop.forget_prefixes()
+    engine.loop.add("third", PROMPT, params=transfer(load=(A,)))
+    assert engine.loop.run_to_end("third") == answer
+    assert engine.loop.computed["third"] == 4
 
 
 def test_aborting_a_request_while_it_loads_gives_its_blocks_back(engine: Engine) -> None:

@@ -82,7 +82,7 @@ def test_a_save_waiting_too_long_for_a_thread_is_skipped(start_engine: Callable[
     for _ in range(6):
         engine.loop.step()
     engine.sidecar.wait_for("prepare_save")
-    engine.clock.advance(ms=500)
+    engine.clock.advance(ms=2_000)
     engine.loop.step()
 
     assert engine.counted("skipped_saves", "prepare_deadline") == 1
