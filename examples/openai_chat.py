@@ -11,7 +11,12 @@ api = OpenAI(
     api_key=os.environ.get("KEY", "test-key-1234567890"),
 )
 
-first = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}], "ttl": 3600}
+first = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "ttl": 3600,
+    "max_tokens": 32,
+}
 created = api.post("/context", body=first, cast_to=object)
 session_id = created["session_id"]
 print(created["choices"][0]["message"]["content"])
@@ -21,6 +26,7 @@ for question in ("And of Spain?", "And of Italy?"):
         model=MODEL,
         messages=[{"role": "user", "content": question}],
         stream=True,
+        max_tokens=32,
         extra_body={"session_id": session_id},
     )
     for chunk in stream:

@@ -27,6 +27,10 @@ class Client:
         self.http = httpx.Client(base_url=stack.url, headers=headers, timeout=300)
         self.engine = httpx.Client(base_url=stack.engine_url, timeout=300)
 
+    def close(self) -> None:
+        self.http.close()
+        self.engine.close()
+
     def create(self, **body: Any) -> dict[str, Any]:
         return self._ok(self.http.post("/v1/context", json=self._body(body)))
 
@@ -101,14 +105,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def client(stack: Stack) -> Iterator[Client]:
     """A caller of tenant `demo`; the stack is whole before and after."""
     stack.up()
-    yield Client(stack)
+    caller = Client(stack)
+    yield caller
+    caller.close()
     stack.up()
 
 
 @pytest.fixture
-def other(stack: Stack) -> Client:
+def other(stack: Stack) -> Iterator[Client]:
     """A caller of tenant `other`."""
-    return Client(stack, OTHER_KEY)
+    caller = Client(stack, OTHER_KEY)
+    yield caller
+    caller.close()
 
 
 @pytest.fixture
