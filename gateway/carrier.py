@@ -102,12 +102,8 @@ class Carrier:
                 data=_payload(data) if data or exchange.method not in {"GET", "HEAD"} else None,
                 allow_redirects=False,
             ) as answer:
-                try:
-                    await self._answer(answer, exchange)
-                finally:
-                    if not answer.content.at_eof():
-                        # A pod whose answer nobody wants must notice, not find a reader in a pool.
-                        answer.close()
+                # Left before its end, aiohttp closes the connection, so that the pod notices.
+                await self._answer(answer, exchange)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             self._metrics.broken_exchanges.labels("connect").inc()
             raise ConnectFailed(f"{forward.endpoint.name} cannot be reached") from exc

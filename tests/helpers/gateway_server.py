@@ -52,11 +52,12 @@ class RunningManager:
 class RunningGateway:
     """The gateway's whole process body, in this one's event loop."""
 
-    def __init__(self, port: int, http: aiohttp.ClientSession, stop: asyncio.Event):
+    def __init__(self, port: int, http: aiohttp.ClientSession, stop: asyncio.Event, serving: asyncio.Task[None]):
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.http = http
         self.stop = stop
+        self.serving = serving
         self.auth = {"authorization": f"Bearer {KEY}"}
 
     def post(self, path: str, body, *, headers=None):
@@ -110,7 +111,7 @@ async def running_gateway(settings: GatewaySettings, *, num_ready: int):
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as http:
-            gateway = RunningGateway(started.result(), http, stop)
+            gateway = RunningGateway(started.result(), http, stop, serving)
             await gateway.until_ready(num_ready)
             yield gateway
     finally:

@@ -120,6 +120,17 @@ async def test_repeated_headers_hide_nothing(gateway, engine):
     assert engine.turns[0].header(IDENTITY_HEADER) == []
 
 
+async def test_headers_for_one_hop_end_there(gateway, engine):
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEY}\r\nconnection: close, X-Hop\r\n"
+        "x-hop: 1\r\nproxy-authorization: secret\r\nte: trailers\r\nx-end: 1\r\ncontent-length: 2\r\n\r\n{}"
+    )
+    await raw_exchange(gateway.port, head.encode())
+    names = {name for name, _ in engine.turns[0].headers}
+
+    assert names & {"x-hop", "proxy-authorization", "te", "x-end"} == {"x-end"}
+
+
 async def test_a_turn_is_signed_and_an_unknown_or_foreign_one_is_not_carried(gateway, engine, manager):
     await manager.add("ctx_1")
     await manager.add("ctx_foreign", tenant="other")
@@ -342,18 +353,21 @@ async def test_a_pod_that_never_answers_meets_the_deadlines(tmp_path, engine):
             assert await code_of(answer) == (502, "engine_error")
 
 
-async def test_a_request_body_that_stops_coming_is_refused(tmp_path, engine):
-    settings = settings_for(tmp_path, {"pod-a": engine}, body_timeout_s=0.1)
+async def test_a_request_body_that_stops_coming_is_refused_and_gives_its_room_back(tmp_path, engine):
+    settings = settings_for(tmp_path, {"pod-a": engine}, body_timeout_s=0.1, max_buffered_bytes=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEY}\r\ncontent-length: 50\r\n\r\n"
     async with running_gateway(settings, num_ready=1) as gateway:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEY}\r\ncontent-length: 9\r\n\r\nx"
-        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-        writer.write(head.encode())
-        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
-        writer.close()
-        await writer.wait_closed()
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            writer.write(head.encode() + b"x" * 40)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+            writer.close()
+            await writer.wait_closed()
+            assert answer.startswith(b"HTTP/1.1 400")
+        async with gateway.post("/v1/completions", b"x" * 50) as whole:
+            assert whole.status == 200
 
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert engine.turns == []
+    assert len(engine.turns) == 1
 
 
 async def test_requests_over_the_limits_are_refused_and_the_room_is_given_back(tmp_path, engine):
@@ -382,6 +396,8 @@ async def test_a_stop_lets_a_running_stream_finish(tmp_path, engine):
         async with asyncio.timeout(DEADLINE_S):
             while await _accepts(gateway.port):
                 await asyncio.sleep(0.02)
+        await asyncio.wait({gateway.serving}, timeout=0.5)
+        assert not gateway.serving.done()
         engine.release("two")
         engine.finish()
         rest = await answer.content.read()

@@ -91,7 +91,7 @@ async def test_unknown_and_foreign_ids_in_the_body_are_told_apart_by_nothing(par
     with pytest.raises(ContextNotFound) as foreign:
         await route(parts, {"session_id": "ctx_1"}, key=OTHER_KEY)
 
-    assert unknown.value.message == foreign.value.message
+    assert unknown.value.message == foreign.value.message == "no context has this session_id"
     assert unknown.value.param == foreign.value.param == "session_id"
 
 
