@@ -64,20 +64,18 @@ class DiskStore(BlockStore):
             self._used_bytes += size
         try:
             self._directory.publish(data, self._path(key))
-        except BaseException:
+        finally:
             with self._lock:
                 self._used_bytes -= size
-            raise
-        with self._lock:
-            self._used_bytes -= self._sizes.get(key, 0)
-            self._sizes[key] = size
+                self._settle(key)
 
     @override
     def read(self, key: BlockKey) -> memoryview | None:
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._forget(key)
+            with self._lock:
+                self._settle(key)
             return None
         try:
             view = self._buffer(os.fstat(descriptor).st_size)
@@ -89,12 +87,14 @@ class DiskStore(BlockStore):
     def delete(self, key: BlockKey) -> int:
         # Not durable: a file that comes back after a crash has no manifest and is collected.
         self._directory.remove(self._path(key), durable=False)
-        return self._forget(key)
+        with self._lock:
+            return self._settle(key)
 
     def put_aside(self, key: BlockKey) -> None:
         """Move a file whose bytes are wrong into quarantine."""
         self._directory.put_aside(self._path(key))
-        self._forget(key)
+        with self._lock:
+            self._settle(key)
 
     @override
     def size_bytes(self, key: BlockKey) -> int | None:
@@ -110,11 +110,15 @@ class DiskStore(BlockStore):
         with self._lock:
             return TierUsage(len(self._sizes), sum(self._sizes.values()), self._limit_bytes)
 
-    def _forget(self, key: BlockKey) -> int:
-        with self._lock:
-            size = self._sizes.pop(key, 0)
-            self._used_bytes -= size
-            return size
+    def _settle(self, key: BlockKey) -> int:
+        """Make the index say what the directory says, whoever came last; return the bytes freed. Called locked."""
+        before = self._sizes.pop(key, 0)
+        try:
+            now = self._sizes[key] = self._path(key).stat().st_size
+        except FileNotFoundError:
+            now = 0
+        self._used_bytes += now - before
+        return max(before - now, 0)
 
     def _path(self, key: BlockKey) -> Path:
         return self._directory.root / _DIRECTORIES[key.kind] / key.fan_out / key.file_name

@@ -1,0 +1,108 @@
+"""What every BlockStore promises. A subclass gives the `store` fixture: an empty store with a limit of LIMIT_BYTES."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from contextcache.errors import StorageFull
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.store import BlockStore, TierUsage
+
+LIMIT_BYTES = 1000
+BLOCK = BlockKey("block", "ab" * 32, 0)
+OTHER_RANK = BlockKey("block", "ab" * 32, 1)
+TAIL = BlockKey("tail", "ref_" + "ab" * 16, 0)
+
+
+def numbered(number: int) -> BlockKey:
+    return BlockKey("block", f"{number:064x}", 0)
+
+
+def read(store: BlockStore, key: BlockKey) -> bytes | None:
+    data = store.read(key)
+    return None if data is None else bytes(data)
+
+
+class BlockStoreContract:
+    """Subclass it with a `store` fixture."""
+
+    def test_what_was_put_is_read(self, store: BlockStore) -> None:
+        store.put(BLOCK, b"abc")
+        store.put(OTHER_RANK, bytearray(b"defg"))
+        store.put(TAIL, memoryview(b"h"))
+
+        assert read(store, BLOCK) == b"abc"
+        assert read(store, OTHER_RANK) == b"defg"
+        assert read(store, TAIL) == b"h"
+        assert store.size_bytes(OTHER_RANK) == 4
+        assert set(store.keys()) == {BLOCK, OTHER_RANK, TAIL}
+        assert store.usage() == TierUsage(3, 8, LIMIT_BYTES)
+
+    def test_what_was_never_put_is_not_there(self, store: BlockStore) -> None:
+        assert store.read(BLOCK) is None
+        assert store.size_bytes(BLOCK) is None
+        assert store.delete(BLOCK) == 0
+        assert store.usage() == TierUsage(0, 0, LIMIT_BYTES)
+
+    def test_a_second_put_replaces_the_first_and_is_counted_once(self, store: BlockStore) -> None:
+        store.put(BLOCK, b"abc")
+        store.put(BLOCK, b"defgh")
+
+        assert read(store, BLOCK) == b"defgh"
+        assert store.usage() == TierUsage(1, 5, LIMIT_BYTES)
+
+    def test_delete_frees_and_may_be_repeated(self, store: BlockStore) -> None:
+        store.put(BLOCK, b"abc")
+        store.put(TAIL, b"d")
+
+        assert store.delete(BLOCK) == 3
+        assert store.delete(BLOCK) == 0
+        assert store.read(BLOCK) is None
+        assert store.keys() == [TAIL]
+        assert store.usage() == TierUsage(1, 1, LIMIT_BYTES)
+
+    def test_a_file_as_large_as_the_limit_fits(self, store: BlockStore) -> None:
+        store.put(BLOCK, bytes(LIMIT_BYTES))
+
+        assert store.usage().size_bytes == LIMIT_BYTES
+
+    def test_a_file_over_the_limit_is_refused_and_nothing_changes(self, store: BlockStore) -> None:
+        store.put(BLOCK, b"abc")
+
+        with pytest.raises(StorageFull):
+            store.put(TAIL, bytes(LIMIT_BYTES + 1))
+        assert store.read(TAIL) is None
+        assert read(store, BLOCK) == b"abc"
+        assert store.usage() == TierUsage(1, 3, LIMIT_BYTES)
+
+    def test_room_of_a_deleted_file_is_room_again(self, store: BlockStore) -> None:
+        for number in range(10):
+            store.put(numbered(number), bytes(LIMIT_BYTES))
+            assert store.delete(numbered(number)) == LIMIT_BYTES
+
+        assert store.usage().size_bytes == 0
+
+    def test_many_threads_never_exceed_the_limit_and_lose_no_count(self, store: BlockStore) -> None:
+        seen: list[int] = []
+
+        def work(number: int) -> None:
+            key = numbered(number % 7)
+            try:
+                store.put(key, bytes([number % 251]) * (50 + 37 * (number % 9)))
+            except StorageFull:
+                store.delete(numbered((number + 3) % 7))
+            seen.append(store.usage().size_bytes)
+            data = store.read(key)
+            assert data is None or len(set(bytes(data))) <= 1
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(300)))
+
+        assert max(seen) <= LIMIT_BYTES
+        usage = store.usage()
+        assert usage.size_bytes == sum(store.size_bytes(key) or 0 for key in store.keys())  # noqa: SIM118  # no mapping
+        assert usage.num_blocks == len(store.keys())
+        for key in store.keys():  # noqa: SIM118  # no mapping
+            assert len(read(store, key) or b"") == store.size_bytes(key)

@@ -1,0 +1,447 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import (
+    CacheRefNotFound,
+    ContextDeleted,
+    CorruptBlock,
+    FingerprintMismatch,
+    InvalidRequest,
+)
+from contextcache.model import new_cache_ref
+from kv_sidecar.catalog import Removed
+from kv_sidecar.manifest import all_keys, block_key
+from tests.helpers.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
+
+PROMPT = tuple(range(10))
+OTHER_END = (*range(8), 90, 91, 92)
+"""Shares two whole blocks with PROMPT."""
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=[True, False], ids=["shared-memory", "frames"])
+async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
+    async with SidecarUnderTest(tmp_path, clock=clock, shared=request.param) as kv:
+        yield kv
+
+
+async def test_deleting_the_only_context_leaves_no_byte_in_any_tier(kv: SidecarUnderTest) -> None:
+    new = await kv.save(PROMPT)
+    held_bytes = kv.disk_bytes()
+    removed = await kv.catalog.delete(TENANT, SESSION, [])
+
+    assert removed == Removed(1, held_bytes)
+    assert kv.disk_bytes() == 0
+    assert kv.manifest_files() == set()
+    assert kv.memory.usage().size_bytes == 0
+    assert kv.shared is None or kv.memory_files() == set()
+    with pytest.raises(CacheRefNotFound):
+        await kv.catalog.open(TENANT, new.cache_ref)
+    assert await kv.catalog.delete(TENANT, SESSION, [new.cache_ref]) == Removed(0, 0)
+
+
+async def test_deleting_one_of_two_contexts_frees_only_what_the_other_does_not_hold(kv: SidecarUnderTest) -> None:
+    first = await kv.save(PROMPT, session_id="ctx_1")
+    before = kv.disk_bytes()
+    second = await kv.save(OTHER_END, session_id="ctx_2")
+    own = kv.disk_bytes() - before
+    removed = await kv.catalog.delete(TENANT, "ctx_2", [])
+
+    assert removed == Removed(1, own)
+    assert await kv.load(first)
+    assert kv.block_files() == set(all_keys(kv.plan(first)))
+    with pytest.raises(CacheRefNotFound):
+        await kv.catalog.open(TENANT, second.cache_ref)
+
+
+async def test_a_delete_by_ref_leaves_the_sessions_other_refs(kv: SidecarUnderTest) -> None:
+    first, second = await kv.save(PROMPT), await kv.save(OTHER_END)
+    removed = await kv.catalog.delete(TENANT, "", [first.cache_ref])
+
+    assert removed.num_manifests == 1
+    assert await kv.load(second)
+
+
+async def test_another_tenant_deletes_and_refuses_nothing(kv: SidecarUnderTest, clock: ManualClock) -> None:
+    new = await kv.save(PROMPT)
+    later = new_save(OTHER_END, now_ms=clock.now_ms())
+
+    assert await kv.catalog.delete("other", SESSION, [new.cache_ref, later.cache_ref]) == Removed(0, 0)
+    assert await kv.load(new)
+    await kv.catalog.prepare_save(later)
+
+
+@pytest.mark.parametrize("by_session", [True, False])
+async def test_a_delete_ends_a_save_in_flight_and_refuses_a_late_one(
+    kv: SidecarUnderTest, clock: ManualClock, by_session: bool
+) -> None:
+    new = new_save(PROMPT, now_ms=clock.now_ms())
+    await kv.send_all(new)
+    await kv.catalog.delete(TENANT, SESSION if by_session else "", [] if by_session else [new.cache_ref])
+
+    assert kv.block_files() == set()
+    with pytest.raises(ContextDeleted):
+        await kv.catalog.seal(new.cache_ref, 0)
+    with pytest.raises(ContextDeleted):
+        await kv.send(new, 0)
+    with pytest.raises(ContextDeleted):
+        await kv.catalog.prepare_save(new)
+    assert kv.block_files() == set()
+    assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=30) is None
+
+
+async def test_a_block_that_comes_in_while_its_context_is_deleted_is_removed_again(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    new = new_save(PROMPT, now_ms=clock.now_ms())
+    await kv.catalog.prepare_save(new)
+    sending = asyncio.create_task(kv.send(new, 0))
+    deleting = asyncio.create_task(kv.catalog.delete(TENANT, SESSION, []))
+    await asyncio.gather(sending, deleting, return_exceptions=True)
+    await kv.catalog.collect()
+
+    assert isinstance(sending.exception(), ContextDeleted)
+    assert kv.block_files() == set()
+
+
+async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest, clock: ManualClock) -> None:
+    for pause in range(4):
+        new = new_save(PROMPT, now_ms=clock.now_ms())
+        await kv.send_all(new)
+        sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
+        for _ in range(pause):
+            await asyncio.sleep(0)
+        await kv.catalog.delete(TENANT, "", [new.cache_ref])
+        await asyncio.gather(sealing, return_exceptions=True)
+
+        assert kv.manifest_files() == set()
+        assert kv.block_files() == set()
+
+
+async def test_tombstones_end_after_their_time(kv: SidecarUnderTest, clock: ManualClock) -> None:
+    await kv.catalog.delete(TENANT, SESSION, [])
+    clock.advance(s=kv.settings.tombstone_s)
+
+    assert await kv.save(PROMPT)
+
+
+async def test_a_session_made_anew_under_a_deleted_name_is_saved(kv: SidecarUnderTest, clock: ManualClock) -> None:
+    await kv.catalog.delete(TENANT, SESSION, [])
+    deleted_at_ms = clock.now_ms()
+    clock.advance(s=1)
+
+    with pytest.raises(ContextDeleted):
+        await kv.save(PROMPT, started_at_ms=deleted_at_ms)
+    assert await kv.save(PROMPT, started_at_ms=clock.now_ms())
+
+
+async def test_another_tenants_manifest_is_not_found_with_the_same_words(kv: SidecarUnderTest) -> None:
+    new = await kv.save(PROMPT)
+
+    with pytest.raises(CacheRefNotFound) as others:
+        await kv.catalog.open("other", new.cache_ref)
+    with pytest.raises(CacheRefNotFound) as absent:
+        await kv.catalog.open(TENANT, new_cache_ref())
+    assert others.value.message == absent.value.message
+
+
+async def test_tenants_share_no_blocks(kv: SidecarUnderTest) -> None:
+    await kv.save(PROMPT)
+    one = kv.disk_bytes()
+    await kv.save(PROMPT, tenant="other")
+
+    assert kv.disk_bytes() > 1.5 * one
+
+
+async def test_an_expired_manifest_is_never_served_even_before_it_is_collected(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    new = await kv.save(PROMPT)
+    clock.advance(ms=TTL_MS - 1)
+    assert await kv.load(new)
+    clock.advance(ms=1)
+
+    with pytest.raises(CacheRefNotFound):
+        await kv.catalog.open(TENANT, new.cache_ref)
+    assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=0) is None
+    assert kv.manifest_files() == {new.cache_ref}
+
+
+async def test_one_pass_collects_the_expired_and_keeps_what_others_hold(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    await kv.save(PROMPT)
+    clock.advance(ms=TTL_MS // 2)
+    second = await kv.save(OTHER_END, session_id="ctx_2")
+    clock.advance(ms=TTL_MS // 2)
+    removed = await kv.catalog.collect()
+
+    assert removed.num_manifests == 1
+    assert removed.freed_bytes > 0
+    assert kv.manifest_files() == {second.cache_ref}
+    assert kv.block_files() == set(all_keys(kv.plan(second)))
+    assert await kv.load(second)
+
+
+async def test_touch_moves_the_expiry_for_good(kv: SidecarUnderTest, clock: ManualClock, tmp_path: Path) -> None:
+    new = await kv.save(PROMPT)
+    until_ms = clock.now_ms() + 3 * TTL_MS
+
+    assert await kv.catalog.touch(TENANT, SESSION, until_ms) == 1
+    assert await kv.catalog.touch("other", SESSION, 1) == 0
+    await kv.sidecar.close()
+    clock.advance(ms=2 * TTL_MS)
+    async with SidecarUnderTest(tmp_path, clock=clock, shared=False) as again:
+        assert (await again.catalog.open(TENANT, new.cache_ref)).expires_at_ms == until_ms
+        assert await again.load(new)
+
+
+async def test_touch_reaches_a_save_on_its_way_and_not_what_has_expired(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    new = new_save(PROMPT, now_ms=clock.now_ms())
+    await kv.send_all(new)
+    assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS) == 0
+    await kv.catalog.seal(new.cache_ref, 0)
+    clock.advance(ms=TTL_MS)
+    assert await kv.load(new)
+    clock.advance(ms=TTL_MS)
+
+    assert await kv.catalog.touch(TENANT, SESSION, clock.now_ms() + TTL_MS) == 0
+    with pytest.raises(CacheRefNotFound):
+        await kv.catalog.open(TENANT, new.cache_ref)
+
+
+async def test_a_touch_that_meets_a_delete_does_not_bring_the_context_back(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    await kv.save(PROMPT)
+    await asyncio.gather(
+        kv.catalog.delete(TENANT, SESSION, []),
+        kv.catalog.touch(TENANT, SESSION, clock.now_ms() + 2 * TTL_MS),
+        kv.catalog.delete(TENANT, SESSION, []),
+    )
+
+    assert kv.manifest_files() == set()
+    assert kv.catalog.num_contexts == 0
+
+
+async def test_a_restarted_sidecar_serves_from_disk_then_from_memory(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(PROMPT)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        assert kv.catalog.tier_of(manifest) == "disk"
+
+        assert await kv.load(new) == ["disk"] * 3
+        assert kv.catalog.tier_of(manifest) == "host"
+        assert await kv.load(new) == ["host"] * 3
+        assert await kv.load(new, shared=False) == ["host"] * 3
+
+
+def flip_last(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def swap_with_neighbour(path: Path) -> None:
+    others = [other for other in path.parents[1].glob("*/*") if other != path]
+    shutil.copy(others[0], path)
+
+
+@pytest.mark.parametrize("spoil", [flip_last, truncate, empty, swap_with_neighbour])
+async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
+    tmp_path: Path, clock: ManualClock, spoil: object
+) -> None:
+    assert callable(spoil)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        first = await kv.save(PROMPT, session_id="ctx_1")
+        second = await kv.save(OTHER_END, session_id="ctx_2")
+        alone = await kv.save((50, 51), session_id="ctx_3")
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=60) as kv:
+        spoilt = block_key(kv.plan(first), 1, 0)
+        spoil(kv.path_of(spoilt))
+        with pytest.raises(CorruptBlock):
+            await kv.load(first)
+
+        assert spoilt not in kv.block_files()
+        assert [path.name for path in kv.sidecar.directory.quarantine.iterdir()] == [spoilt.file_name]
+        assert kv.sidecar.directory.num_quarantined == 1
+        for lost in (first, second):
+            with pytest.raises(CacheRefNotFound):
+                await kv.catalog.open(TENANT, lost.cache_ref)
+        assert kv.manifest_files() == {alone.cache_ref}
+        assert await kv.load(alone)
+        again = new_save(PROMPT, now_ms=clock.now_ms())
+        assert (await kv.send_all(again)).missing_blocks == (1,)
+        await kv.catalog.seal(again.cache_ref, 0)
+        assert await kv.load(again)
+
+
+async def test_spared_blocks_are_collected_after_their_time(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=60) as kv:
+        new = await kv.save(PROMPT)
+        kv.memory.delete(block_key(kv.plan(new), 0, 0))
+        flip_last(kv.path_of(block_key(kv.plan(new), 0, 0)))
+        with pytest.raises(CorruptBlock):
+            await kv.load(new)
+        await kv.catalog.collect()
+        assert len(kv.block_files()) == 2
+        clock.advance(s=60)
+        await kv.catalog.collect()
+
+        assert kv.block_files() == set()
+        assert kv.memory.keys() == []
+
+
+async def test_a_missing_block_is_a_miss(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(PROMPT)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        kv.path_of(block_key(kv.plan(new), 1, 0)).unlink()
+        with pytest.raises(CacheRefNotFound):
+            await kv.load(new)
+        with pytest.raises(CacheRefNotFound):
+            await kv.catalog.open(TENANT, new.cache_ref)
+
+        assert kv.manifest_files() == set()
+
+
+@pytest.mark.parametrize("spoil", [flip_last, truncate, empty])
+async def test_a_spoilt_manifest_is_put_aside_and_missed(tmp_path: Path, clock: ManualClock, spoil: object) -> None:
+    assert callable(spoil)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(PROMPT)
+        (path,) = (kv.settings.data_dir / "manifests").glob("*/*")
+        spoil(path)
+        with pytest.raises(CacheRefNotFound):
+            await kv.catalog.open(TENANT, new.cache_ref)
+
+        assert kv.catalog.num_contexts == 0
+        assert kv.manifest_files() == set()
+        assert len(list(kv.sidecar.directory.quarantine.iterdir())) == 1
+
+
+async def test_spoilt_and_foreign_manifest_files_do_not_stop_a_start(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        good, bad = await kv.save(PROMPT), await kv.save(OTHER_END)
+        root = kv.settings.data_dir / "manifests"
+    (bad_path,) = root.glob(f"*/{bad.cache_ref}*")
+    (good_path,) = root.glob(f"*/{good.cache_ref}*")
+    flip_last(bad_path)
+    stray = new_cache_ref()
+    (root / stray[4:6]).mkdir(exist_ok=True)
+    shutil.copy(good_path, root / stray[4:6] / f"{stray}.safetensors")
+    (root / "notes.txt").write_text("x")
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        await kv.catalog.collect()
+
+        assert kv.manifest_files() == {good.cache_ref}
+        assert await kv.load(good)
+        assert kv.block_files() == set(all_keys(kv.plan(good)))
+
+
+async def test_another_fingerprint_loads_nothing(kv: SidecarUnderTest) -> None:
+    new = await kv.save(PROMPT)
+    manifest = await kv.catalog.open(TENANT, new.cache_ref)
+
+    with pytest.raises(FingerprintMismatch):
+        await anext(kv.catalog.load(manifest, "e" * 64, 0, [0], shared=True))
+
+
+@pytest.mark.parametrize(("rank", "indices"), [(1, [0]), (-1, [0]), (0, [3]), (0, [-1]), (0, [0, 1, 2, 0])])
+async def test_blocks_that_are_not_there_cannot_be_asked_for(
+    kv: SidecarUnderTest, rank: int, indices: list[int]
+) -> None:
+    new = await kv.save(PROMPT)
+    manifest = await kv.catalog.open(TENANT, new.cache_ref)
+
+    with pytest.raises(InvalidRequest):
+        await anext(kv.catalog.load(manifest, new.fingerprint, rank, indices, shared=True))
+
+
+async def test_blocks_come_in_the_order_asked_for(kv: SidecarUnderTest) -> None:
+    new = await kv.save(PROMPT)
+    manifest = await kv.catalog.open(TENANT, new.cache_ref)
+    blocks = kv.catalog.load(manifest, new.fingerprint, 0, [2, 0], shared=True)
+
+    assert [block.block_index async for block in blocks] == [2, 0]
+
+
+async def test_a_context_larger_than_memory_is_served_and_the_limit_holds(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(tuple(range(40)))
+        size = kv.disk_bytes() // 10
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * size) as kv:
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        named = framed = 0
+        async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, range(10), shared=True)) as blocks:
+            async for block in blocks:
+                named += bool(block.shared_name)
+                framed += bool(block.data)
+                assert sum(path.stat().st_size for path in (tmp_path / "shared").rglob("*.safetensors")) <= 3 * size
+
+        assert (named, framed) == (3, 7)
+        assert kv.memory.usage().size_bytes <= 3 * size
+        assert len(await kv.load(new)) == 10
+
+
+async def test_blocks_stay_in_memory_until_their_reader_has_gone(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new, other = await kv.save(PROMPT[:8]), await kv.save(tuple(range(20, 28)), session_id="ctx_2")
+        size = kv.disk_bytes() // 4
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=2 * size) as kv:
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        reading = kv.catalog.load(manifest, new.fingerprint, 0, [0, 1], shared=True)
+        names = {Path((await anext(reading)).shared_name).name for _ in range(2)}
+        await kv.load(other)
+
+        assert kv.memory_files() == names
+        await reading.aclose()
+        await kv.load(other)
+        assert not kv.memory_files() & names
+
+
+async def test_a_context_deleted_while_it_is_read_leaves_nothing_in_memory(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(tuple(range(40)))
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        reading = kv.catalog.load(manifest, new.fingerprint, 0, range(10), shared=True)
+        await anext(reading)
+        await kv.catalog.delete(TENANT, SESSION, [])
+
+        with pytest.raises(CacheRefNotFound):
+            async for _ in reading:
+                pass
+        assert kv.memory_files() == set()
+        assert kv.block_files() == set()
+
+
+async def test_a_pass_removes_incoming_files_nobody_announced(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, clock=ManualClock(now_ms=4_000_000_000_000)) as kv:
+        (tmp_path / "shared" / "incoming" / "left").write_bytes(b"x")
+        await kv.sidecar.collect()
+
+        assert list((tmp_path / "shared" / "incoming").iterdir()) == []
