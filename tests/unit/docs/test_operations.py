@@ -1,0 +1,31 @@
+"""docs/operations.md lists every metric, and nothing else calls itself one."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from context_manager.metrics import ManagerMetrics
+from gateway.metrics import Metrics as GatewayMetrics
+from kv_sidecar.metrics import SidecarMetrics
+from vllm_plugin.turn.metrics import TurnMetrics
+
+DOC = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+PREFIXES = {
+    "gateway": GatewayMetrics,
+    "manager": ManagerMetrics,
+    "sidecar": SidecarMetrics,
+    "turn": TurnMetrics,
+}
+
+
+@pytest.mark.parametrize("component", PREFIXES)
+def test_the_page_lists_exactly_the_metrics_of_a_process(component):
+    registry = CollectorRegistry()
+    PREFIXES[component](registry)
+    shown = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+
+    listed = set(re.findall(rf"^\| `(contextcache_{component}_\w+)`", DOC, re.MULTILINE))
+
+    assert listed == shown
