@@ -39,6 +39,11 @@ class ByteLru:
         """Bytes held and reserved."""
         return self._held_bytes + self._reserved_bytes
 
+    @property
+    def has_pins(self) -> bool:
+        """Whether any block is pinned."""
+        return bool(self._pins)
+
     def get(self, key: BlockKey) -> int | None:
         """Return a block's size."""
         return self._sizes.get(key)
@@ -50,7 +55,7 @@ class ByteLru:
         for key, size in self._sizes.items():
             if missing <= 0:
                 break
-            if not self._pins[key]:
+            if key not in self._pins:
                 victims.append(key)
                 missing -= size
         if missing > 0:

@@ -124,6 +124,12 @@ class MemoryStore(BlockStore):
         """Return an empty set of pins."""
         return Pins(self._lock, self._lru, self)
 
+    @property
+    def has_pins(self) -> bool:
+        """Whether any reader keeps a block from leaving."""
+        with self._lock:
+            return self._lru.has_pins
+
     def is_there(self, key: BlockKey) -> bool:
         """Return whether the block can really be opened; one whose file somebody removed is forgotten. Locked by us."""
         if key not in self._lru:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_sidecar.block_id import block_id, chain_block_ids, pack_token_ids, unpack_token_ids
@@ -23,6 +23,7 @@ def test_fields_that_flow_into_each_other_give_different_ids() -> None:
     assert block_id("ab", "c", "", (1,)) != block_id("a", "bc", "", (1,))
 
 
+@settings(deadline=None)
 @given(TOKENS, TOKENS, st.integers(1, 8))
 def test_contexts_share_ids_exactly_as_far_as_their_whole_blocks_agree(
     left: list[int], right: list[int], block_tokens: int
@@ -35,6 +36,7 @@ def test_contexts_share_ids_exactly_as_far_as_their_whole_blocks_agree(
         assert (one == other) == (left[:end] == right[:end])
 
 
+@settings(deadline=None)
 @given(TOKENS, st.integers(1, 8))
 def test_only_whole_blocks_have_ids(token_ids: list[int], block_tokens: int) -> None:
     ids = chain_block_ids("fp", "demo", token_ids, block_tokens=block_tokens)
@@ -50,6 +52,7 @@ def test_another_tenant_or_fingerprint_shares_nothing() -> None:
     assert not set(ids) & set(chain_block_ids("fp2", "demo", range(8), block_tokens=4))
 
 
+@settings(deadline=None)
 @given(TOKENS)
 def test_packed_token_ids_come_back(token_ids: list[int]) -> None:
     assert unpack_token_ids(pack_token_ids(token_ids)) == tuple(token_ids)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock
@@ -18,6 +18,7 @@ def manifest_of(token_ids: tuple[int, ...], *, block_tokens: int = 4, world_size
     return new_save(token_ids, now_ms=1, world_size=world_size).manifest(block_tokens=block_tokens)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=60).map(tuple),
     st.integers(1, 9),

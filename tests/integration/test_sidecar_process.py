@@ -1,0 +1,159 @@
+"""The sidecar as a process: killed and started again, stopped, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from contextcache.errors import CacheRefNotFound
+from tests.helpers.engine_rank import EngineRank
+
+REPOSITORY = Path(__file__).parents[2]
+PROMPT = tuple(range(10))
+
+
+class SidecarProcess:
+    """One `python -m kv_sidecar` at a time over one directory, ended by pid."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.address = f"unix://{root}/s.sock"
+        self.log = root / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **environment: str) -> None:
+        self.process = self.spawn(**environment)
+        deadline = time.monotonic() + 30
+        with grpc.insecure_channel(self.address, [("grpc.initial_reconnect_backoff_ms", 50)]) as channel:
+            grpc.channel_ready_future(channel).result(timeout=max(0.1, deadline - time.monotonic()))
+
+    def spawn(self, **environment: str) -> subprocess.Popen[bytes]:
+        settings = {
+            "SIDECAR_UNIX_SOCKET": str(self.root / "s.sock"),
+            "SIDECAR_LISTEN": "",
+            "SIDECAR_DATA_DIR": str(self.root / "data"),
+            "SIDECAR_SHARED_DIR": str(self.root / "shared"),
+            "SIDECAR_BLOCK_TOKENS": "4",
+            **environment,
+        }
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "kv_sidecar"],
+                cwd=REPOSITORY,
+                env={**os.environ, **settings},
+                stdout=log,
+                stderr=log,
+            )
+
+    def end(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(30)
+        self.process = None
+        return code
+
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
+    sidecar = SidecarProcess(tmp_path)
+    yield sidecar
+    if sidecar.process is not None:
+        sidecar.end(signal.SIGKILL)
+
+
+def test_a_killed_sidecar_serves_its_contexts_from_disk_when_it_is_started_again(sidecar: SidecarProcess) -> None:
+    sidecar.start()
+    rank = EngineRank(sidecar.address)
+    new = rank.save(PROMPT)
+    rank.close()
+    sidecar.end(signal.SIGKILL)
+    assert (sidecar.root / "s.sock").exists()
+    sidecar.start()
+    rank = EngineRank(sidecar.address)
+
+    assert rank.load(new) == {2}
+    assert rank.load(new) == {1}
+    rank.close()
+
+
+def test_a_save_cut_off_by_a_kill_is_a_miss_and_can_be_made_again(sidecar: SidecarProcess) -> None:
+    sidecar.start()
+    rank = EngineRank(sidecar.address)
+    kept = rank.save((50, 51, 52, 53, 54), session_id="ctx_2")
+    new = rank.save(PROMPT)
+    (manifest,) = (sidecar.root / "data" / "manifests").glob(f"*/{new.cache_ref}.safetensors")
+    rank.close()
+    sidecar.end(signal.SIGKILL)
+    manifest.unlink()
+    sidecar.start()
+    rank = EngineRank(sidecar.address)
+
+    with pytest.raises(CacheRefNotFound):
+        rank.load(new)
+    assert rank.load(kept)
+    assert rank.load(rank.save(PROMPT))
+    rank.close()
+
+
+def test_sigterm_drains_and_ends_well(sidecar: SidecarProcess) -> None:
+    sidecar.start()
+
+    assert sidecar.end(signal.SIGTERM) == 0
+    assert sidecar.events()[-1] == "sidecar drains"
+
+
+def test_a_second_process_on_the_same_directory_is_refused(sidecar: SidecarProcess) -> None:
+    sidecar.start()
+    second = sidecar.spawn(SIDECAR_UNIX_SOCKET=str(sidecar.root / "other.sock"))
+
+    assert second.wait(30) != 0
+    assert "belongs to another kv-sidecar" in sidecar.log.read_text()
+    rank = EngineRank(sidecar.address)
+    rank.close()
+
+
+def test_metrics_are_served(sidecar: SidecarProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    sidecar.start(SIDECAR_METRICS_PORT=str(port))
+    rank = EngineRank(sidecar.address)
+    rank.save(PROMPT)
+    rank.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+
+    assert "contextcache_sidecar_seals_total 1.0" in text
+    assert 'contextcache_sidecar_blocks{tier="disk"} 3.0' in text
+
+
+def test_no_log_line_shows_tokens_or_bytes(sidecar: SidecarProcess) -> None:
+    sidecar.start(SIDECAR_LOG_LEVEL="DEBUG")
+    rank = EngineRank(sidecar.address)
+    rank.save((1234567, 7654321, 1234567, 7654321, 99887766))
+    rank.close()
+    sidecar.end(signal.SIGTERM)
+
+    assert "context sealed" in sidecar.events()
+    for secret in ("1234567", "7654321", "99887766"):
+        assert secret not in sidecar.log.read_text()
+
+
+def test_help_names_every_setting() -> None:
+    command = [sys.executable, "-m", "kv_sidecar", "--help"]
+    text = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=60).stdout
+
+    assert "SIDECAR_MEMORY_LIMIT_BYTES" in text

@@ -1,0 +1,250 @@
+"""The sidecar over real gRPC: engine ranks in threads, gateway and turn middleware in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import SystemClock
+from contextcache.errors import (
+    CacheRefNotFound,
+    ContextDeleted,
+    CorruptBlock,
+    FingerprintMismatch,
+    InvalidRequest,
+    SaveIncomplete,
+    SidecarUnavailable,
+)
+from contextcache.model import new_cache_ref
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
+from kv_sidecar.server import serve
+from tests.helpers.engine_rank import EngineRank
+from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save
+
+PROMPT = tuple(range(10))
+
+
+class Running:
+    """A sidecar that listens on a Unix socket and on TCP."""
+
+    def __init__(self, kv: SidecarUnderTest, unix: str, tcp: str) -> None:
+        self.kv = kv
+        self.unix = unix
+        self.tcp = tcp
+        self.client = KVSidecarClient(tcp, timeout_s=10)
+
+    async def rank(self, *, over: str = "unix", frames: bool = False) -> EngineRank:
+        return await asyncio.to_thread(EngineRank, self.unix if over == "unix" else self.tcp, frames=frames)
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    unix = f"unix://{tmp_path}/s.sock"
+    async with SidecarUnderTest(tmp_path, clock=SystemClock()) as kv:
+        server = serve(kv.sidecar, ["127.0.0.1:0", unix])
+        await server.start()
+        running = Running(kv, unix, f"127.0.0.1:{server.ports[0]}")
+        yield running
+        await running.client.close()
+        await server.stop(1)
+
+
+@pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
+@pytest.mark.parametrize("over", ["unix", "tcp"])
+async def test_what_an_engine_saves_it_loads(running: Running, over: str, frames: bool) -> None:
+    rank = await running.rank(over=over, frames=frames)
+    new = await asyncio.to_thread(rank.save, PROMPT)
+
+    assert await running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=0)
+    manifest, tier = await running.client.get_manifest(TENANT, new.cache_ref)
+    assert (manifest.token_ids, tier) == (PROMPT, "host")
+    assert manifest.size_bytes == running.kv.disk_bytes()
+    assert await asyncio.to_thread(rank.load, new) == {pb.TIER_HOST}
+    rank.close()
+
+
+@pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
+async def test_what_is_not_in_memory_comes_from_disk(running: Running, frames: bool) -> None:
+    rank = await running.rank(frames=frames)
+    new = await asyncio.to_thread(rank.save, PROMPT)
+    for key in running.kv.memory.keys():  # noqa: SIM118  # no mapping
+        running.kv.memory.delete(key)
+
+    assert (await running.client.get_manifest(TENANT, new.cache_ref))[1] == "disk"
+    assert await asyncio.to_thread(rank.load, new) == {pb.TIER_DISK}
+    assert await asyncio.to_thread(rank.load, new) == {pb.TIER_HOST}
+    rank.close()
+
+
+async def test_a_shared_prefix_is_sent_once(running: Running) -> None:
+    rank = await running.rank()
+    await asyncio.to_thread(rank.save, PROMPT)
+    longer = new_save((*PROMPT, 10, 11), now_ms=SystemClock().now_ms())
+    prepared = await asyncio.to_thread(rank.prepare, longer)
+
+    assert list(prepared.missing_blocks) == [2]
+    assert prepared.tail_tokens == 0
+    rank.close()
+
+
+async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None:
+    rank = await running.rank()
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    waiting = asyncio.create_task(running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=20_000))
+    await asyncio.to_thread(rank.prepare, new)
+    await asyncio.to_thread(rank.client.save_blocks, rank.requests(new, [0, 1, 2]), 10)
+    await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
+
+    assert await waiting
+    assert not await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=1)
+    rank.close()
+
+
+async def test_delete_frees_every_byte_and_says_how_many(running: Running) -> None:
+    rank = await running.rank()
+    new = await asyncio.to_thread(rank.save, PROMPT)
+    held_bytes = running.kv.disk_bytes()
+
+    assert await running.client.delete_context("other", session_id=new.session_id) == 0
+    assert await running.client.delete_context(TENANT, session_id=new.session_id) == held_bytes > 0
+    assert running.kv.disk_bytes() == 0
+    with pytest.raises(CacheRefNotFound):
+        await asyncio.to_thread(rank.load, new)
+    with pytest.raises(ContextDeleted):
+        await asyncio.to_thread(rank.prepare, new)
+    rank.close()
+
+
+async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None:
+    rank = await running.rank()
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    manifest_of = asyncio.to_thread(rank.client.get_manifest, TENANT, new.cache_ref, 10)
+
+    with pytest.raises(CacheRefNotFound, match="no KV under this cache_ref"):
+        await manifest_of
+    with pytest.raises(SaveIncomplete):
+        await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
+    with pytest.raises(InvalidRequest, match="does not divide"):
+        await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "", 0, 1, 3)
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "{}", 0, 1, 2)
+    with pytest.raises(CacheRefNotFound):
+        await running.client.get_manifest(TENANT, new.cache_ref)
+    rank.close()
+
+
+async def test_names_that_lead_out_of_the_shared_directory_are_refused(running: Running) -> None:
+    rank = await running.rank()
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    await asyncio.to_thread(rank.prepare, new)
+    precious = running.kv.root / "precious"
+    precious.write_bytes(b"x")
+    request = pb.SaveBlocksRequest(cache_ref=new.cache_ref, shared_name="../../precious")
+
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(rank.client.save_blocks, iter([request]), 10)
+    assert precious.exists()
+    rank.close()
+
+
+async def test_a_stream_that_ends_inside_a_file_is_refused(running: Running) -> None:
+    rank = await running.rank(frames=True)
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    await asyncio.to_thread(rank.prepare, new)
+    frames = list(rank.requests(new, [0]))[:-1]
+
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(rank.client.save_blocks, iter(frames), 10)
+    assert running.kv.block_files() == set()
+    rank.close()
+
+
+async def test_a_flipped_frame_is_refused(running: Running) -> None:
+    rank = await running.rank(frames=True)
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+    await asyncio.to_thread(rank.prepare, new)
+    frames = list(rank.requests(new, [0]))
+    frames[-1].frame = bytes(len(frames[-1].frame))
+
+    with pytest.raises(CorruptBlock):
+        await asyncio.to_thread(rank.client.save_blocks, iter(frames), 10)
+    assert running.kv.block_files() == set()
+    rank.close()
+
+
+async def test_another_fingerprint_loads_nothing(running: Running) -> None:
+    rank = await running.rank()
+    new = await asyncio.to_thread(rank.save, PROMPT)
+    request = pb.LoadBlocksRequest(tenant=TENANT, cache_ref=new.cache_ref, fingerprint="e" * 64, block_indices=[0])
+
+    with pytest.raises(FingerprintMismatch):
+        await asyncio.to_thread(lambda: list(rank.client.load_blocks(request, 10)))
+    rank.close()
+
+
+async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
+    rank = await running.rank()
+    new = await asyncio.to_thread(rank.save, PROMPT)
+    request = pb.LoadBlocksRequest(
+        tenant=TENANT,
+        cache_ref=new.cache_ref,
+        fingerprint=FINGERPRINT,
+        block_indices=[0, 1, 2],
+        shared_memory=True,
+    )
+    reading = rank.client.load_blocks(request, 10)
+    await asyncio.to_thread(next, reading)
+    await asyncio.to_thread(reading.close)  # type: ignore[attr-defined]  # a generator
+
+    async with asyncio.timeout(10):
+        while running.kv.memory.has_pins:
+            await asyncio.sleep(0.01)
+    rank.close()
+
+
+async def test_a_load_report_reaches_who_waits_for_it(running: Running) -> None:
+    rank = await running.rank()
+    waiting = asyncio.create_task(running.client.load_report("r1", timeout_ms=1000))
+    report = pb.LoadReport(request_id="r1", outcome=pb.LOAD_OUTCOME_LOADED, loaded_tokens=9, restore_ms=1.5)
+    await asyncio.to_thread(rank.client.report_load, report)
+
+    assert await waiting == report
+    assert await running.client.load_report("r2", timeout_ms=1) is None
+    rank.close()
+
+
+async def test_touch_and_stats(running: Running) -> None:
+    rank = await running.rank()
+    new = await asyncio.to_thread(rank.save, PROMPT)
+    until_ms = new.expires_at_ms + 60_000
+    stats = await running.client.stats()
+
+    assert await running.client.touch_context(TENANT, new.session_id, until_ms) == 1
+    assert (await running.client.get_manifest(TENANT, new.cache_ref))[0].expires_at_ms == until_ms
+    assert stats.num_contexts == 1
+    disk_bytes = running.kv.disk_bytes()
+    assert {tier.tier: (tier.num_blocks, tier.size_bytes) for tier in stats.tiers} == {
+        pb.TIER_HOST: (3, disk_bytes),
+        pb.TIER_DISK: (3, disk_bytes),
+    }
+    rank.close()
+
+
+async def test_health_is_told_and_an_absent_sidecar_is_unavailable(running: Running) -> None:
+    assert await running.client.is_serving()
+    await running.client.close()
+    assert await running.client.is_serving()
+    absent = KVSidecarClient("127.0.0.1:1", timeout_s=0.5)
+
+    assert not await absent.is_serving()
+    with pytest.raises(SidecarUnavailable):
+        await absent.stats()
+    await absent.close()
+    engine = EngineSidecarClient("127.0.0.1:1", timeout_s=0.5)
+    with pytest.raises(SidecarUnavailable):
+        await asyncio.to_thread(engine.seal, new_cache_ref(), 0)
+    engine.close()

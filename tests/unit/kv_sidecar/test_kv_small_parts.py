@@ -1,0 +1,274 @@
+"""The sidecar's small parts: fingerprints, remembered names, waiting, reports, frames, the collector, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from pydantic import ValidationError
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRequest
+from contextcache.settings import settings_help
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.announcements import Announcements
+from kv_sidecar.catalog import Removed
+from kv_sidecar.collector import Collector
+from kv_sidecar.fingerprint import check_fingerprint, differences, require_fingerprint
+from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.load_reports import LoadReports
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.recent_names import RecentNames
+from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.store import TierUsage
+
+PLACE = ("ref_" + "0" * 32, 0, 0)
+
+
+def test_a_fingerprint_must_be_the_hash_of_its_json() -> None:
+    text = '{"model":"smol"}'
+    check_fingerprint(hashlib.sha256(text.encode()).hexdigest(), text)
+    check_fingerprint("any", "")
+
+    for wrong in ("", "0" * 64, "x" * 129):
+        with pytest.raises(InvalidRequest):
+            check_fingerprint(wrong, text)
+
+
+def test_only_equal_fingerprints_exchange_kv() -> None:
+    require_fingerprint("a", "a")
+
+    with pytest.raises(FingerprintMismatch):
+        require_fingerprint("a", "b")
+
+
+def test_differences_name_the_keys_that_changed() -> None:
+    assert differences('{"a":1,"b":2,"c":3}', '{"a":1,"b":9,"d":4}') == ["b", "c", "d"]
+    assert differences("{}", "not json") == ["?"]
+    assert differences("[]", "{}") == ["?"]
+
+
+def test_names_are_remembered_for_their_time() -> None:
+    names: RecentNames[str] = RecentNames(keep_ms=10, max_names=5)
+    names.add("a", 100)
+
+    assert names.added_at_ms("a", 109) == 100
+    assert names.added_at_ms("a", 110) is None
+    assert "a" not in names
+
+
+def test_a_name_added_again_is_remembered_anew() -> None:
+    names: RecentNames[str] = RecentNames(keep_ms=10, max_names=5)
+    names.add("a", 100)
+    names.add("b", 105)
+    names.add("a", 108)
+
+    assert names.added_at_ms("b", 116) is None
+    assert names.added_at_ms("a", 117) == 108
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=60))
+def test_never_more_names_are_remembered_than_the_bound(adds: list[tuple[int, int]]) -> None:
+    names: RecentNames[int] = RecentNames(keep_ms=20, max_names=3)
+    now_ms = 0
+    for name, pause in adds:
+        now_ms += pause
+        names.add(name, now_ms)
+
+        assert len(names) <= 3
+        assert names.added_at_ms(name, now_ms) == now_ms
+
+
+async def test_everyone_who_waits_for_a_name_is_woken_and_nobody_else() -> None:
+    seals = Announcements(max_waiters=10)
+    waiting = [asyncio.create_task(seals.wait(name, timeout_s=30)) for name in ("a", "a", "b")]
+    await asyncio.sleep(0)
+    seals.announce("a")
+
+    assert await waiting[0]
+    assert await waiting[1]
+    assert not waiting[2].done()
+    waiting[2].cancel()
+
+
+async def test_waiting_is_bounded_in_time_and_number() -> None:
+    seals = Announcements(max_waiters=1)
+    first = asyncio.create_task(seals.wait("a", timeout_s=30))
+    await asyncio.sleep(0)
+
+    assert not await seals.wait("a", timeout_s=30)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert not await seals.wait("a", timeout_s=0.001)
+    assert not await seals.wait("a", timeout_s=0)
+
+
+def reports(clock: ManualClock) -> LoadReports:
+    return LoadReports(clock=clock, max_reports=2, keep_ms=1000, max_waiters=4)
+
+
+async def test_a_report_that_comes_later_is_waited_for() -> None:
+    board = reports(ManualClock())
+    waiting = asyncio.create_task(board.get("r1", timeout_s=30))
+    await asyncio.sleep(0)
+    board.put(pb.LoadReport(request_id="r1", loaded_tokens=7))
+
+    assert (await waiting).loaded_tokens == 7
+
+
+async def test_a_later_report_replaces_an_earlier_one() -> None:
+    board = reports(ManualClock())
+    board.put(pb.LoadReport(request_id="r1", loaded_tokens=7))
+    board.put(pb.LoadReport(request_id="r1", loaded_tokens=8))
+
+    assert (await board.get("r1", timeout_s=0)).loaded_tokens == 8
+    assert len(board) == 1
+
+
+async def test_reports_are_bounded_by_count_and_age() -> None:
+    clock = ManualClock()
+    board = reports(clock)
+    for name in ("a", "b", "c"):
+        board.put(pb.LoadReport(request_id=name))
+    with pytest.raises(CacheRefNotFound):
+        await board.get("a", timeout_s=0)
+    assert await board.get("b", timeout_s=0)
+    clock.advance(ms=1000)
+
+    with pytest.raises(CacheRefNotFound):
+        await board.get("b", timeout_s=0)
+    assert len(board) == 0
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+def test_a_report_without_a_usable_name_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest):
+        reports(ManualClock()).put(pb.LoadReport(request_id=name))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.integers(1, 50))
+async def test_frames_become_the_file_they_were_cut_from(data: bytes, size: int) -> None:
+    pieces = [data[start : start + size] for start in range(0, len(data), size)] or [b""]
+    async with FrameAssembly(asyncio.Semaphore(1), limit_bytes=200) as frames:
+        whole = [await frames.add(PLACE, piece, last=index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+
+        assert whole[:-1] == [None] * (len(pieces) - 1)
+        assert whole[-1] == data
+        frames.release()
+        frames.check_finished()
+
+
+async def test_a_file_over_the_limit_another_files_frame_and_a_missing_end_are_refused() -> None:
+    slots = asyncio.Semaphore(1)
+    async with FrameAssembly(slots, limit_bytes=4) as frames:
+        await frames.add(PLACE, b"abc", last=False)
+        with pytest.raises(InvalidRequest):
+            await frames.add(PLACE, b"de", last=False)
+        with pytest.raises(InvalidRequest):
+            await frames.add((PLACE[0], 0, 1), b"d", last=False)
+        with pytest.raises(InvalidRequest):
+            frames.check_finished()
+
+    assert not slots.locked()
+
+
+async def test_a_stream_waits_for_another_ones_file() -> None:
+    slots = asyncio.Semaphore(1)
+    async with FrameAssembly(slots, limit_bytes=4) as first, FrameAssembly(slots, limit_bytes=4) as second:
+        await first.add(PLACE, b"a", last=True)
+        waiting = asyncio.create_task(second.add(PLACE, b"b", last=True))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        first.release()
+
+        assert await waiting == b"b"
+
+
+async def test_steps_end_although_their_caller_is_cancelled() -> None:
+    threads = IoThreads(1)
+    go_on, done = asyncio.Event(), []
+
+    async def steps() -> None:
+        await go_on.wait()
+        done.append(await threads.run(len, "abc"))
+
+    caller = asyncio.create_task(threads.finish(steps()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    go_on.set()
+    await threads.close()
+
+    assert done == [3]
+
+
+async def test_the_collector_lives_on_after_a_pass_that_broke_off() -> None:
+    registry = CollectorRegistry()
+    metrics = SidecarMetrics(registry)
+    second = asyncio.Event()
+    passes = 0
+
+    async def collect() -> Removed:
+        nonlocal passes
+        passes += 1
+        if passes == 1:
+            raise ValueError("broken")
+        second.set()
+        return Removed(1, 2)
+
+    collector = Collector(collect, interval_s=0.001, metrics=metrics)
+    collector.start()
+    await asyncio.wait_for(second.wait(), 10)
+    await collector.stop()
+    await collector.stop()
+
+    assert registry.get_sample_value("contextcache_sidecar_collector_failures_total") == 1
+
+
+def test_tiers_are_shown_when_somebody_looks() -> None:
+    registry = CollectorRegistry()
+    usage = {"host": lambda: TierUsage(1, 2, 3), "disk": lambda: TierUsage(4, 5, 0)}
+    SidecarMetrics(registry).watch(usage, lambda: 6)
+
+    assert registry.get_sample_value("contextcache_sidecar_bytes", {"tier": "disk"}) == 5
+    assert registry.get_sample_value("contextcache_sidecar_blocks", {"tier": "host"}) == 1
+    assert registry.get_sample_value("contextcache_sidecar_limit_bytes", {"tier": "host"}) == 3
+    assert registry.get_sample_value("contextcache_sidecar_contexts") == 6
+    assert all(line.startswith((b"#", b"contextcache_sidecar_")) for line in generate_latest(registry).splitlines())
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_UNIX_SOCKET", "/run/kv/s.sock")
+    monkeypatch.setenv("SIDECAR_LISTEN", "")
+    monkeypatch.setenv("SIDECAR_SHARED_DIR", "")
+    monkeypatch.setenv("SIDECAR_BLOCK_TOKENS", "128")
+    found = SidecarSettings()
+
+    assert found.shared_dir is None
+    assert found.addresses() == ["unix:///run/kv/s.sock"]
+    assert found.limits().block_tokens == 128
+
+
+def test_a_sidecar_nobody_could_reach_is_refused() -> None:
+    with pytest.raises(ValidationError, match="SIDECAR_LISTEN"):
+        SidecarSettings(listen="", unix_socket="")  # type: ignore[arg-type]  # as the environment gives it
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    text = settings_help(SidecarSettings, "")
+
+    for field in SidecarSettings.model_fields.values():
+        assert field.description
+        assert field.description in text
+
+
+def test_without_a_unix_socket_only_tcp_is_bound() -> None:
+    assert SidecarSettings(data_dir=Path("/x"), listen="h:1").addresses() == ["h:1"]
