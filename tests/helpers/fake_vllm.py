@@ -137,9 +137,7 @@ class FakeVllm:
         )
 
     async def _stream(self, send: Any, request: Any, chat: bool, ids: Any, text: str, out: Any, usage: Any) -> None:
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
-        )
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         frame = {"id": "cmpl-1", "object": "chunk", "created": 1, "model": request["model"]}
         events: list[Any] = []
         if chat:
@@ -168,9 +166,7 @@ class FakeVllm:
                 await self.pause.wait()
             size = self.chunk_bytes or len(event)
             for start in range(0, len(event), size):
-                await send(
-                    {"type": "http.response.body", "body": event[start : start + size], "more_body": True}
-                )
+                await send({"type": "http.response.body", "body": event[start : start + size], "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
