@@ -34,9 +34,13 @@ class IoThreads:
 
     async def close(self) -> None:
         """Wait for what was begun, then end the threads."""
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.idle()
         await asyncio.to_thread(self._executor.shutdown)
+
+    async def idle(self) -> None:
+        """Wait until everything that `finish` began has ended."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -93,7 +93,9 @@ class Tiers:
         try:
             while waiting or ahead:
                 while waiting and len(ahead) <= self._prefetch_blocks:
-                    ahead.append(asyncio.create_task(self._fetch(manifest, rank, waiting.pop(), pins, shared=shared)))
+                    index = waiting.pop()
+                    expected = block_meta(manifest, index, rank)
+                    ahead.append(asyncio.create_task(self._fetch(index, expected, pins, shared=shared)))
                 yield await ahead.pop(0)
         finally:
             for task in ahead:
@@ -127,10 +129,11 @@ class Tiers:
         while (removing := self._removing.get(key)) is not None:
             await removing.wait()
 
-    async def _fetch(
-        self, manifest: Manifest, rank: int, block_index: int, pins: Pins, *, shared: bool
-    ) -> FetchedBlock:
-        expected = block_meta(manifest, block_index, rank)
+    async def _fetch(self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool) -> FetchedBlock:
+        """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
+        return await self._threads.finish(self._read_checked(block_index, expected, pins, shared=shared))
+
+    async def _read_checked(self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool) -> FetchedBlock:
         if not self.is_stored(expected.key):
             raise CacheRefNotFound("a block of this cache_ref is gone")
         try:

@@ -1,0 +1,112 @@
+"""Many things at once, some of them cut off: nothing wrong is served, and at the end every byte can be freed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import ContextCacheError
+from kv_sidecar.manifest import all_keys
+from kv_sidecar.saves import NewSave
+from tests.helpers.kv_blocks import TENANT, SidecarUnderTest, new_save
+
+NUM_SESSIONS = 5
+
+
+class Traffic:
+    """Random saves, loads, deletes, touches and collector passes over a few sessions that share prefixes."""
+
+    def __init__(self, kv: SidecarUnderTest, seed: int) -> None:
+        self.kv = kv
+        self.random = random.Random(seed)
+        self.sealed: list[NewSave] = []
+        self.outcomes: Counter[str] = Counter()
+
+    async def run(self, num_steps: int) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(num_steps):
+            tasks.append(asyncio.create_task(self.one()))
+            if self.random.random() < 0.15:
+                self.random.choice(tasks).cancel()
+            if len([task for task in tasks if not task.done()]) > 6:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, asyncio.CancelledError), result
+        await self.kv.sidecar.threads.idle()
+
+    async def one(self) -> None:
+        name, action = self.random.choice(
+            [("save", self.save)] * 4 + [("load", self.load)] * 3 + [("delete", self.delete), ("rest", self.rest)]
+        )
+        try:
+            await action()
+        except ContextCacheError as exc:
+            self.outcomes[exc.code] += 1
+        else:
+            self.outcomes[name] += 1
+
+    def session(self) -> str:
+        return f"ctx_{self.random.randrange(NUM_SESSIONS)}"
+
+    async def save(self) -> None:
+        start = self.random.choice([0, 100])
+        token_ids = (*range(start, start + self.random.randrange(1, 14)), self.random.randrange(3))
+        now_ms = self.kv.clock.now_ms()
+        new = new_save(token_ids, now_ms=now_ms, session_id=self.session(), started_at_ms=now_ms + 1)
+        await self.kv.send_all(new)
+        await self.kv.catalog.seal(new.cache_ref, 0)
+        self.sealed.append(new)
+
+    async def load(self) -> None:
+        if self.sealed:
+            await self.kv.load(self.random.choice(self.sealed), shared=self.random.random() < 0.5)
+
+    async def delete(self) -> None:
+        refs = [self.random.choice(self.sealed).cache_ref] if self.sealed else []
+        await self.kv.catalog.delete(TENANT, self.session() if self.random.random() < 0.3 else "", refs)
+
+    async def rest(self) -> None:
+        await self.kv.catalog.touch(TENANT, self.session(), self.kv.clock.now_ms() + 1_000_000)
+        await self.kv.catalog.collect()
+
+
+@pytest.mark.parametrize("memory_limit_bytes", [6_000, 1 << 20])
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_mixture_serves_only_right_bytes_and_ends_clean(
+    tmp_path: Path, seed: int, memory_limit_bytes: int
+) -> None:
+    clock = ManualClock()
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=memory_limit_bytes, io_threads=4) as kv:
+        traffic = Traffic(kv, seed)
+        await traffic.run(120)
+        assert kv.memory.usage().size_bytes <= memory_limit_bytes
+        assert not kv.memory.has_pins
+        clock.advance(s=kv.settings.save_deadline_s)
+        await kv.catalog.collect()
+        live = {ref: await kv.catalog.open(TENANT, ref) for ref in kv.manifest_files()}
+
+        assert {"save", "load", "delete", "rest"} <= set(traffic.outcomes)
+        assert set(traffic.outcomes) <= {
+            "save",
+            "load",
+            "delete",
+            "rest",
+            "cache_ref_not_found",
+            "context_deleted",
+            "save_incomplete",
+            "corrupt_block",
+        }
+        assert kv.sidecar.directory.num_quarantined == 0
+        assert kv.block_files() == {key for manifest in live.values() for key in all_keys(manifest)}
+        for session in range(NUM_SESSIONS):
+            await kv.catalog.delete(TENANT, f"ctx_{session}", [])
+        assert kv.block_files() == set()
+        assert kv.manifest_files() == set()
+        assert kv.memory_files() == set()
+        assert list((tmp_path / "shared" / "incoming").iterdir()) == []
