@@ -272,13 +272,16 @@ def test_an_engine_step_is_never_held_by_a_sidecar_that_does_not_answer(engine: 
 
 def test_a_sidecar_that_stays_silent_is_waited_for_only_briefly(engine: Engine) -> None:
     answer = saved(engine)
-    engine.sidecar.hang["get_manifest"] = threading.Event()
-    engine.sidecar.timeout_s = 0.2
+    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
     engine.loop.add("first", PROMPT, params=transfer(load=(A,)))
+    engine.sidecar.wait_for("get_manifest")
     engine.clock.advance(ms=1_000)
+    engine.sidecar.down = True
+    hang.set()
     engine.loop.run_to_end("first")
     engine.loop.forget_prefixes()
-    engine.sidecar.timeout_s = 5
+    engine.sidecar.down = False
+    hang.clear()
     engine.loop.add("second", PROMPT, params=transfer(load=(A,)))
     engine.loop.step()
     before = engine.loop.computed["second"]
@@ -287,7 +290,7 @@ def test_a_sidecar_that_stays_silent_is_waited_for_only_briefly(engine: Engine) 
 
     assert before == 0
     assert engine.loop.computed["second"] > 0
-    engine.sidecar.hang["get_manifest"].set()
+    hang.set()
     engine.loop.run_to_end("second")
     engine.loop.forget_prefixes()
     engine.loop.add("third", PROMPT, params=transfer(load=(A,)))
