@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import grpc
 import grpc.aio
@@ -210,7 +210,8 @@ class EngineSidecarClient:
 
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock: each is a miss.
         """
-        call: Any = self._stub.LoadBlocks(request, timeout=timeout_s)
+        with _mapped_errors():
+            call: Any = self._stub.LoadBlocks(request, timeout=timeout_s)
         try:
             with _mapped_errors():
                 yield from call
@@ -231,6 +232,10 @@ class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _m
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> Literal[False]:
         if isinstance(exc, grpc.RpcError):
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        if isinstance(exc, ValueError):
+            # What grpc raises for a call on a channel that another thread has closed.
+            raise SidecarUnavailable("the connection to the sidecar is closed") from exc
+        return False

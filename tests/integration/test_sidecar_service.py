@@ -248,3 +248,7 @@ async def test_health_is_told_and_an_absent_sidecar_is_unavailable(running: Runn
     with pytest.raises(SidecarUnavailable):
         await asyncio.to_thread(engine.seal, new_cache_ref(), 0)
     engine.close()
+    with pytest.raises(SidecarUnavailable):
+        engine.seal(new_cache_ref(), 0)
+    with pytest.raises(SidecarUnavailable):
+        next(engine.load_blocks(pb.LoadBlocksRequest(), 1))

@@ -328,6 +328,17 @@ async def test_a_missing_block_is_a_miss(tmp_path: Path, clock: ManualClock) -> 
         assert kv.manifest_files() == set()
 
 
+async def test_a_manifest_that_lacks_a_block_is_removed_at_the_start(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(PROMPT)
+    kv.path_of(block_key(kv.plan(new), 1, 0)).unlink()
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        assert kv.manifest_files() == set()
+        await kv.catalog.collect()
+
+        assert kv.block_files() == set()
+
+
 @pytest.mark.parametrize("spoil", [flip_last, truncate, empty])
 async def test_a_spoilt_manifest_is_put_aside_and_missed(tmp_path: Path, clock: ManualClock, spoil: object) -> None:
     assert callable(spoil)

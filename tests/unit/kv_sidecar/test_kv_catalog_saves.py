@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +321,48 @@ async def test_a_block_that_vanished_after_it_was_counted_on_fails_the_seal(
     with pytest.raises(SaveIncomplete):
         await kv.catalog.seal(new.cache_ref, 0)
     assert kv.manifest_files() == {old.cache_ref}
+
+
+async def test_a_block_that_vanished_after_its_rank_sealed_fails_the_last_seal(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    first = new_save(PROMPT, now_ms=clock.now_ms(), world_size=2)
+    second = replace(first, rank=1)
+    for rank in (first, second):
+        await kv.send_all(rank)
+    await kv.catalog.seal(first.cache_ref, 0)
+    await kv.sidecar.tiers.put_aside(block_key(kv.plan(first), 0, 0))
+
+    with pytest.raises(SaveIncomplete):
+        await kv.catalog.seal(first.cache_ref, 1)
+    assert kv.manifest_files() == set()
+
+
+async def test_a_block_saved_anew_while_the_old_one_is_being_removed_stays(tmp_path: Path, clock: ManualClock) -> None:
+    removing, go_on = threading.Event(), threading.Event()
+
+    def step(name: str) -> None:
+        if name.startswith("unlink") and ".r0." in name:
+            removing.set()
+            assert go_on.wait(10)
+
+    async with SidecarUnderTest(tmp_path, clock=clock, step=step) as kv:
+        await kv.save(PROMPT[:4], session_id="ctx_1")
+        deleting = asyncio.create_task(kv.catalog.delete(TENANT, "ctx_1", []))
+        assert await asyncio.to_thread(removing.wait, 10)
+        new = new_save(PROMPT[:4], now_ms=clock.now_ms(), session_id="ctx_2")
+        prepared = await kv.catalog.prepare_save(new)
+        sending = asyncio.create_task(kv.send(new, 0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        # The other thread is free: whatever the sending had queued has happened when this comes back.
+        await kv.sidecar.threads.run(len, "")
+        go_on.set()
+        await asyncio.gather(deleting, sending)
+
+        assert prepared.missing_blocks == (0,)
+        assert await kv.catalog.seal(new.cache_ref, 0)
+        assert len(await kv.load(new)) == 1
 
 
 async def test_blocks_a_save_counts_on_survive_the_end_of_their_only_context(
