@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from contextcache.errors import InvalidRequest, StorageFull
 from kv_sidecar.memory_store import MemoryStore
+from kv_sidecar.store import Buffer
 from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, numbered, read
 
 
@@ -83,27 +84,25 @@ def test_a_deleted_block_is_gone_although_somebody_pinned_it(either: MemoryStore
     pins.close()
 
 
+class WatchedStore(MemoryStore):
+    """Looks at what lies in shared memory at the worst moment: a block written and not yet in its place."""
+
+    seen_bytes = 0
+
+    @override
+    def _write(self, data: Buffer, directory: Path) -> Path:
+        path = super()._write(data, directory)
+        self.seen_bytes = max(self.seen_bytes, shared_bytes(self))
+        return path
+
+
 def test_shared_memory_never_holds_more_than_the_limit_even_while_a_block_is_written(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    seen: list[int] = []
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            try:
-                seen.append(shared_bytes(store))
-            except FileNotFoundError:
-                continue
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    store = WatchedStore(limit_bytes=LIMIT_BYTES, shared_directory=tmp_path / "shared")
+    store.open()
     for number in range(200):
         store.put(numbered(number), bytes(100 + number))
-    done.set()
-    watcher.join()
 
-    assert seen
-    assert max(seen) <= LIMIT_BYTES
+    assert LIMIT_BYTES - 300 < store.seen_bytes <= LIMIT_BYTES
     assert shared_bytes(store) == store.usage().size_bytes <= LIMIT_BYTES
 
 
