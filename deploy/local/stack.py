@@ -182,9 +182,22 @@ class Stack:
             for part in parts:
                 started.append(part.name)
                 self._start(part)
+            self._await_gateway()
         except BaseException:
             self._undo(started)
             raise
+
+    def _await_gateway(self) -> None:
+        """Wait until a gateway that ran before has seen what was started: it looks once a second."""
+        gateway = self._parts()["gateway"]
+        if not self.is_up() or gateway.is_ready():
+            return
+        log = self.paths.log(gateway.name)
+        with Step("gateway sees it") as step:
+            while not gateway.is_ready():
+                if step.elapsed_s > gateway.ready_within_s:
+                    raise StepFailed(f"the gateway finds no ready engine; {log_excerpt(log)}")
+                time.sleep(_POLL_S)
 
     def _undo(self, started: Sequence[str]) -> None:
         say("stopping what was started (Ctrl-C: kill it)")
