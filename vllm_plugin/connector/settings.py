@@ -52,6 +52,9 @@ class ConnectorSettings:
     """Saves gathered at once, and as many handed over at once."""
     queue_limit: int = 64
     """Loads, saves and questions waiting, each; beyond it a load fails over to computing and a save is skipped."""
+    prefault_kv_cache: bool = True
+    """Touch a CPU engine's KV memory at its start, not in the first restores (prefault.py); its whole KV space is
+    then resident at once. Nothing happens on GPUs."""
     verify_shared_memory: bool = True
     """Check the bytes of blocks read from shared memory again before they are injected (about 10 GB/s)."""
     shutdown_deadline_ms: int = 2_000

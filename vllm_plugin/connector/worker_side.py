@@ -7,6 +7,7 @@ block: a load owns its request's blocks until it is reported, and a request has 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,6 +21,7 @@ from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, fing
 from vllm_plugin.connector.layout import open_layers
 from vllm_plugin.connector.loading import Load, Loader
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
+from vllm_plugin.connector.prefault import prefault
 from vllm_plugin.connector.reporting import LoadReporter
 from vllm_plugin.connector.saving import Save, Saver
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -57,6 +59,7 @@ class WorkerSide:
         self._loads: list[tuple[Load, Future[None]]] = []
         self._saves: list[tuple[Save, Future[None]]] = []
         self._greeting: Future[None] | None = None
+        self._stopping = threading.Event()
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self.facts: RankFacts | None = None
@@ -96,6 +99,9 @@ class WorkerSide:
         )
         self._layers = layers
         self._greet()
+        if self._settings.prefault_kv_cache:
+            tensors = list(kv_caches.values())
+            self._load_pool.try_submit(lambda: self._prefault(tensors))
 
     def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan]) -> None:
         """Queue this step's work; what cannot be queued is reported as failed or skipped at once."""
@@ -156,6 +162,9 @@ class WorkerSide:
         if self._greeting is None or self._greeting.done():
             self._greeting = self._save_pool.try_submit(self._hello)
 
+    def _prefault(self, tensors: Sequence[torch.Tensor]) -> None:
+        prefault(tensors, stopping=self._stopping)
+
     def _hello(self) -> None:
         try:
             self._link.terms()
@@ -164,6 +173,7 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """End the threads and channels, within the deadline; closing the channels fails the calls in flight."""
+        self._stopping.set()
         self._sidecar.close()
         self._patient_sidecar.close()
         ends_at_ms = self._clock.now_ms() + self._settings.shutdown_deadline_ms

@@ -89,9 +89,7 @@ def test_a_prompt_that_shares_exactly_the_threshold_is_a_replay():
 
 
 def test_context_mode_append_overrides_a_prompt_that_repeats_the_context():
-    found = match(
-        text_transcript("echo", "echo"), Prompt(text="echo"), mode=ContextMode.APPEND, threshold=0.8
-    )
+    found = match(text_transcript("echo", "echo"), Prompt(text="echo"), mode=ContextMode.APPEND, threshold=0.8)
 
     assert (found.outcome, found.keep_segments) == (Outcome.APPEND, 2)
 
