@@ -32,9 +32,7 @@ segments = st.builds(Segment, kind=st.sampled_from(SegmentKind), token_ids=ids, 
     st.builds(
         CacheSessionMetadata,
         **dict.fromkeys(("session_id", "tenant", "model_id", "cache_ref", "previous_cache_ref", "holder"), text),
-        **dict.fromkeys(
-            ("generation", "created_at_ms", "expires_at_ms", "ttl_s", "num_tokens", "num_turns"), count
-        ),
+        **dict.fromkeys(("generation", "created_at_ms", "expires_at_ms", "ttl_s", "num_tokens", "num_turns"), count),
         mode=st.sampled_from(SessionMode),
         state=st.sampled_from(SessionState),
         ttl_policy=st.sampled_from(TtlPolicy),
