@@ -146,7 +146,14 @@ class ContextCatalog:
         return "host" if 2 * in_memory > len(keys) else "disk"
 
     async def load(
-        self, manifest: Manifest, fingerprint: str, rank: int, block_indices: Sequence[int], *, shared: bool
+        self,
+        manifest: Manifest,
+        fingerprint: str,
+        rank: int,
+        block_indices: Sequence[int],
+        *,
+        shared: bool,
+        disk_files: bool = False,
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield verified blocks in order; they stay pinned until the generator is closed.
 
@@ -160,7 +167,7 @@ class ContextCatalog:
         if len(block_indices) > files:
             raise InvalidRequest("more blocks asked for than there are", param="block_indices")
         wanted = list(block_indices)
-        blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared)
+        blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared, disk_files=disk_files)
         served = 0
         try:
             async for block in blocks:

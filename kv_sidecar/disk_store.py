@@ -120,6 +120,10 @@ class DiskStore(BlockStore):
         self._used_bytes += now - before
         return max(before - now, 0)
 
+    def relative_name(self, key: BlockKey) -> str:
+        """Return the path of a block's file relative to the data directory."""
+        return str(self._path(key).relative_to(self._directory.root))
+
     def _path(self, key: BlockKey) -> Path:
         return self._directory.root / _DIRECTORIES[key.kind] / key.fan_out / key.file_name
 

@@ -60,6 +60,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             block_tokens=settings.block_tokens,
             shared_directory="" if shared is None else str(shared.absolute()),
             block_size_bytes_max=settings.block_size_bytes_max,
+            disk_directory=str(settings.data_dir.absolute()) if settings.share_data_dir else "",
         )
 
     @override
@@ -124,7 +125,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
         manifest = await self._catalog.open(request.tenant, request.cache_ref)
         blocks = self._catalog.load(
-            manifest, request.fingerprint, request.rank, request.block_indices, shared=request.shared_memory
+            manifest,
+            request.fingerprint,
+            request.rank,
+            request.block_indices,
+            shared=request.shared_memory,
+            disk_files=request.disk_files and self._sidecar.settings.share_data_dir,
         )
         try:
             async for block in blocks:
@@ -189,6 +195,10 @@ def _responses(block: FetchedBlock) -> list[pb.LoadBlocksResponse]:
             pb.LoadBlocksResponse(
                 block_index=block.block_index, tier=tier, shared_name=block.shared_name, last_frame=True
             )
+        ]
+    if block.disk_name:
+        return [
+            pb.LoadBlocksResponse(block_index=block.block_index, tier=tier, disk_name=block.disk_name, last_frame=True)
         ]
     view = memoryview(block.data)
     return [

@@ -28,6 +28,11 @@ class SidecarSettings(ProcessSettings):
     shared_dir: Path | None = Field(
         None, description="tmpfs directory shared with the engine; empty: blocks travel as gRPC frames."
     )
+    share_data_dir: bool = Field(
+        False,
+        description="Let the engine read block files in SIDECAR_DATA_DIR itself (the same path there): "
+        "a restore from disk then needs no copy through memory.",
+    )
     memory_limit_bytes: int = Field(
         1 << 30, ge=0, description="Bytes of blocks in the memory tier, a hard limit; 0: nothing is kept in memory."
     )

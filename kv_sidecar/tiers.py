@@ -36,7 +36,9 @@ class FetchedBlock:
     tier: TierName
     """Where it was found."""
     shared_name: str = ""
-    """Its path relative to the shared directory; empty: take `data`."""
+    """Its path relative to the shared directory; with neither name: take `data`."""
+    disk_name: str = ""
+    """Its path relative to the data directory, for an engine that reads it there."""
     data: Buffer = b""
 
 
@@ -81,9 +83,12 @@ class Tiers:
         return await self._threads.run(self._take, lambda: parse_block_file(data), None, expected)
 
     async def fetch(
-        self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, shared: bool
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, shared: bool, disk_files: bool = False
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield blocks in order, reading ahead; they stay in memory until the generator is closed.
+
+        `disk_files`: what is only on disk is verified and named there, not copied into memory: the operating system's
+        page cache has it already, and fresh pages cost more than reading them.
 
         Raises CacheRefNotFound when a block has gone, CorruptBlock when its bytes are wrong.
         """
@@ -95,7 +100,9 @@ class Tiers:
                 while waiting and len(ahead) <= self._prefetch_blocks:
                     index = waiting.pop()
                     expected = block_meta(manifest, index, rank)
-                    ahead.append(asyncio.create_task(self._fetch(index, expected, pins, shared=shared)))
+                    ahead.append(
+                        asyncio.create_task(self._fetch(index, expected, pins, shared=shared, disk_files=disk_files))
+                    )
                 yield await ahead.pop(0)
         finally:
             for task in ahead:
@@ -129,15 +136,22 @@ class Tiers:
         while (removing := self._removing.get(key)) is not None:
             await removing.wait()
 
-    async def _fetch(self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool) -> FetchedBlock:
+    async def _fetch(
+        self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
+    ) -> FetchedBlock:
         """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
-        return await self._threads.finish(self._read_checked(block_index, expected, pins, shared=shared))
+        reading = self._read_checked(block_index, expected, pins, shared=shared, disk_files=disk_files)
+        return await self._threads.finish(reading)
 
-    async def _read_checked(self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool) -> FetchedBlock:
+    async def _read_checked(
+        self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
+    ) -> FetchedBlock:
         if not self.is_stored(expected.key):
             raise CacheRefNotFound("a block of this cache_ref is gone")
         try:
-            fetched = await self._threads.run(self._read, block_index, expected, pins, shared=shared)
+            fetched = await self._threads.run(
+                self._read, block_index, expected, pins, shared=shared, disk_files=disk_files
+            )
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be read") from exc
         if not self.is_stored(expected.key):
@@ -147,7 +161,9 @@ class Tiers:
         self._metrics.hits.labels(fetched.tier).inc()
         return fetched
 
-    def _read(self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool) -> FetchedBlock:
+    def _read(
+        self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
+    ) -> FetchedBlock:
         """Serve one block from memory, or from disk by way of memory. Runs in a thread."""
         key = expected.key
         by_name = shared and self.memory.shared_directory is not None
@@ -161,6 +177,8 @@ class Tiers:
         if data is None:
             raise CacheRefNotFound("a block of this cache_ref is gone")
         parse_block_file(data).verify(expected)
+        if disk_files:
+            return FetchedBlock(block_index, "disk", disk_name=self.disk.relative_name(key))
         try:
             self.memory.put(key, data)
         except StorageFull:

@@ -131,20 +131,24 @@ class HandshakeResponse(google.protobuf.message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     SHARED_DIRECTORY_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_BYTES_MAX_FIELD_NUMBER: builtins.int
+    DISK_DIRECTORY_FIELD_NUMBER: builtins.int
     block_tokens: builtins.int
     """Tokens in one sidecar block (default 256)."""
     shared_directory: builtins.str
     """Directory in shared memory both processes see; empty: use frames."""
     block_size_bytes_max: builtins.int
     """Largest block file accepted, in bytes."""
+    disk_directory: builtins.str
+    """Directory of the stored files, when the engine may read them itself; empty: it may not."""
     def __init__(
         self,
         *,
         block_tokens: builtins.int = ...,
         shared_directory: builtins.str = ...,
         block_size_bytes_max: builtins.int = ...,
+        disk_directory: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size_bytes_max", b"block_size_bytes_max", "block_tokens", b"block_tokens", "shared_directory", b"shared_directory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size_bytes_max", b"block_size_bytes_max", "block_tokens", b"block_tokens", "disk_directory", b"disk_directory", "shared_directory", b"shared_directory"]) -> None: ...
 
 Global___HandshakeResponse: typing_extensions.TypeAlias = HandshakeResponse
 
@@ -507,6 +511,7 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     BLOCK_INDICES_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
+    DISK_FILES_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
@@ -517,6 +522,8 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     """Rank."""
     shared_memory: builtins.bool
     """True: answer with names in the shared directory where possible."""
+    disk_files: builtins.bool
+    """True: blocks that are only on disk may be named in the disk directory instead of being copied into memory."""
     @property
     def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions wanted, in order; the number of whole blocks names the tail."""
@@ -530,8 +537,9 @@ class LoadBlocksRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         block_indices: collections.abc.Iterable[builtins.int] | None = ...,
         shared_memory: builtins.bool = ...,
+        disk_files: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "cache_ref", b"cache_ref", "fingerprint", b"fingerprint", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
 
 Global___LoadBlocksRequest: typing_extensions.TypeAlias = LoadBlocksRequest
 
@@ -545,6 +553,7 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     SHARED_NAME_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    DISK_NAME_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
     block_index: builtins.int
     """Position of the block."""
@@ -554,6 +563,8 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     """Path of a block file relative to the shared directory; open it before the stream ends."""
     frame: builtins.bytes
     """Next bytes of the block file, at most 1 MiB."""
+    disk_name: builtins.str
+    """Path of a verified block file relative to the disk directory; read it, do not map it: a disk may fail."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
     def __init__(
@@ -563,11 +574,12 @@ class LoadBlocksResponse(google.protobuf.message.Message):
         tier: Global___Tier.ValueType = ...,
         shared_name: builtins.str = ...,
         frame: builtins.bytes = ...,
+        disk_name: builtins.str = ...,
         last_frame: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "shared_name", b"shared_name"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "tier", b"tier"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame"] | None: ...
+    def HasField(self, field_name: typing.Literal["disk_name", b"disk_name", "frame", b"frame", "payload", b"payload", "shared_name", b"shared_name"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "tier", b"tier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "disk_name"] | None: ...
 
 Global___LoadBlocksResponse: typing_extensions.TypeAlias = LoadBlocksResponse
 

@@ -107,7 +107,10 @@ def _sidecar(settings: StackSettings) -> Part:
     limit = host_memory_bytes(paths.shared_memory_free)
     env = _environment(
         settings,
-        defaults={"SIDECAR_MEMORY_LIMIT_BYTES": str(limit or MIN_HOST_MEMORY_BYTES)},
+        defaults={
+            "SIDECAR_MEMORY_LIMIT_BYTES": str(limit or MIN_HOST_MEMORY_BYTES),
+            "SIDECAR_SHARE_DATA_DIR": "1",
+        },
         own={
             "SIDECAR_LISTEN": target,
             "SIDECAR_UNIX_SOCKET": str(paths.sidecar_socket),

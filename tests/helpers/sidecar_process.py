@@ -19,7 +19,10 @@ START_DEADLINE_S = 30
 class SidecarProcess:
     """Data survives `kill`, memory does not."""
 
-    def __init__(self, directory: Path, *, shared_directory: Path | None, block_tokens: int = 256) -> None:
+    def __init__(
+        self, directory: Path, *, shared_directory: Path | None, block_tokens: int = 256, disk_files: bool = False
+    ) -> None:
+        """`disk_files`: nothing is kept in memory, and the engine reads the stored files itself."""
         self._directory = directory
         self.address = f"unix://{directory}/sidecar.sock"
         self._environment = {
@@ -31,6 +34,8 @@ class SidecarProcess:
             "SIDECAR_BLOCK_TOKENS": str(block_tokens),
             "SIDECAR_LOG_LEVEL": "WARNING",
         }
+        if disk_files:
+            self._environment |= {"SIDECAR_SHARE_DATA_DIR": "1", "SIDECAR_MEMORY_LIMIT_BYTES": "0"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

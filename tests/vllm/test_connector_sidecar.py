@@ -48,7 +48,7 @@ class Door:
     shared: bool
 
 
-@pytest.fixture(params=["fake-shared", "fake-frames", "real-shared", "real-frames"])
+@pytest.fixture(params=["fake-shared", "fake-frames", "real-shared", "real-frames", "real-disk"])
 def door(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Door]:
     kind, _, way = request.param.partition("-")
     shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm")) if way == "shared" else None
@@ -56,7 +56,7 @@ def door(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Door]:
         fake = FakeSidecar(block_tokens=BLOCK_TOKENS, shared_directory=shared / "fake" if shared else None)
         yield Door(lambda timeout_s: fake, shared is not None)
     else:
-        process = SidecarProcess(tmp_path, shared_directory=shared, block_tokens=BLOCK_TOKENS)
+        process = SidecarProcess(tmp_path, shared_directory=shared, block_tokens=BLOCK_TOKENS, disk_files=way == "disk")
         process.start()
         yield Door(lambda timeout_s: EngineSidecarClient(process.address, timeout_s=timeout_s), shared is not None)
         process.kill()

@@ -7,6 +7,8 @@ from then on the engine may compute into them or give them to somebody else.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,6 +79,7 @@ class Loader:
         self._reporter = reporter
         self._counters = counters
         self._clock = clock
+        self._buffers = threading.local()
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
@@ -128,6 +131,7 @@ class Loader:
             rank=self._link.facts.rank,
             block_indices=list(pieces),
             shared_memory=terms.shared_directory is not None,
+            disk_files=terms.disk_directory is not None,
         )
         answers = self._link.sidecar.get().load_blocks(request, self._remaining_s(load))
         for arrival in self._blocks(answers, terms):
@@ -149,6 +153,9 @@ class Loader:
                 block = self._open_shared(answer.shared_name, terms)
                 yield _Arrival(answer.block_index, answer.tier, block, self._settings.verify_shared_memory)
                 continue
+            if answer.WhichOneof("payload") == "disk_name":
+                yield _Arrival(answer.block_index, answer.tier, self._read_disk(answer.disk_name, terms), verify=True)
+                continue
             data += answer.frame
             if len(data) > terms.block_size_bytes_max:
                 raise CorruptBlock("the sidecar sent more than a block")
@@ -161,6 +168,30 @@ class Loader:
         if terms.shared_directory is None or path.is_absolute() or ".." in path.parts:
             raise CorruptBlock("the sidecar named a file outside the shared directory")
         return open_block_file(terms.shared_directory / path)
+
+    def _read_disk(self, name: str, terms: Terms) -> BlockFile:
+        """Read a block file of the sidecar's into this thread's buffer, which the next one overwrites.
+
+        Never mapped: a disk that fails under a map would kill the engine, a read only fails.
+        """
+        path = Path(name)
+        if terms.disk_directory is None or path.is_absolute() or ".." in path.parts:
+            raise CorruptBlock("the sidecar named a file outside its data directory")
+        with (terms.disk_directory / path).open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > terms.block_size_bytes_max:
+                raise CorruptBlock("the sidecar named a file larger than a block")
+            view = self._scratch(size)
+            done = 0
+            while done < size and (count := file.readinto(view[done:])):
+                done += count
+        return parse_block_file(view[:done])
+
+    def _scratch(self, size_bytes: int) -> memoryview:
+        buffer: bytearray | None = getattr(self._buffers, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = self._buffers.buffer = bytearray(size_bytes)
+        return memoryview(buffer)[:size_bytes]
 
     def _inject(self, load: Load, piece: Piece, arrival: _Arrival) -> None:
         plan, block = load.plan, arrival.block

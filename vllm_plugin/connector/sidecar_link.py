@@ -7,6 +7,7 @@ construction; a sidecar that is absent is asked again with growing pauses while 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -126,6 +127,8 @@ class Terms:
     shared_directory: Path | None
     """Directory in shared memory that both see; None: send frames."""
     block_size_bytes_max: int
+    disk_directory: Path | None = None
+    """The sidecar's data directory, when this process may read block files there."""
 
 
 class RankLink:
@@ -193,4 +196,7 @@ class RankLink:
         self._pause_ms = 0
         directory = Path(answer.shared_directory) if answer.shared_directory else None
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "shared": directory is not None})
-        return Terms(answer.block_tokens, directory, answer.block_size_bytes_max)
+        disk = Path(answer.disk_directory) if answer.disk_directory else None
+        if disk is not None and not os.access(disk / "blocks", os.R_OK | os.X_OK):
+            disk = None
+        return Terms(answer.block_tokens, directory, answer.block_size_bytes_max, disk)
