@@ -13,6 +13,7 @@ from contextcache.error_body import error_body, error_headers
 from contextcache.errors import BodyTooLarge, ContextCacheError, ContextNotFound, EngineFailed, InvalidRequest
 from contextcache.identity import IDENTITY_HEADER, Identity, verify_identity
 from contextcache.json_body import parse_object
+from contextcache.logs import show_logs_of
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
 from contextcache.settings import read_secret
 from vllm_plugin.turn.app import compose_story
@@ -44,6 +45,7 @@ class TurnMiddleware:
         clock: Clock | None = None,
     ) -> None:
         """Read the environment unless settings are given. Raises OSError, ValueError: no secret, no start."""
+        show_logs_of("vllm_plugin.turn")
         self._app = app
         self._settings = settings if settings is not None else TurnSettings()
         self._secret = read_secret(self._settings.secret_file)
