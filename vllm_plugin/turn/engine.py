@@ -40,13 +40,15 @@ class Engine:
         """Wrap the application behind us; `scope` is the client's request."""
         self._app = app
         self._scope = scope
+        self.max_model_len: int | None = None
+        """The model's window in tokens, as the last tokenise call told it."""
 
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the ids of a text. Raises InvalidRequest with the engine's words, EngineFailed."""
         answer = await self._call(
             "/tokenize", {"model": model, "prompt": text, "add_special_tokens": add_special_tokens}
         )
-        return tuple(answer["tokens"])
+        return self._tokens(answer)
 
     async def tokenize_chat(
         self,
@@ -65,7 +67,7 @@ class Engine:
             "continue_final_message": continue_final_message,
         }
         answer = await self._call("/tokenize", body)
-        return tuple(answer["tokens"])
+        return self._tokens(answer)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises InvalidRequest for ids outside the vocabulary, EngineFailed."""
@@ -75,6 +77,10 @@ class Engine:
     async def generate(self, path: str, body: dict[str, Any], receive: Receive, send: Send) -> None:
         """Run one completion; the answer goes to `send` as ASGI messages, `receive` reports the client's leaving."""
         await self._app(self._scope_for(path, raw := _encode(body)), _body_then(raw, receive), send)
+
+    def _tokens(self, answer: dict[str, Any]) -> tuple[int, ...]:
+        self.max_model_len = answer["max_model_len"]
+        return tuple(answer["tokens"])
 
     async def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         raw, status, parts = _encode(body), 0, bytearray()

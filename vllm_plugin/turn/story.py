@@ -22,6 +22,7 @@ from typing import Any
 from contextcache.clock import Clock
 from contextcache.errors import (
     ContextCacheError,
+    ContextLengthExceeded,
     EngineFailed,
     InvalidRequest,
     ModelMismatch,
@@ -132,6 +133,10 @@ class TurnStory:
         assert turn.prompt is not None
         if not turn.prompt.token_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if engine.max_model_len is not None and len(turn.prompt.token_ids) >= engine.max_model_len:
+            # Known already: the engine would have to be handed all those ids to say the same.
+            given, window = len(turn.prompt.token_ids), engine.max_model_len
+            raise ContextLengthExceeded(f"context and prompt have {given} tokens, the model's window is {window}")
         turn.timings_ms["compose"] = self._clock.now_ms() - turn.started_ms
         delivery = Delivery(
             turn.request,

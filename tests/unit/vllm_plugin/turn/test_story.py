@@ -241,11 +241,20 @@ async def test_an_engine_that_breaks_off_before_its_first_token_is_a_typed_error
 async def test_a_create_that_fails_in_the_engine_leaves_nothing_behind(pod):
     pod.engine.max_model_len = 3
 
-    answer = await pod.create(prompt="Hello", session_id="mine")
+    answer = await pod.create(prompt=encode("Hello"), session_id="mine")
     pod.engine.max_model_len = 100
 
     assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
     assert (await pod.create(prompt="Hello", session_id="mine")).status == 200
+
+
+async def test_a_prompt_over_the_window_is_refused_before_the_engine_is_given_its_ids(pod):
+    pod.engine.max_model_len = 5
+
+    answer = await pod.create(prompt="Hello")
+
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert pod.engine.generations() == []
 
 
 async def test_a_create_under_a_living_name_is_refused(pod):
