@@ -16,6 +16,7 @@ first = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "ttl": 3600,
     "max_tokens": 32,
+    "temperature": 0,
 }
 created = api.post("/context", body=first, cast_to=object)
 session_id = created["session_id"]
@@ -26,6 +27,7 @@ for question in ("And of Spain?", "And of Italy?"):
         model=MODEL,
         messages=[{"role": "user", "content": question}],
         stream=True,
+        temperature=0,
         max_tokens=32,
         extra_body={"session_id": session_id},
     )

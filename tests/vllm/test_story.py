@@ -304,7 +304,7 @@ def test_without_the_manager_stateless_requests_pass_and_sessions_get_503(client
     )
 
 
-def test_without_the_sidecar_answers_go_on(client):
+def test_without_the_sidecar_answers_go_on_and_saves_resume_when_it_is_back(client):
     session_id = client.create(prompt=ids_of_length(300))["session_id"]
     client.stack.kill("sidecar")
     client.forget_prefixes()
@@ -315,6 +315,14 @@ def test_without_the_sidecar_answers_go_on(client):
     assert answer["usage"]["prompt_tokens"] == 300
     assert answer["usage"]["context"]["source"] == "recompute"
     assert answer["usage"]["context"]["committed"]
+    # The connector asks an absent sidecar ever more rarely, every 10 s at most.
+    wait_until(lambda: is_saved(client), within_s=30)
+
+
+def is_saved(client):
+    """Create a context and return whether its KV came to be."""
+    session_id = client.create(prompt=ids_of_length(40))["session_id"]
+    return client.get(session_id)["holder"]["state"] == "sealed"
 
 
 BAD_BODIES = {

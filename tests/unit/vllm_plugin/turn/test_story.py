@@ -166,6 +166,36 @@ async def test_a_refused_commit_is_told_in_a_complete_answer_and_its_kv_is_dropp
     assert pod.sidecar.deleted == [(order(pod).save,)]
 
 
+async def test_a_commit_whose_answer_was_lost_is_asked_again_and_counts_once(pod):
+    session_id = await created(pod)
+    commit = pod.manager.commit_turn
+    calls = []
+
+    async def losing_the_first_answer(turn):
+        committed = await commit(turn)
+        calls.append(turn)
+        if len(calls) == 1:
+            raise StoreUnavailable("the answer was lost")
+        return committed
+
+    pod.manager.commit_turn = losing_the_first_answer
+    answer = await pod.ask(session_id, prompt=" more")
+
+    session, _ = await pod.transcript(session_id)
+    assert len(calls) == 2
+    assert answer.json["usage"]["context"]["committed"]
+    assert session.generation == 2
+
+
+async def test_a_read_only_turn_runs_beside_one_that_holds_the_lease(pod):
+    session_id = await created(pod)
+    await pod.manager.begin_turn("demo", session_id, lease_id="other-turn", lease_ttl_ms=10_000)
+
+    answer = await pod.ask(session_id, prompt=" more", context_commit=False)
+
+    assert answer.status == 200
+
+
 async def test_a_create_that_could_not_be_registered_names_no_session(pod):
     pod.manager.fault = ("register_session_cache", StoreUnavailable("redis gone"))
 
