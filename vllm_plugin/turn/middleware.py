@@ -73,8 +73,9 @@ class TurnMiddleware:
             await self._refuse(exc, started)
         except Exception:
             log.exception("turn failed")
+            if started.value:
+                raise  # the server then closes the connection: an answer without its end must not look whole
             await self._refuse(EngineFailed("the turn failed"), started)
-            raise
 
     async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
         identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())

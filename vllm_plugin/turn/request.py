@@ -93,7 +93,9 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
     fields = {key: value for key, value in body.items() if key not in _OURS | _NEVER_FROM_CLIENTS}
     for key in ("prompt", "messages"):
         fields.pop(key, None)
-    stream_options = body.get("stream_options")
+    stream_options = body.get("stream_options") or {}
+    if not isinstance(stream_options, dict):
+        raise InvalidRequest("stream_options must be an object", param="stream_options")
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
     return TurnRequest(
         path=COMPLETIONS_PATH if prompt.messages is None else CHAT_PATH,
@@ -103,7 +105,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         stream=_flag(body, "stream", default=False),
         prefill_only=max_tokens == 0 and max_tokens is not False,
         wants_token_ids=body.get("return_token_ids") is True,
-        wants_usage_chunk=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
+        wants_usage_chunk=stream_options.get("include_usage") is True,
         openai_usage=headers.get("x-usage-format", "").lower() == "openai",
         context_mode=_choice(body, "context_mode", ContextMode, ContextMode.AUTO),
         commit=_flag(body, "context_commit", default=True),

@@ -50,6 +50,7 @@ def test_a_list_with_one_prompt_is_that_prompt():
         ({"prompt": "a", "context_mode": "both"}, "context_mode"),
         ({"prompt": "a", "context_commit": "yes"}, "context_commit"),
         ({"prompt": "a", "stream": 1}, "stream"),
+        ({"prompt": "a", "stream_options": 5}, "stream_options"),
         ({"prompt": "a", "model": ""}, "model"),
         ({"prompt": "a", "model": None}, "model"),
     ],

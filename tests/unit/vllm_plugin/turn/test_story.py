@@ -268,6 +268,21 @@ async def test_an_engine_that_breaks_off_before_its_first_token_is_a_typed_error
     assert (answer.status, answer.json["error"]["code"]) == (502, "engine_error")
 
 
+async def test_a_fault_of_our_own_is_a_typed_answer_and_frees_the_lease(pod):
+    session_id = await created(pod)
+    whole = pod.app._app
+
+    async def breaks(scope, receive, send):
+        raise RuntimeError("a fault nobody thought of")
+
+    pod.app._app = breaks
+    broken = await pod.ask(session_id, prompt=" one")
+    pod.app._app = whole
+
+    assert (broken.status, broken.json["error"]["code"]) == (502, "engine_error")
+    assert (await pod.ask(session_id, prompt=" two")).status == 200
+
+
 async def test_a_create_that_fails_in_the_engine_leaves_nothing_behind(pod):
     pod.engine.max_model_len = 3
 
