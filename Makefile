@@ -3,7 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STACK := PYTHONPATH=. $(PY) -m deploy.local
 SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(DEV),--dev)
-PROTOS := $(wildcard proto/contextcache/v1/*.proto)
+PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
+STUBS := contextcache/v1 contextcache/extproc/v3
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway deploy tests benchmarks examples
 export TORCH_INDEX
 
@@ -21,7 +22,7 @@ proto: .build/proto/.installed ## generate the gRPC stubs
 	@.build/proto/bin/python -m grpc_tools.protoc -I proto $(addprefix --,$(addsuffix =.,python_out grpc_python_out mypy_out mypy_grpc_out)) \
 	  --plugin=.build/proto/bin/protoc-gen-mypy --plugin=.build/proto/bin/protoc-gen-mypy_grpc $(PROTOS)
 proto-check: proto ## fail when the committed stubs are not what the protos say
-	@git diff --exit-code --stat -- contextcache/v1 && test -z "$$(git status --porcelain -- contextcache/v1)"
+	@git diff --exit-code --stat -- $(STUBS) && test -z "$$(git status --porcelain -- $(STUBS))"
 .build/proto/.installed: deploy/local/proto_tools.py
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.proto_tools
 

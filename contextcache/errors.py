@@ -152,6 +152,24 @@ class ContextQuotaExceeded(ContextCacheError):
     openai_type = "rate_limit_error"
 
 
+class TenantRateExceeded(ContextCacheError):
+    """The tenant asks faster than its share."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    openai_type = "rate_limit_error"
+
+
+class EndpointsSaturated(ContextCacheError):
+    """Every pod that could take the request has more waiting than it may."""
+
+    code = "endpoints_saturated"
+    http_status = 429
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    openai_type = "rate_limit_error"
+
+
 class EngineFailed(ContextCacheError):
     """The engine broke off or answered with something that is no answer."""
 
@@ -190,6 +208,12 @@ class CacheRefNotFound(ContextCacheError):
     code = "cache_ref_not_found"
     http_status = 404
     grpc_status = grpc.StatusCode.NOT_FOUND
+
+
+class CacheRefPending(CacheRefNotFound):
+    """The KV is on its way from a peer: worth asking again, for a bounded time. Given up on, it is a miss."""
+
+    code = "cache_ref_pending"
 
 
 class FingerprintMismatch(ContextCacheError):

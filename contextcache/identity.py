@@ -19,6 +19,9 @@ from contextcache.errors import ForgedIdentity
 from contextcache.model import CacheRef, ModelId, SessionId, TenantId
 
 IDENTITY_HEADER = "x-context-identity"
+UNROUTED_HEADER = "x-context-unrouted"
+"""Set by Envoy on every request and removed by the gateway: a pod that sees it knows that the gateway was away and a
+fail-open route let the request through. Such a request may be stateless, and nothing else."""
 KV_TRANSFER_KEY = "context_cache"
 """Key inside vLLM's `kv_transfer_params` that holds a signed `KVTransfer`."""
 

@@ -17,12 +17,14 @@ from gateway.auth import KeyFile, SingleTenant
 from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoints import StaticEndpoints
+from gateway.fairness import TenantRates
 from gateway.flows import Gateway, GatewayRules
 from gateway.holders import Holders
 from gateway.http_front import FrontLimits, HttpFront
 from gateway.metrics import Metrics
 from gateway.ports import Authenticator, Endpoint, KVSidecar, SessionDirectory
 from gateway.probe import HttpProbe
+from gateway.routing import LoadLimits
 from gateway.settings import GatewaySettings
 from kv_sidecar.client import KVSidecarClient
 
@@ -86,13 +88,17 @@ async def assembled(
             endpoints=endpoints,
             holders=Holders(
                 sidecars,
+                endpoints,
                 clock=clock,
                 metrics=metrics,
                 read_timeout_s=settings.sidecar_timeout_s,
                 delete_timeout_s=settings.delete_timeout_s,
+                pull_timeout_s=settings.pull_timeout_s,
             ),
             clock=clock,
             rules=_rules(settings),
+            rates=TenantRates(clock=clock, rate_per_s=settings.tenant_rate_per_s, burst=settings.tenant_burst),
+            metrics=metrics,
         )
         ready_state = ReadyState(gateway, endpoints)
         front = HttpFront(
@@ -118,6 +124,11 @@ def _rules(settings: GatewaySettings) -> GatewayRules:
         secret=read_secret(settings.secret_file),
         identity_ttl_ms=round(settings.identity_ttl_s * 1000),
         engine_paths=frozenset(settings.engine_paths),
+        limits=LoadLimits(
+            saturated_waiting=settings.saturated_waiting,
+            saturated_kv_usage=settings.saturated_kv_usage,
+            shed_waiting=settings.shed_waiting,
+        ),
         removed_headers=removed,
     )
 

@@ -127,6 +127,7 @@ def _headers_to_pod(forward: Forward, exchange: Exchange) -> CIMultiDict[str]:
     headers = CIMultiDict((name, value) for name, value in exchange.raw_headers if name not in dropped)
     headers[REQUEST_ID_HEADER] = exchange.request_id
     headers.update(forward.set_headers)
+    headers.update(forward.routing_headers)
     return headers
 
 

@@ -68,6 +68,16 @@ class StaticEndpoints:
         """Return all pods, ready or not."""
         return [pod.state() for pod in self._pods.values()]
 
+    def endpoint(self, name: str) -> Endpoint | None:
+        """Return the pod of this name, ready or not; None when there is none."""
+        pod = self._pods.get(name)
+        return None if pod is None else pod.endpoint
+
+    def note_routed(self, name: str) -> None:
+        """Count one request as sent to this pod by somebody else, who will not say when it ends."""
+        if name in self._pods:
+            self._pods[name].num_routed += 1
+
     def mark_unreachable(self, name: str) -> None:
         """Take a pod that refused a connection out until it is seen healthy again."""
         self._set_ready(self._pods[name], ready=False)

@@ -13,6 +13,7 @@ class MemorySidecar:
 
     def __init__(self) -> None:
         self.down = False
+        self.pulls: list[tuple[TenantId, tuple[CacheRef, ...], str]] = []
         self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
 
     def keep(self, manifest: Manifest, *, tier: str = "host") -> None:
@@ -40,6 +41,12 @@ class MemorySidecar:
         for manifest in going:
             del self._kept[manifest.cache_ref]
         return sum(manifest.size_bytes for manifest in going)
+
+    async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
+        """Note what was asked for. Returns `present` when one of the refs is here, else `started`."""
+        self._check_up()
+        self.pulls.append((tenant, tuple(cache_refs), peer))
+        return "present" if any(cache_ref in self._kept for cache_ref in cache_refs) else "started"
 
     def _check_up(self) -> None:
         if self.down:

@@ -1,32 +1,49 @@
 """What the gateway does, in order: route a request, read, list and delete contexts. Read this first.
 
-Knows no wire: a front (HTTP today, Envoy's external processor beside it later) turns its messages into these
-calls and ContextCacheErrors into answers. Routing comes in the two steps in which every front learns of a
-request: `admit` with the head (who, what), then `route` with the body (which context, which pod).
+Knows no wire: a front (HTTP, Envoy's external processor) turns its messages into these calls and ContextCacheErrors
+into answers. Routing comes in the steps in which every front learns of a request: `admit` with the head (who, what),
+then `route_by_head` where the head may say enough, else `route` with the body (which context, which pod).
 Nothing is kept between calls, so the gateway can die at any moment without harm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextNotFound
-from contextcache.identity import IDENTITY_HEADER, Identity, sign_identity
+from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, sign_identity
 from contextcache.json_body import parse_object
 from contextcache.model import MAX_LIST_LIMIT, SESSION_ID_PATTERN, CacheSessionMetadata, ModelId, SessionId, TenantId
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, session_claim
+from gateway.affinity import label_affinity, prompt_affinity
 from gateway.context_object import ContextDeleted, ContextList, ContextObject, context_object, context_summary
+from gateway.fairness import TenantRates
 from gateway.holders import Holders
+from gateway.metrics import Metrics
 from gateway.paths import Kind, kind_of
 from gateway.ports import Authenticator, Endpoint, EndpointDirectory, SessionDirectory
-from gateway.request_body import model_of, needs_parsing, parse_leniently, without_forbidden_keys
-from gateway.routing import choose_endpoint, model_matters
+from gateway.request_body import is_opaque, model_of, needs_parsing, parse_leniently, without_forbidden_keys
+from gateway.routing import (
+    STRATEGY_HEADER,
+    Choice,
+    LoadLimits,
+    RouteQuery,
+    Strategy,
+    choose_endpoint,
+    model_matters,
+    strategy_of,
+)
 
-ROUTING_HEADERS = frozenset({"x-gateway-destination-endpoint", "target-pod", "x-envoy-original-dst-host"})
-"""Headers with which proxies pick a pod; a client's own never get through."""
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+"""Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pod, as `host:port`."""
+TARGET_POD_HEADER = "target-pod"
+"""AIBrix's name for the same."""
+ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER})
+"""Headers that say how a request was routed; a client's own never get through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +56,33 @@ class Admission:
     """Minted by the front, never the client's: receipts are looked up by it."""
     headers: Mapping[str, str]
     """Lower-case names."""
+    subset: frozenset[str] | None = None
+    """Pod addresses that the proxy in front allows; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Where a request goes and what changes on the way."""
 
-    endpoint: Endpoint
+    choice: Choice
     kind: Kind
     set_headers: Mapping[str, str]
+    """Beside `routing_headers`."""
     remove_headers: frozenset[str]
+    """Of the client's; before `set_headers`."""
     body: bytes | None
     """None: carry the body as it came."""
-    model: ModelId | None = None
-    holder: str = ""
+    query: RouteQuery = field(default_factory=RouteQuery)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The pod."""
+        return self.choice.endpoint
+
+    @property
+    def routing_headers(self) -> dict[str, str]:
+        """Headers that tell the proxies on the way which pod it is."""
+        return dict.fromkeys((DESTINATION_HEADER, TARGET_POD_HEADER), self.endpoint.address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +94,7 @@ class GatewayRules:
     identity_ttl_ms: int = 60_000
     engine_paths: frozenset[str] = frozenset()
     """Paths outside `/v1/` that reach the engine."""
+    limits: LoadLimits = field(default_factory=LoadLimits)
     removed_headers: frozenset[str] = frozenset()
     """More headers that end here, such as `authorization` when its key is ours."""
 
@@ -71,7 +102,7 @@ class GatewayRules:
 class Gateway:
     """Routes requests to pods and answers for contexts."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
         *,
         authenticator: Authenticator,
@@ -80,35 +111,59 @@ class Gateway:
         holders: Holders,
         clock: Clock,
         rules: GatewayRules,
+        rates: TenantRates | None = None,
+        rng: Random | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
+        """`rng` breaks ties between pods; tests give a seeded one."""
         self._authenticator = authenticator
         self._directory = directory
         self._endpoints = endpoints
         self._holders = holders
         self._clock = clock
         self._rules = rules
+        self._rates = rates
+        self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
+        self._metrics = metrics
         self._removed_headers = ROUTING_HEADERS | {IDENTITY_HEADER} | rules.removed_headers
 
     def kind_of(self, method: str, path: str) -> Kind:
         """Return which call this is. Raises PathNotFound, MethodNotAllowed."""
         return kind_of(method, path, self._rules.engine_paths)
 
-    def admit(self, kind: Kind, headers: Mapping[str, str], *, request_id: str) -> Admission:
-        """Return who is asking for what. `headers` have lower-case names. Raises Unauthorized."""
-        return Admission(self.authenticate(headers), kind, request_id, headers)
+    def admit(
+        self, kind: Kind, headers: Mapping[str, str], *, request_id: str, subset: frozenset[str] | None = None
+    ) -> Admission:
+        """Return who is asking for what. `headers` have lower-case names. Raises Unauthorized, TenantRateExceeded."""
+        tenant = self.authenticate(headers)
+        if self._rates is not None:
+            self._rates.take(tenant)
+        return Admission(tenant, kind, request_id, headers, subset)
 
     def authenticate(self, headers: Mapping[str, str]) -> TenantId:
         """Return the tenant whose key the request has. Raises Unauthorized."""
         return self._authenticator.tenant_of(headers.get("authorization"))
 
+    async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
+        """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
+
+        None: `route` with the body. The pod checks what a body says that was not read here. Raises as `route`.
+        """
+        if admission.kind is Kind.COMPLETION:
+            claim = session_claim(None, admission.headers.get(SESSION_HEADER))
+            session = None if claim is None else await self._claimed_session(admission.tenant, claim)
+            return None if session is None else await self._turn_forward(admission, None, session)
+        if admission.kind is Kind.STATELESS and (not has_body or is_opaque(admission.headers.get("content-type", ""))):
+            return self._forward(Kind.STATELESS, None, self._query(admission))
+        return None
+
     async def route(self, admission: Admission, body: bytes) -> Forward:
         """Return where an admitted create, completion or stateless request goes.
 
-        Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint.
+        Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint, EndpointsSaturated.
         """
         if admission.kind is Kind.CREATE:
-            parsed = parse_object(body)
-            return self._session_forward(admission, Kind.CREATE, parsed, model=model_of(parsed))
+            return self._create_forward(admission, parse_object(body))
         parsed_or_none = self._parse_if_needed(admission, body)
         if admission.kind is Kind.COMPLETION:
             claim = session_claim(parsed_or_none, admission.headers.get(SESSION_HEADER))
@@ -116,9 +171,9 @@ class Gateway:
             if session is not None:
                 # A claim in the body was read strictly already; one in the header says nothing about the body.
                 parsed = parse_object(body) if parsed_or_none is None else parsed_or_none
-                return self._session_forward(admission, Kind.TURN, parsed, model=session.model_id, session=session)
+                return await self._turn_forward(admission, parsed, session)
         changed = None if parsed_or_none is None else without_forbidden_keys(parsed_or_none)
-        return self._forward(Kind.STATELESS, changed, model=model_of(parsed_or_none))
+        return self._forward(Kind.STATELESS, changed, self._query(admission, parsed_or_none))
 
     def reroute(self, forward: Forward, *, unreachable: str) -> Forward:
         """Return the same request for another pod, after `unreachable` refused the connection.
@@ -126,8 +181,7 @@ class Gateway:
         Nothing was sent, and an identity is good for any pod. Raises NoReadyEndpoint.
         """
         self._endpoints.mark_unreachable(unreachable)
-        endpoint = choose_endpoint(self._endpoints.states(), model=forward.model, holder=forward.holder)
-        return replace(forward, endpoint=endpoint)
+        return replace(forward, choice=self._choose(forward.query))
 
     async def read(self, tenant: TenantId, session_id: SessionId) -> ContextObject:
         """Return one context. Raises ContextNotFound, ContextExpired, StoreUnavailable; never for a sidecar."""
@@ -168,7 +222,8 @@ class Gateway:
         if not body:
             return None
         content_type = admission.headers.get("content-type", "")
-        wanted = model_matters(self._endpoints.states()) and content_type.startswith("application/json")
+        by_prefix = strategy_of(admission.headers.get(STRATEGY_HEADER)) is Strategy.PREFIX_CACHE
+        wanted = (by_prefix or model_matters(self._endpoints.states())) and content_type.startswith("application/json")
         return parse_leniently(body) if wanted or needs_parsing(body, content_type) else None
 
     async def _claimed_session(self, tenant: TenantId, claim: SessionClaim) -> CacheSessionMetadata | None:
@@ -190,43 +245,65 @@ class Gateway:
         except ContextNotFound as exc:
             raise _not_found() from exc
 
-    def _session_forward(
-        self,
-        admission: Admission,
-        kind: Kind,
-        parsed: dict[str, Any],
-        *,
-        model: ModelId | None,
-        session: CacheSessionMetadata | None = None,
+    def _create_forward(self, admission: Admission, parsed: dict[str, Any]) -> Forward:
+        query = self._query(admission, parsed, affinity=prompt_affinity(admission.tenant, parsed))
+        return self._forward(
+            Kind.CREATE, without_forbidden_keys(parsed), query, headers=self._identity_header(admission, None)
+        )
+
+    async def _turn_forward(
+        self, admission: Admission, parsed: dict[str, Any] | None, session: CacheSessionMetadata
     ) -> Forward:
+        """Return the pod of a turn; when that is not the holder, its sidecar is told to fetch the KV meanwhile."""
+        query = RouteQuery(
+            model=session.model_id,
+            holder=session.holder,
+            strategy=strategy_of(admission.headers.get(STRATEGY_HEADER)),
+            subset=admission.subset,
+        )
+        headers = self._identity_header(admission, session.session_id)
+        body = None if parsed is None else without_forbidden_keys(parsed)
+        forward = self._forward(Kind.TURN, body, query, headers=headers)
+        if session.holder and forward.endpoint.name != session.holder:
+            await self._holders.start_pull(session, to=forward.endpoint)
+        return forward
+
+    def _identity_header(self, admission: Admission, session_id: SessionId | None) -> dict[str, str]:
         identity = Identity(
             tenant=admission.tenant,
             request_id=admission.request_id,
             expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
-            session_id=None if session is None else session.session_id,
+            session_id=session_id,
         )
-        headers = {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
-        holder = "" if session is None else session.holder
-        return self._forward(kind, without_forbidden_keys(parsed), model=model, holder=holder, headers=headers)
+        return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
+
+    def _query(
+        self, admission: Admission, parsed: dict[str, Any] | None = None, *, affinity: bytes = b""
+    ) -> RouteQuery:
+        strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
+        if strategy is Strategy.SESSION_AFFINITY:
+            affinity = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or affinity
+        elif strategy is Strategy.PREFIX_CACHE and parsed is not None:
+            affinity = prompt_affinity(admission.tenant, parsed)
+        return RouteQuery(model=model_of(parsed), affinity=affinity, strategy=strategy, subset=admission.subset)
 
     def _forward(
-        self,
-        kind: Kind,
-        body: bytes | None,
-        *,
-        model: ModelId | None,
-        holder: str = "",
-        headers: Mapping[str, str] | None = None,
+        self, kind: Kind, body: bytes | None, query: RouteQuery, *, headers: Mapping[str, str] | None = None
     ) -> Forward:
         return Forward(
-            endpoint=choose_endpoint(self._endpoints.states(), model=model, holder=holder),
+            choice=self._choose(query),
             kind=kind,
             set_headers=headers or {},
             remove_headers=self._removed_headers,
             body=body,
-            model=model,
-            holder=holder,
+            query=query,
         )
+
+    def _choose(self, query: RouteQuery) -> Choice:
+        choice = choose_endpoint(self._endpoints.states(), query, limits=self._rules.limits, rng=self._rng)
+        if self._metrics is not None:
+            self._metrics.choices.labels(choice.reason.value).inc()
+        return choice
 
 
 def _check_id(session_id: SessionId) -> None:

@@ -14,7 +14,7 @@ from contextcache.errors import CacheRefNotFound, ContextCacheError
 from contextcache.model import CacheRef, CacheSessionMetadata, SessionState
 from gateway.context_object import KVState
 from gateway.metrics import Metrics
-from gateway.ports import KVSidecar
+from gateway.ports import Endpoint, EndpointDirectory, KVSidecar
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,17 @@ class Holders:
     def __init__(
         self,
         sidecars: Mapping[str, KVSidecar],
+        endpoints: EndpointDirectory,
         *,
         clock: Clock,
         metrics: Metrics,
         read_timeout_s: float = 0.5,
         delete_timeout_s: float = 5.0,
+        pull_timeout_s: float = 0.2,
     ) -> None:
         self._sidecars = sidecars
+        self._endpoints = endpoints
+        self._pull_timeout_s = pull_timeout_s
         self._clock = clock
         self._metrics = metrics
         self._read_timeout_s = read_timeout_s
@@ -54,6 +58,22 @@ class Holders:
                 return await self._sealed_state(sidecar, session)
         except (ContextCacheError, TimeoutError):
             return KVState("unreachable", size_bytes=None)
+
+    async def start_pull(self, session: CacheSessionMetadata, *, to: Endpoint) -> None:
+        """Tell the sidecar of the pod that runs the next turn to fetch the KV from the holder's. Never raises.
+
+        Returns once the pull is accepted, so that the pod, asked a moment later, knows that bytes are coming.
+        """
+        holder = self._endpoints.endpoint(session.holder)
+        sidecar = self._sidecars.get(to.name)
+        if sidecar is None or holder is None or not holder.sidecar or not session.cache_refs:
+            return
+        try:
+            async with asyncio.timeout(self._pull_timeout_s):
+                outcome = await sidecar.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)
+        except (ContextCacheError, TimeoutError):
+            outcome = "unreachable"
+        self._metrics.pulls.labels(outcome).inc()
 
     async def delete(self, session: CacheSessionMetadata) -> None:
         """Delete a context's KV at every sidecar: more than its holder may have seen its turns."""

@@ -26,6 +26,35 @@ class Metrics:
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
+        self.choices = Counter(
+            "contextcache_gateway_choices_total",
+            "Pods chosen, by reason: holder, holder_away, holder_draining, holder_saturated, affinity, least_loaded, "
+            "strategy.",
+            ["reason"],
+            registry=registry,
+        )
+        self.pulls = Counter(
+            "contextcache_gateway_pulls_total",
+            "Sidecars told to fetch KV from the holder, by outcome: started, present, refused, unreachable.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.ext_proc_streams = Gauge(
+            "contextcache_gateway_ext_proc_streams",
+            "Requests whose head or body Envoy is still sending here.",
+            registry=registry,
+        )
+        self.endpoint_load = Gauge(
+            "contextcache_gateway_endpoint_load_requests",
+            "Requests a pod said it has, by endpoint and state: running, waiting.",
+            ["endpoint", "state"],
+            registry=registry,
+        )
+        self.endpoint_reload_failures = Counter(
+            "contextcache_gateway_endpoint_reload_failures_total",
+            "Changes of the endpoint file that could not be read; the last good endpoints stay.",
+            registry=registry,
+        )
         self.requests_in_flight = Gauge(
             "contextcache_gateway_requests_in_flight",
             "Requests being carried, by endpoint.",

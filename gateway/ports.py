@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from contextcache.model import CacheRef, CacheSessionMetadata, Manifest, ModelId, SessionId, TenantId
 
@@ -23,6 +24,26 @@ class Endpoint:
     """Where its HTTP API is, without a trailing slash."""
     sidecar: str = ""
     """gRPC address of its kv-sidecar; empty: it has none."""
+    draining: bool = False
+    """True: it finishes what it has; nothing new goes there while another pod is ready."""
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the HTTP API: how proxies name the pod."""
+        found = urlsplit(self.url)
+        return found.netloc if found.port else f"{found.netloc}:{443 if found.scheme == 'https' else 80}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What vLLM's metrics said at the last probe; zeros when they said nothing."""
+
+    running: int = 0
+    """Requests being computed (`vllm:num_requests_running`)."""
+    waiting: int = 0
+    """Requests in the engine's queue (`vllm:num_requests_waiting`)."""
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +58,11 @@ class EndpointState:
     """Requests this gateway is carrying to it now."""
     num_routed: int
     """Requests routed to it so far: breaks ties, so that idle pods take turns."""
+    load: EngineLoad = EngineLoad()
+    fingerprint: str = ""
+    """Of its engine's KV, as its sidecar knows it; empty: not known."""
+    tiers: frozenset[str] = frozenset()
+    """Tiers its sidecar keeps KV in."""
 
 
 class SessionDirectory(Protocol):
@@ -78,6 +104,13 @@ class KVSidecar(Protocol):
         """Remove the KV and return the bytes freed. Idempotent."""
         ...
 
+    async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
+        """Have the sidecar fetch KV from a peer's gRPC address; it arrives in the background.
+
+        Returns `started`, `present` (here already or on its way) or `refused`.
+        """
+        ...
+
 
 class EndpointDirectory(Protocol):
     """Which pods there are and how they do. In memory; the calls never wait."""
@@ -86,8 +119,16 @@ class EndpointDirectory(Protocol):
         """Return all pods, ready or not."""
         ...
 
+    def endpoint(self, name: str) -> Endpoint | None:
+        """Return the pod of this name, ready or not; None when there is none."""
+        ...
+
     def mark_unreachable(self, name: str) -> None:
         """Take a pod that refused a connection out until it is seen healthy again."""
+        ...
+
+    def note_routed(self, name: str) -> None:
+        """Count one request as sent to this pod by somebody else, who will not say when it ends."""
         ...
 
     def carrying(self, name: str) -> AbstractContextManager[None]:

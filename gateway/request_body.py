@@ -20,9 +20,14 @@ _EXTRA_ARGUMENTS = "vllm_xargs"
 """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
 
 
+def is_opaque(content_type: str) -> bool:
+    """Return whether a body of this type is never looked into: an upload."""
+    return content_type.lower().startswith("multipart/")
+
+
 def needs_parsing(body: bytes, content_type: str) -> bool:
     """Return whether `body` could hold a session claim or a forbidden key."""
-    if content_type.lower().startswith("multipart/"):
+    if is_opaque(content_type):
         return False
     return may_claim_session(body) or b"\0" in body or any(f'"{key}"'.encode() in body for key in FORBIDDEN_KEYS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -20,6 +20,7 @@ class EndpointSettings(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$")
     url: str = Field(pattern=r"^https?://[^/]+(/.*)?$")
     sidecar: str = ""
+    draining: bool = False
 
     @field_validator("url")
     @classmethod
@@ -36,7 +37,39 @@ class GatewaySettings(ProcessSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager")
     endpoints: tuple[EndpointSettings, ...] = Field(
-        min_length=1, description='JSON list of the pods: {"name", "url", "sidecar": gRPC address or ""}'
+        (), description='JSON list of the pods: {"name", "url", "sidecar": gRPC address or "", "draining": false}'
+    )
+    endpoints_file: Path | None = Field(
+        None, description="JSON file with such a list instead, read again when it changes: pods come, drain and go"
+    )
+    ext_proc_listen: str = Field(
+        "",
+        description="host:port of Envoy's external processor, as GATEWAY_HOST restricted without keys; empty: none, "
+        "port 0 takes a free one",
+    )
+    ext_proc_picker: Literal["choose", "hint"] = Field(
+        "choose",
+        description="choose: name the pod; hint: name the holder to another endpoint picker behind this one "
+        "(envoy.lb.subset_hint) and leave the choice to it",
+    )
+    ext_proc_timeout_s: float = Field(
+        30.0, gt=0, description="seconds from a request's head to its answer towards Envoy; covers a slow upload"
+    )
+    tenant_rate_per_s: float = Field(
+        0.0, ge=0, description="requests a second of one tenant through this process; more is 429; 0: no limit"
+    )
+    tenant_burst: int = Field(20, ge=1, description="requests a tenant that was idle may make at once")
+    saturated_waiting: int = Field(
+        32, ge=1, description="requests in a pod's queue from which turns go to another pod than their holder"
+    )
+    saturated_kv_usage: float = Field(
+        0.98, gt=0, le=1, description="share of a pod's KV blocks in use from which, with requests waiting, the same"
+    )
+    shed_waiting: int = Field(
+        256, ge=0, description="requests in every pod's queue from which new ones are 429; 0: never"
+    )
+    pull_timeout_s: float = Field(
+        0.2, gt=0, description="seconds to tell a sidecar to fetch KV from the holder before the turn goes on without"
     )
     secret_file: Path = Field(description="file with the deployment's signing secret, 32 bytes or more")
     api_keys_file: Path | None = Field(
@@ -67,7 +100,7 @@ class GatewaySettings(ProcessSettings):
     drain_timeout_s: float = Field(30.0, gt=0, description="seconds running requests get to finish after that")
     log_level: str = Field("INFO", description="DEBUG adds one line per request")
 
-    @field_validator("api_keys_file", mode="before")
+    @field_validator("api_keys_file", "endpoints_file", mode="before")
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
@@ -76,10 +109,19 @@ class GatewaySettings(ProcessSettings):
     def _keys_unless_loopback(self) -> Self:
         if self.api_keys_file is None and not is_loopback(self.host):
             raise ValueError(f"without GATEWAY_API_KEYS_FILE the gateway listens on loopback only, not on {self.host}")
+        if (self.endpoints_file is None) == (not self.endpoints):
+            raise ValueError("set either GATEWAY_ENDPOINTS or GATEWAY_ENDPOINTS_FILE")
+        if self.ext_proc_listen and self.api_keys_file is None and not is_loopback(host_of(self.ext_proc_listen)):
+            raise ValueError("without GATEWAY_API_KEYS_FILE the external processor listens on loopback only")
         names = [endpoint.name for endpoint in self.endpoints]
         if len(set(names)) != len(names):
             raise ValueError("two endpoints have the same name")
         return self
+
+
+def host_of(address: str) -> str:
+    """Return the host of `host:port`, without the brackets of an IPv6 address."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def is_loopback(host: str) -> bool:

@@ -45,6 +45,9 @@ TIER_NAMES: dict[int, str] = {
 }
 """Tier as it is named in `usage.context.source`."""
 
+PULL_OUTCOMES: dict[int, str] = {pb.PULL_OUTCOME_STARTED: "started", pb.PULL_OUTCOME_PRESENT: "present"}
+"""Outcome of a pull as metrics name it; everything else is `refused`."""
+
 # grpc.health.v1 by hand: one string field out, one enum field back; vLLM need not install grpcio-health-checking.
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _HEALTH_REQUEST = b"\x0a" + bytes([len(SERVICE_NAME)]) + SERVICE_NAME.encode()
@@ -88,6 +91,12 @@ class KVSidecarClient:
         request = pb.DeleteContextRequest(tenant=tenant, session_id=session_id, cache_refs=cache_refs)
         answer = await self._call(self._stub().DeleteContext(request, timeout=self._timeout_s))
         return answer.freed_bytes
+
+    async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
+        """Have this sidecar fetch KV from a peer in the background; return `started`, `present` or `refused`."""
+        request = pb.PullContextRequest(tenant=tenant, cache_refs=cache_refs, peer=peer)
+        answer = await self._call(self._stub().PullContext(request, timeout=self._timeout_s))
+        return PULL_OUTCOMES.get(answer.outcome, "refused")
 
     async def load_report(self, request_id: str, *, timeout_ms: int) -> pb.LoadReport | None:
         """Return what the connector did for a request, or None when no report came within `timeout_ms`."""

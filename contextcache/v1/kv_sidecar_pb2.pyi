@@ -88,6 +88,34 @@ LOAD_OUTCOME_FAILED: LoadOutcome.ValueType  # 4
 """A load was tried and failed; the engine recomputes."""
 Global___LoadOutcome: typing_extensions.TypeAlias = LoadOutcome
 
+class _PullOutcome:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PullOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PullOutcome.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PULL_OUTCOME_UNSPECIFIED: _PullOutcome.ValueType  # 0
+    """Never sent."""
+    PULL_OUTCOME_STARTED: _PullOutcome.ValueType  # 1
+    """Accepted: the bytes are coming."""
+    PULL_OUTCOME_PRESENT: _PullOutcome.ValueType  # 2
+    """Nothing to do: one of the KVs is here already, or on its way."""
+    PULL_OUTCOME_REFUSED: _PullOutcome.ValueType  # 3
+    """Not done: `reason` says why. The turn computes."""
+
+class PullOutcome(_PullOutcome, metaclass=_PullOutcomeEnumTypeWrapper):
+    """PullOutcome says what became of a request to pull."""
+
+PULL_OUTCOME_UNSPECIFIED: PullOutcome.ValueType  # 0
+"""Never sent."""
+PULL_OUTCOME_STARTED: PullOutcome.ValueType  # 1
+"""Accepted: the bytes are coming."""
+PULL_OUTCOME_PRESENT: PullOutcome.ValueType  # 2
+"""Nothing to do: one of the KVs is here already, or on its way."""
+PULL_OUTCOME_REFUSED: PullOutcome.ValueType  # 3
+"""Not done: `reason` says why. The turn computes."""
+Global___PullOutcome: typing_extensions.TypeAlias = PullOutcome
+
 @typing.final
 class HandshakeRequest(google.protobuf.message.Message):
     """HandshakeRequest introduces one rank of an engine."""
@@ -800,6 +828,60 @@ class GetLoadReportResponse(google.protobuf.message.Message):
 Global___GetLoadReportResponse: typing_extensions.TypeAlias = GetLoadReportResponse
 
 @typing.final
+class PullContextRequest(google.protobuf.message.Message):
+    """PullContextRequest names KV and who has it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CACHE_REFS_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    peer: builtins.str
+    """gRPC address of the peer, host:port; one this sidecar is configured to trust."""
+    timeout_ms: builtins.int
+    """Longest time in ms the pull may take; 0: the sidecar's own limit, which also caps it."""
+    @property
+    def cache_refs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """KVs wanted, best first; the first one the peer has is fetched."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        cache_refs: collections.abc.Iterable[builtins.str] | None = ...,
+        peer: builtins.str = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "peer", b"peer", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+Global___PullContextRequest: typing_extensions.TypeAlias = PullContextRequest
+
+@typing.final
+class PullContextResponse(google.protobuf.message.Message):
+    """PullContextResponse says whether bytes are coming."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    outcome: Global___PullOutcome.ValueType
+    """The outcome."""
+    reason: builtins.str
+    """Short fixed phrase for a refusal: `peer_not_allowed`, `too_many_pulls`, `no_engine`, `draining`."""
+    def __init__(
+        self,
+        *,
+        outcome: Global___PullOutcome.ValueType = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "reason", b"reason"]) -> None: ...
+
+Global___PullContextResponse: typing_extensions.TypeAlias = PullContextResponse
+
+@typing.final
 class StatsRequest(google.protobuf.message.Message):
     """StatsRequest is empty."""
 
@@ -850,13 +932,21 @@ class StatsResponse(google.protobuf.message.Message):
     NUM_CONTEXTS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     NUM_QUARANTINED_FIELD_NUMBER: builtins.int
+    FINGERPRINTS_FIELD_NUMBER: builtins.int
+    NUM_PULLS_FIELD_NUMBER: builtins.int
     num_contexts: builtins.int
     """Sealed manifests."""
     num_quarantined: builtins.int
     """Block files put aside because their bytes were wrong, since the start."""
+    num_pulls: builtins.int
+    """Pulls from peers going on now."""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """By tier."""
+
+    @property
+    def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Fingerprints of the ranks that introduced themselves last, in rank order; empty before the first handshake."""
 
     def __init__(
         self,
@@ -864,7 +954,9 @@ class StatsResponse(google.protobuf.message.Message):
         num_contexts: builtins.int = ...,
         tiers: collections.abc.Iterable[Global___TierStats] | None = ...,
         num_quarantined: builtins.int = ...,
+        fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
+        num_pulls: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_contexts", b"num_contexts", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse

@@ -90,6 +90,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetLoadReportRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetLoadReportResponse.FromString,
                 _registered_method=True)
+        self.PullContext = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/PullContext',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/Stats',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.StatsRequest.SerializeToString,
@@ -138,7 +143,8 @@ class KVSidecarServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's.
+        """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
+        `cache_ref_pending` while it is being pulled from a peer: it is worth asking again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,6 +181,14 @@ class KVSidecarServiceServicer(object):
 
     def GetLoadReport(self, request, context):
         """GetLoadReport returns that report, waiting for it within the given bound. NOT_FOUND when none came.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullContext(self, request, context):
+        """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
+        refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,6 +258,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.GetLoadReport,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetLoadReportRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetLoadReportResponse.SerializeToString,
+            ),
+            'PullContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullContext,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -549,6 +568,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/GetLoadReport',
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetLoadReportRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetLoadReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/PullContext',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.FromString,
             options,
             channel_credentials,
             insecure,

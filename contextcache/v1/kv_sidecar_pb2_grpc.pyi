@@ -206,6 +206,22 @@ _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServicePullContextType = typing_extensions.TypeVar(
+    '_KVSidecarServicePullContextType',
+    grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+        contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+        contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+        contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+    ],
+)
+
 _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     '_KVSidecarServiceStatsType',
     grpc.UnaryUnaryMultiCallable[
@@ -222,7 +238,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -270,6 +286,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
             contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+            contextcache.v1.kv_sidecar_pb2.PullContextResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -324,6 +344,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+            contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.StatsRequest,
             contextcache.v1.kv_sidecar_pb2.StatsResponse,
         ],
@@ -347,7 +371,9 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request."""
 
     GetManifest: _KVSidecarServiceGetManifestType
-    """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's."""
+    """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
+    `cache_ref_pending` while it is being pulled from a peer: it is worth asking again.
+    """
 
     LoadBlocks: _KVSidecarServiceLoadBlocksType
     """LoadBlocks hands out verified blocks of one rank in the order asked for; they stay pinned until the stream ends."""
@@ -365,6 +391,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
 
     GetLoadReport: _KVSidecarServiceGetLoadReportType
     """GetLoadReport returns that report, waiting for it within the given bound. NOT_FOUND when none came."""
+
+    PullContext: _KVSidecarServicePullContextType
+    """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
+    refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
+    """
 
     Stats: _KVSidecarServiceStatsType
     """Stats counts contexts, blocks and bytes by tier."""
@@ -413,6 +444,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+        contextcache.v1.kv_sidecar_pb2.PullContextResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -471,7 +506,9 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.GetManifestResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.GetManifestResponse]]:
-        """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's."""
+        """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
+        `cache_ref_pending` while it is being pulled from a peer: it is worth asking again.
+        """
 
     @abc.abstractmethod
     def LoadBlocks(
@@ -514,6 +551,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse]]:
         """GetLoadReport returns that report, waiting for it within the given bound. NOT_FOUND when none came."""
+
+    @abc.abstractmethod
+    def PullContext(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.PullContextRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.PullContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.PullContextResponse]]:
+        """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
+        refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
+        """
 
     @abc.abstractmethod
     def Stats(

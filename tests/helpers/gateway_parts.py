@@ -90,7 +90,7 @@ class GatewayParts:
             authenticator=authenticator,
             directory=self.directory,
             endpoints=self.endpoints,
-            holders=Holders(self.sidecars, clock=self.clock, metrics=self.metrics),
+            holders=Holders(self.sidecars, self.endpoints, clock=self.clock, metrics=self.metrics),
             clock=self.clock,
             rules=GatewayRules(secret=SECRET, engine_paths=frozenset({"/tokenize"})),
         )
