@@ -17,6 +17,7 @@ from gateway.auth import KeyFile, SingleTenant
 from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoints import StaticEndpoints
+from gateway.exchange import BodyBudget
 from gateway.fairness import TenantRates
 from gateway.flows import Gateway, GatewayRules
 from gateway.holders import Holders
@@ -34,8 +35,13 @@ class GatewayApp:
     """A running gateway without its listener."""
 
     front: HttpFront
-    ready_state: ReadyState
+    gateway: Gateway
+    """For another front on the same core, with all below."""
     endpoints: StaticEndpoints
+    budget: BodyBudget
+    limits: FrontLimits
+    metrics: Metrics
+    ready_state: ReadyState
 
 
 @asynccontextmanager
@@ -101,20 +107,22 @@ async def assembled(
             metrics=metrics,
         )
         ready_state = ReadyState(gateway, endpoints)
+        budget = BodyBudget(settings.max_buffered_bytes)
+        limits = FrontLimits(
+            max_body_bytes=settings.max_body_bytes,
+            max_in_flight=settings.max_in_flight,
+            body_timeout_s=settings.body_timeout_s,
+        )
         front = HttpFront(
             gateway=gateway,
             endpoints=endpoints,
             carrier=Carrier(carrying, total_timeout_s=settings.total_timeout_s, metrics=metrics),
             control=control_app(gateway, ready_state, metrics),
-            limits=FrontLimits(
-                max_body_bytes=settings.max_body_bytes,
-                max_buffered_bytes=settings.max_buffered_bytes,
-                max_in_flight=settings.max_in_flight,
-                body_timeout_s=settings.body_timeout_s,
-            ),
+            budget=budget,
+            limits=limits,
             metrics=metrics,
         )
-        yield GatewayApp(front, ready_state, endpoints)
+        yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state)
 
 
 def _rules(settings: GatewaySettings) -> GatewayRules:

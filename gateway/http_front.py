@@ -31,7 +31,6 @@ class FrontLimits:
     """What one gateway process takes on."""
 
     max_body_bytes: int = 32 << 20
-    max_buffered_bytes: int = 1 << 30
     max_in_flight: int = 2048
     body_timeout_s: float = 60.0
 
@@ -46,16 +45,18 @@ class HttpFront:
         endpoints: EndpointDirectory,
         carrier: Carrier,
         control: ASGIApp,
+        budget: BodyBudget,
         limits: FrontLimits,
         metrics: Metrics,
     ) -> None:
+        """`budget` is the process's: the other front takes from the same one."""
         self._gateway = gateway
         self._endpoints = endpoints
         self._carrier = carrier
         self._control = control
         self._limits = limits
         self._metrics = metrics
-        self._budget = BodyBudget(limits.max_buffered_bytes)
+        self._budget = budget
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from gateway.control_app import ReadyState, control_app
+from gateway.exchange import BodyBudget
 from gateway.http_front import FrontLimits, HttpFront
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, manifest_of
 
@@ -31,6 +32,7 @@ async def client(parts, ready_state):
         endpoints=parts.endpoints,
         carrier=NoCarrier(),
         control=control_app(parts.gateway, ready_state, parts.metrics),
+        budget=BodyBudget(1 << 20),
         limits=FrontLimits(max_body_bytes=1000),
         metrics=parts.metrics,
     )
