@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -51,13 +51,12 @@ class Exchange:
         self.path: str = scope["path"]
         """Decoded: what the pod's router will see too."""
         self.raw_headers: list[tuple[str, str]] = [
-            (name.decode("latin-1").lower(), _text(value)) for name, value in scope["headers"]
+            (name.decode("latin-1").lower(), header_text(value)) for name, value in scope["headers"]
         ]
-        self.headers = _joined(self.raw_headers)
-        self.minted_id = f"req_{uuid.uuid4().hex}"
+        self.headers = joined_headers(self.raw_headers)
+        self.minted_id = mint_request_id()
         """Names the request among our parts; never the client's choice."""
-        asked = self.headers.get(REQUEST_ID_HEADER, "")
-        self.request_id = asked if _REQUEST_ID.fullmatch(asked) else self.minted_id
+        self.request_id = plain_request_id(self.headers) or self.minted_id
         """Names the request in answers and towards the engine: the client's own id when it sent a plain one."""
         self.status: int | None = None
         """Status sent; None until the answer has started."""
@@ -79,7 +78,7 @@ class Exchange:
         """
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit_bytes:
-            raise _too_large(limit_bytes)
+            raise body_too_large(limit_bytes)
         chunks: list[bytes] = []
         try:
             async for chunk in self._chunks(limit_bytes, idle_timeout_s):
@@ -123,7 +122,7 @@ class Exchange:
             more = message.get("more_body", False)
             size_bytes += len(chunk)
             if size_bytes > limit_bytes:
-                raise _too_large(limit_bytes)
+                raise body_too_large(limit_bytes)
             yield chunk
 
     async def _receive_within(self, timeout_s: float) -> MutableMapping[str, Any]:
@@ -149,11 +148,23 @@ def answer_headers(error: ContextCacheError) -> list[tuple[str, str]]:
     return headers
 
 
-def _too_large(limit_bytes: int) -> BodyTooLarge:
+def mint_request_id() -> str:
+    """Return a new name for a request."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+def plain_request_id(headers: Mapping[str, str]) -> str:
+    """Return the client's own name for a request; empty when there is none, or not a plain one."""
+    asked = headers.get(REQUEST_ID_HEADER, "")
+    return asked if _REQUEST_ID.fullmatch(asked) else ""
+
+
+def body_too_large(limit_bytes: int) -> BodyTooLarge:
+    """Return the error of a body over the limit."""
     return BodyTooLarge(f"the request body is over the limit of {limit_bytes} bytes")
 
 
-def _joined(raw: list[tuple[str, str]]) -> dict[str, str]:
+def joined_headers(raw: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Join repeated headers, so that a second one can never hide the first, which is the one the pod reads."""
     headers: dict[str, str] = {}
     for name, value in raw:
@@ -161,7 +172,8 @@ def _joined(raw: list[tuple[str, str]]) -> dict[str, str]:
     return headers
 
 
-def _text(value: bytes) -> str:
+def header_text(value: bytes) -> str:
+    """Return a header's value as text, whatever its bytes."""
     try:
         return value.decode()
     except UnicodeDecodeError:
