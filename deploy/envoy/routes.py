@@ -1,0 +1,126 @@
+"""Which way a request takes through Envoy: by method and path as spelled, and whether a header names a session.
+
+`gateway.paths.kind_of` in Envoy's words, a test holds the two together. Envoy normalises nothing: what is not plainly
+spelled, a percent sign included, matches no route of ours and is not found.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from contextcache.session_claim import SESSION_HEADER
+from deploy.envoy.settings import EnvoySettings
+from gateway.paths import COMPLETION_PATHS, CONTEXT_PATH
+
+PODS = "pods"
+"""Cluster of the vLLM pods."""
+GATEWAY_HTTP = "gateway_http"
+"""Cluster of the gateways' HTTP fronts."""
+EXT_PROC = "envoy.filters.http.ext_proc"
+TYPE = "type.googleapis.com/envoy."
+
+FRONT_PATHS = ("/healthz", "/readyz", "/openapi.json", "/docs")
+"""Answered by the HTTP front without a key. Its /metrics are for whoever reaches the process itself."""
+
+CONTROL = "control"
+CREATE = "create"
+TURN = "turn"
+COMPLETION = "completion"
+STATELESS = "stateless"
+NOT_FOUND = "not_found"
+TOO_LARGE = "too_large"
+
+_NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
+_ANY = r"[A-Za-z0-9_~!$&'()*+,;=:@.-]"
+SEGMENT = rf"(?:\.?\.?{_NOT_DOT}{_ANY}*|\.\.\.{_ANY}*)"
+"""A path segment in plain characters that is neither `.` nor `..`; RE2 has no look-ahead."""
+
+
+def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
+    """Return the routes in the order in which Envoy tries them; the last one takes everything."""
+    to_pod = _to_pod(settings)
+    to_front = {"cluster": GATEWAY_HTTP, "timeout": "30s", "idle_timeout": "30s", "retry_policy": _RETRIES}
+    post = [{"name": ":method", "string_match": {"exact": "POST"}}]
+    by_header = [*post, {"name": SESSION_HEADER, "present_match": True}]
+    too_long = {"start": settings.max_body_bytes + 1, "end": (1 << 63) - 1}
+    stateless = [*_EXACT_V1, *[_path(path) for path in settings.engine_paths]]
+    return [
+        _answer(TOO_LARGE, 413, {"prefix": "/", "headers": [{"name": "content-length", "range_match": too_long}]}),
+        _route(CREATE, {**_path(CONTEXT_PATH), "headers": post}, to_pod, fail_open=False),
+        *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
+        # Any other spelling of our own namespace: the pod must not see it either.
+        _answer(NOT_FOUND, 404, _regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
+        *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
+        *(
+            _route(COMPLETION, {**_path(path), "headers": post}, to_pod, fail_open=settings.fail_open_stateless)
+            for path in _COMPLETIONS
+        ),
+        *(_route(STATELESS, match, to_pod, fail_open=settings.fail_open_stateless) for match in stateless),
+        _answer(NOT_FOUND, 404, {"prefix": ""}),
+    ]
+
+
+def _path(path: str) -> dict[str, Any]:
+    return {"path": path}
+
+
+def _regex(pattern: str) -> dict[str, Any]:
+    return {"safe_regex": {"regex": pattern}}
+
+
+_COMPLETIONS = sorted(COMPLETION_PATHS)
+_EXACT_V1 = [_regex(rf"/v1(?:/{SEGMENT})+")]
+_CONTROL_MATCHES = [
+    _path(CONTEXT_PATH),
+    _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}"),
+    *(_path(path) for path in FRONT_PATHS),
+]
+_RETRIES = {
+    # Only what no server has begun to work on: a completion is never sent twice.
+    "retry_on": "connect-failure,refused-stream,reset-before-request",
+    "num_retries": 3,
+    "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.25s"},
+    "retry_host_predicate": [
+        {
+            "name": "envoy.retry_host_predicates.previous_hosts",
+            "typed_config": {"@type": f"{TYPE}extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"},
+        }
+    ],
+    "host_selection_retry_max_attempts": 5,
+}
+
+
+def _to_pod(settings: EnvoySettings) -> dict[str, Any]:
+    return {
+        "cluster": PODS,
+        "timeout": f"{settings.total_timeout_s:g}s",
+        "idle_timeout": f"{settings.idle_timeout_s:g}s",
+        "retry_policy": _RETRIES,
+    }
+
+
+def _route(
+    name: str, match: dict[str, Any], action: dict[str, Any], *, plugin: bool = True, fail_open: bool = False
+) -> dict[str, Any]:
+    per_route = {"overrides": {"failure_mode_allow": fail_open}} if plugin else {"disabled": True}
+    return {
+        "name": name,
+        "match": match,
+        "route": action,
+        "typed_per_filter_config": {
+            EXT_PROC: {"@type": f"{TYPE}extensions.filters.http.ext_proc.v3.ExtProcPerRoute", **per_route}
+        },
+    }
+
+
+def _answer(name: str, status: int, match: dict[str, Any]) -> dict[str, Any]:
+    # The body comes from `local_replies`. The plugin is asked nothing.
+    return {
+        "name": name,
+        "match": match,
+        "direct_response": {"status": status},
+        "typed_per_filter_config": {
+            EXT_PROC: {"@type": f"{TYPE}extensions.filters.http.ext_proc.v3.ExtProcPerRoute", "disabled": True}
+        },
+    }

@@ -1,0 +1,121 @@
+"""A real Envoy on free loopback ports, run with the bootstrap that deployments run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import yaml
+
+from deploy.envoy.bootstrap import bootstrap
+from deploy.envoy.keeper import envoy_command
+from deploy.envoy.settings import EnvoySettings
+
+DEADLINE_S = 30
+_POLL_S = 0.02
+
+
+class RunningEnvoy:
+    """One Envoy process that takes requests."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path, admin: str, http: aiohttp.ClientSession):
+        self.process = process
+        self.admin_url = f"http://{admin}"
+        self.port = 0
+        self._folder = folder
+        self._http = http
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def admin(self, path: str, *, method: str = "GET") -> tuple[int, str]:
+        """Return status and text of an answer of the admin interface."""
+        async with self._http.request(method, self.admin_url + path) as answer:
+            return answer.status, await answer.text()
+
+    async def stat(self, name: str) -> int:
+        """Return a counter or gauge, 0 when Envoy has none of that name."""
+        _, text = await self.admin(f"/stats?filter=^{name}$")
+        return int(text.rpartition(":")[2] or 0)
+
+    async def until_stat(self, name: str, value: int) -> None:
+        """Wait until a counter or gauge is `value`."""
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.stat(name) != value:
+                await asyncio.sleep(_POLL_S)
+
+    async def until_healthy(self, cluster: str, num_healthy: int) -> None:
+        """Wait until Envoy takes exactly so many members of a cluster for healthy."""
+        await self.until_stat(f"cluster.{cluster}.membership_healthy", num_healthy)
+
+    async def access_log(self, *, num_lines: int) -> list[dict]:
+        """Wait until the access log has so many lines and return it."""
+        path = self._folder / "access.jsonl"
+        async with asyncio.timeout(DEADLINE_S):
+            while not path.exists() or path.read_text().count("\n") < num_lines:
+                await asyncio.sleep(_POLL_S)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def log(self) -> str:
+        """Return what Envoy itself has written."""
+        return (self._folder / "envoy.log").read_text()
+
+
+def envoy_settings(*, pods: Sequence[int], gateways: Sequence[tuple[int, int]], **more) -> EnvoySettings:
+    """Return settings for ports on loopback; a gateway is its HTTP front's port and its processor's."""
+    return EnvoySettings(
+        pods=[f"127.0.0.1:{port}" for port in pods],
+        gateways=[{"http": f"127.0.0.1:{http}", "ext_proc": f"127.0.0.1:{ext_proc}"} for http, ext_proc in gateways],
+        **{"concurrency": 1, **more},
+    )
+
+
+@asynccontextmanager
+async def running_envoy(settings: EnvoySettings) -> AsyncIterator[RunningEnvoy]:
+    """Run Envoy until the block ends, then end it at once. Ports and access log are its own, not the settings'."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        updates = {"listen_port": 0, "admin_port": 0, "access_log": str(folder / "access.jsonl")}
+        config = folder / "envoy.yaml"
+        config.write_text(yaml.safe_dump(bootstrap(settings.model_copy(update=updates))))
+        command = envoy_command(config, admin_file=folder / "admin")
+        with (folder / "envoy.log").open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--file-flush-interval-msec",
+                "50",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+                yield await _started(process, folder, http)
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.wait(), DEADLINE_S)
+
+
+async def _started(process: asyncio.subprocess.Process, folder: Path, http: aiohttp.ClientSession) -> RunningEnvoy:
+    admin = folder / "admin"
+    async with asyncio.timeout(DEADLINE_S):
+        while not admin.exists() or not admin.read_text():
+            assert process.returncode is None, (folder / "envoy.log").read_text()[-4000:]
+            await asyncio.sleep(_POLL_S)
+        envoy = RunningEnvoy(process, folder, admin.read_text(), http)
+        while (await envoy.admin("/ready"))[0] != 200:
+            assert process.returncode is None, envoy.log()[-4000:]
+            await asyncio.sleep(_POLL_S)
+        while not envoy.port:
+            statuses = json.loads((await envoy.admin("/listeners?format=json"))[1]).get("listener_statuses", [])
+            envoy.port = statuses[0]["local_address"]["socket_address"]["port_value"] if statuses else 0
+            await asyncio.sleep(0 if envoy.port else _POLL_S)
+    return envoy
