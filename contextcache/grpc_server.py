@@ -96,17 +96,8 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self.ports = [self._bind(address) for address in addresses]
+        self.ports = [bind(self._server, address) for address in addresses]
         """Ports really bound, in the order of `addresses`."""
-
-    def _bind(self, address: str) -> int:
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as exc:
-            raise OSError(f"cannot listen on {address}: {exc}") from exc
-        if port == 0:
-            raise OSError(f"cannot listen on {address}")
-        return port
 
     async def start(self) -> None:
         """Serve, and report SERVING for the service and for the server as a whole."""
@@ -121,3 +112,14 @@ class GrpcServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", self._service_name):
             await self._health.set(name, status)
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Have `server` listen on `address` and return the port. Raises OSError when it is taken."""
+    try:
+        port: int = server.add_insecure_port(address)
+    except RuntimeError as exc:
+        raise OSError(f"cannot listen on {address}: {exc}") from exc
+    if port == 0:
+        raise OSError(f"cannot listen on {address}")
+    return port

@@ -1,4 +1,4 @@
-"""`python -m gateway`: serve the HTTP front until SIGTERM. `python -m gateway hash-key`: hash a key from stdin."""
+"""`python -m gateway`: serve both fronts until SIGTERM. `python -m gateway hash-key`: hash a key from stdin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -16,8 +17,10 @@ from typing_extensions import override
 
 from contextcache.logs import set_up_logs
 from contextcache.process import run_until_signalled, wants_help
-from gateway.app import gateway_app
+from gateway.app import GatewayApp, gateway_app
 from gateway.auth import hash_key
+from gateway.envoy_front import EnvoyFront
+from gateway.ext_proc_server import ExtProcServer
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -37,41 +40,83 @@ class _Server(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where a gateway listens."""
+
+    http: int
+    ext_proc: int | None
+    """None: no external processor was asked for."""
+
+
 async def serve(
-    settings: GatewaySettings, stop: asyncio.Event, *, on_started: Callable[[int], None] | None = None
+    settings: GatewaySettings, stop: asyncio.Event, *, on_started: Callable[[Ports], None] | None = None
 ) -> None:
-    """Serve until `stop` is set, then drain. `on_started` is told the port. Raises OSError when it is taken."""
-    listener = _listener(settings.host, settings.port)
-    port: int = listener.getsockname()[1]
-    async with gateway_app(settings, registry=CollectorRegistry()) as app:
-        server = _Server(
-            uvicorn.Config(
-                app.front,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-            )
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
-        log.info("gateway started", extra={"host": settings.host, "port": port})
-        if on_started is not None:
-            on_started(port)
-        stopping = asyncio.create_task(stop.wait(), name="stop signal")
-        try:
-            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-            app.ready_state.draining = True
-            log.info("gateway draining")
-            if stop.is_set():
-                await asyncio.sleep(settings.drain_delay_s)
-        finally:
-            stopping.cancel()
-            server.should_exit = True
-            await serving
+    """Serve until `stop` is set, then drain: say so, wait for proxies to notice, finish what runs, on both fronts.
+
+    `on_started` is told the ports. Raises OSError when one is taken.
+    """
+    with closing(_listener(settings.host, settings.port)) as listener:
+        async with gateway_app(settings, registry=CollectorRegistry()) as app:
+            http = _http_server(app, settings)
+            ext_proc = _ext_proc_server(app, settings) if settings.ext_proc_listen else None
+            ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.port)
+            if ext_proc is not None:
+                await ext_proc.start()
+            serving = asyncio.create_task(http.serve(sockets=[listener]), name="http server")
+            fields = {"host": settings.host, "port": ports.http, "ext_proc_port": ports.ext_proc}
+            log.info("gateway started", extra=fields)
+            if on_started is not None:
+                on_started(ports)
+            stopping = asyncio.create_task(stop.wait(), name="stop signal")
+            try:
+                await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+                app.ready_state.draining = True
+                if ext_proc is not None:
+                    await ext_proc.drain()
+                log.info("gateway draining")
+                if stop.is_set():
+                    await asyncio.sleep(settings.drain_delay_s)
+            finally:
+                stopping.cancel()
+                http.should_exit = True
+                if ext_proc is not None:
+                    await ext_proc.stop(settings.drain_timeout_s)
+                await serving
     log.info("gateway stopped")
+
+
+def _http_server(app: GatewayApp, settings: GatewaySettings) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app.front,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        )
+    )
+
+
+def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServer:
+    front = EnvoyFront(
+        gateway=app.gateway,
+        endpoints=app.endpoints,
+        budget=app.budget,
+        limits=app.limits,
+        metrics=app.metrics,
+        picker=settings.ext_proc_picker,
+        timeout_s=settings.ext_proc_timeout_s,
+    )
+    return ExtProcServer(
+        front,
+        listen=settings.ext_proc_listen,
+        max_body_bytes=settings.max_body_bytes,
+        is_ready=lambda: any(state.ready for state in app.endpoints.states()),
+    )
 
 
 def _listener(host: str, port: int) -> socket.socket:

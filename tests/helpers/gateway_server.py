@@ -17,7 +17,7 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
 from contextcache.clock import SystemClock
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
-from gateway.__main__ import serve
+from gateway.__main__ import Ports, serve
 from gateway.settings import GatewaySettings
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, REF, SECRET, write_keys
 from tests.helpers.stub_engine import StubEngine
@@ -52,9 +52,10 @@ class RunningManager:
 class RunningGateway:
     """The gateway's whole process body, in this one's event loop."""
 
-    def __init__(self, port: int, http: aiohttp.ClientSession, stop: asyncio.Event, serving: asyncio.Task[None]):
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, ports: Ports, http: aiohttp.ClientSession, stop: asyncio.Event, serving: asyncio.Task[None]):
+        self.port = ports.http
+        self.ext_proc_port = ports.ext_proc
+        self.url = f"http://127.0.0.1:{self.port}"
         self.http = http
         self.stop = stop
         self.serving = serving
@@ -103,7 +104,7 @@ def settings_for(tmp_path, engines: dict[str, StubEngine], *, manager_port: int 
 async def running_gateway(settings: GatewaySettings, *, num_ready: int):
     """Serve until the block ends, then drain; a gateway that does not end is a failure."""
     stop = asyncio.Event()
-    started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    started: asyncio.Future[Ports] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(settings, stop, on_started=started.set_result))
     done, _ = await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
     if serving in done:
