@@ -38,6 +38,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
         )
         await stop.wait()
         log.info("sidecar drains")
+        await sidecar.pulls.close()
         await server.stop(settings.drain_s)
         if metrics is not None:
             http_server, thread = metrics

@@ -10,11 +10,11 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from contextcache.clock import Clock
-from contextcache.errors import CacheRefNotFound, ContextCacheError, CorruptBlock, InvalidRequest
+from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, CorruptBlock, InvalidRequest
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.fingerprint import require_fingerprint
@@ -32,6 +32,8 @@ from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
 
+_FRESH_MS = 600_000
+"""How long a pulled context that nobody loads still counts as its peer's."""
 NOT_FOUND = "no KV under this cache_ref"
 """One message for absent, expired, deleted and another tenant's."""
 
@@ -69,6 +71,12 @@ class ContextCatalog:
         )
         self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
         """Good blocks of contexts that lost another one, kept for the save that follows the recompute."""
+        self._expected: set[tuple[TenantId, CacheRef]] = set()
+        """What a pull is fetching, or looking for."""
+        self._pulled: RecentNames[tuple[CacheRef, int]] = RecentNames(
+            keep_ms=_FRESH_MS, max_names=limits.max_tombstones
+        )
+        """Ranks of pulled contexts that nobody has loaded here yet."""
 
     @property
     def num_contexts(self) -> int:
@@ -120,6 +128,27 @@ class ContextCatalog:
             await self._threads.finish(self._saving.publish(save))
         return save is not None
 
+    async def abandon_save(self, cache_ref: CacheRef) -> None:
+        """Drop a save whose bytes will not come, with all it brought. Harmless when there is none."""
+        await self._threads.finish(self._abandon(cache_ref))
+
+    def expect(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
+        """Note that a pull may bring these: until `expect_no_more`, their manifests are pending, not missing."""
+        self._expected.update((tenant, ref) for ref in cache_refs)
+
+    def expect_no_more(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
+        """Take `expect` back. Harmless when repeated."""
+        self._expected.difference_update((tenant, ref) for ref in cache_refs)
+
+    def mark_pulled(self, cache_ref: CacheRef, rank: int) -> None:
+        """Note that a rank's blocks come from a peer: the first load of them says so."""
+        self._pulled.add((cache_ref, rank), self._clock.now_ms())
+
+    def holds(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
+        """Return whether this KV is sealed here, being saved, or expected from a peer."""
+        is_here = self._live(tenant, cache_ref) is not None or self._saving.is_saving(tenant, cache_ref)
+        return is_here or (tenant, cache_ref) in self._expected
+
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_s: float) -> ManifestRecord | None:
         """Return the record once its manifest is durable; None after `timeout_s`, or when the save has failed."""
         record = self._live(tenant, cache_ref)
@@ -129,18 +158,25 @@ class ContextCatalog:
         return record
 
     async def open(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
-        """Return a sealed, unexpired manifest whose blocks are all there. Raises CacheRefNotFound."""
+        """Return a sealed, unexpired manifest whose blocks are all there.
+
+        Raises CacheRefNotFound; its kind CacheRefPending while a pull is bringing it, to its own tenant only.
+        """
         record = self._live(tenant, cache_ref)
         if record is not None:
             manifest = await self._manifests.read(record)
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
                 return manifest
             await self._threads.finish(self._lose(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
+        elif (tenant, cache_ref) in self._expected:
+            raise CacheRefPending("the KV is on its way from a peer")
         self._metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
 
     def tier_of(self, manifest: Manifest) -> TierName:
-        """Return the tier that would serve most blocks of rank 0 now."""
+        """Return the tier that would serve most blocks of rank 0 now; `peer` for what was pulled and not loaded yet."""
+        if (manifest.cache_ref, 0) in self._pulled:
+            return "peer"
         keys = rank_keys(manifest, 0)
         in_memory = sum(self._tiers.memory.size_bytes(key) is not None for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
@@ -157,6 +193,8 @@ class ContextCatalog:
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield verified blocks in order; they stay pinned until the generator is closed.
 
+        The first load of what was pulled names the peer as the tier of all its blocks.
+
         Raises InvalidRequest, FingerprintMismatch, CacheRefNotFound, CorruptBlock; a corrupt block is quarantined and
         the manifests that hold it are removed.
         """
@@ -168,11 +206,12 @@ class ContextCatalog:
             raise InvalidRequest("more blocks asked for than there are", param="block_indices")
         wanted = list(block_indices)
         blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared, disk_files=disk_files)
+        is_fresh = self._take_fresh(manifest.cache_ref, rank)
         served = 0
         try:
             async for block in blocks:
                 served += 1
-                yield block
+                yield replace(block, tier="peer") if is_fresh else block
         except CorruptBlock:
             await self._threads.finish(self._lose_block(block_key(manifest, wanted[served], rank)))
             raise
@@ -195,6 +234,14 @@ class ContextCatalog:
     async def collect(self) -> Removed:
         """Free what is reachable from no live manifest and no save in flight."""
         return await self._threads.finish(self._collect())
+
+    def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
+        is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None
+        self._pulled.discard((cache_ref, rank))
+        return is_fresh
+
+    async def _abandon(self, cache_ref: CacheRef) -> None:
+        await self._free(self._saving.abandon(cache_ref))
 
     def _live(self, tenant: TenantId, cache_ref: CacheRef) -> ManifestRecord | None:
         return self._manifests.live(tenant, cache_ref, now_ms=self._clock.now_ms())

@@ -208,7 +208,10 @@ class EngineSidecarClient:
     def get_manifest(
         self, tenant: TenantId, cache_ref: CacheRef, timeout_s: float
     ) -> tuple[Manifest, pb.Tier.ValueType]:
-        """Return the manifest and the tier that would serve most of it. Raises CacheRefNotFound."""
+        """Return the manifest and the tier that would serve most of it.
+
+        Raises CacheRefNotFound, CacheRefPending while it is being pulled from a peer.
+        """
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         with _mapped_errors():
             answer = self._stub.GetManifest(request, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Bounds of everything the catalog remembers. Pure values; settings.py makes them from the environment."""
+"""Bounds of what the catalog remembers and the pulls do. Pure values; settings.py makes them from the environment."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ class CatalogLimits:
     spare_ms: int
     """How long the good blocks of a context with a bad one are kept, for the save that follows its recompute."""
     max_waiters: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """What pulls from peers may cost."""
+
+    max_pulls: int
+    """Pulls at once; one more is refused."""
+    timeout_s: float
+    """Longest time of one pull."""
+    block_tokens: int
+    """Tokens in one block here; a peer with other blocks has nothing for us."""

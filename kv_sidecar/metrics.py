@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kv_sidecar.store import TierUsage
 
 TIERS = ("host", "disk")
+PULL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class SidecarMetrics:
@@ -20,7 +21,7 @@ class SidecarMetrics:
             return Counter(f"contextcache_sidecar_{name}", text, labels, registry=registry)
 
         self._registry = registry
-        self.saves = counter("saves", "Saves announced by engine ranks.")
+        self.saves = counter("saves", "Saves announced by engine ranks, or for a pull.")
         self.blocks_taken = counter("taken_blocks", "Block files taken in and verified.")
         self.bytes_taken = counter("taken_bytes", "Bytes of those files.")
         self.seals = counter("seals", "Manifests made durable.")
@@ -32,6 +33,14 @@ class SidecarMetrics:
         self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
         self.quarantined = counter("quarantined_files", "Files put aside because their bytes were wrong.")
         self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
+        self.pulls = counter("pulls", "Requests to pull from a peer, by how they ended or why not.", ("outcome",))
+        self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")
+        self.pull_seconds = Histogram(
+            "contextcache_sidecar_pull_seconds",
+            "How long pulls took, those that failed too.",
+            buckets=PULL_SECONDS,
+            registry=registry,
+        )
         for tier in TIERS:
             self.hits.labels(tier)
 

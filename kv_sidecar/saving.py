@@ -152,6 +152,16 @@ class Saving:
         if self._dropped.added_at_ms(cache_ref, self._clock.now_ms()) is None:
             await self._seals.wait(cache_ref, timeout_s=timeout_s)
 
+    def is_saving(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
+        """Return whether a save of this tenant's is in flight under the name."""
+        save = self._saves.get(cache_ref)
+        return save is not None and save.manifest.tenant == tenant
+
+    def abandon(self, cache_ref: CacheRef) -> list[BlockKey]:
+        """Drop a save whose bytes will not come; return the blocks it counted on. Harmless when there is none."""
+        save = self._saves.get(cache_ref)
+        return [] if save is None or save.publishing else self._drop(save)
+
     def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> None:
         """Give the saves of a session another expiry."""
         for save in self._saves.of_session(tenant, session_id):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -17,8 +17,9 @@ from contextcache.rpc import FRAME_BYTES
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.client import SERVICE_NAME
-from kv_sidecar.fingerprint import check_fingerprint, differences
+from kv_sidecar.fingerprint import check_fingerprint
 from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import MAX_WORLD_SIZE, NewSave
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.store import TierUsage
@@ -28,7 +29,12 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
-TIERS: dict[str, pb.Tier.ValueType] = {"host": pb.TIER_HOST, "disk": pb.TIER_DISK}
+TIERS: dict[str, pb.Tier.ValueType] = {"host": pb.TIER_HOST, "disk": pb.TIER_DISK, "peer": pb.TIER_PEER}
+PULL_OUTCOMES: dict[str, pb.PullOutcome.ValueType] = {
+    "started": pb.PULL_OUTCOME_STARTED,
+    "present": pb.PULL_OUTCOME_PRESENT,
+    "refused": pb.PULL_OUTCOME_REFUSED,
+}
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,8 +45,6 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
         self._catalog = sidecar.catalog
-        self._fingerprint_json = ""
-        """Of the last engine that introduced itself, to name what a new one changed."""
         self._frame_slots = asyncio.Semaphore(sidecar.settings.frame_streams_max)
 
     @override
@@ -54,7 +58,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
                 f"the engine's block of {request.engine_block_tokens} tokens does not divide {settings.block_tokens}",
                 param="engine_block_tokens",
             )
-        self._note_engine(request)
+        self._sidecar.engine.introduce(request.rank, request.world_size, request.fingerprint, request.fingerprint_json)
         shared = settings.shared_dir
         return pb.HandshakeResponse(
             block_tokens=settings.block_tokens,
@@ -161,20 +165,21 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         return pb.GetLoadReportResponse(report=report)
 
     @override
+    async def PullContext(self, request: pb.PullContextRequest, context: Context) -> pb.PullContextResponse:
+        wanted = Wanted(request.tenant, tuple(request.cache_refs), request.peer, request.timeout_ms / 1000)
+        reply = self._sidecar.pulls.start(wanted)
+        return pb.PullContextResponse(outcome=PULL_OUTCOMES[reply.outcome], reason=reply.reason)
+
+    @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         tiers = [_tier_stats("host", self._sidecar.memory.usage()), _tier_stats("disk", self._sidecar.disk.usage())]
         return pb.StatsResponse(
             num_contexts=self._catalog.num_contexts,
             tiers=tiers,
             num_quarantined=self._sidecar.directory.num_quarantined,
+            fingerprints=self._sidecar.engine.fingerprints,
+            num_pulls=self._sidecar.pulls.num_pulls,
         )
-
-    def _note_engine(self, request: pb.HandshakeRequest) -> None:
-        changed = differences(self._fingerprint_json, request.fingerprint_json) if self._fingerprint_json else []
-        log.info("engine introduced", extra={"fingerprint": request.fingerprint, "rank": request.rank})
-        if changed:
-            log.warning("engine has another fingerprint than the one before", extra={"changed": changed})
-        self._fingerprint_json = request.fingerprint_json
 
 
 def serve(sidecar: Sidecar, addresses: list[str]) -> GrpcServer:
@@ -188,28 +193,24 @@ def serve(sidecar: Sidecar, addresses: list[str]) -> GrpcServer:
     )
 
 
-def _responses(block: FetchedBlock) -> list[pb.LoadBlocksResponse]:
+def _responses(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
     tier = TIERS[block.tier]
-    if block.shared_name:
-        return [
-            pb.LoadBlocksResponse(
-                block_index=block.block_index, tier=tier, shared_name=block.shared_name, last_frame=True
-            )
-        ]
-    if block.disk_name:
-        return [
-            pb.LoadBlocksResponse(block_index=block.block_index, tier=tier, disk_name=block.disk_name, last_frame=True)
-        ]
+    if block.shared_name or block.disk_name:
+        response = pb.LoadBlocksResponse(block_index=block.block_index, tier=tier, last_frame=True)
+        if block.shared_name:
+            response.shared_name = block.shared_name
+        else:
+            response.disk_name = block.disk_name
+        yield response
+        return
     view = memoryview(block.data)
-    return [
-        pb.LoadBlocksResponse(
+    for start in range(0, len(view), FRAME_BYTES):
+        yield pb.LoadBlocksResponse(
             block_index=block.block_index,
             tier=tier,
             frame=bytes(view[start : start + FRAME_BYTES]),
             last_frame=start + FRAME_BYTES >= len(view),
         )
-        for start in range(0, len(view), FRAME_BYTES)
-    ]
 
 
 def _tier_stats(name: str, usage: TierUsage) -> pb.TierStats:

@@ -8,7 +8,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.settings import ProcessSettings
-from kv_sidecar.limits import CatalogLimits
+from kv_sidecar.limits import CatalogLimits, PullLimits
+from kv_sidecar.peer_rules import PeerRules
 
 
 class SidecarSettings(ProcessSettings):
@@ -66,6 +67,13 @@ class SidecarSettings(ProcessSettings):
     waiters_max: int = Field(4096, ge=1, description="Calls that may wait for a seal or a report; more get no wait.")
     reports_max: int = Field(4096, ge=1, description="Load reports kept.")
     report_s: int = Field(60, ge=1, description="Seconds for which a load report is kept.")
+    peers: tuple[str, ...] = Field(
+        (),
+        description="Sidecars that may be pulled from, a JSON list of host:port, host or network (10.0.0.0/8); "
+        '"*": any; empty: pulls are off.',
+    )
+    pulls_max: int = Field(8, ge=1, description="Pulls from peers at once; more are refused.")
+    pull_timeout_s: float = Field(10.0, gt=0, description="Longest time of one pull; a request may ask for less.")
     max_concurrent_rpcs: int = Field(256, ge=8, description="Calls served at once; more are refused by gRPC.")
     drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint; 0: off.")
@@ -77,6 +85,12 @@ class SidecarSettings(ProcessSettings):
     @classmethod
     def _none_when_empty(cls, value: object) -> object:
         return None if value == "" else value
+
+    @field_validator("peers")
+    @classmethod
+    def _are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        PeerRules(value)
+        return value
 
     @model_validator(mode="after")
     def _listens_somewhere(self) -> SidecarSettings:
@@ -100,3 +114,7 @@ class SidecarSettings(ProcessSettings):
             spare_ms=self.spare_s * 1000,
             max_waiters=self.waiters_max,
         )
+
+    def pull_limits(self) -> PullLimits:
+        """Return the bounds of pulls."""
+        return PullLimits(max_pulls=self.pulls_max, timeout_s=self.pull_timeout_s, block_tokens=self.block_tokens)

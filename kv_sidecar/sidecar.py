@@ -11,18 +11,22 @@ from kv_sidecar.catalog import ContextCatalog, Removed
 from kv_sidecar.collector import Collector
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.engine_ranks import EngineRanks
 from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.manifest_store import ManifestStore
 from kv_sidecar.memory_store import MemoryStore
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.peer import PeerSidecar
+from kv_sidecar.peer_rules import PeerRules
+from kv_sidecar.pulling import ConnectPeer, Pulls
 from kv_sidecar.sealed_manifests import SealedManifests
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.tiers import Tiers
 
 
 class Sidecar:
-    """Stores, catalog and collector, opened by `open()` and closed by `close()`."""
+    """Stores, catalog, pulls and collector, opened by `open()` and closed by `close()`."""
 
     def __init__(
         self,
@@ -31,8 +35,9 @@ class Sidecar:
         clock: Clock,
         registry: CollectorRegistry,
         directory: DataDirectory | None = None,
+        connect_peer: ConnectPeer | None = None,
     ) -> None:
-        """`directory` is given by tests that stop the world between two steps."""
+        """Take what tests replace: `directory` stops the world between two steps, `connect_peer` needs no wire."""
         self.settings = settings
         self._clock = clock
         self.metrics = SidecarMetrics(registry)
@@ -55,6 +60,18 @@ class Sidecar:
             limits=settings.limits(),
             metrics=self.metrics,
         )
+        self.engine = EngineRanks()
+        self._pull_slots = asyncio.Semaphore(settings.frame_streams_max)
+        """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
+        self.pulls = Pulls(
+            catalog=self.catalog,
+            engine=self.engine,
+            rules=PeerRules(settings.peers),
+            limits=settings.pull_limits(),
+            connect=connect_peer or self._connect_peer,
+            clock=clock,
+            metrics=self.metrics,
+        )
         self.reports = LoadReports(
             clock=clock,
             max_reports=settings.reports_max,
@@ -70,7 +87,8 @@ class Sidecar:
         await self.catalog.start()
 
     async def close(self) -> None:
-        """Stop collecting, finish what was begun, give the data directory back."""
+        """End pulls, stop collecting, finish what was begun, give the data directory back."""
+        await self.pulls.close()
         await self.collector.stop()
         await self.threads.close()
         self.directory.close()
@@ -83,6 +101,11 @@ class Sidecar:
         await self.threads.run(self.memory.remove_old_incoming, before_ms=before_ms)
         self.reports.forget_old()
         return removed
+
+    def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
+        return PeerSidecar(
+            address, timeout_s=timeout_s, slots=self._pull_slots, limit_bytes=self.settings.block_size_bytes_max
+        )
 
     def _open_stores(self) -> None:
         self.directory.open()

@@ -25,7 +25,7 @@ from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
 
-TierName: TypeAlias = Literal["host", "disk"]
+TierName: TypeAlias = Literal["host", "disk", "peer"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, p
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.data_directory import DataDirectory, Step
 from kv_sidecar.manifest import block_meta
+from kv_sidecar.pulling import ConnectPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave
 from kv_sidecar.settings import SidecarSettings
@@ -87,6 +88,7 @@ class SidecarUnderTest:
         clock: Clock | None = None,
         shared: bool = True,
         step: Step | None = None,
+        connect_peer: ConnectPeer | None = None,
         **settings: object,
     ) -> None:
         self.root = root
@@ -99,7 +101,10 @@ class SidecarUnderTest:
             **{**defaults, **settings},  # type: ignore[arg-type]  # fields
         )
         directory = DataDirectory(self.settings.data_dir, **({"step": step} if step else {}))
-        self.sidecar = Sidecar(self.settings, clock=self.clock, registry=CollectorRegistry(), directory=directory)
+        self.registry = CollectorRegistry()
+        self.sidecar = Sidecar(
+            self.settings, clock=self.clock, registry=self.registry, directory=directory, connect_peer=connect_peer
+        )
         self.catalog = self.sidecar.catalog
         self.disk = self.sidecar.disk
         self.memory = self.sidecar.memory
@@ -162,6 +167,10 @@ class SidecarUnderTest:
                 tiers.append(block.tier)
         assert len(tiers) == len(indices)
         return tiers
+
+    def counted(self, name: str, **labels: str) -> float:
+        """Return a metric's value, 0 when it was never counted."""
+        return self.registry.get_sample_value(f"contextcache_sidecar_{name}", labels) or 0
 
     def block_files(self) -> set[BlockKey]:
         """The block files that lie on disk, looked up there."""

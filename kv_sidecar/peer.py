@@ -1,0 +1,83 @@
+"""The line to another sidecar, for one pull: its manifests and its block files, put together from frames.
+
+Nothing it says is believed here but lengths and order: what a block file holds is verified where it is taken in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from contextcache.convert import manifest_from_pb
+from contextcache.errors import CorruptBlock, InvalidRequest, SidecarUnavailable
+from contextcache.model import CacheRef, Manifest, TenantId
+from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.store import Buffer
+
+_MANIFEST_DEADLINE_S = 1.0
+"""A manifest is a file of some KB: a sidecar that takes longer hangs, and a turn waits for the answer."""
+
+
+class PeerSidecar:
+    """Another sidecar, over a connection of its own; satisfies pulling.Peer."""
+
+    def __init__(self, address: str, *, timeout_s: float, slots: asyncio.Semaphore, limit_bytes: int) -> None:
+        """`address` is `host:port`; `slots` bound how many block files, each up to `limit_bytes`, are held at once."""
+        # The resolver is named, so that no host name can be read as the scheme of another kind of address.
+        self._channel = grpc.aio.insecure_channel(f"dns:///{address}", options=CHANNEL_OPTIONS)
+        self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
+        self._timeout_s = timeout_s
+        self._slots = slots
+        self._limit_bytes = limit_bytes
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """See pulling.Peer."""
+        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
+        try:
+            answer = await self._stub.GetManifest(request, timeout=min(self._timeout_s, _MANIFEST_DEADLINE_S))
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        return manifest_from_pb(answer.manifest)
+
+    async def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Buffer], None]:
+        """See pulling.Peer."""
+        request = pb.LoadBlocksRequest(
+            tenant=manifest.tenant,
+            cache_ref=manifest.cache_ref,
+            fingerprint=manifest.fingerprint,
+            rank=rank,
+            block_indices=block_indices,
+        )
+        call: Any = self._stub.LoadBlocks(request, timeout=self._timeout_s)
+        wanted = list(block_indices)
+        try:
+            async with FrameAssembly(self._slots, limit_bytes=self._limit_bytes) as frames:
+                async for response in call:
+                    if not wanted or response.block_index != wanted[0] or response.WhichOneof("payload") != "frame":
+                        raise CorruptBlock("the peer sent a block nobody asked for")
+                    place = (manifest.cache_ref, rank, response.block_index)
+                    data = await frames.add(place, response.frame, last=response.last_frame)
+                    if data is not None:
+                        yield wanted.pop(0), data
+                        frames.release()
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        except InvalidRequest as exc:
+            raise CorruptBlock("the peer sent more than a block") from exc
+        finally:
+            call.cancel()
+        if wanted:
+            raise CorruptBlock("the peer left blocks out")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()

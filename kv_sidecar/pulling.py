@@ -1,0 +1,250 @@
+"""The story of a pull: a gateway asks for a context's KV from another sidecar while the turn that wants it travels.
+
+1. `start` answers at once: nothing to do (`present`), no (`refused`, with the reason), or `started`.
+2. In the background the first of the wanted KVs that the peer has, and that this engine can use, is fetched: its
+   manifest, then of every rank the block files that are not here yet, saved the way an engine's own are.
+3. Meanwhile whoever asks for the manifest hears `cache_ref_pending`, and asks again.
+4. It ends with a sealed manifest or with nothing: whatever fails, the save is dropped with all it brought, and the
+   next question for the manifest is a miss. A deletion during the pull wins: the save is refused its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
+
+from contextcache.clock import Clock
+from contextcache.errors import CacheRefNotFound, ContextCacheError, CorruptBlock, FingerprintMismatch, InvalidRequest
+from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, TenantId
+from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.engine_ranks import EngineRanks
+from kv_sidecar.limits import PullLimits
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.peer_rules import PeerRules
+from kv_sidecar.saves import NewSave
+from kv_sidecar.store import Buffer
+
+log = logging.getLogger(__name__)
+
+MAX_REFS = 8
+"""A session has two generations; the rest is room."""
+
+
+class Peer(Protocol):
+    """Another sidecar, for the length of one pull. Each call ends within the pull's time."""
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """Return a sealed manifest. Raises CacheRefNotFound, SidecarUnavailable."""
+        ...
+
+    def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Buffer], None]:
+        """Yield (position, whole block file) in the order asked for; a file is valid until the next one is asked for.
+
+        Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock, SidecarUnavailable.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+ConnectPeer: TypeAlias = Callable[[str, float], Peer]
+"""Return the peer at an address; its calls end within this many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a pull shall fetch, and from whom."""
+
+    tenant: TenantId
+    cache_refs: tuple[CacheRef, ...]
+    """Best first."""
+    peer: str
+    """`host:port`."""
+    timeout_s: float = 0
+    """0: the sidecar's own limit, which also caps it."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field that cannot be."""
+        if not TENANT_PATTERN.fullmatch(self.tenant):
+            raise InvalidRequest("not a tenant", param="tenant")
+        if not 0 < len(self.cache_refs) <= MAX_REFS:
+            raise InvalidRequest(f"a pull names 1 to {MAX_REFS} cache_refs", param="cache_refs")
+        if not all(CACHE_REF_PATTERN.fullmatch(ref) for ref in self.cache_refs):
+            raise InvalidRequest("not a cache_ref", param="cache_refs")
+        if self.timeout_s < 0:
+            raise InvalidRequest("a timeout is not negative", param="timeout_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What becomes of a request to pull."""
+
+    outcome: Literal["started", "present", "refused"]
+    reason: str = ""
+    """Why it was refused, as a short fixed phrase."""
+
+
+class Pulls:
+    """The pulls of one sidecar; owns their tasks. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        catalog: ContextCatalog,
+        engine: EngineRanks,
+        rules: PeerRules,
+        limits: PullLimits,
+        connect: ConnectPeer,
+        clock: Clock,
+        metrics: SidecarMetrics,
+    ) -> None:
+        self._catalog = catalog
+        self._engine = engine
+        self._rules = rules
+        self._limits = limits
+        self._connect = connect
+        self._clock = clock
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls going on."""
+        return len(self._tasks)
+
+    def start(self, wanted: Wanted) -> Reply:
+        """Begin a pull unless there is nothing to do or it is not possible. Raises InvalidRequest."""
+        wanted.check()
+        reply = self._reply(wanted)
+        if reply.outcome != "started":
+            self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
+            return reply
+        self._catalog.expect(wanted.tenant, wanted.cache_refs)
+        task = asyncio.create_task(self._run(wanted))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return reply
+
+    async def close(self) -> None:
+        """Refuse new pulls, break off those going on and wait for their end."""
+        self._draining = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _reply(self, wanted: Wanted) -> Reply:
+        if self._draining:
+            return Reply("refused", "draining")
+        if any(self._catalog.holds(wanted.tenant, ref) for ref in wanted.cache_refs):
+            return Reply("present")
+        if not self._rules.allow(wanted.peer):
+            return Reply("refused", "peer_not_allowed")
+        if self._engine.fingerprint is None:
+            return Reply("refused", "no_engine")
+        if len(self._tasks) >= self._limits.max_pulls:
+            return Reply("refused", "too_many_pulls")
+        return Reply("started")
+
+    async def _run(self, wanted: Wanted) -> None:
+        began_at_s = time.monotonic()
+        outcome = "internal_error"
+        try:
+            async with asyncio.timeout(self._timeout_s(wanted)):
+                await self._pull(wanted)
+            outcome = "pulled"
+        except TimeoutError:
+            outcome = "deadline"
+        except ContextCacheError as exc:
+            outcome = exc.code
+        except asyncio.CancelledError:
+            outcome = "draining"
+            raise
+        finally:
+            self._catalog.expect_no_more(wanted.tenant, wanted.cache_refs)
+            self._metrics.pulls.labels(outcome).inc()
+            self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
+            log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.cache_refs[0], "peer": wanted.peer})
+
+    def _timeout_s(self, wanted: Wanted) -> float:
+        return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
+
+    async def _pull(self, wanted: Wanted) -> None:
+        # Before the first question: a deletion that comes while the peer answers is one during the pull.
+        started_at_ms = self._clock.now_ms()
+        peer = self._connect(wanted.peer, self._timeout_s(wanted))
+        try:
+            manifest = await self._find(wanted, peer)
+            await self._save(manifest, peer, started_at_ms)
+        finally:
+            await peer.close()
+
+    async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
+        """Return the first manifest that can be used here; what comes before it is no longer waited for."""
+        missed: ContextCacheError = CacheRefNotFound("the peer has none of these")
+        for cache_ref in wanted.cache_refs:
+            try:
+                manifest = await peer.manifest(wanted.tenant, cache_ref)
+                self._check(manifest, wanted.tenant, cache_ref)
+            except (CacheRefNotFound, FingerprintMismatch) as exc:
+                missed = exc
+                self._catalog.expect_no_more(wanted.tenant, [cache_ref])
+                continue
+            self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
+            return manifest
+        raise missed
+
+    def _check(self, manifest: Manifest, tenant: TenantId, cache_ref: CacheRef) -> None:
+        """Raise FingerprintMismatch when this engine cannot use it, CorruptBlock when it is not what was asked for."""
+        if (manifest.tenant, manifest.cache_ref) != (tenant, cache_ref):
+            raise CorruptBlock("the peer sent another manifest")
+        usable = (self._engine.fingerprint, self._engine.world_size, self._limits.block_tokens)
+        if (manifest.fingerprint, manifest.world_size, manifest.block_tokens) != usable:
+            raise FingerprintMismatch("the peer's KV was made by another engine")
+
+    async def _save(self, manifest: Manifest, peer: Peer, started_at_ms: int) -> None:
+        """Bring all ranks' block files in and seal; all or nothing."""
+        new = NewSave(
+            tenant=manifest.tenant,
+            session_id=manifest.session_id,
+            cache_ref=manifest.cache_ref,
+            fingerprint=manifest.fingerprint,
+            rank=0,
+            world_size=manifest.world_size,
+            token_ids=manifest.token_ids,
+            expires_at_ms=manifest.expires_at_ms,
+            started_at_ms=started_at_ms,
+        )
+        try:
+            for rank in range(manifest.world_size):
+                await self._save_rank(replace(new, rank=rank), manifest, peer)
+        except BaseException:
+            await self._catalog.abandon_save(manifest.cache_ref)
+            raise
+
+    async def _save_rank(self, new: NewSave, manifest: Manifest, peer: Peer) -> None:
+        prepared = await self._catalog.prepare_save(new)
+        tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
+        missing = [*prepared.missing_blocks, *tail]
+        if missing:
+            async with aclosing(peer.block_files(manifest, new.rank, missing)) as files:
+                async for block_index, data in files:
+                    size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, data)
+                    self._metrics.pulled_bytes.inc(size_bytes)
+        self._catalog.mark_pulled(new.cache_ref, new.rank)
+        await self._catalog.seal(new.cache_ref, new.rank)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("pull broke", exc_info=error)

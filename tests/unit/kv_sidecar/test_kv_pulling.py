@@ -1,0 +1,400 @@
+"""Pulls from another sidecar: what comes, what is refused, and that whatever breaks leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
+from contextcache.model import new_cache_ref
+from kv_sidecar.pulling import Reply, Wanted
+from kv_sidecar.saves import NewSave
+from kv_sidecar.sidecar import Sidecar
+from tests.helpers.catalog_peer import CatalogPeer
+from tests.helpers.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
+
+PROMPT = tuple(range(10))
+"""Two whole blocks of four tokens and a tail of two."""
+PEER = "10.0.0.7:50061"
+STARTED = Reply("started")
+
+
+@dataclass
+class Pair:
+    """Two sidecars: `there` has the KV, `here` pulls it."""
+
+    here: SidecarUnderTest
+    there: SidecarUnderTest
+    peer: CatalogPeer
+    clock: ManualClock
+
+    def introduce(self, *, fingerprint: str = FINGERPRINT, world_size: int = 1) -> None:
+        for rank in range(world_size):
+            self.here.sidecar.engine.introduce(rank, world_size, fingerprint, "")
+
+    def start(self, *cache_refs: str, tenant: str = TENANT, peer: str = PEER, timeout_s: float = 0) -> Reply:
+        return self.here.sidecar.pulls.start(Wanted(tenant, cache_refs, peer, timeout_s))
+
+    async def ended(self) -> None:
+        """Return when no pull is going on."""
+        await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
+
+    async def pull(self, *cache_refs: str) -> None:
+        assert self.start(*cache_refs) == STARTED
+        await self.ended()
+
+    def pulls(self, outcome: str) -> float:
+        return self.here.counted("pulls_total", outcome=outcome)
+
+    def has_nothing(self) -> bool:
+        return not self.here.block_files() and not self.here.manifest_files() and self.peer.num_open == 0
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    clock = ManualClock()
+    async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
+        peer = CatalogPeer(there)
+        here = SidecarUnderTest(
+            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), pulls_max=2
+        )
+        async with here:
+            pair = Pair(here, there, peer, clock)
+            pair.introduce()
+            yield pair
+
+
+async def save_ranks(kv: SidecarUnderTest, world_size: int) -> list[NewSave]:
+    first = new_save(PROMPT, now_ms=kv.clock.now_ms(), world_size=world_size)
+    ranks = [replace(first, rank=rank) for rank in range(world_size)]
+    for new in ranks:
+        await kv.send_all(new)
+        await kv.catalog.seal(new.cache_ref, new.rank)
+    return ranks
+
+
+async def test_a_pulled_context_is_the_peers_byte_for_byte(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    await pair.pull(new.cache_ref)
+
+    assert await pair.here.catalog.open(TENANT, new.cache_ref) == await pair.there.catalog.open(TENANT, new.cache_ref)
+    assert len(await pair.here.load(new)) == 3
+    assert pair.here.disk_bytes() == pair.there.disk_bytes() == pair.here.counted("pulled_bytes_total")
+    assert pair.pulls("pulled") == 1
+    assert pair.here.counted("pull_seconds_count") == 1
+    assert pair.peer.num_open == 0
+
+
+async def test_the_first_load_after_a_pull_names_the_peer_and_later_ones_do_not(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    await pair.pull(new.cache_ref)
+    manifest = await pair.here.catalog.open(TENANT, new.cache_ref)
+
+    assert pair.here.catalog.tier_of(manifest) == "peer"
+    assert await pair.here.load(new) == ["peer"] * 3
+    assert pair.here.catalog.tier_of(manifest) == "host"
+    assert await pair.here.load(new) == ["host"] * 3
+
+
+async def test_every_rank_is_pulled_and_each_names_the_peer_once(pair: Pair) -> None:
+    pair.introduce(world_size=2)
+    ranks = await save_ranks(pair.there, 2)
+    await pair.pull(ranks[0].cache_ref)
+
+    assert pair.peer.sent == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    for new in ranks:
+        assert await pair.here.load(new) == ["peer"] * 3
+        assert await pair.here.load(new) == ["host"] * 3
+
+
+async def test_blocks_that_are_here_already_do_not_travel(pair: Pair) -> None:
+    await pair.here.save(PROMPT[:4], session_id="ctx_2")
+    new = await pair.there.save(PROMPT)
+    await pair.pull(new.cache_ref)
+
+    assert pair.peer.sent == [(0, 1), (0, 2)]
+    assert len(await pair.here.load(new)) == 3
+
+
+async def test_a_context_whose_blocks_are_all_here_needs_no_byte(pair: Pair) -> None:
+    await pair.here.save(PROMPT[:8], session_id="ctx_2")
+    new = await pair.there.save(PROMPT[:8])
+    await pair.pull(new.cache_ref)
+
+    assert pair.peer.sent == []
+    assert len(await pair.here.load(new)) == 2
+
+
+async def test_a_manifest_on_its_way_is_pending_and_only_for_its_own_tenant(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.hold_block.clear()
+    pair.start(new.cache_ref)
+    await pair.peer.arrived.wait()
+
+    with pytest.raises(CacheRefPending):
+        await pair.here.catalog.open(TENANT, new.cache_ref)
+    with pytest.raises(CacheRefNotFound) as foreign:
+        await pair.here.catalog.open("other", new.cache_ref)
+    with pytest.raises(CacheRefNotFound) as absent:
+        await pair.here.catalog.open(TENANT, new_cache_ref())
+    assert type(foreign.value) is type(absent.value) is CacheRefNotFound
+    assert foreign.value.message == absent.value.message
+    pair.peer.hold_block.set()
+    await pair.ended()
+    assert await pair.here.catalog.open(TENANT, new.cache_ref)
+
+
+async def test_what_is_being_asked_for_is_pending_already(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.hold_manifest.clear()
+    pair.start(new.cache_ref)
+
+    with pytest.raises(CacheRefPending):
+        await pair.here.catalog.open(TENANT, new.cache_ref)
+
+
+async def test_the_first_one_the_peer_has_is_fetched_and_nobody_waits_for_the_others(pair: Pair) -> None:
+    absent, new, other = new_cache_ref(), await pair.there.save(PROMPT), await pair.there.save(PROMPT)
+    pair.peer.hold_block.clear()
+    pair.start(absent, new.cache_ref, other.cache_ref)
+    await pair.peer.arrived.wait()
+
+    assert pair.peer.asked == [absent, new.cache_ref]
+    for ref in (absent, other.cache_ref):
+        with pytest.raises(CacheRefNotFound) as missing:
+            await pair.here.catalog.open(TENANT, ref)
+        assert not isinstance(missing.value, CacheRefPending)
+    pair.peer.hold_block.set()
+    await pair.ended()
+    assert pair.here.manifest_files() == {new.cache_ref}
+
+
+async def test_a_peer_without_any_of_it_ends_the_pull(pair: Pair) -> None:
+    ref = new_cache_ref()
+    await pair.pull(ref)
+
+    with pytest.raises(CacheRefNotFound) as missing:
+        await pair.here.catalog.open(TENANT, ref)
+    assert not isinstance(missing.value, CacheRefPending)
+    assert pair.pulls("cache_ref_not_found") == 1
+    assert pair.has_nothing()
+
+
+@pytest.mark.parametrize(
+    "change", [{"fingerprint": "e" * 64}, {"world_size": 2}, {"block_tokens": 8}], ids=lambda change: next(iter(change))
+)
+async def test_kv_of_another_engine_moves_no_byte(pair: Pair, change: dict[str, object]) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.change_manifest = lambda manifest: replace(manifest, **change)
+    await pair.pull(new.cache_ref)
+
+    assert pair.peer.sent == []
+    assert pair.pulls("fingerprint_mismatch") == 1
+    assert pair.has_nothing()
+
+
+@pytest.mark.parametrize("change", [{"tenant": "other"}, {"cache_ref": new_cache_ref()}], ids=["tenant", "cache_ref"])
+async def test_a_manifest_nobody_asked_for_is_not_believed(pair: Pair, change: dict[str, str]) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.change_manifest = lambda manifest: replace(manifest, **change)
+    await pair.pull(new.cache_ref)
+
+    assert pair.pulls("corrupt_block") == 1
+    assert pair.has_nothing()
+
+
+async def test_another_tenants_context_is_not_found_at_the_peer(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.start(new.cache_ref, tenant="other")
+    await pair.ended()
+
+    assert pair.pulls("cache_ref_not_found") == 1
+    assert pair.has_nothing()
+
+
+async def test_a_block_that_was_flipped_on_the_way_is_refused_with_all_the_rest(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.change_block = lambda data: bytes(data) if len(pair.peer.sent) < 2 else bytes(data)[:-1] + b"\xff"
+    await pair.pull(new.cache_ref)
+
+    assert len(pair.peer.sent) == 2
+    assert pair.pulls("corrupt_block") == 1
+    assert pair.has_nothing()
+
+
+async def test_a_peer_that_breaks_off_leaves_nothing_and_can_be_asked_again(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.breaks = True
+    await pair.pull(new.cache_ref)
+
+    assert pair.pulls("sidecar_unavailable") == 1
+    assert pair.has_nothing()
+    pair.peer.breaks = False
+    pair.peer.sent.clear()
+    await pair.pull(new.cache_ref)
+    assert await pair.here.load(new) == ["peer"] * 3
+
+
+@pytest.mark.parametrize("hold", ["hold_manifest", "hold_block"])
+async def test_a_peer_that_hangs_is_left_at_the_deadline(pair: Pair, hold: str) -> None:
+    new = await pair.there.save(PROMPT)
+    getattr(pair.peer, hold).clear()
+    pair.start(new.cache_ref, timeout_s=0.05)
+    await pair.ended()
+
+    assert pair.pulls("deadline") == 1
+    assert pair.has_nothing()
+    with pytest.raises(CacheRefNotFound) as missing:
+        await pair.here.catalog.open(TENANT, new.cache_ref)
+    assert not isinstance(missing.value, CacheRefPending)
+
+
+async def test_nobody_may_ask_for_more_time_than_the_sidecar_gives(tmp_path: Path, pair: Pair) -> None:
+    given: list[float] = []
+    here = SidecarUnderTest(
+        tmp_path / "third",
+        connect_peer=lambda address, timeout_s: given.append(timeout_s) or pair.peer,
+        peers=("*",),
+        pull_timeout_s=3,
+    )
+    async with here:
+        here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+        for timeout_s in (0, 1, 100):
+            here.sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER, timeout_s))
+            await asyncio.gather(*here.sidecar.pulls._tasks)
+
+    assert given == [3, 1, 3]
+
+
+@pytest.mark.parametrize("hold", ["hold_manifest", "hold_block"])
+async def test_a_deletion_during_the_pull_wins(pair: Pair, hold: str) -> None:
+    new = await pair.there.save(PROMPT)
+    getattr(pair.peer, hold).clear()
+    pair.start(new.cache_ref)
+    await pair.peer.arrived.wait()
+    await pair.here.catalog.delete(TENANT, SESSION, ())
+    getattr(pair.peer, hold).set()
+    await pair.ended()
+
+    assert pair.pulls("context_deleted") == 1
+    assert pair.has_nothing()
+
+
+async def test_a_deleted_cache_ref_is_never_pulled_again(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    await pair.here.catalog.delete(TENANT, "", (new.cache_ref,))
+    pair.clock.advance(s=1)
+    await pair.pull(new.cache_ref)
+
+    assert pair.pulls("context_deleted") == 1
+    assert pair.has_nothing()
+
+
+async def test_a_session_made_anew_under_a_deleted_name_can_be_pulled(pair: Pair) -> None:
+    await pair.here.catalog.delete(TENANT, SESSION, ())
+    pair.clock.advance(s=1)
+    new = await pair.there.save(PROMPT)
+    await pair.pull(new.cache_ref)
+
+    assert pair.here.manifest_files() == {new.cache_ref}
+
+
+async def test_a_full_disk_ends_a_pull_without_a_trace(tmp_path: Path, pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    limit = pair.there.disk_bytes() - 1
+    here = SidecarUnderTest(
+        tmp_path / "third", clock=pair.clock, connect_peer=pair.peer.connect, peers=("*",), disk_limit_bytes=limit
+    )
+    async with here:
+        here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+        here.sidecar.pulls.start(Wanted(TENANT, (new.cache_ref,), PEER))
+        await asyncio.gather(*here.sidecar.pulls._tasks)
+
+        assert here.counted("pulls_total", outcome="storage_full") == 1
+        assert here.block_files() == set()
+
+
+async def test_an_expired_context_is_not_kept(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.change_manifest = lambda manifest: replace(manifest, expires_at_ms=pair.clock.now_ms())
+    await pair.pull(new.cache_ref)
+
+    assert pair.pulls("context_expired") == 1
+    assert pair.has_nothing()
+
+
+@pytest.mark.parametrize("address", ["10.0.1.7:50061", "10.0.0.7", "10.0.0.7:0", "unix:///tmp/x", "peer:50061", ""])
+async def test_a_peer_that_is_not_listed_is_refused(pair: Pair, address: str) -> None:
+    assert pair.start(new_cache_ref(), peer=address) == Reply("refused", "peer_not_allowed")
+    assert pair.pulls("peer_not_allowed") == 1
+    assert pair.peer.asked == []
+
+
+async def test_without_an_engine_there_is_nothing_to_pull_for(tmp_path: Path, pair: Pair) -> None:
+    sidecar: Sidecar
+    async with SidecarUnderTest(tmp_path / "third", connect_peer=pair.peer.connect, peers=("*",)) as third:
+        sidecar = third.sidecar
+        assert sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER)) == Reply("refused", "no_engine")
+        sidecar.engine.introduce(0, 2, FINGERPRINT, "")
+        sidecar.engine.introduce(1, 2, "e" * 64, "")
+        assert sidecar.pulls.start(Wanted(TENANT, (new_cache_ref(),), PEER)) == Reply("refused", "no_engine")
+
+
+async def test_more_pulls_than_allowed_are_refused_until_one_has_ended(pair: Pair) -> None:
+    pair.peer.hold_manifest.clear()
+    assert [pair.start(new_cache_ref()) for _ in range(2)] == [STARTED] * 2
+
+    assert pair.start(new_cache_ref()) == Reply("refused", "too_many_pulls")
+    assert pair.here.sidecar.pulls.num_pulls == 2
+    pair.peer.hold_manifest.set()
+    await pair.ended()
+    assert pair.here.sidecar.pulls.num_pulls == 0
+    assert pair.start(new_cache_ref()) == STARTED
+
+
+async def test_what_is_here_or_on_its_way_is_not_pulled(pair: Pair) -> None:
+    sealed = await pair.here.save(PROMPT)
+    saving = new_save(PROMPT, now_ms=pair.clock.now_ms())
+    await pair.here.catalog.prepare_save(saving)
+    coming = await pair.there.save(PROMPT)
+    pair.peer.hold_manifest.clear()
+    pair.start(coming.cache_ref)
+
+    for ref in (sealed.cache_ref, saving.cache_ref, coming.cache_ref):
+        assert pair.start(new_cache_ref(), ref) == Reply("present")
+    assert pair.pulls("present") == 3
+    assert pair.start(sealed.cache_ref, tenant="other") == STARTED
+
+
+async def test_a_sidecar_that_stops_breaks_pulls_off_and_takes_no_more(pair: Pair) -> None:
+    new = await pair.there.save(PROMPT)
+    pair.peer.hold_block.clear()
+    pair.start(new.cache_ref)
+    await pair.peer.arrived.wait()
+    await pair.here.sidecar.pulls.close()
+
+    assert pair.start(new_cache_ref()) == Reply("refused", "draining")
+    assert pair.pulls("draining") == 2
+    assert pair.here.sidecar.pulls.num_pulls == 0
+    assert pair.has_nothing()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Wanted("", (new_cache_ref(),), PEER),
+        Wanted("../x", (new_cache_ref(),), PEER),
+        Wanted(TENANT, (), PEER),
+        Wanted(TENANT, ("ref_1",), PEER),
+        Wanted(TENANT, tuple(new_cache_ref() for _ in range(9)), PEER),
+        Wanted(TENANT, (new_cache_ref(),), PEER, -1),
+    ],
+)
+async def test_a_pull_that_cannot_be_is_refused(pair: Pair, wanted: Wanted) -> None:
+    with pytest.raises(InvalidRequest):
+        pair.here.sidecar.pulls.start(wanted)
