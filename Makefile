@@ -2,14 +2,14 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STACK := PYTHONPATH=. $(PY) -m deploy.local
-SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(DEV),--dev)
+SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(DEV),--dev)
 PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
 STUBS := contextcache/v1 contextcache/extproc/v3
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway deploy tests benchmarks examples
 export TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start clean demo bench ci
+.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start drain undrain clean demo bench ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,16 +42,20 @@ test-integration: install ## real Valkey, gRPC and processes
 test-vllm: install ## real vLLM
 	@$(PY) -m pytest tests/vllm
 
-up: install ## start the local stack; PORT=8000 DTYPE=bfloat16|float32 DEV=1
+up: install ## start the local stack; PORT=8000 ENGINES=1..4 DTYPE=bfloat16|float32 DEV=1
 	@$(STACK) up $(SETTINGS)
 down: install ## stop it; sessions and KV stay
 	@$(STACK) down
 status: install ## what runs
 	@$(STACK) status
-kill: install ## SIGKILL a part and all it forked; PART=redis|manager|sidecar|engine|gateway
+kill: install ## SIGKILL a part and all it forked; PART=redis|manager|sidecar|engine|sidecar-1|engine-1|gateway|envoy
 	@$(STACK) kill '$(PART)'
 start: install ## start a killed part again; PART=…
 	@$(STACK) start '$(PART)'
+drain: install ## give an engine no new work, so that its contexts move; PART=engine|engine-1
+	@$(STACK) drain '$(PART)'
+undrain: install ## give it work again; PART=…
+	@$(STACK) undrain '$(PART)'
 clean: install ## stop it and remove sessions, KV, logs and secrets
 	@$(STACK) clean
 demo: install ## the story with figures, on the running stack or a new one; JSON=1

@@ -1,4 +1,4 @@
-"""`python -m deploy.local up|down|status|kill|start|clean|model|demo`: what the Makefile calls."""
+"""`python -m deploy.local up|down|status|kill|start|drain|undrain|clean|model|demo`: what the Makefile calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploy.local.demo import run_demo
 from deploy.local.model import MODEL_NAME, prepare_model
-from deploy.local.parts import PART_NAMES
+from deploy.local.parts import part_names
 from deploy.local.progress import StepFailed, say
 from deploy.local.stack import DEFAULT_DIRECTORY, Stack
 from deploy.local.state import API_KEYS
@@ -42,13 +42,14 @@ def _parser() -> argparse.ArgumentParser:
         "demo": "run the story, starting all if need be",
     }.items():
         command = commands.add_parser(name, help=purpose)
-        command.add_argument("--port", type=int, help="the gateway's port; the others follow ten above it")
+        command.add_argument("--port", type=int, help="Envoy's port; the others follow it")
         command.add_argument("--dtype", choices=("bfloat16", "float32"), help="float32: for exact comparisons")
+        command.add_argument("--engines", type=int, help="vLLM processes, each with its sidecar")
         command.add_argument("--dev", action="store_true", default=None, help="vLLM's development routes")
         if name == "demo":
             command.add_argument("--json", action="store_true", help="figures as JSON on stdout")
-    for name in ("kill", "start"):
-        commands.add_parser(name).add_argument("part", help=", ".join(PART_NAMES))
+    for name in ("kill", "start", "drain", "undrain"):
+        commands.add_parser(name).add_argument("part", help=", ".join(part_names(2)))
     for name in ("down", "status", "clean", "model"):
         commands.add_parser(name)
     return parser
@@ -59,7 +60,9 @@ def _run(options: argparse.Namespace) -> None:
     if name == "model":
         prepare_model()
     elif name in ("up", "demo"):
-        stack = Stack(options.directory, port=options.port, dtype=options.dtype, dev=options.dev)
+        stack = Stack(
+            options.directory, port=options.port, dtype=options.dtype, engines=options.engines, dev=options.dev
+        )
         if name == "demo":
             run_demo(stack, as_json=options.json)
         else:
@@ -67,6 +70,8 @@ def _run(options: argparse.Namespace) -> None:
             print(_next_steps(stack))
     elif name in ("kill", "start"):
         getattr(Stack(options.directory), name)(options.part)
+    elif name in ("drain", "undrain"):
+        Stack(options.directory).drain(options.part, draining=name == "drain")
     elif name == "status":
         rows = [
             [s.name, s.state, str(s.pid or "-"), s.url, os.path.relpath(s.log)]
@@ -83,7 +88,7 @@ def _next_steps(stack: Stack) -> str:
     head = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {key}'"
     body = f'"model": "{MODEL_NAME}", "prompt": "Say this is a test"'
     return f"""\
-ready: {stack.url}   (make status, make demo, make down)
+ready: {stack.url}   (make status, make demo, make down; past Envoy: {stack.front_url})
 
 create a context, keep its session_id, ask again, delete it:
   {call}/context {head} -d '{{{body}, "ttl": 3600}}'

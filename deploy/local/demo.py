@@ -1,4 +1,4 @@
-"""The story, told on the running stack with figures: cold, create, append, replay, crash, restore, delete.
+"""The story, told through Envoy with figures: cold, create, append, replay, move, crash, restore, delete.
 
 Every number printed was read from an answer or a clock in this run. Text is new in every run, so that a cold
 answer is cold.
@@ -82,7 +82,7 @@ def short_story(client: GatewayClient) -> list[StoryStep]:
 
 
 def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep]:
-    """Let a context of about 1 450 tokens outlive its engine and its sidecar."""
+    """Let a context of about 1 450 tokens move to another engine, where there is one, and outlive all of them."""
     steps = []
     with Step("cold: the long prompt, no context"):
         steps.append(
@@ -100,9 +100,13 @@ def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep
         _expect(replay.computed_tokens == 1, f"the replay computed {replay.computed_tokens} tokens, not 1")
         steps.append(StoryStep.of("replay: the long prompt again", replay))
     wait_sealed(client, session_id)
-    for part in ("engine", "sidecar"):
+    engines, sidecars = stack.names_of("engine"), stack.names_of("sidecar")
+    if len(engines) > 1:
+        steps += move(stack, client, session_id)
+        wait_sealed(client, session_id)
+    for part in (*engines, *sidecars):
         stack.kill(part)
-    for part in ("sidecar", "engine"):
+    for part in (*sidecars, *engines):
         stack.start(part)
     steps.append(StoryStep("kill -9 engine and sidecar, start them"))
     with Step("restored: another question"):
@@ -113,16 +117,27 @@ def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep
         client.call("DELETE", f"/v1/context/{session_id}")
         status, _ = client.try_call("GET", f"/v1/context/{session_id}")
         _expect(status == 404, f"the deleted context answers {status}, not 404")
-        left = size_of(stack.paths.data / "sidecar")
+        left = size_of(stack.paths.data)
     steps.append(StoryStep(f"delete: id answers 404, {left} bytes of KV left"))
     return steps
+
+
+def move(stack: Stack, client: GatewayClient, session_id: str) -> list[StoryStep]:
+    """Drain the engine that holds the context: the next turn runs on another, which fetches the KV meanwhile."""
+    holder = stack.engine_named(str(holder_of(client, session_id).get("endpoint")))
+    stack.drain(holder)
+    with Step(f"moved: a question, with {holder} draining"):
+        moved = _ask(client, session_id, " What did it weigh?")
+        _expect(moved.source == "peer", f"the KV came from {moved.source}, not from the other sidecar")
+    stack.drain(holder, draining=False)
+    return [StoryStep.of("moved: a question to another engine", moved)]
 
 
 def wait_sealed(client: GatewayClient, session_id: str) -> None:
     """Return when the context's KV is durable. Raises StepFailed after a minute."""
     deadline_s = time.monotonic() + SEALED_WITHIN_S
     with Step("waiting until the KV is on disk") as step:
-        while (state := _holder_state(client, session_id)) != "sealed":
+        while (state := str(holder_of(client, session_id).get("state"))) != "sealed":
             if time.monotonic() > deadline_s:
                 raise StepFailed(f"the KV of {session_id} is not on disk after {SEALED_WITHIN_S:.0f} s: {state}")
             step.beat(lambda: f"holder state: {state}")
@@ -130,13 +145,13 @@ def wait_sealed(client: GatewayClient, session_id: str) -> None:
 
 
 def size_of(directory: Path) -> int:
-    """Return the bytes of all block and tail files below a sidecar's data directory."""
+    """Return the bytes of all block and tail files below the sidecars' data directories."""
     return sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
 
 
-def _holder_state(client: GatewayClient, session_id: str) -> str:
-    holder: dict[str, Any] = client.call("GET", f"/v1/context/{session_id}").get("holder") or {}
-    return str(holder.get("state"))
+def holder_of(client: GatewayClient, session_id: str) -> dict[str, Any]:
+    """Return what the context says of its holder: the endpoint's name, and whether the KV is durable there."""
+    return client.call("GET", f"/v1/context/{session_id}").get("holder") or {}
 
 
 def _ask(client: GatewayClient, session_id: str, text: str) -> Answer:

@@ -11,20 +11,25 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from deploy.envoy.settings import EnvoySettings, GatewayAddress
 from deploy.local import readiness
 from deploy.local.model import MODEL_NAME
 from deploy.local.ports import LOOPBACK, PortPlan, plan_ports
 from deploy.local.state import StackPaths
 
-PART_NAMES = ("redis", "manager", "sidecar", "engine", "gateway")
-"""Start order; they are stopped in the reverse."""
-ENDPOINT_NAME = "engine-0"
+KINDS = ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
+"""What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
 HOST_MEMORY_BYTES = 1 << 30
-"""The sidecar's memory tier: some 20 contexts of 2 000 tokens of SmolLM2."""
+"""A sidecar's memory tier: some 20 contexts of 2 000 tokens of SmolLM2."""
 MIN_HOST_MEMORY_BYTES = 128 << 20
 """When shared memory has no room for this, KV travels in gRPC frames instead."""
+
+_DRAIN_S = 10.0
+"""Seconds that running answers get when Envoy is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class StackSettings:
     port: int
     dtype: str = "bfloat16"
     """`float32` makes cold and restored answers comparable to the last digit, at twice the memory."""
+    engines: int = 1
+    """vLLM processes, each with its sidecar."""
     dev: bool = False
     """True: vLLM's development routes (`/reset_prefix_cache`) are on."""
     engine_args: tuple[str, ...] = ()
@@ -54,9 +61,12 @@ class Part:
     """One process of the stack."""
 
     name: str
+    """What `PART=` takes."""
+    kind: str
+    """One of `KINDS`; parts of one kind start together."""
     command: tuple[str, ...]
     env: Mapping[str, str]
-    port: int
+    ports: tuple[int, ...]
     url: str
     """What a client of this part needs: an HTTP or Redis URL, or a gRPC target."""
     is_ready: Callable[[], bool]
@@ -65,18 +75,70 @@ class Part:
     """How long it may take to end by itself."""
 
 
+def part_names(engines: int) -> tuple[str, ...]:
+    """Return the names of all parts in start order; they are stopped in the reverse."""
+    counted = {"sidecar": engines, "engine": engines}
+    return tuple(numbered(kind, number) for kind in KINDS for number in range(counted.get(kind, 1)))
+
+
 def stack_parts(settings: StackSettings) -> tuple[Part, ...]:
     """Return the parts of a stack in start order."""
-    makers = (_redis, _manager, _sidecar, _engine, _gateway)
-    return tuple(maker(settings) for maker in makers)
+    numbers = range(settings.engines)
+    return (
+        _redis(settings),
+        _manager(settings),
+        *(_sidecar(settings, number) for number in numbers),
+        *(_engine(settings, number) for number in numbers),
+        _gateway(settings),
+        _envoy(settings),
+    )
 
 
-def host_memory_bytes(shared_free: int) -> int:
-    """Return the sidecar's memory limit for that much free shared memory; 0: too little, use frames.
+def numbered(kind: str, number: int) -> str:
+    """Return the name of a part: the first of a kind has no number, as most stacks have one."""
+    return f"{kind}-{number}" if number else kind
 
-    At most half: saves in flight need room beside what is kept.
+
+def endpoint_name(number: int) -> str:
+    """Return what the gateway calls an engine."""
+    return f"engine-{number}"
+
+
+def endpoints_of(settings: StackSettings) -> list[dict[str, Any]]:
+    """Return the pods as `GATEWAY_ENDPOINTS_FILE` holds them."""
+    ports = settings.ports
+    return [
+        {
+            "name": endpoint_name(number),
+            "url": f"http://{LOOPBACK}:{ports.engine(number)}",
+            "sidecar": f"{LOOPBACK}:{ports.sidecar(number)}",
+            "draining": False,
+        }
+        for number in range(settings.engines)
+    ]
+
+
+def envoy_settings(settings: StackSettings) -> EnvoySettings:
+    """Return what Envoy's bootstrap is made of."""
+    ports = settings.ports
+    return EnvoySettings(
+        listen_host=LOOPBACK,
+        listen_port=ports.envoy,
+        admin_port=ports.envoy_admin,
+        gateways=(GatewayAddress(http=f"{LOOPBACK}:{ports.gateway}", ext_proc=f"{LOOPBACK}:{ports.ext_proc}"),),
+        pods=tuple(f"{LOOPBACK}:{ports.engine(number)}" for number in range(settings.engines)),
+        # Nobody in front has to notice that we go.
+        drain_delay_s=0,
+        drain_timeout_s=_DRAIN_S,
+    )
+
+
+def host_memory_bytes(shared_free: int, *, sidecars: int = 1) -> int:
+    """Return each sidecar's memory limit for that much free shared memory; 0: too little, use frames.
+
+    At most half in all: saves in flight need room beside what is kept.
     """
-    limit = min(HOST_MEMORY_BYTES, shared_free // 2)
+    limit = min(HOST_MEMORY_BYTES, shared_free // 2 // sidecars)
     return limit if limit >= MIN_HOST_MEMORY_BYTES else 0
 
 
@@ -88,9 +150,8 @@ def _redis(settings: StackSettings) -> Part:
     # Append-only and never evict: a session the client was told about is not dropped.
     command += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction", "--daemonize", "no"]
     url = f"redis://{LOOPBACK}:{port}/0"
-    return Part(
-        "redis", tuple(command), _environment(settings), port, url, lambda: readiness.redis_answers(port), 20, 10
-    )
+    ready = partial(readiness.redis_answers, port)
+    return Part("redis", "redis", tuple(command), _environment(settings), (port,), url, ready, 20, 10)
 
 
 def _manager(settings: StackSettings) -> Part:
@@ -98,13 +159,16 @@ def _manager(settings: StackSettings) -> Part:
     target = f"{LOOPBACK}:{port}"
     redis_url = f"redis://{LOOPBACK}:{settings.ports.redis}/0"
     env = _environment(settings, own={"MANAGER_LISTEN": target, "MANAGER_REDIS_URL": redis_url})
-    return Part("manager", _module("context_manager"), env, port, target, lambda: readiness.grpc_serves(target), 30, 10)
+    ready = partial(readiness.grpc_serves, target)
+    return Part("manager", "manager", _module("context_manager"), env, (port,), target, ready, 30, 10)
 
 
-def _sidecar(settings: StackSettings) -> Part:
-    port, paths = settings.ports.sidecar, settings.paths
+def _sidecar(settings: StackSettings, number: int) -> Part:
+    name, paths = numbered("sidecar", number), settings.paths
+    port = settings.ports.sidecar(number)
     target = f"{LOOPBACK}:{port}"
-    limit = host_memory_bytes(paths.shared_memory_free)
+    peers = [entry["sidecar"] for entry in endpoints_of(settings) if entry["sidecar"] != target]
+    limit = host_memory_bytes(paths.shared_memory_free, sidecars=settings.engines)
     env = _environment(
         settings,
         defaults={
@@ -113,21 +177,25 @@ def _sidecar(settings: StackSettings) -> Part:
         },
         own={
             "SIDECAR_LISTEN": target,
-            "SIDECAR_UNIX_SOCKET": str(paths.sidecar_socket),
-            "SIDECAR_DATA_DIR": str(paths.data / "sidecar"),
-            "SIDECAR_SHARED_DIR": str(paths.shared_blocks) if limit else "",
+            "SIDECAR_UNIX_SOCKET": str(paths.sidecar_socket(name)),
+            "SIDECAR_DATA_DIR": str(paths.sidecar_data(name)),
+            "SIDECAR_SHARED_DIR": str(paths.shared_blocks(name)) if limit else "",
+            "SIDECAR_PEERS": json.dumps(peers),
         },
     )
-    return Part("sidecar", _module("kv_sidecar"), env, port, target, lambda: readiness.grpc_serves(target), 60, 15)
+    ready = partial(readiness.grpc_serves, target)
+    return Part(name, "sidecar", _module("kv_sidecar"), env, (port,), target, ready, 60, 15)
 
 
-def _engine(settings: StackSettings) -> Part:
-    port, paths = settings.ports.engine, settings.paths
-    threads = min(len(os.sched_getaffinity(0)), 8)
+def _engine(settings: StackSettings, number: int) -> Part:
+    port, paths = settings.ports.engine(number), settings.paths
+    socket = f"unix://{paths.sidecar_socket(numbered('sidecar', number))}"
+    threads = max(1, min(len(os.sched_getaffinity(0)), 8) // settings.engines)
     env = _environment(
         settings,
         defaults={
-            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: 93 000 tokens of SmolLM2 in bfloat16
+            # GiB: 2 hold 93 000 tokens of SmolLM2 in bfloat16.
+            "VLLM_CPU_KVCACHE_SPACE": "2" if settings.engines == 1 else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding needs rights that containers lack
             "OMP_NUM_THREADS": str(threads),
         },
@@ -139,24 +207,25 @@ def _engine(settings: StackSettings) -> Part:
             "VLLM_CACHE_ROOT": str(paths.root / "cache"),
             "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0",
             "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
-            "TURN_SIDECAR": f"unix://{paths.sidecar_socket}",
+            "TURN_SIDECAR": socket,
             "TURN_SECRET_FILE": str(paths.secret),
-            "TURN_ENDPOINT_NAME": ENDPOINT_NAME,
+            "TURN_ENDPOINT_NAME": endpoint_name(number),
         },
     )
     url = f"http://{LOOPBACK}:{port}"
     ready = readiness.EngineReady(url, MODEL_NAME)
-    return Part("engine", _engine_command(settings), env, port, url, ready, 600, 30)
+    command = _engine_command(settings, port=port, socket=socket)
+    return Part(numbered("engine", number), "engine", command, env, (port,), url, ready, 600, 30)
 
 
-def _engine_command(settings: StackSettings) -> tuple[str, ...]:
+def _engine_command(settings: StackSettings, *, port: int, socket: str) -> tuple[str, ...]:
     transfer = {
         "kv_connector": "ContextCacheConnector",
         "kv_connector_module_path": "vllm_plugin.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "sidecar": f"unix://{settings.paths.sidecar_socket}",
+            "sidecar": socket,
             "secret_file": str(settings.paths.secret),
         },
     }
@@ -164,7 +233,7 @@ def _engine_command(settings: StackSettings) -> tuple[str, ...]:
         "--model": str(settings.model_dir),
         "--served-model-name": MODEL_NAME,
         "--host": LOOPBACK,
-        "--port": str(settings.ports.engine),
+        "--port": str(port),
         "--dtype": settings.dtype,
         "--max-model-len": "8192",
         "--block-size": "32",
@@ -179,24 +248,30 @@ def _engine_command(settings: StackSettings) -> tuple[str, ...]:
 def _gateway(settings: StackSettings) -> Part:
     ports, paths = settings.ports, settings.paths
     url = f"http://{LOOPBACK}:{ports.gateway}"
-    endpoint = {
-        "name": ENDPOINT_NAME,
-        "url": f"http://{LOOPBACK}:{ports.engine}",
-        "sidecar": f"{LOOPBACK}:{ports.sidecar}",
-    }
     env = _environment(
         settings,
         own={
             "GATEWAY_HOST": LOOPBACK,
             "GATEWAY_PORT": str(ports.gateway),
+            "GATEWAY_EXT_PROC_LISTEN": f"{LOOPBACK}:{ports.ext_proc}",
             "GATEWAY_MANAGER": f"{LOOPBACK}:{ports.manager}",
-            "GATEWAY_ENDPOINTS": json.dumps([endpoint]),
+            "GATEWAY_ENDPOINTS": "[]",
+            "GATEWAY_ENDPOINTS_FILE": str(paths.endpoints),
             "GATEWAY_SECRET_FILE": str(paths.secret),
             "GATEWAY_API_KEYS_FILE": str(paths.api_keys),
         },
     )
     ready = readiness.HttpReady(f"{url}/readyz")
-    return Part("gateway", _module("gateway"), env, ports.gateway, url, ready, 60, 15)
+    return Part("gateway", "gateway", _module("gateway"), env, (ports.gateway, ports.ext_proc), url, ready, 60, 15)
+
+
+def _envoy(settings: StackSettings) -> Part:
+    ports = settings.ports
+    url = f"http://{LOOPBACK}:{ports.envoy}"
+    command = (*_module("deploy.envoy"), "run", "--config", str(settings.paths.envoy))
+    ready = readiness.EnvoyReady(url, f"http://{LOOPBACK}:{ports.envoy_admin}")
+    both = (ports.envoy, ports.envoy_admin)
+    return Part("envoy", "envoy", command, _environment(settings), both, url, ready, 60, _DRAIN_S + 10)
 
 
 def _module(name: str) -> tuple[str, ...]:

@@ -1,43 +1,72 @@
 """Which port each part gets, and whether they are free.
 
-One number chooses all: the gateway's. The others follow ten above it, so two stacks need only different `PORT`s
-that are not within twenty of each other.
+One number chooses all: Envoy's. The gateway's three follow it, the others begin ten above it, so two stacks need only
+different `PORT`s that are not within twenty of each other.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.local.progress import StepFailed
 
 DEFAULT_PORT = 8000
 LOOPBACK = "127.0.0.1"
+MAX_ENGINES = 4
+PORTS_OF_A_STACK = 20
+_OTHERS = 10
 _LISTEN_STATE = "0A"
 
 
 @dataclass(frozen=True, slots=True)
 class PortPlan:
-    """One TCP port on loopback for each part."""
+    """The TCP ports of one stack, all on loopback."""
 
-    gateway: int
-    redis: int
-    manager: int
-    sidecar: int
-    engine: int
+    envoy: int
+    """Where clients go."""
 
-    def items(self) -> list[tuple[str, int]]:
-        """Return (part, port) pairs."""
-        return list(asdict(self).items())
+    @property
+    def gateway(self) -> int:
+        """The gateway's HTTP front."""
+        return self.envoy + 1
+
+    @property
+    def ext_proc(self) -> int:
+        """The gateway's external processor, which Envoy asks."""
+        return self.envoy + 2
+
+    @property
+    def envoy_admin(self) -> int:
+        """Envoy's own pages."""
+        return self.envoy + 3
+
+    @property
+    def redis(self) -> int:
+        """Sessions."""
+        return self.envoy + _OTHERS
+
+    @property
+    def manager(self) -> int:
+        """The context manager."""
+        return self.envoy + _OTHERS + 1
+
+    def sidecar(self, number: int) -> int:
+        """Return the port of a sidecar, counted from 0."""
+        return self.envoy + _OTHERS + 2 + 2 * number
+
+    def engine(self, number: int) -> int:
+        """Return the port of an engine, counted from 0."""
+        return self.sidecar(number) + 1
 
 
-def plan_ports(gateway_port: int) -> PortPlan:
-    """Return the plan for a gateway port. Raises StepFailed when it leaves no room for the others."""
-    if not 1024 <= gateway_port <= 65535 - 13:
-        raise StepFailed(f"PORT={gateway_port} is out of range: 1024 to {65535 - 13}")
-    return PortPlan(gateway_port, *(gateway_port + offset for offset in range(10, 14)))
+def plan_ports(port: int) -> PortPlan:
+    """Return the plan for Envoy's port. Raises StepFailed when it leaves no room for the others."""
+    if not 1024 <= port <= 65536 - PORTS_OF_A_STACK:
+        raise StepFailed(f"PORT={port} is out of range: 1024 to {65536 - PORTS_OF_A_STACK}")
+    return PortPlan(port)
 
 
 def check_ports_free(ports: list[tuple[str, int]]) -> None:
@@ -45,7 +74,7 @@ def check_ports_free(ports: list[tuple[str, int]]) -> None:
     taken = [f"  port {port} ({part}): {holder_of(port)}" for part, port in ports if not is_free(port)]
     if taken:
         listing = "\n".join(taken)
-        raise StepFailed(f"ports are taken:\n{listing}\nchoose others with PORT=<n>: the gateway's, the rest follow it")
+        raise StepFailed(f"ports are taken:\n{listing}\nchoose others with PORT=<n>: Envoy's, the rest follow it")
 
 
 def is_free(port: int) -> bool:

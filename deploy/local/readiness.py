@@ -11,6 +11,7 @@ import socket
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -70,6 +71,60 @@ class EngineReady:
         body = json.dumps({"model": self.model, "prompt": "Ready", "max_tokens": 1}).encode()
         request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
         return _status(request, _FIRST_TOKEN_S) == http.client.OK
+
+
+@dataclass(frozen=True, slots=True)
+class EnvoyReady:
+    """Envoy has its configuration, and a request gets through it to the gateway."""
+
+    url: str
+    admin_url: str
+
+    def __call__(self) -> bool:
+        """Ask once."""
+        return HttpReady(f"{self.admin_url}/ready")() and HttpReady(f"{self.url}/readyz")()
+
+
+def gateway_endpoints(url: str) -> dict[str, dict[str, Any]]:
+    """Return what a gateway knows of its pods, by name; nothing when it does not answer."""
+    described = _json(f"{url}/readyz")
+    return dict(described.get("endpoints") or {})
+
+
+def envoy_hosts(admin_url: str, cluster: str) -> set[str]:
+    """Return the addresses of a cluster that Envoy holds for healthy; none when it does not answer."""
+    clusters = _json(f"{admin_url}/clusters?format=json").get("cluster_statuses") or []
+    hosts = [host for found in clusters if found["name"] == cluster for host in found.get("host_statuses") or []]
+    return {_address(host) for host in hosts if not any(_is_fault(fact) for fact in host["health_status"].items())}
+
+
+def _address(host: dict[str, Any]) -> str:
+    socket_address = host["address"]["socket_address"]
+    return f"{socket_address['address']}:{socket_address['port_value']}"
+
+
+def _is_fault(fact: tuple[str, Any]) -> bool:
+    name, value = fact
+    return value is True if name != "eds_health_status" else value != "HEALTHY"
+
+
+def _json(url: str) -> dict[str, Any]:
+    try:
+        with _OPENER.open(url, timeout=_PROBE_S) as answer:
+            parsed = json.load(answer)
+    except urllib.error.HTTPError as exc:
+        with exc:
+            parsed = _parsed(exc.read())
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
 
 
 def _status(request: urllib.request.Request, timeout_s: float) -> int:

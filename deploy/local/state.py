@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,14 +92,26 @@ class StackPaths:
         return shutil.disk_usage(_SHARED_MEMORY).free if self.run.is_relative_to(_SHARED_MEMORY) else 0
 
     @property
-    def sidecar_socket(self) -> Path:
-        """Where the engine and the turn middleware find the sidecar."""
-        return self.run / "sidecar.sock"
+    def endpoints(self) -> Path:
+        """The pods as the gateway is told of them; it reads the file again when it changes."""
+        return self.root / "endpoints.json"
 
     @property
-    def shared_blocks(self) -> Path:
-        """Where sidecar and engine share blocks."""
-        return self.run / "blocks"
+    def envoy(self) -> Path:
+        """Envoy's bootstrap."""
+        return self.root / "envoy.yaml"
+
+    def sidecar_data(self, sidecar: str) -> Path:
+        """Return where a sidecar, named as its part, keeps blocks."""
+        return self.data / sidecar
+
+    def sidecar_socket(self, sidecar: str) -> Path:
+        """Return where its engine and the turn middleware find a sidecar."""
+        return self.run / f"{sidecar}.sock"
+
+    def shared_blocks(self, sidecar: str) -> Path:
+        """Return where a sidecar and its engine share blocks."""
+        return self.run / f"{sidecar}-blocks"
 
     @property
     def scratch(self) -> Path:
@@ -130,6 +142,19 @@ def read_settings(paths: StackPaths) -> dict[str, Any]:
 def write_settings(paths: StackPaths, settings: Mapping[str, Any]) -> None:
     """Remember how the stack is being started."""
     _write_json(paths.settings, settings)
+
+
+def write_endpoints(paths: StackPaths, endpoints: Sequence[Mapping[str, Any]]) -> None:
+    """Tell the gateway of the pods."""
+    _write_private(paths.endpoints, json.dumps([dict(endpoint) for endpoint in endpoints], indent=2) + "\n")
+
+
+def mark_draining(paths: StackPaths, endpoint: str, *, draining: bool) -> None:
+    """Say of one pod whether it is to get no new work."""
+    endpoints = json.loads(paths.endpoints.read_text())
+    write_endpoints(
+        paths, [entry | {"draining": draining} if entry["name"] == endpoint else entry for entry in endpoints]
+    )
 
 
 def make_secrets(paths: StackPaths) -> None:

@@ -1,22 +1,29 @@
 """The local stack's life with real processes: start, crash, stop, interrupt. The engine has its own tests."""
 
+import json
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from deploy.local.parts import PART_NAMES
-from deploy.local.ports import is_free, plan_ports
+from deploy.local.model import MODEL_NAME
+from deploy.local.parts import part_names
+from deploy.local.ports import PORTS_OF_A_STACK, is_free, plan_ports
 from deploy.local.processes import is_alive, session_members
 from deploy.local.progress import StepFailed
 from deploy.local.stack import Stack
-from deploy.local.state import read_state
+from deploy.local.state import API_KEYS, read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("redis", "manager", "sidecar")
@@ -24,10 +31,10 @@ SMALL = ("redis", "manager", "sidecar")
 
 
 def free_port() -> int:
-    """Return a gateway port whose whole plan is free now, below the ports the kernel hands out to clients."""
+    """Return a port whose whole plan is free now, below the ports the kernel hands out to clients."""
     while True:
         port = 20_000 + 20 * secrets.randbelow(600)
-        if all(is_free(planned) for _, planned in plan_ports(port).items()):
+        if all(is_free(port + offset) for offset in range(PORTS_OF_A_STACK)):
             return port
 
 
@@ -46,7 +53,7 @@ def test_parts_come_up_are_recorded_and_go_without_a_trace(stack):
     stack.up(SMALL)
     records = read_state(stack.paths)
 
-    assert states(stack) == dict.fromkeys(SMALL, "ready") | {"engine": "stopped", "gateway": "stopped"}
+    assert states(stack) == dict.fromkeys(part_names(1), "stopped") | dict.fromkeys(SMALL, "ready")
     assert all(session_members(record.name) for record in records.values())
 
     stack.down()
@@ -140,9 +147,61 @@ def test_a_part_that_dies_shows_its_log_and_takes_the_others_with_it(tmp_path):
     broken.clean()
 
 
+def test_each_engine_gets_a_sidecar_of_its_own(tmp_path):
+    pair = Stack(tmp_path / "stack", port=free_port(), engines=2)
+    try:
+        pair.up([*SMALL, "sidecar-1"])
+        pair.kill("sidecar-1")
+
+        assert tuple(states(pair)) == part_names(2)
+        assert [states(pair)[name] for name in ("sidecar", "sidecar-1")] == ["ready", "dead"]
+    finally:
+        pair.clean()
+
+
+@pytest.mark.parametrize("engines", [0, 5])
+def test_a_number_of_engines_that_has_no_ports_is_refused(tmp_path, engines):
+    with pytest.raises(StepFailed, match=f"ENGINES={engines} is out of range: 1 to 4"):
+        Stack(tmp_path / "stack", engines=engines)
+
+
+def test_a_request_gets_through_envoy_to_an_engine_and_an_engine_that_drains_gets_none(tmp_path):
+    pair = Stack(tmp_path / "stack", port=free_port(), engines=2)
+    around = [name for name in part_names(2) if not name.startswith("engine")]
+    try:
+        with stub_engine(pair.engine_urls[0]) as first, stub_engine(pair.engine_urls[1]) as second:
+            pair.up(around)
+            wait_until(lambda: ask_models(pair) == 200)
+            pair.drain("engine")
+            first.clear()
+            second.clear()
+            statuses = [ask_models(pair) for _ in range(10)]
+
+            assert statuses == [200] * 10
+            assert (len(first), len(second)) == (0, 10)
+
+            pair.kill("gateway")
+            pair.start("gateway")
+            pair.drain("engine-1")
+            pair.drain("engine", draining=False)
+            first.clear()
+
+            assert ask_models(pair) == 200
+            assert len(first) == 1
+    finally:
+        pair.clean()
+
+
+def test_only_engines_drain_and_only_before_a_gateway(stack):
+    with pytest.raises(StepFailed, match="sidecar is no engine"):
+        stack.drain("sidecar")
+    with pytest.raises(StepFailed, match="the gateway does not run"):
+        stack.drain("engine")
+
+
 def test_an_unknown_part_is_refused_with_the_names_there_are(stack):
-    with pytest.raises(StepFailed, match=f"PART= one of {', '.join(PART_NAMES)}"):
-        stack.start("envoy")
+    with pytest.raises(StepFailed, match=f"PART= one of {', '.join(part_names(1))}"):
+        stack.start("nginx")
 
 
 def test_a_part_cannot_be_started_into_a_stack_that_is_down(stack):
@@ -180,6 +239,59 @@ def test_ctrl_c_while_starting_stops_what_was_started(tmp_path, number):
     assert "redis" in records
     assert not any(session_members(record.name) for record in records.values())
     stack.clean()
+
+
+@contextmanager
+def stub_engine(url):
+    """Serve what gateway and Envoy ask an engine for; the value lists the requests, health checks apart."""
+    asked = []
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            if self.headers.get("x-request-id"):
+                asked.append(self.path)
+            body = json.dumps({"data": [{"id": MODEL_NAME}]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    server = ThreadingHTTPServer((host, int(port)), Answers)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def ask_models(stack):
+    request = urllib.request.Request(
+        f"{stack.url}/v1/models", headers={"authorization": f"Bearer {next(iter(API_KEYS))}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            answer.read()
+            return answer.status
+    except urllib.error.HTTPError as exc:
+        exc.close()
+        return exc.code
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "not within 30 s"
+        time.sleep(0.05)
 
 
 def run(*arguments):

@@ -1,35 +1,43 @@
-"""One real stack for the end-to-end tests: Valkey, manager, sidecar, vLLM with SmolLM2 in float32, gateway."""
+"""One real stack for the end-to-end tests: Valkey, manager, sidecar, vLLM with SmolLM2 in float32, gateway, Envoy."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from deploy.local.ports import PORTS_OF_A_STACK
 from deploy.local.stack import Stack
 
 MODEL = "smollm2-135m-instruct"
 KEY, OTHER_KEY = "test-key-1234567890", "test-key-other"
 TOMBSTONE_S = 3
+both_fronts = pytest.mark.parametrize("front", ["envoy", "http"], indirect=True)
+"""For what a front could spoil. The others go through Envoy, as production does."""
 
 
 class Client:
-    """A person with an API key."""
+    """A person with an API key, before one of the fronts."""
 
-    def __init__(self, stack: Stack, key: str = KEY) -> None:
+    def __init__(self, stack: Stack, key: str = KEY, *, front: str = "envoy") -> None:
         self.stack = stack
+        self.front = front
+        self.url = {"envoy": stack.url, "http": stack.front_url}[front]
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.Client(base_url=stack.url, headers=headers, timeout=300)
-        self.engine = httpx.Client(base_url=stack.engine_url, timeout=300)
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=300)
+        self.engine = httpx.Client(base_url=stack.engine_urls[0], timeout=300)
 
     def close(self) -> None:
         self.http.close()
         self.engine.close()
+
+    def sealed(self, session_id: str) -> bool:
+        """Return whether the context's KV is durable."""
+        return self.get(session_id)["holder"]["state"] == "sealed"
 
     def create(self, **body: Any) -> dict[str, Any]:
         return self._ok(self.http.post("/v1/context", json=self._body(body)))
@@ -102,19 +110,25 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def client(stack: Stack) -> Iterator[Client]:
+def front(request: pytest.FixtureRequest) -> str:
+    """Which front the callers use."""
+    return getattr(request, "param", "envoy")
+
+
+@pytest.fixture
+def client(stack: Stack, front: str) -> Iterator[Client]:
     """A caller of tenant `demo`; the stack is whole before and after."""
     stack.up()
-    caller = Client(stack)
+    caller = Client(stack, front=front)
     yield caller
     caller.close()
     stack.up()
 
 
 @pytest.fixture
-def other(stack: Stack) -> Iterator[Client]:
+def other(stack: Stack, front: str) -> Iterator[Client]:
     """A caller of tenant `other`."""
-    caller = Client(stack, OTHER_KEY)
+    caller = Client(stack, OTHER_KEY, front=front)
     yield caller
     caller.close()
 
@@ -124,22 +138,27 @@ def stored(stack: Stack):
     """Return the bytes of block and tail files on the sidecar's disk."""
 
     def count() -> int:
-        data = Path(stack.paths.data) / "sidecar"
-        return sum(
-            file.stat().st_size
-            for kind in ("blocks", "tails", "manifests")
-            for file in (data / kind).rglob("*")
-            if file.is_file()
-        )
+        return stored_bytes(stack)
 
     return count
 
 
+def stored_bytes(stack: Stack) -> int:
+    """Return the bytes of block, tail and manifest files on all sidecars' disks."""
+    return sum(
+        file.stat().st_size
+        for name in stack.names_of("sidecar")
+        for kind in ("blocks", "tails", "manifests")
+        for file in (stack.paths.sidecar_data(name) / kind).rglob("*")
+        if file.is_file()
+    )
+
+
 def free_port_range() -> int:
-    """Return a port whose neighbours are likely free too; the stack itself checks each."""
+    """Return a port whose followers are free now; the stack itself checks each again."""
     for port in range(18000, 30000, 100):
         try:
-            for offset in range(0, 60, 10):
+            for offset in range(PORTS_OF_A_STACK):
                 with socket.create_server(("127.0.0.1", port + offset)):
                     pass
         except OSError:

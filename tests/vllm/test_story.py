@@ -1,58 +1,32 @@
-"""The main job on real parts: create, continue and delete contexts of SmolLM2 through gateway, manager and sidecar.
+"""The main job on real parts: create, continue and delete contexts of SmolLM2 through either front.
 
 Equality is tested in float32, greedy: a cold answer is a stateless one over the same token ids, which shares no prefix
 cache with a context because contexts have a salt.
 """
 
-import time
-
 import httpx
 import openai
 import pytest
 
-from tests.vllm.conftest import KEY, MODEL, TOMBSTONE_S, Client
+from tests.helpers.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens, wait_until
+from tests.vllm.conftest import KEY, MODEL, TOMBSTONE_S, Client, both_fronts
 
 pytestmark = pytest.mark.timeout(900)
 
 LENGTHS = [1, 2, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2500]
-LOGPROB_TOLERANCE = 1e-3
 
 
 @pytest.fixture
 def api(client):
-    with openai.OpenAI(base_url=f"{client.stack.url}/v1", api_key=KEY) as api:
+    with openai.OpenAI(base_url=f"{client.url}/v1", api_key=KEY) as api:
         yield api
 
 
-def ids_of_length(count):
-    return [1000 + (index * 7919) % 20_000 for index in range(count)]
-
-
-def tokens(answer):
-    return answer["choices"][0]["token_ids"]
-
-
-def prompt_ids(answer):
-    choice = answer["choices"][0]
-    return choice.get("prompt_token_ids") or answer["prompt_token_ids"]
-
-
-def logprobs(answer):
-    return answer["choices"][0]["logprobs"]["token_logprobs"]
-
-
-def wait_until(condition, *, within_s):
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.1)
-    return value
-
-
 def seal(client, session_id):
-    return wait_until(lambda: client.get(session_id)["holder"]["state"] == "sealed", within_s=20)
+    return wait_until(lambda: client.sealed(session_id), within_s=20)
 
 
+@both_fronts
 def test_the_eps_story_falls_to_one_prompt_token(client):
     create = client.create(prompt="Say this is a test", ttl=3600)
 
@@ -81,6 +55,7 @@ def test_a_context_of_any_length_replays_to_one_token_from_the_sidecar_with_the_
     assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
 
 
+@both_fronts
 @pytest.mark.parametrize("streaming", [False, True])
 def test_three_appended_turns_give_the_ids_of_one_request_with_the_whole_history(client, streaming):
     asks = ["Once upon a time", " there lived a king. He said", " and the queen said"]
@@ -106,6 +81,7 @@ def test_three_appended_turns_give_the_ids_of_one_request_with_the_whole_history
         history += new + answered
 
 
+@both_fronts
 def test_chat_turns_that_send_only_the_new_message_give_the_ids_of_the_whole_history(client):
     asks = ["What is the capital of France?", "And of Spain?", "And of Italy?"]
     messages = [{"role": "user", "content": asks[0]}]
@@ -123,6 +99,7 @@ def test_chat_turns_that_send_only_the_new_message_give_the_ids_of_the_whole_his
         assert answer["choices"][0]["message"]["content"] == whole["choices"][0]["message"]["content"]
 
 
+@both_fronts
 def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_message(client):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     first = client.create(messages=messages, max_tokens=32)
@@ -214,6 +191,7 @@ def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_c
     wait_until(lambda: status() == 404, within_s=TOMBSTONE_S + 5)
 
 
+@both_fronts
 def test_the_openai_client_works_unchanged(client, api):
     session_id = client.create(prompt="The sun is", ttl=600)["session_id"]
     ours = {"session_id": session_id}
@@ -229,6 +207,7 @@ def test_the_openai_client_works_unchanged(client, api):
     assert client.get(session_id)["generation"] == 3
 
 
+@both_fronts
 def test_the_openai_client_works_unchanged_for_chat(client, api):
     session_id = client.create(messages=[{"role": "user", "content": "My name is Ada."}], ttl=600)["session_id"]
     ours = {"session_id": session_id}
@@ -252,6 +231,7 @@ def test_the_openai_client_works_unchanged_for_chat(client, api):
     assert chunks[-1].session_id == session_id
 
 
+@both_fronts
 def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(client):
     session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
     body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "max_tokens": 2000}
@@ -266,6 +246,7 @@ def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(
     assert answer.headers["x-context-generation"] == "2"
 
 
+@both_fronts
 def test_two_turns_at_once_are_one_answer_and_one_409(client):
     session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
     body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "max_tokens": 200}
@@ -322,7 +303,7 @@ def test_without_the_sidecar_answers_go_on_and_saves_resume_when_it_is_back(clie
 def is_saved(client):
     """Create a context and return whether its KV came to be."""
     session_id = client.create(prompt=ids_of_length(40))["session_id"]
-    return client.get(session_id)["holder"]["state"] == "sealed"
+    return client.sealed(session_id)
 
 
 BAD_BODIES = {
@@ -340,6 +321,7 @@ BAD_BODIES = {
 }
 
 
+@both_fronts
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored, name):
     body, status, code = BAD_BODIES[name]
@@ -355,6 +337,7 @@ def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored, name):
     assert client.complete(prompt="alive?")["choices"]
 
 
+@both_fronts
 def test_invalid_json_is_refused_with_line_and_column(client):
     create = b'{\n  "model": "m",\n  "prompt": "Say this is a test",\n  "ttl": 3600,\n}'
     ask = b'{\n  "session_id": "session-01"\n  "model": "m",\n  "prompt": "x"\n}'
@@ -368,6 +351,7 @@ def test_invalid_json_is_refused_with_line_and_column(client):
     assert "line 2, column 29: missing comma" in missing.json()["detail"]
 
 
+@both_fronts
 def test_unknown_and_foreign_contexts_get_the_same_answer(client, other):
     session_id = client.create(prompt="secret", ttl=600)["session_id"]
 
@@ -384,15 +368,17 @@ def test_unknown_and_foreign_contexts_get_the_same_answer(client, other):
         assert foreign.content == unknown.content
 
 
+@both_fronts
 def test_no_key_and_a_wrong_key_are_refused(client):
     for key in ("", "test-key-wrong"):
-        caller = Client(client.stack, key)
+        caller = Client(client.stack, key, front=client.front)
         response = caller.http.post("/v1/context", json={"model": MODEL, "prompt": "x"})
         caller.close()
 
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
+@both_fronts
 def test_a_body_over_the_limit_is_refused_and_a_large_one_below_it_gets_the_engines_answer(client):
     over = client.http.post("/v1/context", json={"model": MODEL, "prompt": "x" * (33 << 20)})
     below = client.http.post("/v1/context", json={"model": MODEL, "prompt": "x " * (5 << 20)})
@@ -401,6 +387,7 @@ def test_a_body_over_the_limit_is_refused_and_a_large_one_below_it_gets_the_engi
     assert (below.status_code, below.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
+@both_fronts
 def test_a_forged_identity_is_stripped_at_the_edge_and_refused_in_the_pod(client):
     forged = {"x-context-identity": "v1.eyJ0ZW5hbnQiOiJkZW1vIn0." + "0" * 64}
     body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
@@ -415,6 +402,7 @@ def test_a_forged_identity_is_stripped_at_the_edge_and_refused_in_the_pod(client
     assert unsigned.status_code == 404
 
 
+@both_fronts
 def test_a_session_header_nobody_knows_is_somebodys_label(client):
     response = client.http.post(
         "/v1/completions",
@@ -426,6 +414,7 @@ def test_a_session_header_nobody_knows_is_somebodys_label(client):
     assert "x-context-cache" not in response.headers
 
 
+@both_fronts
 def test_other_routes_pass_through(client):
     assert client.http.get("/v1/models").json()["data"][0]["id"] == MODEL
     assert isinstance(client.http.get("/v1/nothing"), httpx.Response)

@@ -4,29 +4,53 @@ import json
 
 import pytest
 
-from deploy.local.parts import PART_NAMES, StackSettings, host_memory_bytes, stack_parts
+from deploy.local.parts import StackSettings, endpoints_of, envoy_settings, host_memory_bytes, part_names, stack_parts
 from deploy.local.state import StackPaths
+
+SIDECAR_FILES = ("SIDECAR_DATA_DIR", "SIDECAR_UNIX_SOCKET", "SIDECAR_SHARED_DIR")
 
 
 @pytest.fixture
-def make_parts(tmp_path):
+def make_settings(tmp_path):
     def make(**changes):
-        settings = StackSettings(StackPaths(tmp_path), tmp_path / "model", 8000, **changes)
-        return {part.name: part for part in stack_parts(settings)}
+        return StackSettings(StackPaths(tmp_path), tmp_path / "model", 8000, **changes)
 
     return make
 
 
-def test_parts_come_in_start_order(make_parts):
-    assert tuple(make_parts()) == PART_NAMES
+@pytest.fixture
+def make_parts(make_settings):
+    def make(**changes):
+        return {part.name: part for part in stack_parts(make_settings(**changes))}
+
+    return make
+
+
+def transfer_config(engine):
+    command = engine.command
+    return json.loads(command[command.index("--kv-transfer-config") + 1])
+
+
+@pytest.mark.parametrize("engines", [1, 2, 4])
+def test_parts_come_in_start_order(make_parts, engines):
+    assert tuple(make_parts(engines=engines)) == part_names(engines)
+
+
+def test_the_first_of_a_kind_has_no_number():
+    assert part_names(1) == ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
+    assert part_names(2) == ("redis", "manager", "sidecar", "sidecar-1", "engine", "engine-1", "gateway", "envoy")
 
 
 def test_every_address_is_on_loopback(make_parts):
-    parts = make_parts()
+    parts = make_parts(engines=2)
     ours = {f"{name}={value}" for part in parts.values() for name, value in part.env.items() if "_LISTEN" in name}
 
     assert all("127.0.0.1" in part.url for part in parts.values())
-    assert ours
+    assert {listen.partition("=")[0] for listen in ours} == {
+        "MANAGER_LISTEN",
+        "SIDECAR_LISTEN",
+        "GATEWAY_EXT_PROC_LISTEN",
+    }
     assert all("=127.0.0.1:" in listen for listen in ours)
     assert parts["gateway"].env["GATEWAY_HOST"] == "127.0.0.1"
     for name, flag in {"redis": "--bind", "engine": "--host"}.items():
@@ -34,23 +58,64 @@ def test_every_address_is_on_loopback(make_parts):
         assert command[command.index(flag) + 1] == "127.0.0.1"
 
 
-def test_the_gateway_knows_where_engine_and_sidecar_listen(make_parts):
-    parts = make_parts()
-    (endpoint,) = json.loads(parts["gateway"].env["GATEWAY_ENDPOINTS"])
+def test_no_two_parts_share_a_port_or_a_file(make_parts):
+    parts = make_parts(engines=4).values()
+    ports = [port for part in parts for port in part.ports]
+    files = [part.env[name] for part in parts if part.kind == "sidecar" for name in SIDECAR_FILES]
 
-    assert endpoint == {"name": "engine-0", "url": parts["engine"].url, "sidecar": parts["sidecar"].url}
-    assert parts["engine"].env["TURN_ENDPOINT_NAME"] == endpoint["name"]
+    assert len(set(ports)) == len(ports)
+    assert len(set(files)) == 4 * len(SIDECAR_FILES)
 
 
-def test_connector_and_middleware_use_the_sidecars_socket(make_parts):
-    parts = make_parts()
-    command = parts["engine"].command
-    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
-    socket = f"unix://{parts['sidecar'].env['SIDECAR_UNIX_SOCKET']}"
+def test_the_gateway_is_told_of_every_engine_and_its_sidecar(make_settings, make_parts):
+    parts = make_parts(engines=2)
+    endpoints = endpoints_of(make_settings(engines=2))
 
-    assert transfer["kv_connector_extra_config"]["sidecar"] == socket
-    assert transfer["kv_load_failure_policy"] == "recompute"
-    assert parts["engine"].env["TURN_SIDECAR"] == socket
+    assert [(entry["name"], entry["url"], entry["sidecar"]) for entry in endpoints] == [
+        ("engine-0", parts["engine"].url, parts["sidecar"].url),
+        ("engine-1", parts["engine-1"].url, parts["sidecar-1"].url),
+    ]
+    assert [parts[name].env["TURN_ENDPOINT_NAME"] for name in ("engine", "engine-1")] == ["engine-0", "engine-1"]
+
+
+def test_a_list_of_endpoints_in_the_callers_environment_does_not_reach_the_gateway(make_parts, tmp_path, monkeypatch):
+    monkeypatch.setenv("GATEWAY_ENDPOINTS", '[{"name": "another", "url": "http://127.0.0.1:1"}]')
+    env = make_parts()["gateway"].env
+
+    assert json.loads(env["GATEWAY_ENDPOINTS"]) == []
+    assert env["GATEWAY_ENDPOINTS_FILE"] == str(StackPaths(tmp_path).endpoints)
+
+
+def test_envoy_sends_to_the_engines_and_asks_the_gateway(make_settings, make_parts):
+    parts = make_parts(engines=2)
+    settings = envoy_settings(make_settings(engines=2))
+    (gateway,) = settings.gateways
+
+    assert [f"http://{pod}" for pod in settings.pods] == [parts["engine"].url, parts["engine-1"].url]
+    assert gateway.ext_proc == parts["gateway"].env["GATEWAY_EXT_PROC_LISTEN"]
+    assert f"http://{gateway.http}" == parts["gateway"].url
+    assert settings.listen_host == settings.admin_host == "127.0.0.1"
+    assert (settings.listen_port, settings.admin_port) == parts["envoy"].ports
+
+
+def test_connector_and_middleware_use_their_own_sidecars_socket(make_parts):
+    parts = make_parts(engines=2)
+
+    for engine, sidecar in (("engine", "sidecar"), ("engine-1", "sidecar-1")):
+        socket = f"unix://{parts[sidecar].env['SIDECAR_UNIX_SOCKET']}"
+        transfer = transfer_config(parts[engine])
+        assert transfer["kv_connector_extra_config"]["sidecar"] == socket
+        assert transfer["kv_load_failure_policy"] == "recompute"
+        assert parts[engine].env["TURN_SIDECAR"] == socket
+
+
+def test_sidecars_may_fetch_from_each_other_and_from_nobody_else(make_parts):
+    parts = make_parts(engines=3)
+    urls = {part.url for part in parts.values() if part.kind == "sidecar"}
+
+    assert json.loads(make_parts()["sidecar"].env["SIDECAR_PEERS"]) == []
+    for part in (parts[name] for name in ("sidecar", "sidecar-1", "sidecar-2")):
+        assert set(json.loads(part.env["SIDECAR_PEERS"])) == urls - {part.url}
 
 
 def test_dtype_and_further_arguments_reach_vllm(make_parts):
@@ -85,7 +150,7 @@ def test_the_stacks_own_overlay_wins_over_all(make_parts):
 def test_no_secret_is_on_a_command_line(make_parts, tmp_path):
     secret_path = str(StackPaths(tmp_path).secret)
 
-    assert any(secret_path in word for word in make_parts()["engine"].command)  # its path, to be read by the owner
+    assert secret_path in transfer_config(make_parts()["engine"])["kv_connector_extra_config"].values()
     assert not any("test-key" in word for part in make_parts().values() for word in part.command)
 
 
@@ -95,3 +160,8 @@ def test_no_secret_is_on_a_command_line(make_parts, tmp_path):
 )
 def test_the_sidecar_takes_at_most_half_of_the_shared_memory(free, limit):
     assert host_memory_bytes(free) == limit
+
+
+@pytest.mark.parametrize("free", [1 << 30, 2 << 30])
+def test_two_sidecars_take_no_more_of_it_than_one(free):
+    assert 0 < 2 * host_memory_bytes(free, sidecars=2) <= free // 2

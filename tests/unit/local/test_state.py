@@ -11,8 +11,10 @@ from deploy.local.state import (
     RunningPart,
     StackPaths,
     make_secrets,
+    mark_draining,
     read_settings,
     read_state,
+    write_endpoints,
     write_part,
     write_settings,
 )
@@ -91,4 +93,15 @@ def test_each_directory_has_its_own_shared_memory(tmp_path):
 def test_the_socket_path_fits_however_deep_the_checkout_is(tmp_path):
     deep = StackPaths(tmp_path / ("d" * 100) / ("e" * 100))
 
-    assert len(str(deep.sidecar_socket)) < 107
+    assert len(str(deep.sidecar_socket("sidecar-3"))) < 107
+
+
+def test_one_engine_is_drained_and_given_work_again_and_the_others_are_not_touched(paths):
+    write_endpoints(paths, [{"name": "engine-0", "draining": False}, {"name": "engine-1", "draining": False}])
+
+    mark_draining(paths, "engine-1", draining=True)
+    drained = json.loads(paths.endpoints.read_text())
+    mark_draining(paths, "engine-1", draining=False)
+
+    assert drained == [{"name": "engine-0", "draining": False}, {"name": "engine-1", "draining": True}]
+    assert not any(entry["draining"] for entry in json.loads(paths.endpoints.read_text()))
