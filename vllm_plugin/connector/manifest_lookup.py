@@ -2,6 +2,7 @@
 
 A lookup goes through the candidates in order and keeps the longest common prefix with the prompt. A candidate that
 this engine is itself still saving is asked for again, for a bounded time: the next turn often comes before the seal.
+So is one that the sidecar says it is pulling from another pod; only its word makes the engine wait longer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contextcache.clock import Clock
-from contextcache.errors import CacheRefNotFound, ContextCacheError, SidecarUnavailable
+from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, SidecarUnavailable
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -76,13 +77,34 @@ class PendingSaves:
         return ends_at_ms is not None and self._clock.now_ms() < ends_at_ms
 
 
+class Patience:
+    """How long one lookup is waited for: a time set at its start, and put off once when KV is known to be coming.
+
+    Written by the lookup's thread, read by the engine's; each field is read and written whole.
+    """
+
+    def __init__(self, ends_at_ms: int) -> None:
+        self.answer_by_ms = ends_at_ms
+        """Until when the sidecar has to have answered: what was asked for at the start, whatever came later."""
+        self.ends_at_ms = ends_at_ms
+        """Until when the engine waits."""
+        self.is_pulling = False
+        """Whether the sidecar said that it is pulling."""
+
+    def pull_begins(self, until_ms: int) -> None:
+        """Wait until `until_ms` if that is longer; only the first call counts."""
+        if not self.is_pulling:
+            self.ends_at_ms = max(self.ends_at_ms, until_ms)
+            self.is_pulling = True
+
+
 class Lookup:
     """One request's question, being answered."""
 
-    def __init__(self, future: Future[None] | None, answer: list[Match], deadline_ms: int) -> None:
+    def __init__(self, future: Future[None] | None, answer: list[Match], patience: Patience) -> None:
         self._future = future
         self._answer = answer
-        self._deadline_ms = deadline_ms
+        self._patience = patience
 
     def result(self, now_ms: int) -> Match | None:
         """Return the match, None while it may still come, or a miss after the deadline. Never waits."""
@@ -93,8 +115,8 @@ class Lookup:
         if self._future.done():
             # The thread may have answered between the two looks.
             return self._answer[0] if self._answer else Match(None, 0, "internal_error")
-        if now_ms >= self._deadline_ms:
-            return Match(None, 0, "manifest_deadline")
+        if now_ms >= self._patience.ends_at_ms:
+            return Match(None, 0, CacheRefPending.code if self._patience.is_pulling else "manifest_deadline")
         return None
 
     def cancel(self) -> None:
@@ -132,25 +154,25 @@ class ManifestLookup:
             wait_ms //= _SILENT_SHARE
         elif any(ref in self._saves for ref in transfer.load):
             wait_ms = self._settings.own_save_wait_ms
-        deadline_ms = self._clock.now_ms() + wait_ms
+        patience = Patience(self._clock.now_ms() + wait_ms)
         answer: list[Match] = []
 
         def look_up() -> None:
-            answer.append(self._best(transfer, token_ids, facts, deadline_ms))
+            answer.append(self._best(transfer, token_ids, facts, patience))
 
-        return Lookup(self._pool.try_submit(look_up), answer, deadline_ms)
+        return Lookup(self._pool.try_submit(look_up), answer, patience)
 
     def close(self, timeout_s: float) -> bool:
         """End the threads; return whether they have ended in time."""
         self._stopping.set()
         return self._pool.close(timeout_s)
 
-    def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, deadline_ms: int) -> Match:
+    def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, patience: Patience) -> Match:
         prompt = np.asarray(token_ids, dtype=np.int64)
         best = Match(None, 0, "no_manifest")
         for cache_ref in transfer.load:
             try:
-                manifest, tier = self._manifest(transfer.tenant, cache_ref, deadline_ms)
+                manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
             except ContextCacheError as exc:
                 if best.manifest is None:
                     best = Match(None, 0, exc.code)
@@ -167,8 +189,11 @@ class ManifestLookup:
                 break
         return best
 
-    def _manifest(self, tenant: str, cache_ref: CacheRef, deadline_ms: int) -> tuple[Manifest, pb.Tier.ValueType]:
-        """Return a manifest and its tier; while our own save of it goes on, ask again. Raises ContextCacheError."""
+    def _manifest(self, tenant: str, cache_ref: CacheRef, patience: Patience) -> tuple[Manifest, pb.Tier.ValueType]:
+        """Return a manifest and its tier; while our own save or a pull of it goes on, ask again.
+
+        Raises ContextCacheError.
+        """
         # Not cut to what is left: a late answer serves nobody, but tells that the sidecar is not silent any more.
         timeout_s = self._settings.manifest_deadline_ms / 1000
         while True:
@@ -177,13 +202,22 @@ class ManifestLookup:
             try:
                 manifest, tier = self._sidecar.get().get_manifest(tenant, cache_ref, timeout_s)
             except SidecarUnavailable:
-                self._is_silent = self._clock.now_ms() >= deadline_ms
+                self._is_silent = self._clock.now_ms() >= patience.answer_by_ms
                 raise
+            except CacheRefPending:
+                self._is_silent = False
+                patience.pull_begins(self._clock.now_ms() + self._settings.pull_wait_ms)
+                if self._has_waited(patience.ends_at_ms):
+                    raise
             except CacheRefNotFound:
                 self._is_silent = False
-                if not was_pending or self._clock.now_ms() >= deadline_ms or self._stopping.wait(_ASK_AGAIN_S):
+                if not was_pending or self._has_waited(patience.answer_by_ms):
                     raise
             else:
                 self._is_silent = False
                 self._saves.end(cache_ref)
                 return manifest, tier
+
+    def _has_waited(self, until_ms: int) -> bool:
+        """Wait a moment before the next question; True when there is no time for one."""
+        return self._clock.now_ms() >= until_ms or self._stopping.wait(_ASK_AGAIN_S)

@@ -34,6 +34,9 @@ class ConnectorSettings:
     waited for a tenth of this until it has answered again."""
     own_save_wait_ms: int = 2_000
     """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
+    pull_wait_ms: int = 2_000
+    """Longest wait for KV that the sidecar is pulling from another pod, from the first time it says so. A pull moves
+    hundreds of MB/s; what takes longer than this is computed instead, and the pulled KV serves the turn after."""
     prepare_deadline_ms: int = 2_000
     """Longest time a finished request's blocks wait for the sidecar's word before they are freed unsaved."""
     save_deadline_ms: int = 30_000
@@ -44,8 +47,9 @@ class ConnectorSettings:
     """Slowest rate a load may have: each so many bytes allow one more ms (100 MB/s, a slow disk)."""
     min_load_tokens: int = 1
     """Tokens a load must bring beyond the engine's own prefix cache; raise it where computing is cheaper."""
-    lookup_threads: int = 4
-    """Manifest questions in flight at once."""
+    lookup_threads: int = 16
+    """Manifest questions in flight at once. One that waits for a save or a pull keeps its thread: there are more of
+    them than a sidecar has pulls at once, so that those waits hold nobody else up."""
     load_threads: int = 2
     """Loads copied at once; one fills about one memory channel."""
     save_threads: int = 2

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from contextcache.errors import (
     CacheRefNotFound,
+    CacheRefPending,
     ContextDeleted,
     FingerprintMismatch,
     SaveIncomplete,
@@ -43,6 +44,9 @@ class FakeSidecar(EngineSidecar):
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
         self.deleted: set[str] = set()
+        self.pulling: set[str] = set()
+        """cache_refs on their way from a peer."""
+        self.num_pending_answers = 0
         self.served_bytes = 0
         self.down = False
         self.block_size_bytes_max = 1 << 30
@@ -129,6 +133,10 @@ class FakeSidecar(EngineSidecar):
     def get_manifest(self, tenant, cache_ref, timeout_s):
         self._arrive("get_manifest")
         manifest = self.manifests.get(cache_ref)
+        if cache_ref in self.pulling:
+            self.num_pending_answers += 1
+            self._arrived[f"pending {self.num_pending_answers}"].set()
+            raise CacheRefPending("on its way")
         if manifest is None or manifest.tenant != tenant:
             raise CacheRefNotFound("no manifest")
         return manifest, pb.TIER_HOST

@@ -395,6 +395,97 @@ def test_nobody_waits_for_a_save_that_was_given_up(engine: Engine) -> None:
     assert engine.loop.computed["again"] > 0
 
 
+def _start_while_pulled(engine: Engine, *, load: tuple[str, ...] = (A,)) -> None:
+    """Begin a request whose first candidate is being pulled; return once its lookup has heard so."""
+    engine.sidecar.pulling.add(load[0])
+    engine.loop.add("again", PROMPT, params=transfer(load=load))
+    engine.loop.step()
+    engine.sidecar.wait_for("pending 2")
+
+
+def test_kv_on_its_way_from_a_peer_is_waited_for_beyond_the_manifest_deadline(engine: Engine) -> None:
+    answer = saved(engine)
+    _start_while_pulled(engine)
+    engine.clock.advance(ms=1_900)
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] == 0
+    engine.sidecar.pulling.clear()
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 4
+
+
+def test_a_pull_that_takes_too_long_is_computed_instead(engine: Engine) -> None:
+    answer = saved(engine)
+    _start_while_pulled(engine)
+    engine.clock.advance(ms=2_000)
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] > 0
+    assert engine.loop.run_to_end("again") == answer
+    report = report_of(engine)
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "cache_ref_pending")
+
+
+def test_the_time_for_a_pull_does_not_begin_anew_with_each_answer(engine: Engine) -> None:
+    saved(engine)
+    _start_while_pulled(engine)
+    engine.clock.advance(ms=1_500)
+    engine.sidecar.wait_for(f"pending {engine.sidecar.num_pending_answers + 2}")
+    engine.clock.advance(ms=500)
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] > 0
+
+
+def test_a_pull_that_ends_with_nothing_is_not_waited_for_any_longer(engine: Engine) -> None:
+    _start_while_pulled(engine)
+    engine.sidecar.pulling.clear()
+    engine.loop.run_to_end("again")
+
+    assert engine.loop.computed["again"] == 153
+    assert report_of(engine).reason == "cache_ref_not_found"
+
+
+def test_after_a_pull_that_takes_too_long_the_next_candidate_is_taken(engine: Engine) -> None:
+    saved(engine, PROMPT[:40], B)
+    _start_while_pulled(engine, load=(A, B))
+    lookup = engine.loop.connector.scheduler_side._requests["again"].lookup
+    engine.clock.advance(ms=2_000)
+    _settle_lookup(engine)
+
+    found = lookup.result(engine.clock.now_ms())
+    assert (found.manifest.cache_ref, found.num_tokens) == (B, 40)
+
+
+def test_a_sidecar_that_falls_silent_during_a_pull_holds_nothing_up(engine: Engine) -> None:
+    saved(engine)
+    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
+    hang.set()
+    _start_while_pulled(engine)
+    hang.clear()
+    engine.clock.advance(ms=2_000)
+    engine.loop.step()
+
+    assert engine.loop.computed["again"] > 0
+    hang.set()
+    engine.loop.run_to_end("again")
+
+
+def test_requests_that_wait_for_pulls_hold_no_other_lookup_up(engine: Engine) -> None:
+    saved(engine)
+    pulling = [cache_ref(100 + number) for number in range(8)]
+    engine.sidecar.pulling.update(pulling)
+    for number, ref in enumerate(pulling):
+        engine.loop.add(f"waits {number}", [number, *PROMPT], max_tokens=1, params=transfer(load=(ref,)))
+    engine.sidecar.wait_for("pending 16")
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.connector.scheduler_side._requests["again"].lookup._future.result(5)
+
+    assert engine.loop.connector.scheduler_side._requests["again"].lookup.result(0).num_tokens == 150
+    engine.sidecar.pulling.clear()
+
+
 def _settle_lookup(engine: Engine) -> None:
     pool = engine.loop.connector.scheduler_side._lookup._pool
     for future in list(pool._live):
