@@ -107,7 +107,9 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
 
 
 def _virtual_host(settings: EnvoySettings) -> dict[str, Any]:
-    return {"name": "all", "domains": ["*"], "routes": routes(settings)}
+    # What Envoy tells about the client beside X-Forwarded-For is not for pods.
+    removed = ["x-envoy-external-address", "x-envoy-internal"]
+    return {"name": "all", "domains": ["*"], "request_headers_to_remove": removed, "routes": routes(settings)}
 
 
 def _early_header_mutation() -> dict[str, Any]:
@@ -137,7 +139,8 @@ def _early_header_mutation() -> dict[str, Any]:
 
 def _http_filters(settings: EnvoySettings) -> list[dict[str, Any]]:
     # Buffering first: the plugin is asked when the request is whole, so that a slow upload holds no stream of it, and
-    # the limit holds for bodies that it does not look at too.
+    # the limit holds for bodies that it does not look at too. A request over the limit is refused when so much of it
+    # has been read, not by its content-length: most clients read no answer before they have sent everything.
     return [
         {
             "name": "envoy.filters.http.buffer",

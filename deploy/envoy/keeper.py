@@ -3,7 +3,7 @@
 Envoy asks the kernel to end it when the *thread* that started it ends, and on SIGTERM it cuts what is running. So the
 keeper starts it from its main thread, which lives as long as the process, and turns SIGTERM into a drain:
 
-1. `/healthcheck/fail` (admin `/ready` is 503) and `/drain_listeners?graceful&skip_exit`: answers say `connection: close`.
+1. `/healthcheck/fail` (admin `/ready` is 503), `/drain_listeners?graceful&skip_exit`: answers close their connection.
 2. `drain_delay_s` later the port closes; then until no request is active, at most `drain_timeout_s`.
 3. SIGTERM for Envoy. A second SIGTERM goes there at once.
 
@@ -85,7 +85,7 @@ class Keeper:
     """One Envoy and its end."""
 
     def __init__(self, config: Path) -> None:
-        """Raises OSError, KeyError when `config` is not a bootstrap of ours."""
+        """Read what is for the keeper. Raises OSError, KeyError when `config` is not a bootstrap of ours."""
         self._config = config
         self._settings = KeeperSettings.of(config)
         self._stops = 0

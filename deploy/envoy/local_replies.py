@@ -31,7 +31,7 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
     no_pod = NoReadyEndpoint("no pod can be reached", retry_after_s=1)
     busy = NoReadyEndpoint("the proxy carries as much as it may", retry_after_s=1)
     rules: list[tuple[str, ContextCacheError]] = [
-        (_one_of("request_payload_too_large", "direct_response") + " && response.code == 413", too_large),
+        (_one_of("request_payload_too_large"), too_large),
         (_one_of("direct_response", "route_not_found") + " && response.code == 404", PathNotFound("no such path")),
         (_begins("ext_proc_error"), away),
         (f"xds.route_name == '{CONTROL}' && ({_UNREACHED} || {_BROKEN})", away),

@@ -29,7 +29,6 @@ TURN = "turn"
 COMPLETION = "completion"
 STATELESS = "stateless"
 NOT_FOUND = "not_found"
-TOO_LARGE = "too_large"
 
 _NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
 _ANY = r"[A-Za-z0-9_~!$&'()*+,;=:@.-]"
@@ -43,21 +42,19 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     to_front = {"cluster": GATEWAY_HTTP, "timeout": "30s", "idle_timeout": "30s", "retry_policy": _RETRIES}
     post = [{"name": ":method", "string_match": {"exact": "POST"}}]
     by_header = [*post, {"name": SESSION_HEADER, "present_match": True}]
-    too_long = {"start": settings.max_body_bytes + 1, "end": (1 << 63) - 1}
-    stateless = [*_EXACT_V1, *[_path(path) for path in settings.engine_paths]]
+    stateless = [_UNDER_V1, *[_path(path) for path in settings.engine_paths]]
     return [
-        _answer(TOO_LARGE, 413, {"prefix": "/", "headers": [{"name": "content-length", "range_match": too_long}]}),
         _route(CREATE, {**_path(CONTEXT_PATH), "headers": post}, to_pod, fail_open=False),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
         # Any other spelling of our own namespace: the pod must not see it either.
-        _answer(NOT_FOUND, 404, _regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
+        _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
         *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
         *(
             _route(COMPLETION, {**_path(path), "headers": post}, to_pod, fail_open=settings.fail_open_stateless)
             for path in _COMPLETIONS
         ),
         *(_route(STATELESS, match, to_pod, fail_open=settings.fail_open_stateless) for match in stateless),
-        _answer(NOT_FOUND, 404, {"prefix": ""}),
+        _not_found({"prefix": ""}),
     ]
 
 
@@ -70,7 +67,7 @@ def _regex(pattern: str) -> dict[str, Any]:
 
 
 _COMPLETIONS = sorted(COMPLETION_PATHS)
-_EXACT_V1 = [_regex(rf"/v1(?:/{SEGMENT})+")]
+_UNDER_V1 = _regex(rf"/v1(?:/{SEGMENT})+")
 _CONTROL_MATCHES = [
     _path(CONTEXT_PATH),
     _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}"),
@@ -114,12 +111,12 @@ def _route(
     }
 
 
-def _answer(name: str, status: int, match: dict[str, Any]) -> dict[str, Any]:
-    # The body comes from `local_replies`. The plugin is asked nothing.
+def _not_found(match: dict[str, Any]) -> dict[str, Any]:
+    # The body comes from `local_replies`. The plugin is not asked.
     return {
-        "name": name,
+        "name": NOT_FOUND,
         "match": match,
-        "direct_response": {"status": status},
+        "direct_response": {"status": 404},
         "typed_per_filter_config": {
             EXT_PROC: {"@type": f"{TYPE}extensions.filters.http.ext_proc.v3.ExtProcPerRoute", "disabled": True}
         },

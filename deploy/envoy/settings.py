@@ -68,7 +68,7 @@ class EnvoySettings(BaseModel):
         32 << 20,
         gt=0,
         le=1 << 30,
-        description="bytes of the largest request body; more is 413; as GATEWAY_MAX_BODY_BYTES",
+        description="bytes of the largest request body, as GATEWAY_MAX_BODY_BYTES; more is 413",
     )
     max_heap_bytes: int = Field(
         2 << 30, ge=1 << 28, description="bytes of Envoy's own memory near which it takes no more requests (503)"
@@ -86,7 +86,7 @@ class EnvoySettings(BaseModel):
     drain_delay_s: int = Field(
         1,
         ge=0,
-        description="seconds between SIGTERM (admin /ready is 503, answers say `connection: close`) and closing the port",
+        description="seconds from SIGTERM (admin /ready is 503, answers close their connection) to closing the port",
     )
     drain_timeout_s: float = Field(600.0, ge=0, description="seconds running requests get to finish after that")
     concurrency: int = Field(2, ge=1, description="worker threads")

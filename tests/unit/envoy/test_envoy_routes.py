@@ -1,0 +1,108 @@
+"""Envoy's routes say what `gateway.paths.kind_of` says, for every method and every spelling of a path."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from deploy.envoy.routes import EXT_PROC, FRONT_PATHS, routes
+from deploy.envoy.settings import EnvoySettings
+from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of
+from gateway.settings import GatewaySettings
+
+SETTINGS = EnvoySettings(gateways=["127.0.0.1:1,127.0.0.1:2"], pods=["127.0.0.1:3"])
+ROUTES = routes(SETTINGS)
+ENGINE_PATHS = frozenset(SETTINGS.engine_paths)
+
+PIECES = [
+    "/v1",
+    "/V1",
+    "/context",
+    "/Context",
+    "/completions",
+    "/chat",
+    "/models",
+    "/",
+    "//",
+    "/.",
+    "/..",
+    "/...",
+    "/.a",
+]
+PIECES += ["%2e", "%2F", "\\", ";", " ", "a", "ü", "-", "_", "/healthz", "/metrics", "/health", "/tokenize", "/docs"]  # noqa: RUF001
+paths = st.one_of(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.text(max_size=20).map("/v1/".__add__))
+
+
+def matches(match: dict, method: str, path: str, headers: set[str]) -> bool:
+    """Match as Envoy does: a regex has to match the whole path; its classes are ASCII."""
+    for header in match.get("headers", ()):
+        if header["name"] == ":method":
+            if header["string_match"]["exact"] != method:
+                return False
+        elif header["name"] not in headers:
+            return False
+    if "path" in match:
+        return match["path"] == path
+    if "safe_regex" in match:
+        return re.fullmatch(match["safe_regex"]["regex"], path, re.ASCII | re.DOTALL) is not None
+    return path.startswith(match["prefix"])
+
+
+def route_of(method: str, path: str, *, headers: set[str] = frozenset()) -> dict:
+    return next(route for route in ROUTES if matches(route["match"], method, path, headers))
+
+
+def expected(method: str, path: str) -> str:
+    if path == "/metrics":
+        return "not_found"
+    try:
+        kind = kind_of(method, path, ENGINE_PATHS)
+    except PathNotFound:
+        return "not_found"
+    except MethodNotAllowed:
+        return "control"
+    return "control" if kind is Kind.OWN else kind.value
+
+
+@given(method=st.sampled_from(["GET", "POST", "DELETE", "PATCH", "HEAD", "OPTIONS"]), path=paths)
+@example(method="POST", path="/v1/context")
+@example(method="POST", path="/v1/CONTEXT")
+@example(method="GET", path="/v1/context/ctx_1/fork")
+@example(method="GET", path="/v1/context/..")
+@example(method="POST", path="/v1/chat/completions\n")
+def test_a_request_takes_the_way_that_the_gateway_says_it_has(method, path):
+    assert route_of(method, path)["name"] == expected(method, path)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_session_in_a_header_makes_a_completion_one_that_needs_the_plugin(path):
+    assert route_of("POST", path, headers={"x-session-id"})["name"] == "turn"
+    assert route_of("GET", path, headers={"x-session-id"})["name"] == "stateless"
+
+
+def failure_mode(name: str, settings: EnvoySettings = SETTINGS) -> set[bool]:
+    """Return whether the routes of a name let a request pass while the plugin is away."""
+    found = [route["typed_per_filter_config"][EXT_PROC] for route in routes(settings) if route["name"] == name]
+    return {route["overrides"]["failure_mode_allow"] for route in found}
+
+
+@pytest.mark.parametrize("name", ["create", "turn"])
+def test_what_claims_a_context_never_passes_without_the_plugin(name):
+    assert failure_mode(name) == {False}
+
+
+@pytest.mark.parametrize("name", ["completion", "stateless"])
+def test_what_claims_no_context_passes_without_the_plugin_unless_it_shall_not(name):
+    assert failure_mode(name) == {True}
+    assert failure_mode(name, SETTINGS.model_copy(update={"fail_open_stateless": False})) == {False}
+
+
+def test_envoy_and_gateway_know_the_same_engine_paths():
+    assert EnvoySettings.model_fields["engine_paths"].default == GatewaySettings.model_fields["engine_paths"].default
+
+
+def test_the_front_s_metrics_are_not_for_clients():
+    assert "/metrics" not in FRONT_PATHS
