@@ -1,7 +1,8 @@
 """The ASGI middleware vLLM loads (`--middleware vllm_plugin.turn.middleware.TurnMiddleware`). Thin.
 
 It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on requests that create or
-name a context. Everything else passes without being looked at: no signed header, no work.
+name a context; and on those that passed a gateway that was away. Everything else passes without being looked at: no
+header of ours, no work.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import logging
 from contextcache.clock import Clock, SystemClock
 from contextcache.error_body import error_body, error_headers
 from contextcache.errors import BodyTooLarge, ContextCacheError, ContextNotFound, EngineFailed, InvalidRequest
-from contextcache.identity import IDENTITY_HEADER, Identity, verify_identity
+from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
 from contextcache.json_body import parse_object
 from contextcache.logs import show_logs_of
+from contextcache.request_body import is_opaque, remove_forbidden_keys
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
 from contextcache.settings import read_secret
 from vllm_plugin.turn.app import compose_story
@@ -27,10 +29,12 @@ from vllm_plugin.turn.request import (
 )
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import Client, TurnStory
+from vllm_plugin.turn.unrouted import stateless_body
 
 log = logging.getLogger(__name__)
 
 _PATHS = frozenset({CONTEXT_PATH, COMPLETIONS_PATH, CHAT_PATH})
+_UNROUTED = UNROUTED_HEADER.encode()
 
 
 class TurnMiddleware:
@@ -58,17 +62,22 @@ class TurnMiddleware:
             await self._app(scope, receive, send)
             await self._story.close()
             return
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _PATHS:
+        if scope["type"] != "http" or scope["method"] != "POST" or not _may_concern_us(scope):
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         token = headers.get(IDENTITY_HEADER)
-        if token is None and not self._settings.single_tenant:
+        is_unrouted = token is None and UNROUTED_HEADER in headers
+        is_ours = scope["path"] in _PATHS and (token is not None or bool(self._settings.single_tenant))
+        if not is_ours and not is_unrouted:
             await self._app(scope, receive, send)
             return
         started = _Started(send)
         try:
-            await self._turn(scope, headers, token, Client(receive, started))
+            if is_unrouted:
+                await self._pass_unrouted(scope, headers, Client(receive, started))
+            else:
+                await self._turn(scope, headers, token, Client(receive, started))
         except ContextCacheError as exc:
             await self._refuse(exc, started)
         except Exception:
@@ -92,6 +101,10 @@ class TurnMiddleware:
             await self._pass(scope, raw, client)
             return
         body = parse_object(raw)
+        remove_forbidden_keys(body)
+        if identity.session_id is not None and not create:
+            # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
+            session_claim(body, identity.session_id)
         request = read_turn(scope["path"], body, headers)
         if create:
             new = read_new_session(body, tenant=identity.tenant, model=request.model)
@@ -115,8 +128,20 @@ class TurnMiddleware:
         body = parse_object(raw) if may_claim_session(raw) else None
         return session_claim(body, headers.get(SESSION_HEADER))
 
+    async def _pass_unrouted(self, scope: Scope, headers: dict[str, str], client: Client) -> None:
+        """Let a stateless request through without what a client may not say; refuse a context's."""
+        if is_opaque(headers.get("content-type", "")) and scope["path"] not in _PATHS:
+            await self._app(scope, client.receive, client.send)
+            return
+        raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes)
+        body = stateless_body(scope["path"], headers, raw)
+        if body is not raw:
+            kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+            scope = {**scope, "headers": [*kept, (b"content-length", str(len(body)).encode())]}
+        await self._pass(scope, body, client)
+
     async def _pass(self, scope: Scope, raw: bytes, client: Client) -> None:
-        """Give the engine the request as it came."""
+        """Give the engine the request with its whole body."""
         sent = False
 
         async def receive() -> Message:
@@ -149,6 +174,10 @@ class _Started:
     async def __call__(self, message: Message) -> None:
         self.value = self.value or message["type"] == "http.response.start"
         await self._send(message)
+
+
+def _may_concern_us(scope: Scope) -> bool:
+    return scope["path"] in _PATHS or any(name.lower() == _UNROUTED for name, _ in scope["headers"])
 
 
 async def read_body(receive: Receive, *, limit_bytes: int) -> bytes:
