@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from contextcache.settings import read_secret
 from gateway.auth import KeyFile, SingleTenant
 from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
+from gateway.endpoint_file import EndpointFile
 from gateway.endpoints import StaticEndpoints
 from gateway.exchange import BodyBudget
 from gateway.fairness import TenantRates
@@ -23,11 +24,15 @@ from gateway.flows import Gateway, GatewayRules
 from gateway.holders import Holders
 from gateway.http_front import FrontLimits, HttpFront
 from gateway.metrics import Metrics
-from gateway.ports import Authenticator, Endpoint, KVSidecar, SessionDirectory
+from gateway.ports import Authenticator
 from gateway.probe import HttpProbe
 from gateway.routing import LoadLimits
-from gateway.settings import GatewaySettings
+from gateway.settings import GatewaySettings, endpoint_of
+from gateway.sidecars import Sidecars
 from kv_sidecar.client import KVSidecarClient
+
+_PROBES_PER_SIDECAR_PROBE = 5
+"""What a sidecar says of itself changes with its engine only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,44 +55,21 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
 
     Raises OSError or ValueError when a file it needs is missing or broken. The other parts need not be there yet.
     """
+    metrics = Metrics(registry)
+    clock = SystemClock()
+    limits = FrontLimits(
+        max_body_bytes=settings.max_body_bytes,
+        max_in_flight=settings.max_in_flight,
+        body_timeout_s=settings.body_timeout_s,
+    )
     async with AsyncExitStack() as stack:
         directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s)
         stack.push_async_callback(directory.close)
-        sidecars: dict[str, KVSidecar] = {}
-        for endpoint in settings.endpoints:
-            if endpoint.sidecar:
-                sidecar = KVSidecarClient(endpoint.sidecar, timeout_s=settings.delete_timeout_s)
-                stack.push_async_callback(sidecar.close)
-                sidecars[endpoint.name] = sidecar
-        app = await stack.enter_async_context(
-            assembled(settings, directory=directory, sidecars=sidecars, registry=registry, clock=SystemClock())
-        )
-        yield app
-
-
-@asynccontextmanager
-async def assembled(
-    settings: GatewaySettings,
-    *,
-    directory: SessionDirectory,
-    sidecars: Mapping[str, KVSidecar],
-    registry: CollectorRegistry,
-    clock: Clock,
-) -> AsyncIterator[GatewayApp]:
-    """Run a gateway over the given directory and sidecars, probing its endpoints over HTTP."""
-    metrics = Metrics(registry)
-    async with AsyncExitStack() as stack:
-        probing = await stack.enter_async_context(aiohttp.ClientSession())
         carrying = await stack.enter_async_context(
             carrier_session(connect_timeout_s=settings.connect_timeout_s, idle_timeout_s=settings.idle_timeout_s)
         )
-        endpoints = StaticEndpoints(
-            [Endpoint(found.name, found.url, found.sidecar) for found in settings.endpoints],
-            HttpProbe(probing, timeout_s=settings.probe_timeout_s),
-            metrics=metrics,
-            interval_s=settings.probe_interval_s,
-        )
-        stack.push_async_callback(_cancelled, asyncio.create_task(endpoints.run(), name="endpoint probes"))
+        endpoints = await _watched_endpoints(settings, stack, metrics)
+        sidecars = await _watched_sidecars(settings, stack, endpoints, metrics)
         gateway = Gateway(
             authenticator=_authenticator(settings, clock, metrics),
             directory=directory,
@@ -108,11 +90,6 @@ async def assembled(
         )
         ready_state = ReadyState(gateway, endpoints)
         budget = BodyBudget(settings.max_buffered_bytes)
-        limits = FrontLimits(
-            max_body_bytes=settings.max_body_bytes,
-            max_in_flight=settings.max_in_flight,
-            body_timeout_s=settings.body_timeout_s,
-        )
         front = HttpFront(
             gateway=gateway,
             endpoints=endpoints,
@@ -123,6 +100,38 @@ async def assembled(
             metrics=metrics,
         )
         yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state)
+
+
+async def _watched_endpoints(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics) -> StaticEndpoints:
+    file = None if settings.endpoints_file is None else EndpointFile(settings.endpoints_file, metrics=metrics)
+    probing = await stack.enter_async_context(aiohttp.ClientSession())
+    endpoints = StaticEndpoints(
+        tuple(map(endpoint_of, settings.endpoints)) if file is None else file.endpoints,
+        HttpProbe(probing, timeout_s=settings.probe_timeout_s),
+        metrics=metrics,
+        interval_s=settings.probe_interval_s,
+        source=None if file is None else file.changed,
+    )
+    stack.push_async_callback(_cancelled, asyncio.create_task(endpoints.run(), name="endpoint probes"))
+    return endpoints
+
+
+async def _watched_sidecars(
+    settings: GatewaySettings, stack: AsyncExitStack, endpoints: StaticEndpoints, metrics: Metrics
+) -> Sidecars:
+    def connect(address: str) -> KVSidecarClient:
+        return KVSidecarClient(address, timeout_s=settings.delete_timeout_s)
+
+    sidecars = Sidecars(
+        endpoints,
+        connect,
+        metrics=metrics,
+        interval_s=_PROBES_PER_SIDECAR_PROBE * settings.probe_interval_s,
+        timeout_s=settings.probe_timeout_s,
+    )
+    stack.push_async_callback(sidecars.close)
+    stack.push_async_callback(_cancelled, asyncio.create_task(sidecars.run(), name="sidecar probes"))
+    return sidecars
 
 
 def _rules(settings: GatewaySettings) -> GatewayRules:

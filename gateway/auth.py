@@ -16,6 +16,7 @@ from pathlib import Path
 from contextcache.clock import Clock
 from contextcache.errors import Unauthorized
 from contextcache.model import TENANT_PATTERN, TenantId
+from gateway.file_version import file_version
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class KeyFile:
         self._path = path
         self._clock = clock
         self._metrics = metrics
-        self._version = self._stat()
+        self._version = file_version(path)
         self._checked_at_ms = clock.now_ms()
         self._keys = _read_keys(path)
 
@@ -81,7 +82,7 @@ class KeyFile:
         if abs(now_ms - self._checked_at_ms) < _RECHECK_MS:
             return
         self._checked_at_ms = now_ms
-        version = self._stat()
+        version = file_version(self._path)
         if version == self._version:
             return
         self._version = version
@@ -92,14 +93,6 @@ class KeyFile:
             log.warning("key file not reloaded, the last good keys stay", extra={"error": str(exc)})
         else:
             log.info("key file reloaded", extra={"num_keys": len(self._keys)})
-
-    def _stat(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        # The inode too: a mounted Secret is replaced by switching a link.
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def hash_key(key: str) -> str:

@@ -20,7 +20,7 @@ from gateway.exchange import answer_headers
 from gateway.flows import Gateway
 from gateway.metrics import Metrics
 from gateway.paths import MethodNotAllowed, PathNotFound
-from gateway.ports import EndpointDirectory
+from gateway.ports import EndpointDirectory, EndpointState
 
 DEFAULT_LIST_LIMIT = 20
 contexts = APIRouter(tags=["contexts"])
@@ -45,10 +45,21 @@ class ReadyState:
         return {
             "ready": not missing,
             "missing": missing,
-            "endpoints": {
-                state.endpoint.name: {"ready": state.ready, "models": sorted(state.models)} for state in states
-            },
+            "endpoints": {state.endpoint.name: _described(state) for state in states},
         }
+
+
+def _described(state: EndpointState) -> dict[str, Any]:
+    return {
+        "ready": state.ready,
+        "draining": state.endpoint.draining,
+        "models": sorted(state.models),
+        "in_flight": state.in_flight,
+        "running": state.load.running,
+        "waiting": state.load.waiting,
+        "kv_usage": round(state.load.kv_usage, 3),
+        "tiers": sorted(state.tiers),
+    }
 
 
 def control_app(gateway: Gateway, ready_state: ReadyState, metrics: Metrics) -> FastAPI:

@@ -1,18 +1,23 @@
-"""The pods named in the settings: which are ready, what they serve, how much each carries. Asks through a probe."""
+"""The pods named in the settings or in a file: which are ready, what they serve, how much each has to do.
+
+Asks through a probe, in the background: no request waits for any of this.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
-from gateway.ports import Endpoint, EndpointState
+from gateway.ports import Endpoint, EndpointState, EngineLoad
 
 log = logging.getLogger(__name__)
+
+_LOAD_STATES = ("running", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +28,55 @@ class Health:
     certain: bool = True
     """False: no answer in time, which a busy pod may mean; True: it answered, or refused the connection."""
     models: frozenset[ModelId] = frozenset()
+    load: EngineLoad = field(default_factory=EngineLoad)
+    """Zeros when the pod does not say."""
 
 
 Probe = Callable[[Endpoint], Awaitable[Health]]
 """Asks one pod how it does, within a deadline of its own. Never raises for what the pod does."""
+Source = Callable[[], Sequence[Endpoint] | None]
+"""Returns all pods there are when they have changed since it was asked last, else None."""
 
 
-@dataclass(slots=True)
 class _Pod:
-    endpoint: Endpoint
-    ready: bool = False
-    models: frozenset[ModelId] = frozenset()
-    in_flight: int = 0
-    num_routed: int = 0
-    silent_probes: int = field(default=0)
+    """One pod's state, made anew only after something changed: every request looks at every pod."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.ready = False
+        self.models = frozenset[ModelId]()
+        self.load = EngineLoad()
+        self.fingerprint = ""
+        self.tiers = frozenset[str]()
+        self.silent_probes = 0
+        self.in_flight = 0
+        self.in_flight_at_probe = 0
+        self.noted_since_probe = 0
+        """Requests sent there by somebody who does not say when they end."""
+        self.routed_at = 0
+        self._state: EndpointState | None = None
+
+    def changed(self) -> None:
+        self._state = None
 
     def state(self) -> EndpointState:
-        return EndpointState(self.endpoint, self.ready, self.models, self.in_flight, self.num_routed)
+        if self._state is None:
+            self._state = EndpointState(
+                self.endpoint,
+                self.ready,
+                self.models,
+                self.in_flight,
+                self.routed_at,
+                self.load,
+                self.in_flight - self.in_flight_at_probe + self.noted_since_probe,
+                self.fingerprint,
+                self.tiers,
+            )
+        return self._state
 
 
 class StaticEndpoints:
-    """A fixed set of pods, probed by `run`, which its owner cancels."""
+    """The pods somebody listed, probed by `run`, which its owner cancels."""
 
     def __init__(
         self,
@@ -53,16 +86,19 @@ class StaticEndpoints:
         metrics: Metrics,
         interval_s: float = 1.0,
         silent_probes_max: int = 3,
+        source: Source | None = None,
     ) -> None:
-        """`silent_probes_max` probes in a row without an answer make a ready pod unready."""
-        self._pods = {endpoint.name: _Pod(endpoint) for endpoint in endpoints}
-        assert len(self._pods) == len(endpoints), "endpoint names must differ"
+        """`silent_probes_max` probes in a row without an answer make a ready pod unready; `source`: pods may change."""
         self._probe = probe
         self._metrics = metrics
         self._interval_s = interval_s
         self._silent_probes_max = silent_probes_max
-        for name in self._pods:
-            metrics.endpoint_ready.labels(name).set(0)
+        self._source = source
+        self._num_routed = 0
+        self._pods: dict[str, _Pod] = {}
+        self._gone: dict[str, _Pod] = {}
+        """Pods no longer listed that still have requests of ours; bounded by those."""
+        self.follow(endpoints)
 
     def states(self) -> Sequence[EndpointState]:
         """Return all pods, ready or not."""
@@ -74,32 +110,68 @@ class StaticEndpoints:
         return None if pod is None else pod.endpoint
 
     def note_routed(self, name: str) -> None:
-        """Count one request as sent to this pod by somebody else, who will not say when it ends."""
-        if name in self._pods:
-            self._pods[name].num_routed += 1
+        """Count one request as sent to this pod by somebody else, who will not say when it ends; a pod gone is none."""
+        pod = self._pods.get(name)
+        if pod is not None:
+            self._used(pod)
+            pod.noted_since_probe += 1
 
     def mark_unreachable(self, name: str) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again."""
-        self._set_ready(self._pods[name], ready=False)
+        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already."""
+        pod = self._pods.get(name)
+        if pod is not None:
+            self._set_ready(pod, ready=False)
+
+    def note_sidecar(self, name: str, *, fingerprint: str, tiers: frozenset[str]) -> None:
+        """Remember what a pod's sidecar said; an empty fingerprint leaves the last one, which the engine still has."""
+        pod = self._pods.get(name)
+        if pod is not None:
+            pod.fingerprint = fingerprint or pod.fingerprint
+            pod.tiers = tiers
+            pod.changed()
 
     @contextmanager
     def carrying(self, name: str) -> Iterator[None]:
-        """Count one request as in flight to this pod for the length of the `with` block."""
-        pod = self._pods[name]
+        """Count one request as in flight to this pod for the length of the `with` block.
+
+        A pod that leaves the list meanwhile, and perhaps comes back, keeps its count.
+        """
+        pod = self._pods.get(name) or self._gone.get(name)
+        if pod is None:
+            # It went between the choice and now; the connection will tell.
+            yield
+            return
         gauge = self._metrics.requests_in_flight.labels(name)
+        self._used(pod)
         pod.in_flight += 1
-        pod.num_routed += 1
         gauge.inc()
         try:
             yield
         finally:
             pod.in_flight -= 1
+            pod.changed()
             gauge.dec()
+            self._forget_if_gone(pod)
+
+    def follow(self, endpoints: Sequence[Endpoint]) -> None:
+        """Make these all the pods there are. A new one is not ready before it was asked."""
+        assert len({endpoint.name for endpoint in endpoints}) == len(endpoints), "endpoint names must differ"
+        before = self._pods
+        self._pods = {endpoint.name: self._pod_of(endpoint) for endpoint in endpoints}
+        for name, pod in before.items():
+            if name not in self._pods:
+                log.info("endpoint gone", extra={"endpoint": name})
+                self._set_ready(pod, ready=False)
+                self._gone[name] = pod
+                self._forget_if_gone(pod)
 
     async def run(self) -> None:
         """Probe all pods again and again until cancelled."""
         while True:
             try:
+                changed = self._source() if self._source is not None else None
+                if changed is not None:
+                    self.follow(changed)
                 await self.probe_all()
             except Exception:
                 # The loop must live: without it no pod would ever become ready again.
@@ -108,15 +180,24 @@ class StaticEndpoints:
             await asyncio.sleep(self._interval_s)
 
     async def probe_all(self) -> None:
-        """Probe every pod once, all at the same time."""
-        pods = list(self._pods.values())
-        for pod, health in zip(pods, await asyncio.gather(*(self._probe(pod.endpoint) for pod in pods)), strict=True):
+        """Probe every pod once, all at the same time; a fault of one probe costs the others nothing."""
+        found = await asyncio.gather(*map(self._probe_one, list(self._pods.values())), return_exceptions=True)
+        for fault in found:
+            if fault is not None:
+                raise fault
+
+    async def _probe_one(self, pod: _Pod) -> None:
+        endpoint = pod.endpoint
+        health = await self._probe(endpoint)
+        # What answered may no longer be what is listed under this name.
+        if self._pods.get(endpoint.name) is pod and pod.endpoint.url == endpoint.url:
             self._note(pod, health)
 
     def _note(self, pod: _Pod, health: Health) -> None:
         if health.healthy:
             pod.silent_probes = 0
             pod.models = health.models
+            self._set_load(pod, health.load)
             self._set_ready(pod, ready=True)
         elif health.certain:
             self._set_ready(pod, ready=False)
@@ -125,8 +206,48 @@ class StaticEndpoints:
             if pod.silent_probes >= self._silent_probes_max:
                 self._set_ready(pod, ready=False)
 
+    def _set_load(self, pod: _Pod, load: EngineLoad) -> None:
+        pod.load = load
+        pod.in_flight_at_probe = pod.in_flight
+        pod.noted_since_probe = 0
+        pod.changed()
+        for state, value in zip(_LOAD_STATES, (load.running, load.waiting), strict=True):
+            self._metrics.endpoint_load.labels(pod.endpoint.name, state).set(value)
+
     def _set_ready(self, pod: _Pod, *, ready: bool) -> None:
         if pod.ready != ready:
             pod.ready = ready
+            pod.changed()
             self._metrics.endpoint_ready.labels(pod.endpoint.name).set(int(ready))
             log.info("endpoint ready" if ready else "endpoint not ready", extra={"endpoint": pod.endpoint.name})
+
+    def _used(self, pod: _Pod) -> None:
+        self._num_routed += 1
+        pod.routed_at = self._num_routed
+        pod.changed()
+
+    def _pod_of(self, endpoint: Endpoint) -> _Pod:
+        """Return the pod as it is known, if what is listed is still the same one; else one to be asked first."""
+        pod = self._pods.get(endpoint.name) or self._gone.pop(endpoint.name, None)
+        if pod is None or pod.endpoint.url != endpoint.url:
+            # Requests to what had this name before end where they began.
+            pod = _Pod(endpoint)
+            self._metrics.endpoint_ready.labels(endpoint.name).set(0)
+        elif pod.endpoint != endpoint:
+            pod.endpoint = endpoint
+            pod.changed()
+        return pod
+
+    def _forget_if_gone(self, pod: _Pod) -> None:
+        name = pod.endpoint.name
+        if self._gone.get(name) is pod and not pod.in_flight:
+            del self._gone[name]
+            self._forget_metrics(name)
+
+    def _forget_metrics(self, name: str) -> None:
+        for gauge in (self._metrics.endpoint_ready, self._metrics.requests_in_flight):
+            with suppress(KeyError):
+                gauge.remove(name)
+        for state in _LOAD_STATES:
+            with suppress(KeyError):
+                self._metrics.endpoint_load.remove(name, state)

@@ -73,6 +73,8 @@ class Forward:
     body: bytes | None
     """None: carry the body as it came."""
     query: RouteQuery = field(default_factory=RouteQuery)
+    session: CacheSessionMetadata | None = None
+    """Whose turn it is; None: nobody's."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -154,7 +156,7 @@ class Gateway:
             session = None if claim is None else await self._claimed_session(admission.tenant, claim)
             return None if session is None else await self._turn_forward(admission, None, session)
         if admission.kind is Kind.STATELESS and (not has_body or is_opaque(admission.headers.get("content-type", ""))):
-            return self._forward(Kind.STATELESS, None, self._query(admission))
+            return self._forward(Kind.STATELESS, None, self._query(admission, light=not has_body))
         return None
 
     async def route(self, admission: Admission, body: bytes) -> Forward:
@@ -173,15 +175,15 @@ class Gateway:
                 parsed = parse_object(body) if parsed_or_none is None else parsed_or_none
                 return await self._turn_forward(admission, parsed, session)
         changed = None if parsed_or_none is None else without_forbidden_keys(parsed_or_none)
-        return self._forward(Kind.STATELESS, changed, self._query(admission, parsed_or_none))
+        return self._forward(Kind.STATELESS, changed, self._query(admission, parsed_or_none, light=not body))
 
-    def reroute(self, forward: Forward, *, unreachable: str) -> Forward:
+    async def reroute(self, forward: Forward, *, unreachable: str) -> Forward:
         """Return the same request for another pod, after `unreachable` refused the connection.
 
-        Nothing was sent, and an identity is good for any pod. Raises NoReadyEndpoint.
+        Nothing was sent, and an identity is good for any pod. Raises NoReadyEndpoint, EndpointsSaturated.
         """
         self._endpoints.mark_unreachable(unreachable)
-        return replace(forward, choice=self._choose(forward.query))
+        return await self._with_kv(replace(forward, choice=self._choose(forward.query)))
 
     async def read(self, tenant: TenantId, session_id: SessionId) -> ContextObject:
         """Return one context. Raises ContextNotFound, ContextExpired, StoreUnavailable; never for a sidecar."""
@@ -222,9 +224,16 @@ class Gateway:
         if not body:
             return None
         content_type = admission.headers.get("content-type", "")
-        by_prefix = strategy_of(admission.headers.get(STRATEGY_HEADER)) is Strategy.PREFIX_CACHE
-        wanted = (by_prefix or model_matters(self._endpoints.states())) and content_type.startswith("application/json")
+        wanted = self._says_where(admission) and content_type.lower().startswith("application/json")
         return parse_leniently(body) if wanted or needs_parsing(body, content_type) else None
+
+    def _says_where(self, admission: Admission) -> bool:
+        """Return whether a body that claims nothing still decides which pod it goes to."""
+        states = self._endpoints.states()
+        if len(states) < 2:
+            return False
+        by_prefix = strategy_of(admission.headers.get(STRATEGY_HEADER)) is Strategy.PREFIX_CACHE
+        return by_prefix or model_matters(states)
 
     async def _claimed_session(self, tenant: TenantId, claim: SessionClaim) -> CacheSessionMetadata | None:
         """Return the session, or None when only a header names an id that is nobody's: a label of the client's own.
@@ -254,7 +263,7 @@ class Gateway:
     async def _turn_forward(
         self, admission: Admission, parsed: dict[str, Any] | None, session: CacheSessionMetadata
     ) -> Forward:
-        """Return the pod of a turn; when that is not the holder, its sidecar is told to fetch the KV meanwhile."""
+        """Return the pod of a turn, which has its KV or is fetching it."""
         query = RouteQuery(
             model=session.model_id,
             holder=session.holder,
@@ -263,8 +272,12 @@ class Gateway:
         )
         headers = self._identity_header(admission, session.session_id)
         body = None if parsed is None else without_forbidden_keys(parsed)
-        forward = self._forward(Kind.TURN, body, query, headers=headers)
-        if session.holder and forward.endpoint.name != session.holder:
+        return await self._with_kv(replace(self._forward(Kind.TURN, body, query, headers=headers), session=session))
+
+    async def _with_kv(self, forward: Forward) -> Forward:
+        """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""
+        session = forward.session
+        if session is not None and session.holder and forward.endpoint.name != session.holder:
             await self._holders.start_pull(session, to=forward.endpoint)
         return forward
 
@@ -278,14 +291,21 @@ class Gateway:
         return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
 
     def _query(
-        self, admission: Admission, parsed: dict[str, Any] | None = None, *, affinity: bytes = b""
+        self,
+        admission: Admission,
+        parsed: dict[str, Any] | None = None,
+        *,
+        affinity: bytes = b"",
+        light: bool = False,
     ) -> RouteQuery:
         strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
         if strategy is Strategy.SESSION_AFFINITY:
             affinity = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or affinity
         elif strategy is Strategy.PREFIX_CACHE and parsed is not None:
-            affinity = prompt_affinity(admission.tenant, parsed)
-        return RouteQuery(model=model_of(parsed), affinity=affinity, strategy=strategy, subset=admission.subset)
+            affinity = affinity or prompt_affinity(admission.tenant, parsed)
+        return RouteQuery(
+            model=model_of(parsed), affinity=affinity, strategy=strategy, subset=admission.subset, light=light
+        )
 
     def _forward(
         self, kind: Kind, body: bytes | None, query: RouteQuery, *, headers: Mapping[str, str] | None = None

@@ -135,7 +135,7 @@ class HttpFront:
                     await self._carrier.carry(forward, body, exchange)
             except ConnectFailed:
                 # Ends: a refused pod is not chosen again before a probe has found it healthy.
-                forward = self._gateway.reroute(forward, unreachable=name)
+                forward = await self._gateway.reroute(forward, unreachable=name)
             else:
                 return
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -27,11 +27,14 @@ class Endpoint:
     draining: bool = False
     """True: it finishes what it has; nothing new goes there while another pod is ready."""
 
-    @property
-    def address(self) -> str:
-        """`host:port` of the HTTP API: how proxies name the pod."""
+    address: str = field(init=False, compare=False)
+    """`host:port` of the HTTP API: how proxies name the pod."""
+
+    def __post_init__(self) -> None:
+        """Read the address out of the URL once: it is needed for every request."""
         found = urlsplit(self.url)
-        return found.netloc if found.port else f"{found.netloc}:{443 if found.scheme == 'https' else 80}"
+        port = 443 if found.scheme == "https" else 80
+        object.__setattr__(self, "address", found.netloc if found.port else f"{found.netloc}:{port}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,16 @@ class EndpointState:
     """Served model names; empty when the pod would not say."""
     in_flight: int
     """Requests this gateway is carrying to it now."""
-    num_routed: int
-    """Requests routed to it so far: breaks ties, so that idle pods take turns."""
+    routed_at: int
+    """Number, among all requests of this gateway, of the last one that went there: breaks ties, so that idle pods take
+    turns; 0: none yet."""
     load: EngineLoad = EngineLoad()
+    since_probe: int = 0
+    """Requests this gateway knows to have come to the pod, less those known to have ended, since `load` was read."""
     fingerprint: str = ""
-    """Of its engine's KV, as its sidecar knows it; empty: not known."""
+    """Of its engine's KV, as its sidecar said last; empty: not known."""
     tiers: frozenset[str] = frozenset()
-    """Tiers its sidecar keeps KV in."""
+    """Tiers its sidecar keeps KV in; empty: it has none, or does not answer."""
 
 
 class SessionDirectory(Protocol):
@@ -124,11 +130,11 @@ class EndpointDirectory(Protocol):
         ...
 
     def mark_unreachable(self, name: str) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again."""
+        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already."""
         ...
 
     def note_routed(self, name: str) -> None:
-        """Count one request as sent to this pod by somebody else, who will not say when it ends."""
+        """Count one request as sent to this pod by somebody else, who will not say when it ends; a pod gone is none."""
         ...
 
     def carrying(self, name: str) -> AbstractContextManager[None]:

@@ -1,42 +1,98 @@
-"""Asks a pod over HTTP whether it is healthy and what it serves. Decides nothing."""
+"""Asks a pod over HTTP whether it is healthy, what it serves and how much it has to do. Decides nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import re
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
+from yarl import URL
 
 from contextcache.model import ModelId
 from gateway.endpoints import Health
-from gateway.ports import Endpoint
+from gateway.ports import Endpoint, EngineLoad
+
+_RUNNING, _WAITING, _KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+"""vLLM 0.32 v1/metrics/loggers.py PrometheusStatLogger: gauges, one sample an engine core (data parallel rank)."""
+_LOAD_PATH = "/metrics?" + "&".join(f"name[]={quote(name)}" for name in (_RUNNING, _WAITING, _KV_USAGE))
+"""Only these: prometheus_client's page takes names, and the whole one costs the pod milliseconds."""
+_SAMPLE = re.compile(rb"^(vllm:\w+)(?:\{.*\})? ([^ ]+)", re.MULTILINE)
+_PAGE_BYTES_MAX = 4 << 20
+"""More than a whole page of vLLM's; what stands beyond it is not read."""
 
 
 class HttpProbe:
-    """`GET /health` and `GET /v1/models` of a vLLM pod."""
+    """`GET /health`, `/v1/models` and `/metrics` of a vLLM pod."""
 
     def __init__(self, session: aiohttp.ClientSession, *, timeout_s: float) -> None:
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __call__(self, endpoint: Endpoint) -> Health:
-        """Return what the pod says. Never raises for what it does."""
+        """Return what the pod says. Never raises for what it does; a healthy pod may keep the rest to itself."""
         try:
             async with self._session.get(f"{endpoint.url}/health", timeout=self._timeout) as answer:
                 if answer.status != 200:
                     return Health(healthy=False)
-            async with self._session.get(f"{endpoint.url}/v1/models", timeout=self._timeout) as answer:
-                models = _model_names(await answer.read()) if answer.status == 200 else frozenset[ModelId]()
-            return Health(healthy=True, models=models)
         except (TimeoutError, aiohttp.ServerTimeoutError):
             return Health(healthy=False, certain=False)
         except aiohttp.ClientError:
             return Health(healthy=False)
+        models, load = await asyncio.gather(
+            self._page(f"{endpoint.url}/v1/models"), self._page(endpoint.url + _LOAD_PATH)
+        )
+        if models is None:
+            return Health(healthy=False, certain=False)
+        return Health(healthy=True, models=model_names(models), load=engine_load(load or b""))
+
+    async def _page(self, url: str) -> bytes | None:
+        """Return the beginning of a page, b"" for one that is refused, None when there was no answer in time."""
+        try:
+            async with self._session.get(URL(url, encoded=True), timeout=self._timeout) as answer:
+                return await _beginning(answer) if answer.status == 200 else b""
+        except (TimeoutError, aiohttp.ClientError):
+            return None
 
 
-def _model_names(body: bytes) -> frozenset[ModelId]:
+def model_names(body: bytes) -> frozenset[ModelId]:
+    """Return the models on a `/v1/models` page; none when it is no such page."""
     try:
         entries: Any = json.loads(body)["data"]
         return frozenset(str(entry["id"]) for entry in entries)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, RecursionError, TypeError, ValueError):
         return frozenset()
+
+
+def engine_load(page: bytes) -> EngineLoad:
+    """Return what a page in Prometheus' text format says of the engine: requests of all ranks, the fullest one's KV."""
+    found: dict[str, list[float]] = {_RUNNING: [0.0], _WAITING: [0.0], _KV_USAGE: [0.0]}
+    for name, text in _SAMPLE.findall(page):
+        samples, value = found.get(name.decode()), _number(text)
+        if samples is not None and value is not None:
+            samples.append(value)
+    return EngineLoad(
+        running=int(sum(found[_RUNNING])), waiting=int(sum(found[_WAITING])), kv_usage=min(1.0, max(found[_KV_USAGE]))
+    )
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+async def _beginning(answer: aiohttp.ClientResponse) -> bytes:
+    pieces: list[bytes] = []
+    size_bytes = 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size_bytes += len(piece)
+        if size_bytes >= _PAGE_BYTES_MAX:
+            break
+    return b"".join(pieces)[:_PAGE_BYTES_MAX]

@@ -1,9 +1,12 @@
 """Which pod takes a request. Pure.
 
-In this order: pods that are ready, not draining, serve the model and are in the proxy's subset; of those the holder of
-the context's KV, unless it is saturated or the client asked for something else; else, where requests with the same
-beginning should meet (a new context), the pod that rendezvous hashing names, unless it is loaded well beyond the
-others; else the least loaded.
+In this order: pods that are ready, in the proxy's subset, serve the model and do not drain; of those the ones whose
+queue is not full; of those the holder of the context's KV, unless it is saturated and another is not, or the client
+asked for something else; else, where requests with the same beginning should meet (a new context), the pod that
+rendezvous hashing names, unless it is loaded well beyond the others; else the least loaded.
+
+A pod's load is what its engine said at the last probe, corrected by what this gateway knows to have come and gone
+since. Other gateways' requests show at the next probe.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from gateway.ports import Endpoint, EndpointState
 _RETRY_AFTER_S = 2
 """About two probe intervals: long enough for a pod to be seen ready."""
 STRATEGY_HEADER = "routing-strategy"
-"""AIBrix's header, with its values; unknown ones are ignored."""
+"""AIBrix's header, with its values; unknown ones are ignored. It travels on: an engine does not know it."""
 
 
 class Strategy(Enum):
@@ -30,7 +33,9 @@ class Strategy(Enum):
     RANDOM = "random"
     LEAST_REQUEST = "least-request"
     PREFIX_CACHE = "prefix-cache"
+    """Where requests that begin alike go; a turn's holder is that already."""
     SESSION_AFFINITY = "session-affinity"
+    """Where requests with the same `X-Session-ID` go, a context's or a label; a turn's holder is that already."""
 
 
 class Reason(Enum):
@@ -38,7 +43,7 @@ class Reason(Enum):
 
     HOLDER = "holder"
     AWAY = "holder_away"
-    """The holder is not ready, or not there."""
+    """The holder is not there, not ready, not allowed, or serves another model now."""
     DRAINING = "holder_draining"
     SATURATED = "holder_saturated"
     AFFINITY = "affinity"
@@ -72,6 +77,8 @@ class RouteQuery:
     strategy: Strategy | None = None
     subset: frozenset[str] | None = None
     """Addresses (`host:port`) that the proxy in front allows; None: all."""
+    light: bool = False
+    """It asks the engine for no work, so a full queue is no reason to refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +91,7 @@ class Choice:
 
 def strategy_of(header: str | None) -> Strategy | None:
     """Return the strategy a `routing-strategy` header names; None for none and for unknown ones."""
-    try:
-        return Strategy((header or "").strip().lower())
-    except ValueError:
-        return None
+    return _STRATEGIES.get(header.strip().lower()) if header else None
 
 
 def choose_endpoint(states: Sequence[EndpointState], query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:
@@ -95,21 +99,19 @@ def choose_endpoint(states: Sequence[EndpointState], query: RouteQuery, *, limit
 
     Pods that serve `query.model` come first; when none does, any ready pod may say so in the engine's own words.
     """
-    candidates = _candidates(states, query)
-    if limits.shed_waiting and all(state.load.waiting >= limits.shed_waiting for state in candidates):
-        raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=_RETRY_AFTER_S)
-    by_name = {state.endpoint.name: state for state in candidates}
-    holder = by_name.get(query.holder)
-    if query.strategy is Strategy.RANDOM:
-        return Choice(rng.choice(candidates).endpoint, Reason.STRATEGY)
-    if query.strategy is Strategy.LEAST_REQUEST:
-        return Choice(least_loaded(candidates, rng), Reason.STRATEGY)
-    if holder is not None and not (
-        is_saturated(holder, limits) and any(not is_saturated(s, limits) for s in candidates)
-    ):
-        return Choice(holder.endpoint, Reason.HOLDER)
+    fitting = _candidates(states, query)
+    candidates = _with_room(fitting, query, limits)
+    if query.strategy in _STRATEGIES_OVER_HOLDER:
+        free = _not_saturated(candidates, limits)
+        chosen = rng.choice(free).endpoint if query.strategy is Strategy.RANDOM else least_loaded(free, rng)
+        return Choice(chosen, Reason.STRATEGY)
     if query.holder:
-        return _moved(states, candidates, query, limits=limits, rng=rng)
+        free = _not_saturated(candidates, limits)
+        # Where all are saturated, `free` is all of them: the holder is then as good as any, and has the KV.
+        if (holder := _named(free, query.holder)) is not None:
+            return Choice(holder.endpoint, Reason.HOLDER)
+        away = _named(states, query.holder)
+        return Choice(_least_loaded_alike(free, away, rng), _reason_to_move(away, fitting))
     if query.affinity:
         return Choice(_by_affinity(candidates, query.affinity, limits), Reason.AFFINITY)
     return Choice(least_loaded(candidates, rng), Reason.LEAST_LOADED)
@@ -117,77 +119,97 @@ def choose_endpoint(states: Sequence[EndpointState], query: RouteQuery, *, limit
 
 def model_matters(states: Sequence[EndpointState]) -> bool:
     """Return whether ready pods serve different models, so that a request's model has to be known to route it."""
-    return len({state.models for state in states if state.ready}) > 1
+    ready = [state.models for state in states if state.ready]
+    return any(models != ready[0] for models in ready)
+
+
+def waiting_at(state: EndpointState) -> int:
+    """Return the requests in a pod's queue by now: where some wait, what comes waits too, and what ends lets one in."""
+    return max(0, state.load.waiting + state.since_probe) if state.load.waiting else 0
 
 
 def is_saturated(state: EndpointState, limits: LoadLimits) -> bool:
     """Return whether a pod has so much to do that even a context's holder is not worth waiting for."""
-    if state.load.waiting >= limits.saturated_waiting:
-        return True
-    return state.load.waiting > 0 and state.load.kv_usage >= limits.saturated_kv_usage
+    waiting = waiting_at(state)
+    return waiting >= limits.saturated_waiting or (waiting > 0 and state.load.kv_usage >= limits.saturated_kv_usage)
 
 
 def load_of(state: EndpointState) -> int:
-    """Return the requests a pod has: what it said, or what this gateway knows of, whichever is more."""
-    return max(state.load.running + state.load.waiting, state.in_flight)
+    """Return the requests a pod has by now, never fewer than this gateway is carrying to it."""
+    return max(state.load.running + state.load.waiting + state.since_probe, state.in_flight)
 
 
 def least_loaded(candidates: Sequence[EndpointState], rng: Random) -> Endpoint:
-    """Return the pod with the least load; among equals the less used one of two taken at random."""
-    least = min(map(load_of, candidates))
-    equals = [state for state in candidates if load_of(state) == least]
+    """Return the pod with the least load; among equals, of two taken at random the one used longer ago."""
+    if len(candidates) == 1:
+        return candidates[0].endpoint
+    loads = [load_of(state) for state in candidates]
+    least = min(loads)
+    equals = [state for state, load in zip(candidates, loads, strict=True) if load == least]
     pair = rng.sample(equals, 2) if len(equals) > 2 else equals
-    return min(pair, key=lambda state: state.num_routed).endpoint
+    return min(pair, key=_routed_at).endpoint
 
 
 def rendezvous_order(candidates: Sequence[EndpointState], affinity: bytes) -> list[EndpointState]:
     """Return pods in the order in which these bytes prefer them: a pod that goes moves only its own requests."""
 
     def weight(state: EndpointState) -> bytes:
-        return hashlib.blake2b(affinity, digest_size=8, key=state.endpoint.name.encode()[:64]).digest()
+        return hashlib.blake2b(affinity + b"\0" + state.endpoint.name.encode(), digest_size=8).digest()
 
     return sorted(candidates, key=weight, reverse=True)
 
 
 def _candidates(states: Sequence[EndpointState], query: RouteQuery) -> list[EndpointState]:
-    ready = [state for state in states if state.ready and _is_allowed(state, query.subset)]
+    subset, model = query.subset, query.model
+    ready = [state for state in states if state.ready and (subset is None or state.endpoint.address in subset)]
     if not ready:
         raise NoReadyEndpoint("no pod is ready to take the request", retry_after_s=_RETRY_AFTER_S)
-    serving = [state for state in ready if _may_serve(state, query.model)] or ready
-    return [state for state in serving if not state.endpoint.draining] or serving
+    if model is not None:
+        ready = [state for state in ready if not state.models or model in state.models] or ready
+    return [state for state in ready if not state.endpoint.draining] or ready
 
 
-def _moved(
-    states: Sequence[EndpointState],
-    candidates: Sequence[EndpointState],
-    query: RouteQuery,
-    *,
-    limits: LoadLimits,
-    rng: Random,
-) -> Choice:
-    """Choose for a turn whose holder is not to be used: least loaded, where its KV can be used if possible."""
-    holder = next((state for state in states if state.endpoint.name == query.holder), None)
-    if holder is None or not holder.ready:
-        reason = Reason.AWAY
-    elif holder.endpoint.draining:
-        reason = Reason.DRAINING
-    else:
-        reason = Reason.SATURATED if holder in candidates else Reason.AWAY
-    free = [state for state in candidates if not is_saturated(state, limits)] or list(candidates)
-    alike = [state for state in free if holder and holder.fingerprint and state.fingerprint == holder.fingerprint]
-    return Choice(least_loaded(alike or free, rng), reason)
+def _with_room(candidates: list[EndpointState], query: RouteQuery, limits: LoadLimits) -> list[EndpointState]:
+    if query.light or not limits.shed_waiting:
+        return candidates
+    with_room = [state for state in candidates if waiting_at(state) < limits.shed_waiting]
+    if not with_room:
+        raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=_RETRY_AFTER_S)
+    return with_room
+
+
+def _not_saturated(candidates: Sequence[EndpointState], limits: LoadLimits) -> Sequence[EndpointState]:
+    return [state for state in candidates if not is_saturated(state, limits)] or candidates
+
+
+def _named(states: Sequence[EndpointState], name: str) -> EndpointState | None:
+    return next((state for state in states if state.endpoint.name == name), None)
+
+
+def _least_loaded_alike(candidates: Sequence[EndpointState], holder: EndpointState | None, rng: Random) -> Endpoint:
+    """Return the least loaded pod for a turn that leaves its holder: of those that can use its KV, if there are any."""
+    fingerprint = holder.fingerprint if holder is not None else ""
+    alike = [state for state in candidates if fingerprint and state.fingerprint == fingerprint and state.tiers]
+    return least_loaded(alike or candidates, rng)
+
+
+def _reason_to_move(holder: EndpointState | None, fitting: Sequence[EndpointState]) -> Reason:
+    if holder is not None and holder in fitting:
+        return Reason.SATURATED
+    return Reason.DRAINING if holder is not None and holder.ready and holder.endpoint.draining else Reason.AWAY
 
 
 def _by_affinity(candidates: Sequence[EndpointState], affinity: bytes, limits: LoadLimits) -> Endpoint:
-    bound = limits.affinity_overload * (sum(map(load_of, candidates)) / len(candidates) + 1)
-    order = rendezvous_order(candidates, affinity)
-    within = (state for state in order if load_of(state) <= bound and not is_saturated(state, limits))
-    return next(within, order[0]).endpoint
+    """Return the first in rendezvous order that is not overloaded: at least one pod is within the mean."""
+    free = _not_saturated(candidates, limits)
+    bound = limits.affinity_overload * (sum(map(load_of, free)) / len(free) + 1)
+    return next(state for state in rendezvous_order(free, affinity) if load_of(state) <= bound).endpoint
 
 
-def _is_allowed(state: EndpointState, subset: frozenset[str] | None) -> bool:
-    return subset is None or state.endpoint.address in subset
+def _routed_at(state: EndpointState) -> int:
+    return state.routed_at
 
 
-def _may_serve(state: EndpointState, model: ModelId | None) -> bool:
-    return model is None or not state.models or model in state.models
+_STRATEGIES = {strategy.value: strategy for strategy in Strategy}
+_STRATEGIES_OVER_HOLDER = frozenset({Strategy.RANDOM, Strategy.LEAST_REQUEST})
+"""Asked for, these come before the holder: the client wants another pod more than its KV."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.settings import ProcessSettings
+from gateway.ports import Endpoint
 
 
 class EndpointSettings(BaseModel):
@@ -26,6 +27,11 @@ class EndpointSettings(BaseModel):
     @classmethod
     def _without_slash(cls, url: str) -> str:
         return url.rstrip("/")
+
+
+def endpoint_of(settings: EndpointSettings) -> Endpoint:
+    """Return the pod that the settings name."""
+    return Endpoint(settings.name, settings.url, settings.sidecar, draining=settings.draining)
 
 
 class GatewaySettings(ProcessSettings):

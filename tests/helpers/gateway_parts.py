@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 from prometheus_client import CollectorRegistry
 
@@ -78,7 +79,7 @@ class Pods:
 class GatewayParts:
     """A Gateway with everything around it within reach. Pods `pod-a` and `pod-b` become ready with `probe`."""
 
-    def __init__(self, authenticator, *, pods=("pod-a", "pod-b")):
+    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), rates=None):
         self.clock = ManualClock()
         self.metrics = Metrics(CollectorRegistry())
         self.directory = Directory(self.clock)
@@ -93,6 +94,9 @@ class GatewayParts:
             holders=Holders(self.sidecars, self.endpoints, clock=self.clock, metrics=self.metrics),
             clock=self.clock,
             rules=GatewayRules(secret=SECRET, engine_paths=frozenset({"/tokenize"})),
+            rates=rates,
+            rng=Random(0),
+            metrics=self.metrics,
         )
 
 

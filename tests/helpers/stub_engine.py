@@ -10,6 +10,9 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 
+PROBED = ("/health", "/v1/models", "/metrics")
+"""What a gateway asks by itself."""
+
 
 @dataclass
 class Received:
@@ -39,6 +42,8 @@ class StubEngine:
     port: int = 0
     received: list[Received] = field(default_factory=list)
     disconnects: int = 0
+    load: dict[str, float] = field(default_factory=dict)
+    """What `/metrics` says, by vLLM's names; empty: 404."""
     break_next: str = ""
     """`headers`: close before answering; `body`: close in the middle of the next answer."""
     stall: bool = False
@@ -57,7 +62,7 @@ class StubEngine:
 
     @property
     def turns(self) -> list[Received]:
-        return [found for found in self.received if found.target not in ("/health", "/v1/models")]
+        return [found for found in self.received if found.target.partition("?")[0] not in PROBED]
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
@@ -100,6 +105,9 @@ class StubEngine:
             return await self._send(writer, 200 if self.healthy else 503, b"")
         if target == "/v1/models":
             return await self._send(writer, 200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())
+        if target.startswith("/metrics"):
+            lines = (f'{name}{{engine="0",model_name="stub-model"}} {value}\n' for name, value in self.load.items())
+            return await self._send(writer, 200 if self.load else 404, "".join(lines).encode())
         self.arrived.set()
         return await self._answer(request, reader, writer)
 

@@ -6,8 +6,10 @@ import httpx
 import pytest
 
 from gateway.control_app import ReadyState, control_app
+from gateway.endpoints import Health
 from gateway.exchange import BodyBudget
 from gateway.http_front import FrontLimits, HttpFront
+from gateway.ports import EngineLoad
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, manifest_of
 
 AUTH = {"authorization": f"Bearer {KEY}"}
@@ -202,10 +204,23 @@ async def test_a_plain_request_id_is_kept_and_a_strange_one_is_not(client):
 
 
 async def test_health_needs_no_key_and_readiness_says_what_is_missing(client, parts, ready_state):
+    load = EngineLoad(running=2, waiting=1, kv_usage=0.12345)
+    parts.probe.health["pod-a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=load)
+    await parts.endpoints.probe_all()
+    parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers=frozenset({"host", "disk"}))
     assert (await client.get("/healthz")).json() == {"status": "ok"}
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["missing"]) == (200, [])
-    assert ready.json()["endpoints"]["pod-a"] == {"ready": True, "models": ["stub-model"]}
+    assert ready.json()["endpoints"]["pod-a"] == {
+        "ready": True,
+        "draining": False,
+        "models": ["stub-model"],
+        "in_flight": 0,
+        "running": 2,
+        "waiting": 1,
+        "kv_usage": 0.123,
+        "tiers": ["disk", "host"],
+    }
 
     parts.directory.down = True
     for name in ("pod-a", "pod-b"):

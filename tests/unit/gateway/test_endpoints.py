@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.endpoints import Health, StaticEndpoints
 from gateway.metrics import Metrics
-from gateway.ports import Endpoint
+from gateway.ports import Endpoint, EngineLoad
 from tests.helpers.gateway_parts import Pods
 
 SILENT = Health(healthy=False, certain=False)
@@ -21,10 +21,13 @@ def pods():
 
 
 @pytest.fixture
-def endpoints(pods):
-    return StaticEndpoints(
-        [Endpoint("a", "http://a"), Endpoint("b", "http://b")], pods, metrics=Metrics(CollectorRegistry())
-    )
+def metrics():
+    return Metrics(CollectorRegistry())
+
+
+@pytest.fixture
+def endpoints(pods, metrics):
+    return StaticEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], pods, metrics=metrics)
 
 
 def ready(endpoints):
@@ -86,11 +89,150 @@ async def test_a_carried_request_counts_until_it_ends_however_it_ends(endpoints)
         raise KeyError
 
     assert [state.in_flight for state in endpoints.states()] == [0, 0]
-    assert [state.num_routed for state in endpoints.states()] == [0, 1]
+    assert [state.routed_at for state in endpoints.states()] == [0, 1]
 
 
-async def test_the_probing_goes_on_after_a_fault_of_its_own():
-    metrics = Metrics(CollectorRegistry())
+async def test_what_came_and_ended_since_the_probe_is_told(endpoints, pods):
+    with endpoints.carrying("a"):
+        await endpoints.probe_all()
+        endpoints.note_routed("b")
+        endpoints.note_routed("b")
+        with endpoints.carrying("b"):
+            assert [state.since_probe for state in endpoints.states()] == [0, 3]
+
+    assert [state.since_probe for state in endpoints.states()] == [-1, 2]
+    await endpoints.probe_all()
+    assert [state.since_probe for state in endpoints.states()] == [0, 0]
+
+
+async def test_a_pods_load_is_that_of_the_last_probe_that_was_answered(endpoints, pods, metrics):
+    loaded = Health(healthy=True, load=EngineLoad(running=3, waiting=2, kv_usage=0.5))
+    pods.health["a"] = loaded
+    await endpoints.probe_all()
+    pods.health["a"] = SILENT
+    await endpoints.probe_all()
+    labels = {"endpoint": "a", "state": "waiting"}
+
+    assert endpoints.states()[0].load == loaded.load
+    assert metrics.registry.get_sample_value("contextcache_gateway_endpoint_load_requests", labels) == 2
+
+
+async def test_pods_come_drain_and_go(endpoints):
+    await endpoints.probe_all()
+    endpoints.follow([Endpoint("a", "http://a", draining=True), Endpoint("c", "http://c")])
+
+    assert ready(endpoints) == ["a"]
+    assert [state.endpoint.draining for state in endpoints.states()] == [True, False]
+    assert (endpoints.endpoint("b"), endpoints.endpoint("c").url) == (None, "http://c")
+    await endpoints.probe_all()
+    assert ready(endpoints) == ["a", "c"]
+
+
+async def test_a_pod_at_another_address_is_another_pod(endpoints):
+    await endpoints.probe_all()
+    endpoints.follow([Endpoint("a", "http://a2"), Endpoint("b", "http://b")])
+
+    assert ready(endpoints) == ["b"]
+
+
+async def test_an_answer_from_a_pods_old_address_says_nothing_of_the_new_one(metrics):
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def probe(endpoint):
+        asked.set()
+        await answer.wait()
+        return Health(healthy=True)
+
+    endpoints = StaticEndpoints([Endpoint("a", "http://a")], probe, metrics=metrics)
+    probing = asyncio.create_task(endpoints.probe_all())
+    await asked.wait()
+    endpoints.follow([Endpoint("a", "http://a2")])
+    answer.set()
+    await probing
+
+    assert ready(endpoints) == []
+
+
+async def test_a_pod_that_goes_and_comes_back_keeps_its_requests_in_flight(endpoints, metrics):
+    def gauge():
+        return metrics.registry.get_sample_value("contextcache_gateway_requests_in_flight", {"endpoint": "b"})
+
+    await endpoints.probe_all()
+    with endpoints.carrying("b"):
+        endpoints.follow([Endpoint("a", "http://a")])
+        endpoints.mark_unreachable("b")
+        endpoints.note_routed("b")
+
+        assert [state.endpoint.name for state in endpoints.states()] == ["a"]
+        assert gauge() == 1
+        with endpoints.carrying("b"):
+            endpoints.follow([Endpoint("a", "http://a"), Endpoint("b", "http://b")])
+        assert [(state.in_flight, state.ready) for state in endpoints.states()] == [(0, True), (1, False)]
+    assert [state.in_flight for state in endpoints.states()] == [0, 0]
+
+
+async def test_a_pod_that_is_gone_leaves_nothing_behind_once_its_requests_have_ended(endpoints, metrics):
+    def samples():
+        return {sample.labels.get("endpoint") for family in metrics.registry.collect() for sample in family.samples}
+
+    await endpoints.probe_all()
+    with endpoints.carrying("b"):
+        endpoints.follow([Endpoint("a", "http://a")])
+        assert "b" in samples()
+
+    assert "b" not in samples()
+    with endpoints.carrying("b"):
+        assert "b" not in samples()
+
+
+async def test_a_changed_list_is_followed_in_the_next_round(metrics):
+    asked = asyncio.Queue()
+    lists = iter([None, [Endpoint("b", "http://b")]])
+
+    async def probe(endpoint):
+        asked.put_nowait(endpoint.name)
+        return Health(healthy=True)
+
+    endpoints = StaticEndpoints(
+        [Endpoint("a", "http://a")],
+        probe,
+        metrics=metrics,
+        interval_s=0,
+        source=lambda: next(lists, None),
+    )
+    task = asyncio.create_task(endpoints.run())
+    first, second = await asked.get(), await asked.get()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert (first, second, [state.endpoint.name for state in endpoints.states()]) == ("a", "b", ["b"])
+
+
+async def test_a_fault_of_one_probe_costs_the_others_nothing(metrics):
+    async def probe(endpoint):
+        if endpoint.name == "a":
+            raise RuntimeError("a fault")
+        return Health(healthy=True)
+
+    endpoints = StaticEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], probe, metrics=metrics)
+    with pytest.raises(RuntimeError, match="a fault"):
+        await endpoints.probe_all()
+
+    assert ready(endpoints) == ["b"]
+
+
+async def test_a_sidecars_last_fingerprint_stays_while_it_is_away(endpoints):
+    endpoints.note_sidecar("a", fingerprint="f1", tiers=frozenset({"host"}))
+    endpoints.note_sidecar("a", fingerprint="", tiers=frozenset())
+    endpoints.note_sidecar("gone", fingerprint="f1", tiers=frozenset())
+
+    assert [(state.fingerprint, state.tiers) for state in endpoints.states()] == [
+        ("f1", frozenset()),
+        ("", frozenset()),
+    ]
+
+
+async def test_the_probing_goes_on_after_a_fault_of_its_own(metrics):
     asked = asyncio.Event()
     faults = [RuntimeError("a fault")]
 

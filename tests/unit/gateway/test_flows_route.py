@@ -191,11 +191,11 @@ async def test_where_pods_differ_the_model_decides(parts):
 async def test_a_refused_connection_moves_the_request_to_another_pod(parts):
     await parts.directory.add("ctx_1", holder="pod-a")
     forward = await route(parts, {"session_id": "ctx_1"})
-    moved = parts.gateway.reroute(forward, unreachable="pod-a")
+    moved = await parts.gateway.reroute(forward, unreachable="pod-a")
 
     assert (moved.endpoint.name, moved.set_headers) == ("pod-b", forward.set_headers)
     with pytest.raises(NoReadyEndpoint):
-        parts.gateway.reroute(moved, unreachable="pod-b")
+        await parts.gateway.reroute(moved, unreachable="pod-b")
 
 
 async def test_nobody_gets_in_without_a_key(parts):
