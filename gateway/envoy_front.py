@@ -145,7 +145,6 @@ class EnvoyFront:
                     return
                 call = _call_of(first, stream, deadline)
                 await self._answer(call, subset=messages.allowed_subset(first.metadata_context))
-                call.status = _ROUTED
         except ClientGone:
             log.debug("client gone", extra={"request_id": _id_of(call)})
         except ContextCacheError as exc:
@@ -156,8 +155,10 @@ class EnvoyFront:
             # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
             log.exception("request failed", extra={"request_id": _id_of(call)})
             await self._refuse(call, ContextCacheError("the gateway failed"))
-        if call is not None and call.status:
-            self._metrics.requests.labels(call.kind, call.status).inc()
+        finally:
+            # Envoy cancels a stream that it needs no more, which may be before our last write returns.
+            if call is not None and call.status:
+                self._metrics.requests.labels(call.kind, call.status).inc()
 
     async def _answer(self, call: _Call, *, subset: frozenset[str] | None) -> None:
         """Admit, route and tell Envoy. Raises ContextCacheError, ClientGone."""
@@ -223,7 +224,7 @@ class EnvoyFront:
             has_trailers = await _collect(call.stream, held)
             body = held.whole()
             forward = await self._route(call, admission, body)
-            mutation, metadata = self._changes(call, forward, body_bytes=len(body))
+            mutation, metadata = self._changes(call, forward)
             await call.stream.write(messages.head_answer(mutation, metadata=metadata))
             sent = body if forward.body is None else forward.body
             await _write_all(call.stream, messages.body_pieces(sent, ends=not has_trailers))
@@ -248,7 +249,7 @@ class EnvoyFront:
             await _write_all(call.stream, messages.body_pieces(piece.body, ends=ended))
 
     def _noted(self, call: _Call, forward: Forward) -> Forward:
-        call.kind = forward.kind.value
+        call.kind, call.status = forward.kind.value, _ROUTED
         self._metrics.route_seconds.labels(call.kind).observe(call.routing_s)
         if self._names_pod(forward):
             self._endpoints.note_routed(forward.endpoint.name)
@@ -258,10 +259,8 @@ class EnvoyFront:
         """Return whether Envoy, or the other picker, is told the pod."""
         return self._picker == "choose" or (forward.kind is Kind.TURN and forward.choice.reason in _HINTED)
 
-    def _changes(
-        self, call: _Call, forward: Forward, *, body_bytes: int | None = None
-    ) -> tuple[pb.HeaderMutation, Struct | None]:
-        """Return what changes in the head, and the pod; `body_bytes`: size of a body that came in pieces."""
+    def _changes(self, call: _Call, forward: Forward) -> tuple[pb.HeaderMutation, Struct | None]:
+        """Return what changes in the head, and the metadata that names the pod."""
         headers = dict(forward.set_headers)
         metadata: Struct | None = None
         if self._picker == "choose":
@@ -271,10 +270,9 @@ class EnvoyFront:
             metadata = messages.hint_metadata(forward.endpoint.address)
         if call.head.headers.get(REQUEST_ID_HEADER) != call.request_id:
             headers[REQUEST_ID_HEADER] = call.request_id
-        size_bytes = body_bytes if forward.body is None else len(forward.body)
-        if size_bytes is not None:
-            # Envoy refuses a changed body of another length than the head says, and forgets the length of pieces.
-            headers["content-length"] = str(size_bytes)
+        if forward.body is not None:
+            # Envoy refuses a changed body of another length than the head says.
+            headers["content-length"] = str(len(forward.body))
         # Only what is there: Envoy counts as rejected what it does not let us touch (`x-envoy-…`).
         removed = (forward.remove_headers | _ONE_HOP_HEADERS) & call.head.headers.keys()
         return messages.header_mutation(headers, sorted(removed)), metadata

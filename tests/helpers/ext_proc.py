@@ -119,6 +119,8 @@ class ScriptedStream:
         """Phases read (`<`) and answered (`>`), in order."""
         self.broken = False
         """True: every answer finds that the other end has gone."""
+        self.cancels_after: int | None = None
+        """Answers after which the other end needs no more, and cancels."""
 
     async def read(self) -> pb.ProcessingRequest:
         if not self._script:
@@ -134,6 +136,8 @@ class ScriptedStream:
             raise ClientGone
         self.answers.append(Answer(message))
         self.events.append(f">{message.WhichOneof('response')}")
+        if len(self.answers) == self.cancels_after:
+            raise asyncio.CancelledError
 
 
 class ExtProcClient:

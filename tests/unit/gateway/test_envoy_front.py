@@ -1,5 +1,6 @@
 """What Envoy is told: each phase, both body modes, every way out."""
 
+import asyncio
 import json
 
 import pytest
@@ -376,7 +377,7 @@ async def test_in_duplex_the_head_waits_for_the_body_which_is_sent_back(parts):
 
     assert stream.events[:5] == ["<request_headers", *["<request_body"] * 3, ">request_headers"]
     assert (opened.metadata, identity_of(parts, opened).session_id) == (HOLDER, "ctx_1")
-    assert opened.set_headers["content-length"] == str(len(raw))
+    assert "content-length" not in opened.set_headers
     assert not opened.message.HasField("mode_override")
     assert b"".join(answer.piece.body for answer in sent) == raw
     assert [answer.piece.end_of_stream for answer in sent] == [False] * (len(sent) - 1) + [True]
@@ -439,6 +440,18 @@ async def test_in_duplex_a_request_without_a_body_needs_one_answer(parts):
 
     assert stream.events == ["<request_headers", ">request_headers"]
     assert "content-length" not in stream.answers[0].set_headers
+
+
+async def test_a_proxy_that_cancels_once_it_knows_the_pod_is_counted_and_leaves_nothing_behind(parts):
+    stream = ScriptedStream(head(headers=JSON, mode=DUPLEX), body({"prompt": "x" * 50}))
+    stream.cancels_after = 2
+    budget = BodyBudget(100)
+    with pytest.raises(asyncio.CancelledError):
+        await front_of(parts, budget=budget).process(stream)
+    budget.take(100)
+
+    assert counted(parts, "stateless", "routed") == 1
+    assert parts.metrics.registry.get_sample_value("contextcache_gateway_ext_proc_streams") == 0
 
 
 @pytest.mark.looptime
