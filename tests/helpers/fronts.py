@@ -1,0 +1,108 @@
+"""The two fronts as a client sees them: the HTTP front itself, or a real Envoy before the same gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from yarl import URL
+
+from deploy.envoy.clusters import PLUGIN
+from deploy.envoy.routes import GATEWAY_HTTP, PODS
+from gateway.settings import GatewaySettings
+from tests.helpers.envoy_process import RunningEnvoy, envoy_settings, running_envoy
+from tests.helpers.gateway_server import DEADLINE_S, RunningGateway, running_gateway
+
+FRONTS = ("http", "envoy")
+
+
+@dataclass(frozen=True)
+class Front:
+    """What clients talk to, and the gateway behind it."""
+
+    kind: str
+    port: int
+    gateway: RunningGateway
+    envoy: RunningEnvoy | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(self, method: str, path: str, *, data=None, headers=None):
+        """Send a request whose path is not touched by the client."""
+        sent = {**self.gateway.auth, **(headers or {})}
+        return self.gateway.http.request(method, URL(self.url + path, encoded=True), data=data, headers=sent)
+
+    def post(self, path: str, body, *, headers=None):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request(
+            "POST", path, data=io.BytesIO(data), headers={"content-type": "application/json", **(headers or {})}
+        )
+
+    def get(self, path: str, *, headers=None):
+        return self.request("GET", path, headers=headers)
+
+    def delete(self, path: str):
+        return self.request("DELETE", path)
+
+    async def raw(self, request: bytes) -> bytes:
+        """Send bytes as they are and return the answer: its head, and as much of its body as the head announces."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"\r\ncontent-length: (\d+)\r\n", head.lower())
+                return head + await reader.readexactly(int(length[1]) if length else 0)
+        finally:
+            writer.close()
+            await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int) -> AsyncIterator[Front]:
+    """Serve until the block ends."""
+    if kind == "envoy":
+        settings = settings.model_copy(update={"ext_proc_listen": "127.0.0.1:0"})
+    async with running_gateway(settings, num_ready=num_ready) as gateway:
+        if kind == "http":
+            yield Front(kind, gateway.port, gateway)
+            return
+        pods = [URL(endpoint.url).port for endpoint in settings.endpoints]
+        async with running_envoy(
+            envoy_settings(
+                pods=pods,
+                gateways=[(gateway.port, gateway.ext_proc_port)],
+                max_body_bytes=settings.max_body_bytes,
+            )
+        ) as envoy:
+            for cluster, num_healthy in ((PODS, num_ready), (PLUGIN, 1), (GATEWAY_HTTP, 1)):
+                await envoy.until_healthy(cluster, num_healthy)
+            yield Front(kind, envoy.port, gateway, envoy)
+
+
+async def code_of(answer) -> tuple[int, str]:
+    """Return status and code of an error, whose shape and request id are checked."""
+    body = json.loads(await answer.read())
+
+    assert body["detail"] == body["error"]["message"]
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    return answer.status, body["error"]["code"]
+
+
+async def until_answered(ask: Callable[[], AbstractAsyncContextManager[Any]], status: int) -> None:
+    """Ask again and again until the answer has this status."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            async with ask() as answer:
+                if answer.status == status:
+                    return
+            await asyncio.sleep(0.02)

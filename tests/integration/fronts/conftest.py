@@ -1,0 +1,50 @@
+"""Every test here runs against both fronts: the HTTP front, and a real Envoy with the gateway as its plugin."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.fronts import FRONTS, running_front
+from tests.helpers.gateway_server import RunningManager, settings_for
+from tests.helpers.stub_engine import StubEngine
+
+
+@pytest.fixture
+async def engine():
+    engine = StubEngine()
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+async def manager():
+    manager = RunningManager()
+    await manager.start()
+    yield manager
+    await manager.stop()
+
+
+@pytest.fixture(params=FRONTS)
+def front_kind(request):
+    return request.param
+
+
+@pytest.fixture
+def open_front(front_kind, tmp_path):
+    """Return what opens a front over pods: `async with open_front({"pod-a": engine}) as front`."""
+
+    def opened(pods, *, manager_port=1, num_ready=None, **settings):
+        ready = len(pods) if num_ready is None else num_ready
+        return running_front(
+            front_kind, settings_for(tmp_path, pods, manager_port=manager_port, **settings), num_ready=ready
+        )
+
+    return opened
+
+
+@pytest.fixture
+async def front(open_front, engine, manager):
+    """One pod, `pod-a`, and a real manager."""
+    async with open_front({"pod-a": engine}, manager_port=manager.port) as front:
+        yield front

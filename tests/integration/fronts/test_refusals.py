@@ -1,0 +1,222 @@
+"""What a client is told when it cannot be served: the same status, code and bytes through either front."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+
+from tests.helpers.fronts import code_of, until_answered
+from tests.helpers.gateway_parts import OTHER_KEY
+from tests.helpers.stub_engine import StubEngine
+
+STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
+
+
+async def test_a_context_that_is_foreign_deleted_or_never_was_gets_one_answer(front, engine, manager):
+    await manager.add("ctx_mine")
+    await manager.add("ctx_foreign", tenant="other")
+    async with front.delete("/v1/context/ctx_mine") as answer:
+        assert answer.status == 200
+    found = set()
+    for name in ("ctx_mine", "ctx_foreign", "ctx_none"):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            async with front.post(path, {"prompt": "more", "session_id": name}) as answer:
+                found.add((answer.status, await answer.read()))
+        async with front.get(f"/v1/context/{name}") as answer:
+            found.add((answer.status, await answer.read()))
+
+    assert len(found) == 1
+    assert found.pop()[0] == 404
+    assert engine.turns == []
+
+
+async def test_a_header_that_names_nobodys_context_is_a_label_of_the_clients_own(front, engine, manager):
+    await manager.add("ctx_foreign", tenant="other")
+    for label in ("ctx_foreign", "ctx_none", "my agent's run/7"):
+        async with front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": label}) as answer:
+            assert answer.status == 200
+
+    assert [found.header("x-context-identity") for found in engine.turns] == [[]] * 3
+    assert [found.header("x-context-unrouted") for found in engine.turns] == [[]] * 3
+
+
+NOT_RIGHT = [
+    ("/v1/completions", {"prompt": "x"}, {"authorization": "Bearer nobodys"}, (401, "invalid_api_key")),
+    ("/v1/context", {"prompt": "x"}, {"authorization": ""}, (401, "invalid_api_key")),
+    ("/v1/embeddings", {"input": "x"}, {"authorization": "Basic eA=="}, (401, "invalid_api_key")),
+    ("/v1/context", b'{"model": "m", }', {}, (400, "invalid_request")),
+    ("/v1/context", b"", {}, (400, "invalid_request")),
+    ("/v1/context", b"[]", {}, (400, "invalid_request")),
+    ("/v1/completions", {"prompt": "x", "session_id": 7}, {}, (400, "invalid_request")),
+    ("/v1/completions", {"prompt": "x", "session_id": "../etc"}, {}, (400, "invalid_request")),
+    ("/v1/completions", b'{"session_id": "ctx_1" "prompt": "x"}', {}, (400, "invalid_request")),
+    ("/v1/chat/completions", b'{"\\u0073ession_id": "ctx_none"}', {}, (404, "context_not_found")),
+    ("/v1/completions", {"session_id": "ctx_none"}, {"X-Session-ID": "ctx_other"}, (400, "invalid_request")),
+    ("/v1/completions", {"session_id": "ctx_none"}, {"X-Session-ID": "ctx_none"}, (404, "context_not_found")),
+]
+
+
+async def test_a_request_that_cannot_be_right_is_refused_in_the_same_bytes_by_both_fronts(front, engine):
+    for path, body, headers, expected in NOT_RIGHT:
+        async with front.post(path, body, headers=headers) as answer:
+            assert await code_of(answer) == expected, (path, body)
+            found = await answer.read()
+        async with front.gateway.post(path, body, headers=headers) as plain:
+            same = ("content-type", "content-length", "www-authenticate", "retry-after")
+
+            assert (plain.status, await plain.read()) == (expected[0], found), (path, body)
+            assert [plain.headers.get(name) for name in same] == [answer.headers.get(name) for name in same]
+    assert engine.turns == []
+
+
+async def test_a_key_of_another_tenant_reaches_its_own_contexts_only(front, engine, manager):
+    await manager.add("ctx_1", tenant="demo")
+    other = {"authorization": f"Bearer {OTHER_KEY}"}
+    async with front.post("/v1/completions", {"session_id": "ctx_1"}, headers=other) as answer:
+        assert await code_of(answer) == (404, "context_not_found")
+    async with front.get("/v1/context", headers=other) as answer:
+        assert (await answer.json())["data"] == []
+
+    assert engine.turns == []
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_of_33_mib_is_refused_and_the_next_one_is_served(front, engine, announced):
+    async def pieces():
+        for _ in range(33):
+            yield b"x" * (1 << 20)
+
+    for path, headers in (("/v1/context", {}), ("/v1/completions", {}), ("/v1/completions", {"X-Session-ID": "label"})):
+        data = io.BytesIO(b"x" * (33 << 20)) if announced else pieces()
+        async with front.request("POST", path, data=data, headers=headers) as answer:
+            assert await code_of(answer) == (413, "body_too_large"), (path, headers)
+        async with front.post("/v1/completions", {"prompt": path}) as answer:
+            assert answer.status == 200
+
+    assert [found.json() for found in engine.turns] == [{"prompt": "/v1/context"}, *[{"prompt": "/v1/completions"}] * 2]
+
+
+async def test_without_the_manager_session_calls_fail_at_once_and_stateless_ones_pass(front, engine, manager):
+    await manager.add("ctx_1")
+    await manager.stop()
+    for call in (
+        front.post("/v1/completions", {"session_id": "ctx_1"}),
+        front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": "ctx_1"}),
+        front.get("/v1/context"),
+        front.get("/v1/context/ctx_1"),
+    ):
+        async with call as answer:
+            assert await code_of(answer) == (503, "store_unavailable")
+            assert answer.headers["retry-after"]
+    async with front.post("/v1/completions", {"prompt": "x"}) as answer:
+        assert answer.status == 200
+    async with front.get("/readyz") as answer:
+        assert (answer.status, (await answer.json())["missing"]) == (503, ["context manager"])
+
+    await manager.start()
+    await until_answered(lambda: front.post("/v1/completions", {"session_id": "ctx_1"}), 200)
+
+
+async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(open_front, engine):
+    other = StubEngine()
+    await other.start()
+    async with open_front({"pod-a": engine, "pod-b": other}) as front:
+        await engine.stop()
+        for _ in range(4):
+            async with front.post("/v1/completions", {"prompt": "x"}) as answer:
+                assert answer.status == 200
+        assert len(other.turns) == 4
+        await other.stop()
+        for _ in range(2):
+            async with front.post("/v1/completions", {"prompt": "x"}) as answer:
+                assert await code_of(answer) == (503, "no_ready_endpoint")
+                assert answer.headers["retry-after"]
+    await engine.start()
+
+
+async def test_an_unhealthy_pod_gets_nothing_until_it_is_healthy_again(front, engine):
+    engine.healthy = False
+    await front.gateway.until_ready(0)
+    for path in ("/v1/completions", "/v1/context"):
+        async with front.post(path, {"prompt": "x"}) as answer:
+            assert await code_of(answer) == (503, "no_ready_endpoint")
+            assert answer.headers["retry-after"]
+    assert engine.turns == []
+
+    engine.healthy = True
+    await front.gateway.until_ready(1)
+    async with front.post("/v1/completions", {"prompt": "x"}) as answer:
+        assert answer.status == 200
+
+
+async def test_a_request_goes_to_a_pod_that_serves_its_model(open_front, engine, manager):
+    other = StubEngine(models=["other-model"])
+    await other.start()
+    async with open_front({"pod-a": engine, "pod-b": other}, manager_port=manager.port) as front:
+        for path in ("/v1/completions", "/v1/context"):
+            for model in ("other-model", "stub-model"):
+                async with front.post(path, {"model": model, "prompt": "x"}) as answer:
+                    assert answer.status == 200
+        # No model, or nobody's: any pod may say so in the engine's own words.
+        for body in ({"prompt": "x"}, {"model": "nobodys", "prompt": "x"}):
+            async with front.post("/v1/completions", body) as answer:
+                assert answer.status == 200
+    served = {found.json().get("model") for found in engine.turns}, {found.json().get("model") for found in other.turns}
+    await other.stop()
+
+    assert served[0] - {None, "nobodys"} == {"stub-model"}
+    assert served[1] - {None, "nobodys"} == {"other-model"}
+
+
+async def test_a_tenant_that_asks_too_fast_is_told_when_to_ask_again(open_front, engine, manager):
+    # One request in about 17 minutes after the first two.
+    limits = {"tenant_rate_per_s": 0.001, "tenant_burst": 2}
+    async with open_front({"pod-a": engine}, manager_port=manager.port, **limits) as front:
+        for _ in range(2):
+            async with front.post("/v1/completions", {"prompt": "x"}) as answer:
+                assert answer.status == 200
+        async with front.post("/v1/completions", {"prompt": "x"}) as answer:
+            assert await code_of(answer) == (429, "rate_limit_exceeded")
+            assert int(answer.headers["retry-after"]) > 60
+        other = {"authorization": f"Bearer {OTHER_KEY}"}
+        async with front.post("/v1/completions", {"prompt": "x"}, headers=other) as answer:
+            assert answer.status == 200
+
+
+async def test_when_every_pod_has_too_many_waiting_new_requests_are_shed(open_front, engine, manager):
+    await manager.add("ctx_1")
+    engine.load = {"vllm:num_requests_waiting": 300}
+    async with open_front({"pod-a": engine}, manager_port=manager.port) as front:
+        await until_answered(lambda: front.post("/v1/completions", {"prompt": "x"}), 429)
+        for path, body in (
+            ("/v1/context", {"prompt": "x"}),
+            ("/v1/completions", {"session_id": "ctx_1"}),
+            ("/v1/completions", {"prompt": "x"}),
+        ):
+            async with front.post(path, body) as answer:
+                assert await code_of(answer) == (429, "endpoints_saturated")
+                assert answer.headers["retry-after"]
+        engine.load = {"vllm:num_requests_waiting": 0}
+        await until_answered(lambda: front.post("/v1/completions", {"session_id": "ctx_1"}), 200)
+
+
+async def test_bodies_over_what_may_be_held_are_refused_and_the_room_is_given_back(open_front, engine, manager):
+    async with open_front({"pod-a": engine}, manager_port=manager.port, max_buffered_bytes=100) as front:
+        async with front.post("/v1/completions", b"x" * 101) as answer:
+            assert await code_of(answer) == (503, "no_ready_endpoint")
+        for _ in range(3):
+            async with front.post("/v1/completions", b"x" * 99) as answer:
+                assert answer.status == 200
+
+
+async def test_many_requests_at_once_are_all_answered(front, engine):
+    async def ask(number: int) -> int:
+        async with front.post("/v1/completions", {"prompt": str(number)}) as answer:
+            return answer.status
+
+    statuses = await asyncio.gather(*(ask(number) for number in range(200)))
+
+    assert statuses == [200] * 200
+    assert {found.json()["prompt"] for found in engine.turns} == {str(number) for number in range(200)}

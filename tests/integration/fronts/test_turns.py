@@ -1,0 +1,177 @@
+"""Contexts from the client to the committed transcript: front, real manager, real turn middleware, a toy engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.helpers.fake_vllm import encode
+from tests.helpers.fronts import code_of
+from tests.helpers.turn_pod import MODEL, running_turn_pod
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+async def pod(tmp_path, manager):
+    async with running_turn_pod(tmp_path, manager_port=manager.port) as pod:
+        yield pod
+
+
+@pytest.fixture
+async def front(open_front, pod, manager):
+    async with open_front({"pod-a": pod}, manager_port=manager.port) as front:
+        yield front
+
+
+async def asked(front, path, *, headers=None, **body):
+    async with front.post(path, {"model": MODEL, **body}, headers=headers) as answer:
+        assert answer.status == 200, await answer.read()
+        return await answer.json()
+
+
+async def created(front, **body) -> str:
+    return (await asked(front, "/v1/context", **({"prompt": "Hello"} | body)))["session_id"]
+
+
+def events_of(raw: bytes) -> list:
+    frames = [frame.removeprefix(b"data: ") for frame in raw.split(b"\n\n") if frame]
+
+    assert frames[-1] == b"[DONE]"
+    return [json.loads(frame) for frame in frames[:-1]]
+
+
+async def test_a_context_is_created_continued_read_and_deleted(front, pod):
+    session_id = await created(front)
+    by_body = await asked(front, "/v1/completions", prompt=" more", session_id=session_id)
+    by_header = await asked(front, "/v1/completions", prompt=" again", headers={"X-Session-ID": session_id})
+    async with front.get(f"/v1/context/{session_id}") as answer:
+        one = await answer.json()
+    async with front.delete(f"/v1/context/{session_id}") as answer:
+        assert answer.status == 200
+    async with front.post("/v1/completions", {"model": MODEL, "prompt": "x", "session_id": session_id}) as answer:
+        assert await code_of(answer) == (404, "context_not_found")
+
+    assert (by_body["session_id"], by_header["session_id"]) == (session_id, session_id)
+    assert (one["generation"], one["holder"]["endpoint"]) == (3, "pod-a")
+    assert [body["prompt"] for body in pod.engine.generations()] == [
+        encode("Hello"),
+        encode("Hello! more"),
+        encode("Hello! more! again"),
+    ]
+
+
+async def test_a_chat_context_is_continued(front):
+    session_id = (await asked(front, "/v1/context", messages=CHAT))["session_id"]
+    more = await asked(
+        front, "/v1/chat/completions", messages=[{"role": "user", "content": "More"}], session_id=session_id
+    )
+
+    assert more["session_id"] == session_id
+    assert more["choices"][0]["message"]["content"] == "!"
+
+
+async def test_a_streamed_create_and_turn_end_with_usage_session_and_done(front):
+    async with front.post("/v1/context", {"model": MODEL, "prompt": "Hello", "stream": True}) as answer:
+        first = events_of(await answer.content.read())
+        session_id = answer.headers["x-session-id"]
+    ask = {"model": MODEL, "prompt": " more", "stream": True, "stream_options": {"include_usage": True}}
+    async with front.post("/v1/completions", {**ask, "session_id": session_id}) as answer:
+        second = events_of(await answer.content.read())
+        receipt = answer.headers
+
+    assert first[-1]["session_id"] == second[-1]["session_id"] == session_id
+    assert second[-1]["usage"]["context"]["committed"]
+    assert (receipt["x-context-mode"], receipt["content-type"]) == ("append", "text/event-stream")
+
+
+async def test_a_streamed_turn_arrives_while_the_engine_is_still_at_work(front, pod):
+    session_id = await created(front)
+    pod.engine.pause = asyncio.Event()
+    pod.engine.answer = lambda ids: "abcdef"
+    body = {"model": MODEL, "prompt": " more", "session_id": session_id, "stream": True}
+    async with front.post("/v1/completions", body) as answer:
+        before = await answer.content.readuntil(b"\n\n")
+        pod.engine.pause.set()
+        rest = await answer.content.read()
+
+    assert json.loads(before.removeprefix(b"data: "))["choices"][0]["text"] == "a"
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_header_and_a_body_that_name_different_contexts_are_refused(front, pod):
+    one, other = await created(front), await created(front)
+    num_asked = len(pod.engine.generations())
+    for header, body in ((one, other), (one, "ctx_none"), ("ctx_none", one)):
+        ask = {"model": MODEL, "prompt": "x", "session_id": body}
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            async with front.post(path, ask, headers={"X-Session-ID": header}) as answer:
+                assert await code_of(answer) == (400, "invalid_request")
+                answered = await answer.json()
+
+            assert answered["error"]["param"] == "session_id"
+            assert "different contexts" in answered["detail"]
+    assert len(pod.engine.generations()) == num_asked
+
+
+async def test_a_turn_named_by_its_header_with_a_body_that_is_none_is_refused(front, pod):
+    session_id = await created(front)
+    num_asked = len(pod.engine.generations())
+    for body in (b"", b"{", b"[]", b'{"model": "toy-model"}', b'\xff\xfe{"a": 1}'):
+        async with front.post("/v1/completions", body, headers={"X-Session-ID": session_id}) as answer:
+            assert await code_of(answer) == (400, "invalid_request"), body
+
+    assert len(pod.engine.generations()) == num_asked
+
+
+async def test_a_turn_named_by_its_header_cannot_tell_the_engine_what_only_we_may(front, pod):
+    session_id = await created(front)
+    forged = {"cache_salt": "theirs", "kv_transfer_params": {"context_cache": "forged"}}
+    await asked(front, "/v1/completions", prompt=" x", headers={"X-Session-ID": session_id}, **forged)
+    await asked(front, "/v1/completions", prompt=" x", session_id=session_id, **forged)
+    create, *turns = pod.engine.generations()
+
+    assert [turn["cache_salt"] for turn in turns] == [create["cache_salt"]] * 2
+    assert all(turn["kv_transfer_params"]["context_cache"] != "forged" for turn in turns)
+
+
+async def test_bodies_of_20_mib_get_the_engines_own_typed_answer(front):
+    session_id = await created(front)
+    text = "x" * (20 << 20)
+    for path, body, headers in (
+        ("/v1/context", {"prompt": text}, {}),
+        ("/v1/completions", {"prompt": text, "session_id": session_id}, {}),
+        ("/v1/completions", {"prompt": text}, {"X-Session-ID": session_id}),
+    ):
+        async with front.post(path, {"model": MODEL, **body}, headers=headers) as answer:
+            assert await code_of(answer) == (400, "context_length_exceeded")
+
+
+async def test_a_model_that_is_not_the_contexts_or_no_model_is_refused(front):
+    session_id = await created(front)
+    for path, body, expected in (
+        ("/v1/completions", {"model": "other", "session_id": session_id}, (400, "model_mismatch")),
+        ("/v1/completions", {"session_id": session_id}, (400, "invalid_request")),
+        ("/v1/context", {}, (400, "invalid_request")),
+        ("/v1/context", {"model": ""}, (400, "invalid_request")),
+    ):
+        async with front.post(path, {"prompt": "x", **body}) as answer:
+            assert await code_of(answer) == expected
+
+
+async def test_two_turns_at_once_are_one_answer_and_one_that_is_told_to_wait(front, pod):
+    session_id = await created(front)
+    pod.engine.pause = asyncio.Event()
+    pod.engine.answer = lambda ids: "abcdef"
+    body = {"model": MODEL, "prompt": " more", "session_id": session_id, "stream": True}
+    async with front.post("/v1/completions", body) as running:
+        await running.content.readuntil(b"\n\n")
+        async with front.post("/v1/completions", {**body, "stream": False}) as second:
+            assert await code_of(second) == (409, "context_busy")
+            assert second.headers["retry-after"]
+        pod.engine.pause.set()
+        rest = await running.content.read()
+
+    assert rest.endswith(b"data: [DONE]\n\n")
