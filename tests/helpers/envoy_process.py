@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -78,13 +78,18 @@ def envoy_settings(*, pods: Sequence[int], gateways: Sequence[tuple[int, int]], 
 
 
 @asynccontextmanager
-async def running_envoy(settings: EnvoySettings) -> AsyncIterator[RunningEnvoy]:
-    """Run Envoy until the block ends, then end it at once. Ports and access log are its own, not the settings'."""
+async def running_envoy(
+    settings: EnvoySettings, *, change: Callable[[dict], dict] = lambda made: made
+) -> AsyncIterator[RunningEnvoy]:
+    """Run Envoy until the block ends, then end it at once. Ports and access log are its own, not the settings'.
+
+    `change` makes another bootstrap of ours: for proxies that others configure.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         updates = {"listen_port": 0, "admin_port": 0, "access_log": str(folder / "access.jsonl")}
         config = folder / "envoy.yaml"
-        config.write_text(yaml.safe_dump(bootstrap(settings.model_copy(update=updates))))
+        config.write_text(yaml.safe_dump(change(bootstrap(settings.model_copy(update=updates)))))
         command = envoy_command(config, admin_file=folder / "admin")
         with (folder / "envoy.log").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
