@@ -16,6 +16,7 @@ from contextcache.session_claim import may_claim_session
 
 FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params")
 """What only our own parts may tell the engine: whose prefix cache it may hit, and which KV to load."""
+_QUOTED_KEYS = tuple(f'"{key}"'.encode() for key in FORBIDDEN_KEYS)
 _EXTRA_ARGUMENTS = "vllm_xargs"
 """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
 
@@ -29,7 +30,7 @@ def needs_parsing(body: bytes, content_type: str) -> bool:
     """Return whether `body` could hold a session claim or a forbidden key."""
     if is_opaque(content_type):
         return False
-    return may_claim_session(body) or b"\0" in body or any(f'"{key}"'.encode() in body for key in FORBIDDEN_KEYS)
+    return may_claim_session(body) or b"\0" in body or any(key in body for key in _QUOTED_KEYS)
 
 
 def parse_leniently(body: bytes) -> dict[str, Any] | None:

@@ -85,7 +85,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             ),
             clock=clock,
             rules=_rules(settings),
-            rates=TenantRates(clock=clock, rate_per_s=settings.tenant_rate_per_s, burst=settings.tenant_burst),
+            rates=_rates(settings, clock),
             metrics=metrics,
         )
         ready_state = ReadyState(gateway, endpoints)
@@ -154,6 +154,12 @@ def _authenticator(settings: GatewaySettings, clock: Clock, metrics: Metrics) ->
     if settings.api_keys_file is None:
         return SingleTenant()
     return KeyFile(settings.api_keys_file, clock=clock, metrics=metrics)
+
+
+def _rates(settings: GatewaySettings, clock: Clock) -> TenantRates | None:
+    if not settings.tenant_rate_per_s:
+        return None
+    return TenantRates(clock=clock, rate_per_s=settings.tenant_rate_per_s, burst=settings.tenant_burst)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from prometheus_client import Gauge
+
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.ports import Endpoint, EndpointState, EngineLoad
@@ -41,8 +43,9 @@ Source = Callable[[], Sequence[Endpoint] | None]
 class _Pod:
     """One pod's state, made anew only after something changed: every request looks at every pod."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, in_flight_gauge: Gauge) -> None:
         self.endpoint = endpoint
+        self.in_flight_gauge = in_flight_gauge
         self.ready = False
         self.models = frozenset[ModelId]()
         self.load = EngineLoad()
@@ -141,16 +144,15 @@ class StaticEndpoints:
             # It went between the choice and now; the connection will tell.
             yield
             return
-        gauge = self._metrics.requests_in_flight.labels(name)
         self._used(pod)
         pod.in_flight += 1
-        gauge.inc()
+        pod.in_flight_gauge.inc()
         try:
             yield
         finally:
             pod.in_flight -= 1
             pod.changed()
-            gauge.dec()
+            pod.in_flight_gauge.dec()
             self._forget_if_gone(pod)
 
     def follow(self, endpoints: Sequence[Endpoint]) -> None:
@@ -231,7 +233,7 @@ class StaticEndpoints:
         pod = self._pods.get(endpoint.name) or self._gone.pop(endpoint.name, None)
         if pod is None or pod.endpoint.url != endpoint.url:
             # Requests to what had this name before end where they began.
-            pod = _Pod(endpoint)
+            pod = _Pod(endpoint, self._metrics.requests_in_flight.labels(endpoint.name))
             self._metrics.endpoint_ready.labels(endpoint.name).set(0)
         elif pod.endpoint != endpoint:
             pod.endpoint = endpoint

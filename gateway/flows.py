@@ -31,6 +31,7 @@ from gateway.routing import (
     STRATEGY_HEADER,
     Choice,
     LoadLimits,
+    Reason,
     RouteQuery,
     Strategy,
     choose_endpoint,
@@ -44,6 +45,9 @@ TARGET_POD_HEADER = "target-pod"
 """AIBrix's name for the same."""
 ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER})
 """Headers that say how a request was routed; a client's own never get through."""
+
+_ANY_POD = RouteQuery()
+"""What most requests ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ class Gateway:
         self._rules = rules
         self._rates = rates
         self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
-        self._metrics = metrics
+        self._choices = {} if metrics is None else {why: metrics.choices.labels(why.value) for why in Reason}
         self._removed_headers = ROUTING_HEADERS | {IDENTITY_HEADER} | rules.removed_headers
 
     def kind_of(self, method: str, path: str) -> Kind:
@@ -232,8 +236,7 @@ class Gateway:
         states = self._endpoints.states()
         if len(states) < 2:
             return False
-        by_prefix = strategy_of(admission.headers.get(STRATEGY_HEADER)) is Strategy.PREFIX_CACHE
-        return by_prefix or model_matters(states)
+        return model_matters(states) or strategy_of(admission.headers.get(STRATEGY_HEADER)) is Strategy.PREFIX_CACHE
 
     async def _claimed_session(self, tenant: TenantId, claim: SessionClaim) -> CacheSessionMetadata | None:
         """Return the session, or None when only a header names an id that is nobody's: a label of the client's own.
@@ -272,7 +275,7 @@ class Gateway:
         )
         headers = self._identity_header(admission, session.session_id)
         body = None if parsed is None else without_forbidden_keys(parsed)
-        return await self._with_kv(replace(self._forward(Kind.TURN, body, query, headers=headers), session=session))
+        return await self._with_kv(self._forward(Kind.TURN, body, query, headers=headers, session=session))
 
     async def _with_kv(self, forward: Forward) -> Forward:
         """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""
@@ -298,7 +301,10 @@ class Gateway:
         affinity: bytes = b"",
         light: bool = False,
     ) -> RouteQuery:
-        strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
+        header = admission.headers.get(STRATEGY_HEADER)
+        if header is None and parsed is None and admission.subset is None and not light:
+            return _ANY_POD
+        strategy = strategy_of(header)
         if strategy is Strategy.SESSION_AFFINITY:
             affinity = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or affinity
         elif strategy is Strategy.PREFIX_CACHE and parsed is not None:
@@ -308,21 +314,20 @@ class Gateway:
         )
 
     def _forward(
-        self, kind: Kind, body: bytes | None, query: RouteQuery, *, headers: Mapping[str, str] | None = None
+        self,
+        kind: Kind,
+        body: bytes | None,
+        query: RouteQuery,
+        *,
+        headers: Mapping[str, str] | None = None,
+        session: CacheSessionMetadata | None = None,
     ) -> Forward:
-        return Forward(
-            choice=self._choose(query),
-            kind=kind,
-            set_headers=headers or {},
-            remove_headers=self._removed_headers,
-            body=body,
-            query=query,
-        )
+        return Forward(self._choose(query), kind, headers or {}, self._removed_headers, body, query, session)
 
     def _choose(self, query: RouteQuery) -> Choice:
         choice = choose_endpoint(self._endpoints.states(), query, limits=self._rules.limits, rng=self._rng)
-        if self._metrics is not None:
-            self._metrics.choices.labels(choice.reason.value).inc()
+        if self._choices:
+            self._choices[choice.reason].inc()
         return choice
 
 

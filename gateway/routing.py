@@ -101,14 +101,18 @@ def choose_endpoint(states: Sequence[EndpointState], query: RouteQuery, *, limit
     """
     fitting = _candidates(states, query)
     candidates = _with_room(fitting, query, limits)
-    if query.strategy in _STRATEGIES_OVER_HOLDER:
+    if query.strategy is Strategy.RANDOM or query.strategy is Strategy.LEAST_REQUEST:
+        # The client wants another pod more than its KV.
         free = _not_saturated(candidates, limits)
         chosen = rng.choice(free).endpoint if query.strategy is Strategy.RANDOM else least_loaded(free, rng)
         return Choice(chosen, Reason.STRATEGY)
     if query.holder:
+        holder = _named(candidates, query.holder)
+        if holder is not None and not is_saturated(holder, limits):
+            return Choice(holder.endpoint, Reason.HOLDER)
         free = _not_saturated(candidates, limits)
-        # Where all are saturated, `free` is all of them: the holder is then as good as any, and has the KV.
-        if (holder := _named(free, query.holder)) is not None:
+        if holder is not None and holder in free:
+            # All are saturated: the holder is as good as any, and has the KV.
             return Choice(holder.endpoint, Reason.HOLDER)
         away = _named(states, query.holder)
         return Choice(_least_loaded_alike(free, away, rng), _reason_to_move(away, fitting))
@@ -130,6 +134,8 @@ def waiting_at(state: EndpointState) -> int:
 
 def is_saturated(state: EndpointState, limits: LoadLimits) -> bool:
     """Return whether a pod has so much to do that even a context's holder is not worth waiting for."""
+    if not state.load.waiting:
+        return False
     waiting = waiting_at(state)
     return waiting >= limits.saturated_waiting or (waiting > 0 and state.load.kv_usage >= limits.saturated_kv_usage)
 
@@ -141,13 +147,13 @@ def load_of(state: EndpointState) -> int:
 
 def least_loaded(candidates: Sequence[EndpointState], rng: Random) -> Endpoint:
     """Return the pod with the least load; among equals, of two taken at random the one used longer ago."""
-    if len(candidates) == 1:
-        return candidates[0].endpoint
+    if len(candidates) <= 2:
+        return min(candidates, key=_load_then_age).endpoint
     loads = [load_of(state) for state in candidates]
     least = min(loads)
     equals = [state for state, load in zip(candidates, loads, strict=True) if load == least]
     pair = rng.sample(equals, 2) if len(equals) > 2 else equals
-    return min(pair, key=_routed_at).endpoint
+    return min(pair, key=_load_then_age).endpoint
 
 
 def rendezvous_order(candidates: Sequence[EndpointState], affinity: bytes) -> list[EndpointState]:
@@ -172,7 +178,7 @@ def _candidates(states: Sequence[EndpointState], query: RouteQuery) -> list[Endp
 def _with_room(candidates: list[EndpointState], query: RouteQuery, limits: LoadLimits) -> list[EndpointState]:
     if query.light or not limits.shed_waiting:
         return candidates
-    with_room = [state for state in candidates if waiting_at(state) < limits.shed_waiting]
+    with_room = [state for state in candidates if not state.load.waiting or waiting_at(state) < limits.shed_waiting]
     if not with_room:
         raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=_RETRY_AFTER_S)
     return with_room
@@ -206,10 +212,8 @@ def _by_affinity(candidates: Sequence[EndpointState], affinity: bytes, limits: L
     return next(state for state in rendezvous_order(free, affinity) if load_of(state) <= bound).endpoint
 
 
-def _routed_at(state: EndpointState) -> int:
-    return state.routed_at
+def _load_then_age(state: EndpointState) -> tuple[int, int]:
+    return load_of(state), state.routed_at
 
 
 _STRATEGIES = {strategy.value: strategy for strategy in Strategy}
-_STRATEGIES_OVER_HOLDER = frozenset({Strategy.RANDOM, Strategy.LEAST_REQUEST})
-"""Asked for, these come before the holder: the client wants another pod more than its KV."""
