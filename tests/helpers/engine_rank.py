@@ -12,7 +12,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, open_block_file, parse_block_file
 from kv_sidecar.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
-from tests.helpers.kv_blocks import FINGERPRINT, block_file_bytes, fill_of, new_save, write_block
+from tests.helpers.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save, write_block
 
 ENGINE_BLOCK_TOKENS = 2
 FRAME_BYTES = 100
@@ -22,7 +22,8 @@ FRAME_BYTES = 100
 class EngineRank:
     """One rank with a client of its own; saves by name when the sidecar shares memory, else in frames."""
 
-    def __init__(self, address: str, *, frames: bool = False) -> None:
+    def __init__(self, address: str, *, frames: bool = False, page_bytes: int = PAGE_BYTES) -> None:
+        self.page_bytes = page_bytes
         self.client = EngineSidecarClient(address, timeout_s=10)
         self.terms = self.client.handshake(FINGERPRINT, "", 0, 1, ENGINE_BLOCK_TOKENS)
         self.directory = None if frames or not self.terms.shared_directory else Path(self.terms.shared_directory)
@@ -59,10 +60,10 @@ class EngineRank:
             place = {"cache_ref": new.cache_ref, "rank": new.rank, "block_index": index}
             if self.directory is not None:
                 name = f"{new.cache_ref}.{index}"
-                write_block(self.directory / "incoming" / name, meta)
+                write_block(self.directory / "incoming" / name, meta, page_bytes=self.page_bytes)
                 yield pb.SaveBlocksRequest(**place, shared_name=name)
                 continue
-            data = block_file_bytes(meta)
+            data = block_file_bytes(meta, page_bytes=self.page_bytes)
             for start in range(0, len(data), FRAME_BYTES):
                 last = start + FRAME_BYTES >= len(data)
                 yield pb.SaveBlocksRequest(**place, frame=data[start : start + FRAME_BYTES], last_frame=last)

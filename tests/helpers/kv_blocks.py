@@ -40,16 +40,16 @@ def fill_of(meta: BlockMeta) -> int:
     return (sum(meta.token_ids) * 7 + meta.rank * 101 + len(meta.parent)) % 251
 
 
-def write_block(path: Path, meta: BlockMeta, *, fill: int | None = None) -> None:
-    writer = BlockFileWriter(path, meta, num_layers=LAYERS, engine_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES)
+def write_block(path: Path, meta: BlockMeta, *, fill: int | None = None, page_bytes: int = PAGE_BYTES) -> None:
+    writer = BlockFileWriter(path, meta, num_layers=LAYERS, engine_blocks=ENGINE_BLOCKS, page_bytes=page_bytes)
     writer.pages[:] = fill_of(meta) if fill is None else fill
     writer.finish()
 
 
-def block_file_bytes(meta: BlockMeta, *, fill: int | None = None) -> bytes:
+def block_file_bytes(meta: BlockMeta, *, fill: int | None = None, page_bytes: int = PAGE_BYTES) -> bytes:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "block"
-        write_block(path, meta, fill=fill)
+        write_block(path, meta, fill=fill, page_bytes=page_bytes)
         return path.read_bytes()
 
 

@@ -67,6 +67,12 @@ class SidecarProcess:
         return [json.loads(line)["event"] for line in self.log.read_text().splitlines() if line.startswith("{")]
 
 
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[SidecarProcess]:
     sidecar = SidecarProcess(tmp_path)
@@ -127,8 +133,7 @@ def test_a_second_process_on_the_same_directory_is_refused(sidecar: SidecarProce
 
 
 def test_metrics_are_served(sidecar: SidecarProcess) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     sidecar.start(SIDECAR_METRICS_PORT=str(port))
     rank = EngineRank(sidecar.address)
     rank.save(PROMPT)

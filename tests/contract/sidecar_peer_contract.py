@@ -1,0 +1,64 @@
+"""What a pull may expect of a peer, whoever it is. `there` holds the KV; `peer` is the line to it."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from contextcache.errors import CacheRefNotFound, FingerprintMismatch
+from contextcache.model import new_cache_ref
+from kv_sidecar.block_file import parse_block_file
+from kv_sidecar.manifest import block_meta
+from tests.helpers.kv_blocks import TENANT
+
+PROMPT = tuple(range(10))
+
+
+class SidecarPeerContract:
+    async def test_it_has_the_manifest_of_what_is_sealed_there(self, there, peer):
+        new = await there.save(PROMPT)
+
+        assert await peer.manifest(TENANT, new.cache_ref) == await there.catalog.open(TENANT, new.cache_ref)
+
+    async def test_what_is_absent_or_anothers_is_not_found(self, there, peer):
+        new = await there.save(PROMPT)
+
+        for tenant, ref in ((TENANT, new_cache_ref()), ("other", new.cache_ref)):
+            with pytest.raises(CacheRefNotFound):
+                await peer.manifest(tenant, ref)
+
+    async def test_it_hands_out_whole_files_in_the_order_asked_for(self, there, peer):
+        new = await there.save(PROMPT)
+        manifest = await peer.manifest(TENANT, new.cache_ref)
+        seen = []
+        async with aclosing(peer.block_files(manifest, 0, [2, 0])) as files:
+            async for index, data in files:
+                parse_block_file(bytes(data)).verify(block_meta(manifest, index, 0))
+                seen.append(index)
+
+        assert seen == [2, 0]
+
+    async def test_kv_that_went_meanwhile_is_not_found(self, there, peer):
+        new = await there.save(PROMPT)
+        manifest = await peer.manifest(TENANT, new.cache_ref)
+        await there.catalog.delete(TENANT, new.session_id, ())
+
+        with pytest.raises(CacheRefNotFound):
+            [index async for index, _ in peer.block_files(manifest, 0, [0])]
+
+    async def test_another_fingerprint_gets_nothing(self, there, peer):
+        new = await there.save(PROMPT)
+        manifest = replace(await peer.manifest(TENANT, new.cache_ref), fingerprint="e" * 64)
+
+        with pytest.raises(FingerprintMismatch):
+            [index async for index, _ in peer.block_files(manifest, 0, [0])]
+
+    async def test_who_leaves_early_keeps_nothing_pinned_there(self, there, peer):
+        new = await there.save(PROMPT)
+        manifest = await peer.manifest(TENANT, new.cache_ref)
+        async with aclosing(peer.block_files(manifest, 0, [0, 1, 2])) as files:
+            await anext(files)
+
+        await self.until(lambda: not there.memory.has_pins)

@@ -1,0 +1,350 @@
+"""Two sidecars over real gRPC: one pulls from the other, which hangs, lies, is killed, or does as it should."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from typing_extensions import override
+
+from contextcache.clock import SystemClock
+from contextcache.convert import manifest_to_pb
+from contextcache.errors import CacheRefNotFound, CacheRefPending
+from contextcache.model import Manifest, new_cache_ref
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from kv_sidecar.client import KVSidecarClient
+from kv_sidecar.manifest import block_meta
+from kv_sidecar.server import serve
+from tests.helpers.engine_rank import EngineRank
+from tests.helpers.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
+from tests.integration.test_sidecar_process import SidecarProcess, free_port
+
+PROMPT = tuple(range(10))
+LARGE_PAGE_BYTES = 1 << 20
+"""Block files of 4 MiB: more than lies in gRPC's buffers while nobody reads."""
+
+
+class Node:
+    """A sidecar of this process that listens on TCP."""
+
+    def __init__(self, kv: SidecarUnderTest, port: int) -> None:
+        self.kv = kv
+        self.address = f"127.0.0.1:{port}"
+        self.client = KVSidecarClient(self.address, timeout_s=10)
+
+    async def pull(self, *cache_refs: str, peer: str, timeout_ms: int = 0) -> pb.PullContextResponse:
+        request = pb.PullContextRequest(tenant=TENANT, cache_refs=cache_refs, peer=peer, timeout_ms=timeout_ms)
+        return await self.client._stub().PullContext(request, timeout=10)
+
+    async def settled(self) -> None:
+        """Return when no pull is going on, as the sidecar itself tells it."""
+        async with asyncio.timeout(30):
+            while (await self.client.stats()).num_pulls:
+                await asyncio.sleep(0.01)
+
+    def pulls(self, outcome: str) -> float:
+        return self.kv.counted("pulls_total", outcome=outcome)
+
+
+@pytest.fixture
+async def start_node(tmp_path: Path) -> AsyncIterator[Callable[..., object]]:
+    started = []
+
+    async def start(name: str, *, world_size: int = 1, **settings: object) -> Node:
+        kv = SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{"peers": ("127.0.0.0/8",), **settings})
+        await kv.sidecar.open()
+        server = serve(kv.sidecar, ["127.0.0.1:0"])
+        await server.start()
+        node = Node(kv, server.ports[0])
+        for rank in range(world_size):
+            kv.sidecar.engine.introduce(rank, world_size, FINGERPRINT, "")
+        started.append((node, server))
+        return node
+
+    yield start
+    for node, server in started:
+        await node.client.close()
+        await node.kv.sidecar.pulls.close()
+        await server.stop(1)
+        await node.kv.sidecar.close()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[SidecarProcess]:
+    (tmp_path / "peer").mkdir()
+    process = SidecarProcess(tmp_path / "peer")
+    yield process
+    if process.process is not None:
+        process.process.send_signal(signal.SIGCONT)
+        process.end(signal.SIGKILL)
+
+
+async def test_a_pulled_context_is_equal_and_names_the_peer_once(start_node) -> None:
+    there, here = await start_node("there"), await start_node("here")
+    new = await there.kv.save(PROMPT)
+    rank = await asyncio.to_thread(EngineRank, here.address)
+    answer = await here.pull(new.cache_ref, peer=there.address)
+    await here.settled()
+
+    assert answer.outcome == pb.PULL_OUTCOME_STARTED
+    assert (await here.client.get_manifest(TENANT, new.cache_ref))[1] == "peer"
+    assert await asyncio.to_thread(rank.load, new) == {pb.TIER_PEER}
+    assert await asyncio.to_thread(rank.load, new) == {pb.TIER_HOST}
+    assert {key: here.kv.path_of(key).read_bytes() for key in here.kv.block_files()} == {
+        key: there.kv.path_of(key).read_bytes() for key in there.kv.block_files()
+    }
+    assert (await here.client.stats()).fingerprints == [FINGERPRINT]
+    rank.close()
+
+
+async def test_only_what_is_missing_travels_and_of_every_rank(start_node) -> None:
+    there, here = await start_node("there", world_size=2), await start_node("here", world_size=2)
+    saved = {}
+    for node, tokens in ((there, PROMPT), (here, PROMPT[:4])):
+        first = new_save(tokens, now_ms=SystemClock().now_ms(), world_size=2)
+        saved[node] = [first, replace(first, rank=1)]
+        for new in saved[node]:
+            await node.kv.send_all(new)
+            await node.kv.catalog.seal(new.cache_ref, new.rank)
+    shared_bytes = here.kv.disk_bytes()
+    await here.pull(saved[there][0].cache_ref, peer=there.address)
+    await here.settled()
+
+    for new in saved[there]:
+        assert await here.kv.load(new) == ["peer"] * 3
+    assert here.kv.counted("pulled_bytes_total") == there.kv.disk_bytes() - shared_bytes
+
+
+async def test_another_tenant_learns_nothing_of_a_pull(start_node, process: SidecarProcess) -> None:
+    here = await start_node("here")
+    address = await stopped_peer(process)
+    ref = new_cache_ref()
+    await here.pull(ref, peer=address)
+
+    with pytest.raises(CacheRefPending):
+        await here.client.get_manifest(TENANT, ref)
+    answers = []
+    for tenant, asked in (("other", ref), (TENANT, new_cache_ref())):
+        with pytest.raises(CacheRefNotFound) as missing:
+            await here.client.get_manifest(tenant, asked)
+        answers.append((type(missing.value), missing.value.message))
+    assert answers[0] == answers[1] == (CacheRefNotFound, "no KV under this cache_ref")
+
+
+async def test_a_peer_that_hangs_ends_the_pull_and_lookups_go_on(start_node, process: SidecarProcess) -> None:
+    here = await start_node("here")
+    address = await stopped_peer(process)
+    own, ref = await here.kv.save(PROMPT), new_cache_ref()
+    await here.pull(ref, peer=address)
+
+    assert (await here.client.get_manifest(TENANT, own.cache_ref))[0].token_ids == PROMPT
+    await here.settled()
+    with pytest.raises(CacheRefNotFound) as missing:
+        await here.client.get_manifest(TENANT, ref)
+    assert not isinstance(missing.value, CacheRefPending)
+    assert here.pulls("sidecar_unavailable") == 1
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
+    start_node, process: SidecarProcess, ending: signal.Signals
+) -> None:
+    gate, arrived = threading.Event(), threading.Event()
+
+    def step(name: str) -> None:
+        if name.startswith("write ") and not gate.is_set():
+            arrived.set()
+            assert gate.wait(30)
+
+    here = await start_node("here", step=step, shared=False)
+    address, new = await large_peer(process, num_blocks=25)
+    await here.pull(new.cache_ref, peer=address, timeout_ms=3000)
+    await asyncio.to_thread(arrived.wait, 30)
+    process.process.send_signal(ending)
+    gate.set()
+    await here.settled()
+
+    assert here.pulls("sidecar_unavailable") + here.pulls("deadline") == 1
+    assert here.kv.block_files() == set()
+    assert here.kv.manifest_files() == set()
+    with pytest.raises(CacheRefNotFound) as missing:
+        await here.client.get_manifest(TENANT, new.cache_ref)
+    assert not isinstance(missing.value, CacheRefPending)
+
+
+async def test_a_peer_that_is_not_there_ends_the_pull_at_once(start_node) -> None:
+    here = await start_node("here")
+    await here.pull(new_cache_ref(), peer=f"127.0.0.1:{free_port()}")
+    await here.settled()
+
+    assert here.pulls("sidecar_unavailable") == 1
+
+
+async def test_a_block_that_is_wrong_at_the_peer_is_quarantined_there_and_refused_here(start_node) -> None:
+    there, here = await start_node("there", memory_limit_bytes=0), await start_node("here")
+    new = await there.kv.save(PROMPT)
+    path = there.kv.path_of(max(there.kv.block_files(), key=lambda key: key.kind))
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    await here.pull(new.cache_ref, peer=there.address)
+    await here.settled()
+
+    assert here.pulls("corrupt_block") == 1
+    assert here.kv.block_files() == set()
+    assert there.kv.sidecar.directory.num_quarantined == 1
+
+
+async def test_a_deletion_during_the_pull_wins(start_node) -> None:
+    gate, arrived = threading.Event(), threading.Event()
+
+    def step(name: str) -> None:
+        if name.startswith("write ") and not gate.is_set():
+            arrived.set()
+            assert gate.wait(30)
+
+    there, here = await start_node("there"), await start_node("here", step=step, shared=False)
+    new = await there.kv.save(PROMPT)
+    await here.pull(new.cache_ref, peer=there.address)
+    await asyncio.to_thread(arrived.wait, 30)
+    deleting = asyncio.create_task(here.client.delete_context(TENANT, session_id=SESSION))
+    await asyncio.sleep(0)
+    gate.set()
+    await deleting
+    await here.settled()
+
+    assert here.kv.manifest_files() == set()
+    assert here.kv.block_files() == set()
+
+
+async def test_each_refusal_says_why(start_node) -> None:
+    ref, elsewhere = new_cache_ref(), "10.255.255.1:50061"
+    answers = {
+        "peer_not_allowed": await (await start_node("a", peers=())).pull(ref, peer=elsewhere),
+        "no_engine": await (await start_node("b", peers=("*",), world_size=0)).pull(ref, peer=elsewhere),
+    }
+    full = await start_node("c", peers=("*",), pulls_max=1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        await full.pull(ref, peer=f"127.0.0.1:{silent.getsockname()[1]}")
+        answers["too_many_pulls"] = await full.pull(new_cache_ref(), peer=elsewhere)
+    draining = await start_node("d")
+    await draining.kv.sidecar.pulls.close()
+    answers["draining"] = await draining.pull(ref, peer=elsewhere)
+
+    for reason, answer in answers.items():
+        assert (answer.outcome, answer.reason) == (pb.PULL_OUTCOME_REFUSED, reason)
+
+
+async def test_a_pull_of_what_is_here_is_answered_as_present(start_node) -> None:
+    here = await start_node("here")
+    new = await here.kv.save(PROMPT)
+
+    assert await here.client.pull_context(TENANT, [new_cache_ref(), new.cache_ref], peer="127.0.0.1:1") == "present"
+
+
+@pytest.mark.parametrize(
+    "lie", ["another_position", "a_shared_name", "too_much", "too_little", "unasked", "in_between"]
+)
+async def test_a_peer_that_does_not_keep_to_the_protocol_is_not_believed(start_node, lie: str) -> None:
+    there = await start_node("there")
+    here = await start_node("here", block_size_bytes_max=4096)
+    new = await there.kv.save(PROMPT)
+    manifest = await there.kv.catalog.open(TENANT, new.cache_ref)
+    server = grpc.aio.server()
+    pb_grpc.add_KVSidecarServiceServicer_to_server(Liar(manifest, lie), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await here.pull(new.cache_ref, peer=f"127.0.0.1:{port}")
+    await here.settled()
+    await server.stop(0)
+
+    assert here.pulls("corrupt_block") == 1
+    assert here.kv.block_files() == set()
+
+
+async def test_a_hundred_megabytes_are_pulled_in_bounded_memory(tmp_path: Path, process: SidecarProcess) -> None:
+    address, new = await large_peer(process, num_blocks=25)
+    (tmp_path / "here").mkdir()
+    here = SidecarProcess(tmp_path / "here")
+    listen = f"127.0.0.1:{free_port()}"
+    here.start(
+        SIDECAR_LISTEN=listen, SIDECAR_PEERS='["127.0.0.1"]', SIDECAR_SHARED_DIR="", SIDECAR_MEMORY_LIMIT_BYTES="0"
+    )
+    client = KVSidecarClient(listen, timeout_s=10)
+    rank = await asyncio.to_thread(EngineRank, listen)
+    before_kb = peak_kb(here)
+    assert await client.pull_context(TENANT, [new.cache_ref], peer=address) == "started"
+    async with asyncio.timeout(60):
+        while (await client.stats()).num_pulls:
+            await asyncio.sleep(0.05)
+    stats = await client.stats()
+    rank.close()
+    await client.close()
+    grown_kb = peak_kb(here) - before_kb
+    here.end(signal.SIGTERM)
+
+    assert sum(tier.size_bytes for tier in stats.tiers) > 100e6
+    assert grown_kb < 60_000
+
+
+class Liar(pb_grpc.KVSidecarServiceServicer):
+    """A peer that sends what it should not."""
+
+    def __init__(self, manifest: Manifest, lie: str) -> None:
+        self._manifest = manifest
+        self._lie = lie
+
+    @override
+    async def GetManifest(self, request, context):
+        return pb.GetManifestResponse(manifest=manifest_to_pb(self._manifest))
+
+    @override
+    async def LoadBlocks(self, request, context):
+        files = {i: block_file_bytes(block_meta(self._manifest, i, 0)) for i in request.block_indices}
+        whole = {i: pb.LoadBlocksResponse(block_index=i, frame=data, last_frame=True) for i, data in files.items()}
+        part = pb.LoadBlocksResponse(block_index=0, frame=files[0][:100])
+        answers = {
+            "another_position": [whole[1]],
+            "a_shared_name": [pb.LoadBlocksResponse(block_index=0, shared_name="x", last_frame=True)],
+            "too_much": [part] * 50,
+            "too_little": [whole[0], whole[1]],
+            "unasked": [whole[0], whole[1], whole[2], whole[2]],
+            "in_between": [part, whole[1]],
+        }
+        for answer in answers[self._lie]:
+            yield answer
+
+
+async def stopped_peer(process: SidecarProcess) -> str:
+    """Start a sidecar that accepts connections and then says nothing."""
+    address = f"127.0.0.1:{free_port()}"
+    await asyncio.to_thread(process.start, SIDECAR_LISTEN=address)
+    process.process.send_signal(signal.SIGSTOP)
+    return address
+
+
+async def large_peer(process: SidecarProcess, *, num_blocks: int):
+    """Start a sidecar with one context of `num_blocks` files of 4 MiB; return its address and the context."""
+    address = f"127.0.0.1:{free_port()}"
+    await asyncio.to_thread(process.start, SIDECAR_LISTEN=address)
+
+    def save():
+        rank = EngineRank(process.address, page_bytes=LARGE_PAGE_BYTES)
+        new = rank.save(tuple(range(4 * num_blocks)))
+        rank.close()
+        return new
+
+    return address, await asyncio.to_thread(save)
+
+
+def peak_kb(process: SidecarProcess) -> int:
+    """The most memory a process has had so far."""
+    assert process.process is not None
+    status = Path(f"/proc/{process.process.pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
