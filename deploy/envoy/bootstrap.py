@@ -109,7 +109,14 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
 def _virtual_host(settings: EnvoySettings) -> dict[str, Any]:
     # What Envoy tells about the client beside X-Forwarded-For is not for pods.
     removed = ["x-envoy-external-address", "x-envoy-internal"]
-    return {"name": "all", "domains": ["*"], "request_headers_to_remove": removed, "routes": routes(settings)}
+    return {
+        "name": "all",
+        "domains": ["*"],
+        "request_headers_to_remove": removed,
+        # As the HTTP front: what a pod runs on is nobody's business.
+        "response_headers_to_remove": ["server"],
+        "routes": routes(settings),
+    }
 
 
 def _early_header_mutation() -> dict[str, Any]:
@@ -217,7 +224,8 @@ def _access_log(settings: EnvoySettings) -> list[dict[str, Any]]:
         "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
         "request_id": "%REQ(X-REQUEST-ID):128%",
         "plugin_head_us": f"%FILTER_STATE({EXT_PROC}:FIELD:request_header_latency_us)%",
-        "plugin_body_us": f"%FILTER_STATE({EXT_PROC}:FIELD:request_body_latency_us)%",
+        "plugin_body_us": f"%FILTER_STATE({EXT_PROC}:FIELD:request_body_total_latency_us)%",
+        "plugin_was_away": f"%FILTER_STATE({EXT_PROC}:FIELD:failed_open)%",
     }
     for name in _RECEIPT_HEADERS:
         fields[name.removeprefix("x-").replace("-", "_")] = f"%RESP({name.upper()}):128%"

@@ -28,42 +28,54 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
     """Return Envoy's `local_reply_config`; the first rule that matches answers."""
     too_large = BodyTooLarge(f"the request body is over the limit of {settings.max_body_bytes} bytes")
     away = GatewayUnavailable("no gateway is available", retry_after_s=1)
-    no_pod = NoReadyEndpoint("no pod can be reached", retry_after_s=1)
     busy = NoReadyEndpoint("the proxy carries as much as it may", retry_after_s=1)
-    rules: list[tuple[str, ContextCacheError]] = [
-        (_one_of("request_payload_too_large"), too_large),
-        (_one_of("direct_response", "route_not_found") + " && response.code == 404", PathNotFound("no such path")),
-        (_begins("ext_proc_error"), away),
-        (f"xds.route_name == '{CONTROL}' && ({_UNREACHED} || {_BROKEN})", away),
-        (_UNREACHED, no_pod),
-        (_BROKEN, EngineFailed("the engine broke off")),
-        (_begins("overload"), busy),
-        (_begins("http1.") + " && response.code == 400", InvalidRequest("the request is not HTTP as it should be")),
-    ]
-    return {"mappers": [_mapper(expression, error) for expression, error in rules]}
+    slow = InvalidRequest("the rest of the request did not come in time")
+    return {
+        "mappers": [
+            _mapper(_details("request_payload_too_large"), too_large),
+            _mapper(_details("direct_response", "route_not_found"), PathNotFound("no such path")),
+            _mapper(_details("ext_proc_error*"), away),
+            _mapper(f"xds.route_name == '{CONTROL}' && ({_UNREACHED} || {_BROKEN})", away),
+            _mapper(_UNREACHED, NoReadyEndpoint("no pod can be reached", retry_after_s=1)),
+            _mapper(_BROKEN, EngineFailed("the engine broke off")),
+            _mapper(_details("overload*"), busy),
+            _mapper(_details("request_overall_timeout", "request_header_timeout"), slow),
+            # The status says more than we could; only the shape is ours.
+            _mapper(_MALFORMED, InvalidRequest("the request is not HTTP as it is spoken here"), keep_status=True),
+        ]
+    }
 
 
-def _one_of(*details: str) -> str:
-    return f"response.code_details in {list(details)!r}"
+def _details(*details: str) -> str:
+    """Return an expression for replies with these details; a star at the end stands for anything."""
+    begins = [f"response.code_details.startsWith('{found[:-1]}')" for found in details if found.endswith("*")]
+    equals = [f"response.code_details == '{found}'" for found in details if not found.endswith("*")]
+    return f"({' || '.join([*equals, *begins])})"
 
 
-def _begins(prefix: str) -> str:
-    return f"response.code_details.startsWith('{prefix}')"
-
-
-_UNREACHED = (
-    "(response.code_details in ['no_healthy_upstream', 'cluster_not_found'] || "
-    "response.code_details.startsWith('upstream_reset_before_response_started{connection_failure') || "
-    "response.code_details.startsWith('upstream_reset_before_response_started{remote_connection_failure') || "
-    "response.code_details.startsWith('upstream_reset_before_response_started{overflow'))"
+_UNREACHED = _details(
+    "no_healthy_upstream",
+    "cluster_not_found",
+    "upstream_reset_before_response_started{connection_failure*",
+    "upstream_reset_before_response_started{remote_connection_failure*",
+    "upstream_reset_before_response_started{local_connection_failure*",
+    "upstream_reset_before_response_started{connection_timeout*",
+    "upstream_reset_before_response_started{overflow*",
 )
-_BROKEN = (
-    "(response.code_details.startsWith('upstream_reset_before_response_started') || "
-    "response.code_details in ['upstream_response_timeout', 'upstream_per_try_timeout', 'stream_idle_timeout'])"
+_BROKEN = _details(
+    "upstream_reset_before_response_started*", "response_timeout", "upstream_per_try_timeout", "stream_idle_timeout"
+)
+_MALFORMED = _details(
+    "http1.*",
+    "low_version",
+    "missing_host_header",
+    "path_normalization_failed",
+    "request_headers_too_large",
+    "upgrade_failed",
 )
 
 
-def _mapper(expression: str, error: ContextCacheError) -> dict[str, Any]:
+def _mapper(expression: str, error: ContextCacheError, *, keep_status: bool = False) -> dict[str, Any]:
     body = error_body(error).decode().replace("%", "%%")
     found: dict[str, Any] = {
         "filter": {
@@ -75,7 +87,7 @@ def _mapper(expression: str, error: ContextCacheError) -> dict[str, Any]:
                 },
             }
         },
-        "status_code": error.http_status,
+        **({} if keep_status else {"status_code": error.http_status}),
         "body_format_override": {"text_format_source": {"inline_string": body}, "content_type": "application/json"},
     }
     if error.retry_after_s is not None:
