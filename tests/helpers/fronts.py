@@ -8,37 +8,43 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 from yarl import URL
 
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import GATEWAY_HTTP, PODS
 from gateway.settings import GatewaySettings
 from tests.helpers.envoy_process import RunningEnvoy, envoy_settings, running_envoy
+from tests.helpers.gateway_parts import KEY
 from tests.helpers.gateway_server import DEADLINE_S, RunningGateway, running_gateway
+from tests.helpers.stub_engine import StubEngine
 
 FRONTS = ("http", "envoy")
 
 
-@dataclass(frozen=True)
-class Front:
-    """What clients talk to, and the gateway behind it."""
+class Client:
+    """A client of one port, with a key."""
 
-    kind: str
-    port: int
-    gateway: RunningGateway
-    envoy: RunningEnvoy | None = None
+    def __init__(self, port: int, http: aiohttp.ClientSession) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._http = http
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, port: int) -> AsyncIterator[Client]:
+        """Open a client of a port; its connections are closed at the end."""
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S * 6)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as http:
+            yield cls(port, http)
 
     def request(self, method: str, path: str, *, data=None, headers=None):
         """Send a request whose path is not touched by the client."""
-        sent = {**self.gateway.auth, **(headers or {})}
-        return self.gateway.http.request(method, URL(self.url + path, encoded=True), data=data, headers=sent)
+        sent = {"authorization": f"Bearer {KEY}", **(headers or {})}
+        return self._http.request(method, URL(self.url + path, encoded=True), data=data, headers=sent)
 
     def post(self, path: str, body, *, headers=None):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -66,6 +72,35 @@ class Front:
             await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
+class Front(Client):
+    """What clients talk to, and the gateway behind it."""
+
+    def __init__(self, port: int, gateway: RunningGateway, *, envoy: RunningEnvoy | None = None) -> None:
+        """`envoy`: None for the HTTP front."""
+        super().__init__(port, gateway.http)
+        self.gateway = gateway
+        self.envoy = envoy
+
+
+class StreamingEngine(StubEngine):
+    """Streams as many answers as are asked for: their beginning at once, the rest when `go_on` is set."""
+
+    FIRST = b'data: {"text": "first"}\n\n'
+    REST = b'data: {"text": "second"}\n\ndata: [DONE]\n\n'
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.go_on = asyncio.Event()
+
+    async def _stream(self, reader, writer, *, broken: bool) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n" % (len(self.FIRST), self.FIRST))
+        await self.go_on.wait()
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(self.REST), self.REST))
+        await writer.drain()
+        return True
+
+
 @asynccontextmanager
 async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int) -> AsyncIterator[Front]:
     """Serve until the block ends."""
@@ -73,7 +108,7 @@ async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int)
         settings = settings.model_copy(update={"ext_proc_listen": "127.0.0.1:0"})
     async with running_gateway(settings, num_ready=num_ready) as gateway:
         if kind == "http":
-            yield Front(kind, gateway.port, gateway)
+            yield Front(gateway.port, gateway)
             return
         pods = [URL(endpoint.url).port for endpoint in settings.endpoints]
         async with running_envoy(
@@ -85,7 +120,7 @@ async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int)
         ) as envoy:
             for cluster, num_healthy in ((PODS, num_ready), (PLUGIN, 1), (GATEWAY_HTTP, 1)):
                 await envoy.until_healthy(cluster, num_healthy)
-            yield Front(kind, envoy.port, gateway, envoy)
+            yield Front(envoy.port, gateway, envoy=envoy)
 
 
 async def code_of(answer) -> tuple[int, str]:
