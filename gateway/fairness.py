@@ -38,6 +38,7 @@ class TenantRates:
         due_ms = min(due_ms, now_ms + self._tolerance_ms + self._interval_ms)
         wait_ms = due_ms - self._tolerance_ms - now_ms
         if wait_ms > 0:
+            self._due_ms[tenant] = due_ms
             raise TenantRateExceeded("too many requests from this tenant", retry_after_s=math.ceil(wait_ms / 1000))
         self._due_ms[tenant] = due_ms + self._interval_ms
         self._due_ms.move_to_end(tenant)

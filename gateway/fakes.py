@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.v1 import kv_sidecar_pb2 as pb
 
 
 class MemorySidecar:
@@ -13,6 +14,8 @@ class MemorySidecar:
 
     def __init__(self) -> None:
         self.down = False
+        self.closed = False
+        self.fingerprints: list[str] = []
         self.pulls: list[tuple[TenantId, tuple[CacheRef, ...], str]] = []
         self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
 
@@ -47,6 +50,16 @@ class MemorySidecar:
         self._check_up()
         self.pulls.append((tenant, tuple(cache_refs), peer))
         return "present" if any(cache_ref in self._kept for cache_ref in cache_refs) else "started"
+
+    async def stats(self) -> pb.StatsResponse:
+        """Return how many contexts there are, the tiers, and the fingerprints it was given."""
+        self._check_up()
+        tiers = [pb.TierStats(tier=tier) for tier in (pb.TIER_HOST, pb.TIER_DISK)]
+        return pb.StatsResponse(num_contexts=len(self._kept), tiers=tiers, fingerprints=self.fingerprints)
+
+    async def close(self) -> None:
+        """Note that nobody calls any more."""
+        self.closed = True
 
     def _check_up(self) -> None:
         if self.down:

@@ -79,11 +79,15 @@ class Sidecars(Mapping[str, KVSidecar]):
 
     async def ask_all(self) -> None:
         """Ask every sidecar once, all at the same time, and close what is no longer needed."""
-        named = {name: self._endpoints.endpoint(name) for name in self}
-        await asyncio.gather(*(self._ask(name, found.sidecar) for name, found in named.items() if found is not None))
-        listed = {state.endpoint.sidecar for state in self._endpoints.states()}
-        gone = [self._clients.pop(address) for address in list(self._clients) if address not in listed]
+        listed = {state.endpoint.name: state.endpoint.sidecar for state in self._endpoints.states()}
+        asked = (self._ask(name, address) for name, address in listed.items() if address)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        kept = {state.endpoint.sidecar for state in self._endpoints.states()}
+        gone = [self._clients.pop(address) for address in list(self._clients) if address not in kept]
         await asyncio.gather(*map(self._close_one, gone))
+        for fault in found:
+            if fault is not None:
+                raise fault
 
     async def close(self) -> None:
         """Close every connection."""

@@ -6,6 +6,7 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import new_cache_ref
+from kv_sidecar.client import TIER_NAMES
 
 
 class GatewaySidecarContract:
@@ -41,6 +42,18 @@ class GatewaySidecarContract:
         assert await sidecar.delete_context("other", session_id="ctx_1", cache_refs=(ref,)) == 0
         assert await sidecar.get_manifest("demo", ref)
 
+    async def test_a_pull_of_what_is_here_already_is_told_as_such(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+
+        assert await sidecar.pull_context("demo", (new_cache_ref(), ref), peer="127.0.0.1:1") == "present"
+
+    async def test_a_sidecar_says_how_many_contexts_it_has_and_where(self, sidecar, keep):
+        await keep("ctx_1", "demo")
+        stats = await sidecar.stats()
+
+        assert stats.num_contexts == 1
+        assert {TIER_NAMES[found.tier] for found in stats.tiers} == {"host", "disk"}
+
     async def test_without_a_sidecar_every_call_says_so(self, sidecar, keep, take_down):
         ref = await keep("ctx_1", "demo")
         await take_down()
@@ -48,3 +61,7 @@ class GatewaySidecarContract:
             await sidecar.get_manifest("demo", ref)
         with pytest.raises(SidecarUnavailable):
             await sidecar.delete_context("demo", session_id="ctx_1")
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.pull_context("demo", (ref,), peer="127.0.0.1:1")
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.stats()

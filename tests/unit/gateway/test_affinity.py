@@ -1,0 +1,50 @@
+"""What should meet on one pod, without keeping a word of it."""
+
+import pytest
+
+from gateway.affinity import label_affinity, prompt_affinity
+
+LONG = "You are a helpful assistant. " * 100
+
+
+def test_prompts_that_begin_alike_are_alike():
+    assert prompt_affinity("demo", {"prompt": LONG + "a"}) == prompt_affinity("demo", {"prompt": LONG + "b"})
+    assert prompt_affinity("demo", {"prompt": "a"}) != prompt_affinity("demo", {"prompt": "b"})
+
+
+def test_token_ids_that_begin_alike_are_alike():
+    ids = list(range(300))
+
+    assert prompt_affinity("demo", {"prompt": [*ids, 1]}) == prompt_affinity("demo", {"prompt": [*ids, 2]})
+    assert prompt_affinity("demo", {"prompt": [1, 2]}) != prompt_affinity("demo", {"prompt": [1, 3]})
+
+
+def test_conversations_with_the_same_first_message_are_alike():
+    first = {"role": "system", "content": "Be brief."}
+    other = {"content": "Be brief.", "role": "system"}
+    long = [first, {"role": "user", "content": "Hello"}]
+
+    assert prompt_affinity("demo", {"messages": long}) == prompt_affinity("demo", {"messages": [other]})
+
+
+def test_tenants_and_models_keep_theirs_apart():
+    found = {
+        prompt_affinity("demo", {"prompt": "a", "model": "m"}),
+        prompt_affinity("demo", {"prompt": "a", "model": "n"}),
+        prompt_affinity("other", {"prompt": "a", "model": "m"}),
+        label_affinity("demo", "a"),
+        label_affinity("other", "a"),
+    }
+
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"prompt": 7}, {"messages": []}, {"messages": "x"}])
+def test_a_body_without_a_beginning_has_no_wish(body):
+    assert prompt_affinity("demo", body) == b""
+    assert label_affinity("demo", "") == b""
+
+
+def test_nothing_of_the_text_is_kept():
+    assert len(prompt_affinity("demo", {"prompt": "secret \ud800"})) == 16
+    assert len(label_affinity("demo", "run-7")) == 16
