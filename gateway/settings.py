@@ -50,6 +50,7 @@ class GatewaySettings(ProcessSettings):
     )
     ext_proc_listen: str = Field(
         "",
+        pattern=r"^(.+:[0-9]{1,5})?$",
         description="host:port of Envoy's external processor, as GATEWAY_HOST restricted without keys; empty: none, "
         "port 0 takes a free one",
     )

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from gateway.settings import GatewaySettings, is_loopback
+from gateway.ports import Endpoint
+from gateway.settings import GatewaySettings, endpoint_of, is_loopback
 
 POD = {"name": "pod-a", "url": "http://127.0.0.1:8001/", "sidecar": "127.0.0.1:50061"}
 
@@ -49,3 +50,33 @@ def test_loopback_needs_no_keys(host):
 def test_endpoints_that_cannot_be_right_are_refused(endpoints):
     with pytest.raises(ValidationError):
         settings(endpoints=endpoints)
+
+
+def test_pods_come_from_the_settings_or_from_a_file_but_not_from_both():
+    assert settings(endpoints=[], endpoints_file="pods.json").endpoints == ()
+    with pytest.raises(ValidationError, match="either GATEWAY_ENDPOINTS or GATEWAY_ENDPOINTS_FILE"):
+        settings(endpoints_file="pods.json")
+    with pytest.raises(ValidationError, match="either GATEWAY_ENDPOINTS or GATEWAY_ENDPOINTS_FILE"):
+        settings(endpoints=[], endpoints_file="")
+
+
+def test_without_keys_the_external_processor_listens_on_loopback_only():
+    for listen in ("0.0.0.0:9002", "[::]:9002", "gateway.example:9002"):
+        with pytest.raises(ValidationError, match="loopback only"):
+            settings(ext_proc_listen=listen)
+        assert settings(ext_proc_listen=listen, api_keys_file="keys.json").ext_proc_listen == listen
+
+    for listen in ("", "127.0.0.1:0", "[::1]:9002", "localhost:9002"):
+        assert settings(ext_proc_listen=listen).ext_proc_listen == listen
+
+
+@pytest.mark.parametrize("listen", ["9002", ":9002", "127.0.0.1", "127.0.0.1:grpc"])
+def test_an_external_processor_has_a_host_and_a_port(listen):
+    with pytest.raises(ValidationError):
+        settings(ext_proc_listen=listen, api_keys_file="keys.json")
+
+
+def test_a_pod_has_everything_its_settings_say():
+    found = settings(endpoints=[{**POD, "draining": True}]).endpoints[0]
+
+    assert endpoint_of(found) == Endpoint("pod-a", "http://127.0.0.1:8001", "127.0.0.1:50061", draining=True)
