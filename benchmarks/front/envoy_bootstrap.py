@@ -1,0 +1,38 @@
+"""Envoy's bootstrap as deployed, and the same without the plugin, so that the two differ by the plugin alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deploy.envoy.bootstrap import bootstrap
+from deploy.envoy.clusters import PLUGIN
+from deploy.envoy.routes import EXT_PROC
+from deploy.envoy.settings import EnvoySettings, GatewayAddress
+
+
+def with_plugin(
+    *, port: int, admin_port: int, gateway: str, ext_proc: str, pod: str, access_log: Path
+) -> dict[str, Any]:
+    """Return the bootstrap for one gateway (addresses of its two fronts) and one pod, on loopback."""
+    settings = EnvoySettings(
+        listen_port=port,
+        admin_port=admin_port,
+        gateways=(GatewayAddress(http=gateway, ext_proc=ext_proc),),
+        pods=(pod,),
+        access_log=str(access_log),
+        concurrency=1,
+    )
+    return bootstrap(settings)
+
+
+def without_plugin(**addresses: Any) -> dict[str, Any]:
+    """Return the same without the external processor and its cluster: every request goes to the pod as it came."""
+    config = with_plugin(**addresses)
+    resources = config["static_resources"]
+    resources["clusters"] = [cluster for cluster in resources["clusters"] if cluster["name"] != PLUGIN]
+    manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [found for found in manager["http_filters"] if found["name"] != EXT_PROC]
+    for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+        route.pop("typed_per_filter_config", None)
+    return config
