@@ -9,7 +9,7 @@ OURS := contextcache context_manager kv_sidecar vllm_plugin gateway deploy tests
 export TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start drain undrain clean demo bench ci
+.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start drain undrain clean demo bench bench-front ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -62,5 +62,7 @@ demo: install ## the story with figures, on the running stack or a new one; JSON
 	@$(STACK) demo $(SETTINGS) $(if $(JSON),--json)
 bench: install ## time to first token: cold, prefix cache, restored after a restart
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
+bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
+	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
 
 ci: lint proto-check test ## what CI runs

@@ -77,7 +77,7 @@ def sidecar_of(engine):
 
 def wait_gone(stack, engine):
     """Return when the gateway knows that this engine is not there."""
-    url = f"{stack.front_url}"
+    url = stack.front_url
     endpoint = next(name for name in gateway_endpoints(url) if stack.engine_named(name) == engine)
     wait_until(lambda: not gateway_endpoints(url)[endpoint]["ready"], within_s=20)
 
@@ -112,41 +112,39 @@ def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_
     assert_equals_cold(client, again)
 
 
-def test_a_context_whose_engine_was_killed_moves_with_its_kv(client):
-    conversation = Conversation(client, seed=3)
-    holder = conversation.holder
-    client.stack.kill(holder)
-    wait_gone(client.stack, holder)
+def test_contexts_of_a_killed_engine_move_with_their_kv_and_are_recomputed_when_its_sidecar_is_killed_too(client):
+    stack = client.stack
+    holder, refuge = stack.names_of("engine")
+    stack.drain(refuge)
+    saved, lost = Conversation(client, seed=3), Conversation(client, seed=4)
+    stack.drain(refuge, draining=False)
+    lost_tokens = lost.tokens
+    assert (saved.holder, lost.holder) == (holder, holder)
 
-    moved = conversation.ask(" and then")
+    stack.kill(holder)
+    wait_gone(stack, holder)
+    moved = saved.ask(" and then")
+    stack.kill(sidecar_of(holder))
+    recomputed = lost.ask(" and then")
+    again = lost.ask(" and after that")
 
     assert moved["usage"]["context"]["source"] == "peer"
-    assert conversation.holder != holder
     assert_equals_cold(client, moved)
-
-
-def test_a_context_whose_engine_and_sidecar_were_killed_is_recomputed_elsewhere_and_goes_on(client):
-    stack = client.stack
-    conversation = Conversation(client, seed=4)
-    holder, context_tokens = conversation.holder, conversation.tokens
-    stack.kill(holder)
-    stack.kill(sidecar_of(holder))
-
-    recomputed = conversation.ask(" and then")
-
     context = recomputed["usage"]["context"]
     assert (context["source"], context["cached_tokens"]) == ("recompute", 0)
-    assert recomputed["usage"]["prompt_tokens"] > context_tokens
+    assert recomputed["usage"]["prompt_tokens"] > lost_tokens
     assert recomputed["headers"]["x-context-cache"] == "miss"
     assert_equals_cold(client, recomputed)
+    assert again["usage"]["context"]["source"] == "device"
+    assert (saved.holder, lost.holder) == (refuge, refuge)
 
-    conversation.wait_sealed()
+    lost.wait_sealed()
     stack.start(sidecar_of(holder))
     stack.start(holder)
-    stack.drain(conversation.holder)
-    back = conversation.ask(" and after that")
+    stack.drain(refuge)
+    back = lost.ask(" and at last")
 
-    assert conversation.holder == holder
+    assert lost.holder == holder
     assert back["usage"]["context"]["source"] == "peer"
     assert_equals_cold(client, back)
 
