@@ -190,7 +190,7 @@ class Pulls:
             await peer.close()
 
     async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
-        """Return the first manifest that can be used here; what comes before it is no longer waited for."""
+        """Return the first manifest that can be used here; the others are then no longer waited for."""
         missed: ContextCacheError = CacheRefNotFound("the peer has none of these")
         for cache_ref in wanted.cache_refs:
             try:
@@ -198,7 +198,6 @@ class Pulls:
                 self._check(manifest, wanted.tenant, cache_ref)
             except (CacheRefNotFound, FingerprintMismatch) as exc:
                 missed = exc
-                self._catalog.expect_no_more(wanted.tenant, [cache_ref])
                 continue
             self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
             return manifest

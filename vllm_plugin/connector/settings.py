@@ -36,7 +36,7 @@ class ConnectorSettings:
     """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
     pull_wait_ms: int = 2_000
     """Longest wait for KV that the sidecar is pulling from another pod, from the first time it says so. A pull moves
-    hundreds of MB/s; what takes longer than this is computed instead, and the pulled KV serves the turn after."""
+    about 300 MB/s where the disk lets it; what takes longer is computed instead, and the turn after starts from it."""
     prepare_deadline_ms: int = 2_000
     """Longest time a finished request's blocks wait for the sidecar's word before they are freed unsaved."""
     save_deadline_ms: int = 30_000
