@@ -80,7 +80,7 @@ def allowed_subset(metadata: pb.Metadata) -> frozenset[str] | None:
         addresses: Iterable[str] = (found.string_value for found in value.list_value.values)
     else:
         addresses = value.string_value.split(",")
-    return frozenset(address.strip() for address in addresses if address.strip())
+    return frozenset(address.strip() for address in addresses)
 
 
 def destination_metadata(address: str) -> Struct:

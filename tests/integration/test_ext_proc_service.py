@@ -68,13 +68,7 @@ async def processor(*, is_ready=lambda: True, budget_bytes=1 << 20):
     """A processor alone, over sessions in memory."""
     parts = GatewayParts(SingleTenant())
     await parts.endpoints.probe_all()
-    front = EnvoyFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        budget=BodyBudget(budget_bytes),
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
+    front = front_of(parts, budget_bytes)
     server = ExtProcServer(front, listen="127.0.0.1:0", max_body_bytes=1 << 20, is_ready=is_ready)
     await server.start()
     client = ExtProcClient(server.port)
@@ -83,6 +77,16 @@ async def processor(*, is_ready=lambda: True, budget_bytes=1 << 20):
     finally:
         await client.close()
         await server.stop(0)
+
+
+def front_of(parts, budget_bytes=1 << 20) -> EnvoyFront:
+    return EnvoyFront(
+        gateway=parts.gateway,
+        endpoints=parts.endpoints,
+        budget=BodyBudget(budget_bytes),
+        limits=FrontLimits(),
+        metrics=parts.metrics,
+    )
 
 
 async def health_of(client, *names) -> list[int]:
@@ -169,6 +173,26 @@ async def test_a_client_that_leaves_costs_nothing_that_is_not_given_back():
         answers = await duplex(client, head("/v1/x", mode=DUPLEX), big)
 
     assert b"".join(answer.piece.body for answer in answers[1:]) == big
+
+
+async def test_a_proxy_that_ends_its_side_without_the_body_is_no_fault(caplog):
+    async with processor() as (_, client, parts):
+        call = client.open()
+        await call.write(head(headers=JSON))
+        await call.read()
+        await call.done_writing()
+        ended = await call.read()
+        code = await call.code()
+        await until(lambda: streams_are(parts, 0))
+
+    assert (ended, code) == (grpc.aio.EOF, grpc.StatusCode.OK)
+    assert "request failed" not in caplog.messages
+
+
+async def test_two_processors_never_share_a_port():
+    async with processor() as (server, _, parts):
+        with pytest.raises(OSError, match="cannot listen on"):
+            ExtProcServer(front_of(parts), listen=f"127.0.0.1:{server.port}", max_body_bytes=1, is_ready=lambda: True)
 
 
 async def test_health_has_a_name_for_each_question():
