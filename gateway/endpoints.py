@@ -97,6 +97,8 @@ class StaticEndpoints:
         self._interval_s = interval_s
         self._silent_probes_max = silent_probes_max
         self._source = source
+        self.looked = asyncio.Event()
+        """Set once `run` has asked every pod."""
         self._num_routed = 0
         self._pods: dict[str, _Pod] = {}
         self._gone: dict[str, _Pod] = {}
@@ -179,6 +181,7 @@ class StaticEndpoints:
                 # The loop must live: without it no pod would ever become ready again.
                 self._metrics.probe_failures.inc()
                 log.exception("probe round failed")
+            self.looked.set()
             await asyncio.sleep(self._interval_s)
 
     async def probe_all(self) -> None:
@@ -192,7 +195,7 @@ class StaticEndpoints:
         endpoint = pod.endpoint
         health = await self._probe(endpoint)
         # What answered may no longer be what is listed under this name.
-        if self._pods.get(endpoint.name) is pod and pod.endpoint.url == endpoint.url:
+        if self._pods.get(endpoint.name) is pod:
             self._note(pod, health)
 
     def _note(self, pod: _Pod, health: Health) -> None:

@@ -151,6 +151,7 @@ async def test_an_answer_from_a_pods_old_address_says_nothing_of_the_new_one(met
     await probing
 
     assert ready(endpoints) == []
+    assert metrics.registry.get_sample_value("contextcache_gateway_endpoint_ready_state", {"endpoint": "a"}) == 0
 
 
 async def test_a_pod_that_goes_and_comes_back_keeps_its_requests_in_flight(endpoints, metrics):
@@ -166,6 +167,7 @@ async def test_a_pod_that_goes_and_comes_back_keeps_its_requests_in_flight(endpo
         assert [state.endpoint.name for state in endpoints.states()] == ["a"]
         assert gauge() == 1
         with endpoints.carrying("b"):
+            assert gauge() == 2
             endpoints.follow([Endpoint("a", "http://a"), Endpoint("b", "http://b")])
         assert [(state.in_flight, state.ready) for state in endpoints.states()] == [(0, True), (1, False)]
     assert [state.in_flight for state in endpoints.states()] == [0, 0]
@@ -212,6 +214,8 @@ async def test_a_fault_of_one_probe_costs_the_others_nothing(metrics):
     async def probe(endpoint):
         if endpoint.name == "a":
             raise RuntimeError("a fault")
+        for _ in range(5):
+            await asyncio.sleep(0)
         return Health(healthy=True)
 
     endpoints = StaticEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], probe, metrics=metrics)

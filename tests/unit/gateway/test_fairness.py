@@ -72,13 +72,17 @@ def test_a_clock_set_back_locks_nobody_out():
 
 
 def test_tenants_that_asked_longest_ago_are_forgotten_first():
-    rates = TenantRates(clock=ManualClock(), rate_per_s=0.001, burst=1)
-    rates.take("first")
-    for number in range(65_536):
+    rates = TenantRates(clock=ManualClock(), rate_per_s=0.001, burst=2)
+    for tenant in ("first", "again", "again", "first-but-again"):
+        rates.take(tenant)
+    for number in range(65_533):
+        rates.take(f"tenant-{number}")
+    rates.take("first-but-again")
+    for number in range(65_533, 65_536):
         rates.take(f"tenant-{number}")
 
-    assert is_taken(rates, "first")
-    assert not is_taken(rates, "tenant-65535")
+    assert not is_taken(rates, "first-but-again")
+    assert [is_taken(rates, "first") for _ in range(3)] == [True, True, False]
 
 
 gaps_ms = st.lists(st.integers(0, 3000), max_size=80)

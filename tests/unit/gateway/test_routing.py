@@ -203,7 +203,8 @@ def test_what_begins_alike_meets_until_the_pod_is_overloaded():
     first = name_of(idle, affinity=b"x")
     busy = [pod(name, in_flight=4 if name == first else 1) for name in "abcd"]
     loaded = [pod(name, in_flight=9 if name == first else 1) for name in "abcd"]
-    saturated = [pod(name, load=SATURATED if name == first else EngineLoad()) for name in "abcd"]
+    kv_full = EngineLoad(running=0, waiting=1, kv_usage=0.99)
+    saturated = [pod(name, load=kv_full if name == first else EngineLoad()) for name in "abcd"]
     second = rendezvous_order(idle, b"x")[1].endpoint.name
 
     assert name_of(busy, affinity=b"x") == second
