@@ -28,7 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     if parsed.command == "run":
         set_up_logs()
-        return Keeper(parsed.config).run()
+        try:
+            keeper = Keeper(parsed.config)
+        except (OSError, ValueError) as exc:
+            print(exc, file=sys.stderr)
+            return 2
+        return keeper.run()
     try:
         text = yaml.safe_dump(bootstrap(_settings(parsed)), sort_keys=False, width=120)
     except ValidationError as exc:

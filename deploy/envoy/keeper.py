@@ -1,18 +1,19 @@
 """Runs Envoy as a child and ends it gently: `python -m deploy.envoy run --config FILE`.
 
-Envoy asks the kernel to end it when the *thread* that started it ends, and on SIGTERM it cuts what is running. So the
-keeper starts it from its main thread, which lives as long as the process, and turns SIGTERM into a drain:
+On SIGTERM Envoy cuts what is running, so the keeper turns SIGTERM into a drain:
 
 1. `/healthcheck/fail` (admin `/ready` is 503), `/drain_listeners?graceful&skip_exit`: answers close their connection.
-2. `drain_delay_s` later the port closes; then until no request is active, at most `drain_timeout_s`.
+2. `drain_delay_s` later `/drain_listeners` closes the port; then until no request is active, at most `drain_timeout_s`.
 3. SIGTERM for Envoy. A second SIGTERM goes there at once.
 
-Envoy ending by itself ends the keeper with its exit code, never 0. A killed keeper takes Envoy along.
+Envoy ending by itself ends the keeper, never with 0. A killed keeper takes Envoy along: the kernel is asked to end it
+when the *thread* that started it ends, so Envoy is started by the main thread, which lives as long as the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import selectors
@@ -24,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -37,6 +39,8 @@ _ADMIN_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _STOP_S = 10.0
 """Envoy ends within milliseconds of SIGTERM; later it is killed."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -50,9 +54,12 @@ class KeeperSettings:
 
     @classmethod
     def of(cls, config: Path) -> KeeperSettings:
-        """Read a bootstrap. Raises OSError, KeyError."""
-        metadata = yaml.safe_load(config.read_text())["node"]["metadata"]
-        return cls(int(metadata["concurrency"]), int(metadata["drain_delay_s"]), float(metadata["drain_timeout_s"]))
+        """Read a bootstrap. Raises OSError, or ValueError when it is not one of ours."""
+        try:
+            metadata = yaml.safe_load(config.read_text())["node"]["metadata"]
+            return cls(int(metadata["concurrency"]), int(metadata["drain_delay_s"]), float(metadata["drain_timeout_s"]))
+        except (KeyError, TypeError, yaml.YAMLError) as exc:
+            raise ValueError(f"{config} is not a bootstrap written by `python -m deploy.envoy bootstrap`") from exc
 
 
 def envoy_command(config: Path, *, admin_file: Path) -> list[str]:
@@ -81,11 +88,18 @@ def envoy_command(config: Path, *, admin_file: Path) -> list[str]:
     ]
 
 
+def end_with(parent_pid: int) -> None:
+    """Have the kernel send SIGTERM to this process when the thread that started it ends; for between fork and exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # ended before the kernel was told
+
+
 class Keeper:
     """One Envoy and its end."""
 
     def __init__(self, config: Path) -> None:
-        """Read what is for the keeper. Raises OSError, KeyError when `config` is not a bootstrap of ours."""
+        """Read what is for the keeper. Raises OSError, ValueError."""
         self._config = config
         self._settings = KeeperSettings.of(config)
         self._stops = 0
@@ -94,7 +108,9 @@ class Keeper:
         """Run Envoy until it ends or SIGTERM; return the exit code for this process."""
         with tempfile.TemporaryDirectory(prefix="envoy-") as folder, _wakeups(self._stop_asked) as wakeup:
             self._admin_file = Path(folder) / "admin"
-            child = subprocess.Popen(envoy_command(self._config, admin_file=self._admin_file))
+            command = envoy_command(self._config, admin_file=self._admin_file)
+            # Envoy itself asks for that only when hot restart is on. No other thread runs here, so this is safe.
+            child = subprocess.Popen(command, preexec_fn=partial(end_with, os.getpid()))  # noqa: PLW1509
             try:
                 with _watched(child.pid, wakeup) as watch:
                     return self._watch(child, watch)
@@ -128,6 +144,8 @@ class Keeper:
             closed_s = started_s + self._settings.drain_delay_s
             while (left_s := closed_s - time.monotonic()) > 0 and self._goes_on(child):
                 watch.wait(left_s)
+            # Gracefully drained listeners go on accepting for ever.
+            self._admin("POST", "/drain_listeners")
             bound_s = closed_s + self._settings.drain_timeout_s
             while (left_s := bound_s - time.monotonic()) > 0 and self._goes_on(child) and self._num_active():
                 watch.wait(min(left_s, _POLL_S))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import yaml
 
 from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.keeper import envoy_command
+from deploy.envoy.keeper import end_with, envoy_command
 from deploy.envoy.settings import EnvoySettings
 
 DEADLINE_S = 30
@@ -99,6 +101,7 @@ async def running_envoy(
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                preexec_fn=partial(end_with, os.getpid()),
             )
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
