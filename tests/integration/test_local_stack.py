@@ -184,6 +184,8 @@ def test_a_request_gets_through_envoy_to_an_engine_and_an_engine_that_drains_get
             pair.start("gateway")
             pair.drain("engine-1")
             pair.drain("engine", draining=False)
+            pair.kill("envoy")
+            pair.start("envoy")
             first.clear()
 
             assert ask_models(pair) == 200
