@@ -46,10 +46,10 @@ class MemorySidecar:
         return sum(manifest.size_bytes for manifest in going)
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
-        """Note what was asked for. Returns `present` when one of the refs is here, else `started`."""
+        """Note what was asked for. Returns `present` when the first ref is here, else `started`."""
         self._check_up()
         self.pulls.append((tenant, tuple(cache_refs), peer))
-        return "present" if any(cache_ref in self._kept for cache_ref in cache_refs) else "started"
+        return "present" if cache_refs[0] in self._kept else "started"
 
     async def stats(self) -> pb.StatsResponse:
         """Return how many contexts there are, the tiers, and the fingerprints it was given."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal, Protocol, TypeAlias
 
 from contextcache.clock import Clock
@@ -125,6 +126,7 @@ class Pulls:
     def start(self, wanted: Wanted) -> Reply:
         """Begin a pull unless there is nothing to do or it is not possible. Raises InvalidRequest."""
         wanted.check()
+        wanted = replace(wanted, cache_refs=self._better_than_what_is_here(wanted))
         reply = self._reply(wanted)
         if reply.outcome != "started":
             self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
@@ -143,10 +145,14 @@ class Pulls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _better_than_what_is_here(self, wanted: Wanted) -> tuple[CacheRef, ...]:
+        """Return the refs before the first that is here: a session that comes back has its older KV here."""
+        return tuple(takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.cache_refs))
+
     def _reply(self, wanted: Wanted) -> Reply:
         if self._draining:
             return Reply("refused", "draining")
-        if any(self._catalog.holds(wanted.tenant, ref) for ref in wanted.cache_refs):
+        if not wanted.cache_refs:
             return Reply("present")
         if not self._rules.allow(wanted.peer):
             return Reply("refused", "peer_not_allowed")

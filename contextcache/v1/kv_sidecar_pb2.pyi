@@ -99,7 +99,7 @@ class _PullOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     PULL_OUTCOME_STARTED: _PullOutcome.ValueType  # 1
     """Accepted: the bytes are coming."""
     PULL_OUTCOME_PRESENT: _PullOutcome.ValueType  # 2
-    """Nothing to do: one of the KVs is here already, or on its way."""
+    """Nothing to do: the first of the KVs is here already, or on its way. Those after one that is here are not fetched."""
     PULL_OUTCOME_REFUSED: _PullOutcome.ValueType  # 3
     """Not done: `reason` says why. The turn computes."""
 
@@ -111,7 +111,7 @@ PULL_OUTCOME_UNSPECIFIED: PullOutcome.ValueType  # 0
 PULL_OUTCOME_STARTED: PullOutcome.ValueType  # 1
 """Accepted: the bytes are coming."""
 PULL_OUTCOME_PRESENT: PullOutcome.ValueType  # 2
-"""Nothing to do: one of the KVs is here already, or on its way."""
+"""Nothing to do: the first of the KVs is here already, or on its way. Those after one that is here are not fetched."""
 PULL_OUTCOME_REFUSED: PullOutcome.ValueType  # 3
 """Not done: `reason` says why. The turn computes."""
 Global___PullOutcome: typing_extensions.TypeAlias = PullOutcome

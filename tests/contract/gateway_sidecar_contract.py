@@ -45,7 +45,7 @@ class GatewaySidecarContract:
     async def test_a_pull_of_what_is_here_already_is_told_as_such(self, sidecar, keep):
         ref = await keep("ctx_1", "demo")
 
-        assert await sidecar.pull_context("demo", (new_cache_ref(), ref), peer="127.0.0.1:1") == "present"
+        assert await sidecar.pull_context("demo", (ref, new_cache_ref()), peer="127.0.0.1:1") == "present"
 
     async def test_a_sidecar_says_how_many_contexts_it_has_and_where(self, sidecar, keep):
         await keep("ctx_1", "demo")

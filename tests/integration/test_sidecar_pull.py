@@ -245,7 +245,7 @@ async def test_a_pull_of_what_is_here_is_answered_as_present(start_node) -> None
     here = await start_node("here")
     new = await here.kv.save(PROMPT)
 
-    assert await here.client.pull_context(TENANT, [new_cache_ref(), new.cache_ref], peer="127.0.0.1:1") == "present"
+    assert await here.client.pull_context(TENANT, [new.cache_ref, new_cache_ref()], peer="127.0.0.1:1") == "present"
 
 
 @pytest.mark.parametrize(

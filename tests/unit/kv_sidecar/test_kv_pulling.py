@@ -366,9 +366,20 @@ async def test_what_is_here_or_on_its_way_is_not_pulled(pair: Pair) -> None:
     pair.start(coming.cache_ref)
 
     for ref in (sealed.cache_ref, saving.cache_ref, coming.cache_ref):
-        assert pair.start(new_cache_ref(), ref) == Reply("present")
+        assert pair.start(ref, new_cache_ref()) == Reply("present")
     assert pair.pulls("present") == 3
     assert pair.start(sealed.cache_ref, tenant="other") == STARTED
+
+
+async def test_an_older_generation_that_is_here_does_not_keep_the_newest_from_being_pulled(pair: Pair) -> None:
+    """A session that alternates between two pods finds the generation before on the one it comes back to."""
+    older = await pair.here.save(PROMPT)
+    newest = await pair.there.save(PROMPT)
+
+    await pair.pull(newest.cache_ref, older.cache_ref)
+
+    assert pair.peer.asked == [newest.cache_ref]
+    assert await pair.here.catalog.open(TENANT, newest.cache_ref)
 
 
 async def test_a_sidecar_that_stops_breaks_pulls_off_and_takes_no_more(pair: Pair) -> None:
