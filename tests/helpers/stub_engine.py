@@ -62,7 +62,7 @@ class StubEngine:
 
     @property
     def turns(self) -> list[Received]:
-        return [found for found in self.received if found.target.partition("?")[0] not in PROBED]
+        return [found for found in self.received if found.target.partition("?")[0].rstrip("/") not in PROBED]
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
@@ -98,8 +98,7 @@ class StubEngine:
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         method, target, _ = first.split(" ")
         headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-        length = next((int(value) for name, value in headers if name == "content-length"), 0)
-        request = Received(method, target, headers, await reader.readexactly(length))
+        request = Received(method, target, headers, await _body(dict(headers), reader))
         self.received.append(request)
         if target == "/health":
             return await self._send(writer, 200 if self.healthy else 503, b"")
@@ -157,3 +156,14 @@ class StubEngine:
         writer.write(b"server: stub\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         await writer.drain()
         return True
+
+
+async def _body(headers: dict[str, str], reader: asyncio.StreamReader) -> bytes:
+    if headers.get("transfer-encoding") != "chunked":
+        return await reader.readexactly(int(headers.get("content-length", 0)))
+    pieces = []
+    while size := int(await reader.readline(), 16):
+        pieces.append(await reader.readexactly(size))
+        await reader.readline()
+    await reader.readline()
+    return b"".join(pieces)
