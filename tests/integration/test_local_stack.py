@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from deploy.envoy.routes import PODS
 from deploy.local.model import MODEL_NAME
 from deploy.local.parts import part_names
 from deploy.local.ports import PORTS_OF_A_STACK, is_free, plan_ports
 from deploy.local.processes import is_alive, session_members
 from deploy.local.progress import StepFailed
+from deploy.local.readiness import envoy_hosts, gateway_endpoints
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS, read_state
 
@@ -194,6 +196,28 @@ def test_a_request_gets_through_envoy_to_an_engine_and_an_engine_that_drains_get
         pair.clean()
 
 
+def test_the_stack_knows_which_engines_gateway_and_envoy_have_seen(tmp_path):
+    pair = Stack(tmp_path / "stack", port=free_port(), engines=2)
+    admin = f"http://127.0.0.1:{pair._settings(remembered=False).ports.envoy_admin}"
+
+    def seen():
+        known = gateway_endpoints(pair.front_url)
+        return [known[name]["ready"] for name in ("engine-0", "engine-1")], envoy_hosts(admin, PODS)
+
+    addresses = [url.removeprefix("http://") for url in pair.engine_urls]
+    try:
+        with stub_engine(pair.engine_urls[0]):
+            with stub_engine(pair.engine_urls[1]):
+                pair.up([name for name in part_names(2) if not name.startswith("engine")])
+                wait_until(lambda: seen() == ([True, True], set(addresses)))
+            wait_until(lambda: seen() == ([True, False], set(addresses[:1])))
+
+        assert gateway_endpoints("http://127.0.0.1:1") == {}
+        assert envoy_hosts("http://127.0.0.1:1", PODS) == set()
+    finally:
+        pair.clean()
+
+
 def test_only_engines_drain_and_only_before_a_gateway(stack):
     with pytest.raises(StepFailed, match="sidecar is no engine"):
         stack.drain("sidecar")
@@ -257,6 +281,7 @@ def stub_engine(url):
             body = json.dumps({"data": [{"id": MODEL_NAME}]}).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
+            self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(body)
 
