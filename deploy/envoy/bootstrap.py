@@ -19,8 +19,6 @@ LISTENER = "http"
 STAT_PREFIX = "front"
 """Envoy's statistics of requests are under `http.front.`."""
 
-_SLACK_BYTES = 1 << 20
-"""The plugin may make a body a little longer than the client's."""
 _RECEIPT_HEADERS = (
     "x-session-id",
     "x-context-cache",
@@ -56,7 +54,6 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
     return {
         "name": LISTENER,
         "address": socket_address(_joined(settings.listen_host, settings.listen_port)),
-        "per_connection_buffer_limit_bytes": settings.max_body_bytes + _SLACK_BYTES,
         "filter_chains": [
             {
                 "filters": [
@@ -147,7 +144,8 @@ def _early_header_mutation() -> dict[str, Any]:
 def _http_filters(settings: EnvoySettings) -> list[dict[str, Any]]:
     # Buffering first: the plugin is asked when the request is whole, so that a slow upload holds no stream of it, and
     # the limit holds for bodies that it does not look at too. A request over the limit is refused when so much of it
-    # has been read, not by its content-length: most clients read no answer before they have sent everything.
+    # has been read, not by its content-length: most clients read no answer before they have sent everything. Buffers
+    # of connections stay at Envoy's 1 MiB, so that a client that reads slowly slows the pod and fills no memory here.
     return [
         {
             "name": "envoy.filters.http.buffer",

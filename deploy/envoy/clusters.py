@@ -98,8 +98,6 @@ def _cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> di
         "type": "STRICT_DNS" if by_name else "STATIC",
         **dns,
         "connect_timeout": f"{settings.connect_timeout_s:g}s",
-        # A body may wait here whole, as it may in the listener.
-        "per_connection_buffer_limit_bytes": settings.max_body_bytes,
         "common_lb_config": _PANIC,
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "circuit_breakers": {

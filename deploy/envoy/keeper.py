@@ -58,7 +58,7 @@ class KeeperSettings:
         try:
             metadata = yaml.safe_load(config.read_text())["node"]["metadata"]
             return cls(int(metadata["concurrency"]), int(metadata["drain_delay_s"]), float(metadata["drain_timeout_s"]))
-        except (KeyError, TypeError, yaml.YAMLError) as exc:
+        except (KeyError, TypeError, ValueError, yaml.YAMLError) as exc:
             raise ValueError(f"{config} is not a bootstrap written by `python -m deploy.envoy bootstrap`") from exc
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import aiohttp
 import yaml
 
 from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.keeper import end_with, envoy_command
+from deploy.envoy.keeper import envoy_command
 from deploy.envoy.settings import EnvoySettings
 
 DEADLINE_S = 30
@@ -101,7 +99,6 @@ async def running_envoy(
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=partial(end_with, os.getpid()),
             )
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
@@ -116,14 +113,21 @@ async def _started(process: asyncio.subprocess.Process, folder: Path, http: aioh
     admin = folder / "admin"
     async with asyncio.timeout(DEADLINE_S):
         while not admin.exists() or not admin.read_text():
-            assert process.returncode is None, (folder / "envoy.log").read_text()[-4000:]
+            assert process.returncode is None, (
+                f"Envoy ended with {process.returncode}: {(folder / 'envoy.log').read_text()[-4000:]}"
+            )
             await asyncio.sleep(_POLL_S)
         envoy = RunningEnvoy(process, folder, admin.read_text(), http)
         while (await envoy.admin("/ready"))[0] != 200:
-            assert process.returncode is None, envoy.log()[-4000:]
+            _assert_runs(process, folder)
             await asyncio.sleep(_POLL_S)
         while not envoy.port:
             statuses = json.loads((await envoy.admin("/listeners?format=json"))[1]).get("listener_statuses", [])
             envoy.port = statuses[0]["local_address"]["socket_address"]["port_value"] if statuses else 0
             await asyncio.sleep(0 if envoy.port else _POLL_S)
     return envoy
+
+
+def _assert_runs(process: asyncio.subprocess.Process, folder: Path) -> None:
+    log = (folder / "envoy.log").read_text()[-4000:]
+    assert process.returncode is None, f"Envoy ended with {process.returncode}: {log}"
