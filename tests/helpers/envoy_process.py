@@ -113,9 +113,7 @@ async def _started(process: asyncio.subprocess.Process, folder: Path, http: aioh
     admin = folder / "admin"
     async with asyncio.timeout(DEADLINE_S):
         while not admin.exists() or not admin.read_text():
-            assert process.returncode is None, (
-                f"Envoy ended with {process.returncode}: {(folder / 'envoy.log').read_text()[-4000:]}"
-            )
+            _assert_runs(process, folder)
             await asyncio.sleep(_POLL_S)
         envoy = RunningEnvoy(process, folder, admin.read_text(), http)
         while (await envoy.admin("/ready"))[0] != 200:
