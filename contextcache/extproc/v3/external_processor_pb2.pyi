@@ -109,9 +109,7 @@ Global___HeaderAppendAction: typing_extensions.TypeAlias = HeaderAppendAction
 
 @typing.final
 class ProcessingMode(google.protobuf.message.Message):
-    """ProcessingMode is what a filter sends in each phase. Field 3 is written even when it is NONE, because the message
-    replaces the configured mode as a whole.
-    """
+    """ProcessingMode is what a filter sends in each phase; as an override it replaces the configured mode as a whole."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
