@@ -84,7 +84,9 @@ def _gateway_http(settings: EnvoySettings) -> dict[str, Any]:
     return {
         **_cluster(GATEWAY_HTTP, addresses, settings),
         "lb_policy": "LEAST_REQUEST",
-        "health_checks": [_health_check({"http_health_check": {"path": "/healthz"}})],
+        # Not /healthz: a front that drains must be left before it closes its connections. One that lacks the context
+        # manager or a pod is left too while another has them, and asked all the same when none has.
+        "health_checks": [_health_check({"http_health_check": {"path": "/readyz"}})],
         "typed_extension_protocol_options": _http_1(),
     }
 

@@ -2,7 +2,7 @@
 
 On SIGTERM Envoy cuts what is running, so the keeper turns SIGTERM into a drain:
 
-1. `/healthcheck/fail` (admin `/ready` is 503), `/drain_listeners?graceful&skip_exit`: answers close their connection.
+1. `/healthcheck/fail`: admin `/ready` is 503, and every answer closes its connection.
 2. `drain_delay_s` later `/drain_listeners` closes the port; then until no request is active, at most `drain_timeout_s`.
 3. SIGTERM for Envoy. A second SIGTERM goes there at once.
 
@@ -73,11 +73,6 @@ def envoy_command(config: Path, *, admin_file: Path) -> list[str]:
         str(admin_file),
         "--concurrency",
         str(settings.concurrency),
-        "--drain-time-s",
-        str(max(1, settings.drain_delay_s)),
-        # Every answer of a draining Envoy closes its connection, from the first on.
-        "--drain-strategy",
-        "immediate",
         "--component-log-level",
         # A plugin that is away is in the access log of each request already.
         "ext_proc:error",
@@ -139,12 +134,10 @@ class Keeper:
         started_s = time.monotonic()
         try:
             self._admin("POST", "/healthcheck/fail")
-            self._admin("POST", "/drain_listeners?graceful&skip_exit")
             log.info("envoy drains", extra={"active_requests": self._num_active()})
             closed_s = started_s + self._settings.drain_delay_s
             while (left_s := closed_s - time.monotonic()) > 0 and self._goes_on(child):
                 watch.wait(left_s)
-            # Gracefully drained listeners go on accepting for ever.
             self._admin("POST", "/drain_listeners")
             bound_s = closed_s + self._settings.drain_timeout_s
             while (left_s := bound_s - time.monotonic()) > 0 and self._goes_on(child) and self._num_active():

@@ -108,7 +108,6 @@ def test_the_keeper_finds_in_the_bootstrap_what_it_has_to_know(tmp_path, capsys)
 
     assert KeeperSettings.of(path) == KeeperSettings(concurrency=3, drain_delay_s=0, drain_timeout_s=1.5)
     assert command[command.index("--concurrency") + 1] == "3"
-    assert command[command.index("--drain-time-s") + 1] == "1"
 
 
 @pytest.mark.parametrize("text", ["", "admin: {}", "node: []", "node: {metadata: {concurrency: x}}", "{", "node: 1"])
