@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
 import uvicorn
@@ -61,6 +61,9 @@ async def serve(
             http = _http_server(app, settings)
             ext_proc = _ext_proc_server(app, settings) if settings.ext_proc_listen else None
             ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.port)
+            with suppress(TimeoutError):
+                # A pod is not ready before it was asked: who serves earlier refuses what others would have served.
+                await asyncio.wait_for(app.endpoints.looked.wait(), 2 * settings.probe_timeout_s)
             if ext_proc is not None:
                 await ext_proc.start()
             serving = asyncio.create_task(http.serve(sockets=[listener]), name="http server")

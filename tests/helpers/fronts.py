@@ -81,6 +81,12 @@ class Front(Client):
         self.gateway = gateway
         self.envoy = envoy
 
+    async def end_gateway(self) -> None:
+        """End the gateway: what follows meets Envoy alone."""
+        self.gateway.stop.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait({self.gateway.serving})
+
 
 class StreamingEngine(StubEngine):
     """Streams as many answers as are asked for: their beginning at once, the rest when `go_on` is set."""

@@ -84,7 +84,7 @@ async def _asked(http: aiohttp.ClientSession, url: str, call: Call) -> object:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **call.headers}
     try:
         async with http.request(call.method, url + call.path, data=call.body, headers=headers) as answer:
-            await answer.read()
-            return answer.status
+            body = await answer.read()
+            return answer.status if answer.status == 200 else f"{answer.status} {body[:300]!r}"
     except (aiohttp.ClientError, TimeoutError) as exc:
         return repr(exc)

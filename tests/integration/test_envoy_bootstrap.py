@@ -84,7 +84,11 @@ class Bench:
             await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
     def asked_of_front(self) -> list[str]:
-        return [found.target for found in self.front.turns if found.target != "/healthz"]
+        return [
+            found.target
+            for found in self.front.turns
+            if found.target != "/readyz" or found.header("user-agent") != ["Envoy/HC"]
+        ]
 
     def arrived(self) -> list[str]:
         """Return the targets of requests that reached a pod, sorted: which pod, nobody may have chosen."""

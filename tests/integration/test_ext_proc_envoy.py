@@ -58,7 +58,7 @@ class Picker:
 async def serving(pod: Pod):
     async def answer(request: web.Request) -> web.Response:
         body = await request.read()
-        if request.path in {"/health", "/metrics"}:
+        if request.path in {"/health", "/metrics/"}:
             return web.Response()
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "stub-model"}]})

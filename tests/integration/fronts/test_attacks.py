@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -234,25 +233,16 @@ async def _probed(*engines: StubEngine) -> None:
             await asyncio.sleep(0.01)
 
 
-@asynccontextmanager
-async def _without_plugin(front):
-    """End the gateway: what follows meets Envoy alone."""
-    front.gateway.stop.set()
-    await asyncio.wait({front.gateway.serving}, timeout=20)
-    assert front.gateway.serving.done()
-    yield
-
-
 only_envoy = pytest.mark.parametrize("front_kind", ["envoy"])
 """There is nothing behind the HTTP front that could be away."""
 
 
 @only_envoy
 async def test_without_a_plugin_headers_that_steer_steer_nothing(front, engine, decoy):
-    async with _without_plugin(front):
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/responses/r1"), ("POST", "/v1/embeddings")):
-            async with front.request(method, path, data=b"{}", headers=steering(decoy)) as answer:
-                assert answer.status == 200
+    await front.end_gateway()
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/responses/r1"), ("POST", "/v1/embeddings")):
+        async with front.request(method, path, data=b"{}", headers=steering(decoy)) as answer:
+            assert answer.status == 200
 
     assert arrived(engine) == [{UNROUTED_HEADER: ["1"]}] * 3
     assert decoy.received == []
@@ -260,30 +250,30 @@ async def test_without_a_plugin_headers_that_steer_steer_nothing(front, engine, 
 
 @only_envoy
 async def test_without_a_plugin_what_may_be_a_context_is_refused(front, engine, decoy):
-    async with _without_plugin(front):
-        for path, headers in (
-            ("/v1/context", {}),
-            ("/v1/context", steering(decoy)),
-            ("/v1/completions", {"X-Session-ID": "ctx_1"}),
-            ("/v1/chat/completions", {"X-Session-ID": "ctx_1", **steering(decoy)}),
-        ):
-            async with front.post(path, {"prompt": "x"}, headers=headers) as answer:
-                assert (await code_of(answer))[0] == 503
-                assert answer.headers["retry-after"]
-        for call in (front.get("/v1/context"), front.get("/v1/context/ctx_1"), front.delete("/v1/context/ctx_1")):
-            async with call as answer:
-                assert (await code_of(answer))[0] == 503
-                assert answer.headers["retry-after"]
+    await front.end_gateway()
+    for path, headers in (
+        ("/v1/context", {}),
+        ("/v1/context", steering(decoy)),
+        ("/v1/completions", {"X-Session-ID": "ctx_1"}),
+        ("/v1/chat/completions", {"X-Session-ID": "ctx_1", **steering(decoy)}),
+    ):
+        async with front.post(path, {"prompt": "x"}, headers=headers) as answer:
+            assert (await code_of(answer))[0] == 503
+            assert answer.headers["retry-after"]
+    for call in (front.get("/v1/context"), front.get("/v1/context/ctx_1"), front.delete("/v1/context/ctx_1")):
+        async with call as answer:
+            assert (await code_of(answer))[0] == 503
+            assert answer.headers["retry-after"]
 
     assert engine.turns == decoy.received == []
 
 
 @only_envoy
 async def test_without_a_plugin_no_spelling_of_the_context_path_reaches_a_pod(front, engine):
-    async with _without_plugin(front):
-        for spelling in SPELLINGS:
-            head = f"POST {spelling} HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n"
-            answer = await front.raw(f"{head}content-length: 2\r\n\r\n{{}}".encode())
+    await front.end_gateway()
+    for spelling in SPELLINGS:
+        head = f"POST {spelling} HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n"
+        answer = await front.raw(f"{head}content-length: 2\r\n\r\n{{}}".encode())
 
-            assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), (spelling, answer)
+        assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), (spelling, answer)
     assert engine.turns == []

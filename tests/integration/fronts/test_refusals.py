@@ -216,7 +216,7 @@ async def test_many_requests_at_once_are_all_answered(front, engine):
         async with front.post("/v1/completions", {"prompt": str(number)}) as answer:
             return answer.status
 
-    statuses = await asyncio.gather(*(ask(number) for number in range(200)))
+    statuses = await asyncio.gather(*(ask(number) for number in range(80)))
 
-    assert statuses == [200] * 200
-    assert {found.json()["prompt"] for found in engine.turns} == {str(number) for number in range(200)}
+    assert statuses == [200] * 80
+    assert {found.json()["prompt"] for found in engine.turns} == {str(number) for number in range(80)}

@@ -175,3 +175,27 @@ async def test_two_turns_at_once_are_one_answer_and_one_that_is_told_to_wait(fro
         rest = await running.content.read()
 
     assert rest.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("front_kind", ["envoy"])
+async def test_without_a_plugin_the_pod_refuses_what_claims_a_context_and_serves_the_rest(front, pod):
+    session_id = await created(front)
+    await front.end_gateway()
+    num_asked = len(pod.engine.generations())
+    escaped = session_id.replace("c", "\\u0063", 1)
+    for body in (
+        {"model": MODEL, "prompt": "x", "session_id": session_id},
+        f'{{"model": "{MODEL}", "prompt": "x", "session\\u005fid": "{escaped}"}}'.encode(),
+    ):
+        async with front.post("/v1/completions", body) as answer:
+            assert await code_of(answer) == (503, "no_ready_endpoint"), body
+            assert answer.headers["retry-after"]
+    wide = f'{{"model": "{MODEL}", "prompt": "x", "session_id": "{session_id}"}}'.encode("utf-16")
+    async with front.post("/v1/completions", wide) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
+    assert len(pod.engine.generations()) == num_asked
+    forged = {"cache_salt": "theirs", "kv_transfer_params": {"context_cache": "forged"}}
+    plain = await asked(front, "/v1/completions", prompt="x", **forged)
+
+    assert plain["choices"][0]["text"] == "!"
+    assert pod.engine.generations()[-1].keys().isdisjoint(forged)
