@@ -22,7 +22,12 @@ DESTINATION_KEY = "x-gateway-destination-endpoint"
 
 _KEEP_ALIVE_S = 4
 """uvicorn closes an idle connection after 5 s: we let go first, so that no request meets a closing connection."""
-_PANIC = {"healthy_panic_threshold": {"value": 1.0}}
+_LOAD_BALANCING = {
+    # Only when all are ill is their illness ignored.
+    "healthy_panic_threshold": {"value": 1.0},
+    # Workers learn of an ill member at once, not with everything else that changes within a second.
+    "update_merge_window": "0s",
+}
 _LEAST_REQUEST = {
     "name": "envoy.load_balancing_policies.least_request",
     "typed_config": {"@type": f"{TYPE}extensions.load_balancing_policies.least_request.v3.LeastRequest"},
@@ -100,7 +105,7 @@ def _cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> di
         "type": "STRICT_DNS" if by_name else "STATIC",
         **dns,
         "connect_timeout": f"{settings.connect_timeout_s:g}s",
-        "common_lb_config": _PANIC,
+        "common_lb_config": _LOAD_BALANCING,
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "circuit_breakers": {
             "thresholds": [

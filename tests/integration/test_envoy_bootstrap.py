@@ -301,6 +301,16 @@ async def test_without_a_pod_or_a_front_the_answers_say_which(bench):
     assert await bench.code_of("POST", "/v1/completions", data=b"{}") == (503, "no_ready_endpoint")
 
 
+async def test_a_pod_that_looks_ill_gets_nothing_that_nobody_chose_it_for(bench):
+    bench.plugin.pick = ""
+    bench.pods[0].healthy = False
+    await bench.envoy.until_healthy(PODS, 1)
+    for _ in range(10):
+        await bench.status_of("POST", "/v1/completions", data=b"{}")
+
+    assert [len(pod.turns) for pod in bench.pods] == [0, 10]
+
+
 async def test_pods_that_look_ill_are_tried_all_the_same_when_there_is_no_other(bench):
     for pod in bench.pods:
         pod.healthy = False

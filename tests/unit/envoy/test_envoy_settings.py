@@ -56,7 +56,7 @@ def test_one_late_answer_takes_nobody_away_and_the_last_one_stays(name):
     (check,) = found["health_checks"]
 
     assert (check["timeout"], check["unhealthy_threshold"], check["healthy_threshold"]) == ("2s", 2, 1)
-    assert found["common_lb_config"]["healthy_panic_threshold"] == {"value": 1.0}
+    assert found["common_lb_config"] == {"healthy_panic_threshold": {"value": 1.0}, "update_merge_window": "0s"}
     outlier = found.get("outlier_detection", {"max_ejection_percent": 0, "always_eject_one_host": False})
     assert outlier["max_ejection_percent"] <= 50
     assert outlier["always_eject_one_host"] is False
