@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from deploy.envoy.bootstrap import bootstrap
-from deploy.local.processes import read_stat
+from deploy.local.processes import ProcessName, is_alive, name_of
 from tests.helpers.envoy_process import envoy_settings
 from tests.helpers.stub_engine import StubEngine
 from tests.helpers.stub_processor import StubProcessor
@@ -36,9 +36,14 @@ class Kept:
     url: str
     admin_url: str
 
-    def envoy_pid(self) -> int:
+    envoy: ProcessName | None = None
+
+    def find_envoy(self) -> None:
         (pid,) = Path(f"/proc/{self.keeper.pid}/task/{self.keeper.pid}/children").read_text().split()
-        return int(pid)
+        self.envoy = name_of(int(pid))
+
+    async def envoy_is_gone(self) -> bool:
+        return not is_alive(self.envoy)
 
     async def ended(self) -> int:
         return await asyncio.wait_for(self.keeper.wait(), DEADLINE_S)
@@ -99,11 +104,14 @@ async def kept_envoy(tmp_path, free_ports, **more):
         kept = Kept(keeper, pod, http, f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}")
         try:
             await kept.until(kept.is_ready)
+            kept.find_envoy()
             yield kept
         finally:
             if keeper.returncode is None:
                 keeper.kill()
                 await keeper.wait()
+            if kept.envoy is not None and is_alive(kept.envoy):
+                os.kill(kept.envoy.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -213,7 +221,7 @@ async def test_without_work_it_ends_at_once(tmp_path, free_ports):
 
 async def test_an_envoy_that_dies_takes_the_keeper_along(tmp_path, free_ports):
     async with kept_envoy(tmp_path, free_ports) as kept:
-        os.kill(kept.envoy_pid(), signal.SIGKILL)
+        os.kill(kept.envoy.pid, signal.SIGKILL)
 
         assert await kept.ended() == 1
         assert events(tmp_path) == ["envoy ended by itself"]
@@ -221,15 +229,10 @@ async def test_an_envoy_that_dies_takes_the_keeper_along(tmp_path, free_ports):
 
 async def test_a_keeper_that_is_killed_takes_envoy_along(tmp_path, free_ports):
     async with kept_envoy(tmp_path, free_ports) as kept:
-        pid = kept.envoy_pid()
         kept.keeper.kill()
         await kept.ended()
+        await kept.until(kept.envoy_is_gone)
 
-        async def is_gone() -> bool:
-            stat = read_stat(pid)
-            return stat is None or stat.state == "Z"
-
-        await kept.until(is_gone)
         assert await kept.is_closed()
 
 
