@@ -100,14 +100,12 @@ def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep
         _expect(replay.computed_tokens == 1, f"the replay computed {replay.computed_tokens} tokens, not 1")
         steps.append(StoryStep.of("replay: the long prompt again", replay))
     wait_sealed(client, session_id)
-    engines, sidecars = stack.names_of("engine"), stack.names_of("sidecar")
-    if len(engines) > 1:
+    if len(stack.engine_urls) > 1:
         steps += move(stack, client, session_id)
         wait_sealed(client, session_id)
-    for part in (*engines, *sidecars):
+    for part in (*stack.names_of("engine"), *stack.names_of("sidecar")):
         stack.kill(part)
-    for part in (*sidecars, *engines):
-        stack.start(part)
+    stack.up()
     steps.append(StoryStep("kill -9 engine and sidecar, start them"))
     with Step("restored: another question"):
         restored = _ask(client, session_id, " And what was counted again?")
