@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import GATEWAY_HTTP, PODS
+from deploy.envoy.routes import PODS
 from gateway.settings import GatewaySettings
 from tests.helpers.envoy_process import RunningEnvoy, envoy_settings, running_envoy
 from tests.helpers.gateway_parts import KEY
@@ -124,8 +124,8 @@ async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int)
                 max_body_bytes=settings.max_body_bytes,
             )
         ) as envoy:
-            for cluster, num_healthy in ((PODS, num_ready), (PLUGIN, 1), (GATEWAY_HTTP, 1)):
-                await envoy.until_healthy(cluster, num_healthy)
+            await envoy.until_healthy(PODS, num_ready)
+            await envoy.until_healthy(PLUGIN, 1)
             yield Front(envoy.port, gateway, envoy=envoy)
 
 

@@ -18,6 +18,15 @@ async def engine():
 
 
 @pytest.fixture
+async def other():
+    """Another pod, for tests that need two."""
+    other = StubEngine()
+    await other.start()
+    yield other
+    await other.stop()
+
+
+@pytest.fixture
 async def manager():
     manager = RunningManager()
     await manager.start()

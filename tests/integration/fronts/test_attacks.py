@@ -190,9 +190,7 @@ async def test_paths_of_the_operator_are_not_to_be_had(front, engine):
     assert engine.turns == []
 
 
-async def test_a_strategy_is_honoured_and_an_unknown_one_ignored(open_front, engine, manager):
-    other = StubEngine()
-    await other.start()
+async def test_a_strategy_is_honoured_and_an_unknown_one_ignored(open_front, engine, other, manager):
     await manager.add("ctx_1", holder="pod-a")
     async with open_front({"pod-a": engine, "pod-b": other}, manager_port=manager.port) as front:
 
@@ -213,7 +211,6 @@ async def test_a_strategy_is_honoured_and_an_unknown_one_ignored(open_front, eng
             await _probed(engine, other)
             counts = await ask("session-affinity", "a-label-of-mine", num=1)
             by_label = [sum(pair) for pair in zip(by_label, counts, strict=True)]
-    await other.stop()
 
     assert by_holder == (12, 0)
     assert min(least) > 0

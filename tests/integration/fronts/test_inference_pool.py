@@ -15,21 +15,12 @@ from tests.helpers.fronts import Front, code_of, until_answered
 from tests.helpers.gateway_parts import SECRET
 from tests.helpers.gateway_server import running_gateway, settings_for
 from tests.helpers.inference_pool import as_inference_pool, running_picker
-from tests.helpers.stub_engine import StubEngine
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
 
 def address_of(engine) -> str:
     return f"127.0.0.1:{engine.port}"
-
-
-@pytest.fixture
-async def other():
-    other = StubEngine()
-    await other.start()
-    yield other
-    await other.stop()
 
 
 @pytest.fixture

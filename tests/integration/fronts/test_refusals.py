@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers.fronts import code_of, until_answered
 from tests.helpers.gateway_parts import OTHER_KEY
-from tests.helpers.stub_engine import StubEngine
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
@@ -119,9 +118,7 @@ async def test_without_the_manager_session_calls_fail_at_once_and_stateless_ones
     await until_answered(lambda: front.post("/v1/completions", {"session_id": "ctx_1"}), 200)
 
 
-async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(open_front, engine):
-    other = StubEngine()
-    await other.start()
+async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(open_front, engine, other):
     async with open_front({"pod-a": engine, "pod-b": other}) as front:
         await engine.stop()
         for _ in range(4):
@@ -133,7 +130,6 @@ async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(open_front, engin
             async with front.post("/v1/completions", {"prompt": "x"}) as answer:
                 assert await code_of(answer) == (503, "no_ready_endpoint")
                 assert answer.headers["retry-after"]
-    await engine.start()
 
 
 async def test_an_unhealthy_pod_gets_nothing_until_it_is_healthy_again(front, engine):
@@ -151,9 +147,8 @@ async def test_an_unhealthy_pod_gets_nothing_until_it_is_healthy_again(front, en
         assert answer.status == 200
 
 
-async def test_a_request_goes_to_a_pod_that_serves_its_model(open_front, engine, manager):
-    other = StubEngine(models=["other-model"])
-    await other.start()
+async def test_a_request_goes_to_a_pod_that_serves_its_model(open_front, engine, other, manager):
+    other.models = ["other-model"]
     async with open_front({"pod-a": engine, "pod-b": other}, manager_port=manager.port) as front:
         for path in ("/v1/completions", "/v1/context"):
             for model in ("other-model", "stub-model"):
@@ -164,7 +159,6 @@ async def test_a_request_goes_to_a_pod_that_serves_its_model(open_front, engine,
             async with front.post("/v1/completions", body) as answer:
                 assert answer.status == 200
     served = {found.json().get("model") for found in engine.turns}, {found.json().get("model") for found in other.turns}
-    await other.stop()
 
     assert served[0] - {None, "nobodys"} == {"stub-model"}
     assert served[1] - {None, "nobodys"} == {"other-model"}
