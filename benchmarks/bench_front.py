@@ -84,16 +84,17 @@ def _stub(load: Load, options: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="bench-front-") as directory,
         running_parts(Path(directory), with_peers=with_peers) as parts,
     ):
-        samples, idle, num_rounds = measure(parts, load, plan)
+        measured = measure(parts, load, plan)
         ways = parts.ways
     return {
         "machine": machine() | {"envoy": _envoy_version(), "peers": peers.PINS if with_peers else {}},
-        "rounds": num_rounds,
+        "rounds": measured.rounds,
         "seconds": plan.seconds,
         "stream": {"chunks": NUM_CHUNKS, "pace_ms": PACE_MS},
         "num_idle": NUM_IDLE,
-        "rows": rows(samples, ways),
-        "idle": idle,
+        "background": measured.background,
+        "rows": rows(measured, ways),
+        "idle": measured.idle,
     }
 
 

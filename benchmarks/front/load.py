@@ -31,6 +31,7 @@ _GRACE_S = 15.0
 _PATIENCE = 5
 """A way so slow that little ended in the window gets up to so many windows."""
 _ENOUGH = 20
+_STALLED_S = 5.0
 _MAX_ERRORS_KEPT = 3
 _EVENT = b"data: "
 _DONE = b"data: [DONE]"
@@ -268,10 +269,10 @@ async def _closed_loop(run: Run, connections: list[Connection]) -> None:
 
 
 async def _steady(run: Run, connections: list[Connection]) -> None:
-    """Measure streams only while all of them flow."""
+    """Measure streams only while all of them flow, or what flows when a way is too slow for all of them."""
     await _connect(run, connections, at_once=run.job.connections)
     margin = max(1, run.job.num_events // 20)
-    await _until(run, lambda: min(c.num_events for c in connections) >= margin)
+    await _until(run, lambda: min(c.num_events for c in connections) >= margin, within_s=run.job.seconds)
     longest_s = run.job.seconds * _PATIENCE
     with _window(run):
         last = run.job.num_events - margin
@@ -293,11 +294,16 @@ async def _loop(run: Run, connections: list[Connection]) -> None:
 
 
 async def _idle(run: Run, connections: list[Connection]) -> None:
-    """Open many streams, wait for the first event of each, see what they hold in memory."""
+    """Open many streams, wait for the first event of each, see what they hold in memory.
+
+    A way may have a limit of its own: when nothing more comes for a while, it is measured with as many as it has.
+    """
     before = {part: sum(map(resident_bytes, pids)) for part, pids in run.job.pids.items()}
     await _connect(run, connections, at_once=50)
-    await _until(run, lambda: run.num_first + run.outcome.num_errors >= run.job.connections)
-    await asyncio.sleep(run.job.warm_s)
+    before_first = -1
+    while before_first < run.num_first < run.job.connections:
+        before_first = run.num_first
+        await _until(run, lambda: run.num_first >= run.job.connections, within_s=_STALLED_S)
     for part, pids in run.job.pids.items():
         run.outcome.resident_bytes[part] = sum(map(resident_bytes, pids)) - before[part]
     with _window(run):

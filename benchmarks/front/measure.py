@@ -3,7 +3,8 @@
 A cell is one kind of load; a round measures every cell on every way, one way after the other, so that whatever the
 machine does besides meets all of them. Medians over rounds are what counts; `added` is the median of the differences
 within each round. A cell in which a request failed, or which did not go the way it is called after, has errors and
-meets no bar.
+meets no bar. What a part uses while nobody asks anything (probes, health checks) is measured once and taken off the CPU
+of paced streams: it is there whether chunks flow or not.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.front.load import Job, Outcome
 from benchmarks.front.parts import ROOT, Parts, Way
+from benchmarks.front.process_figures import CpuSample
 from deploy.local.plain_text import plain_text
 from deploy.local.progress import Step, StepFailed, say
 
@@ -31,6 +33,7 @@ PACE_MS = 10.0
 NUM_IDLE = 1000
 _SETTLE_S = 0.3
 _SETTLE_MAX_S = 10.0
+_BACKGROUND_S = 5.0
 _IDLE_GRACE_S = 45.0
 """For a peer that takes 30 ms to open a stream."""
 IDLE_WAYS = (DIRECT, ENVOY, "envoy+plugin body", "http front", "vllm-router", "litellm")
@@ -127,15 +130,29 @@ def load_generator() -> Iterator[Load]:
 Samples = dict[tuple[Cell, str], list[Outcome]]
 
 
-def measure(parts: Parts, load: Load, plan: Plan) -> tuple[Samples, list[dict[str, Any]], int]:
-    """Return the outcomes by cell and way in order of rounds, the idle rows, and how many rounds there was time for."""
+@dataclass(slots=True)
+class Measured:
+    """What one run measured."""
+
+    samples: Samples
+    """Outcomes by cell and way, in order of rounds."""
+    idle: list[dict[str, Any]]
+    """One row for each way that held idle streams."""
+    background: dict[str, float]
+    """By part: share of a core that it uses while nobody asks anything."""
+    rounds: int = 0
+    """How many there was time for."""
+
+
+def measure(parts: Parts, load: Load, plan: Plan) -> Measured:
+    """Run the plan. Raises StepFailed when a part has died."""
     started_s = time.monotonic()
     samples: Samples = defaultdict(list)
     with Step("warming up"):
         for way in parts.ways:
             _one(parts, load, Cell("requests", SMALL, 4), way, seconds=1.0)
     idle = [_idle_row(parts, load, way) for name in IDLE_WAYS for way in parts.ways if way.name == name]
-    done = 0
+    measured = Measured(samples, idle, _background(parts))
     for number in range(plan.rounds):
         if time.monotonic() - started_s > plan.budget_s:
             say(f"  {number} of {plan.rounds} rounds: there is no time for more")
@@ -147,8 +164,18 @@ def measure(parts: Parts, load: Load, plan: Plan) -> tuple[Samples, list[dict[st
                 for way in [*parts.ways[turned:], *parts.ways[:turned]]:
                     samples[cell, way.name].append(_one(parts, load, cell, way, seconds=plan.seconds))
                     step.beat(lambda cell=cell: f"{cell.kind}, {cell.size}, {cell.connections} connections")  # type: ignore[misc]
-        done += 1
-    return samples, idle, done
+        measured.rounds += 1
+    return measured
+
+
+def _background(parts: Parts) -> dict[str, float]:
+    with Step("what the parts do when nobody asks"):
+        time.sleep(_SETTLE_S)
+        before = CpuSample.of(parts.pids(parts.names))
+        started_s = time.monotonic()
+        time.sleep(_BACKGROUND_S)
+        elapsed_s = time.monotonic() - started_s
+        return {part: round(used_s / elapsed_s, 5) for part, used_s in before.since().items()}
 
 
 def _one(parts: Parts, load: Load, cell: Cell, way: Way, *, seconds: float) -> Outcome:
@@ -198,14 +225,17 @@ def _idle_row(parts: Parts, load: Load, way: Way) -> dict[str, Any]:
     }
 
 
-def rows(samples: Samples, ways: Sequence[Way]) -> list[dict[str, Any]]:
+def rows(measured: Measured, ways: Sequence[Way]) -> list[dict[str, Any]]:
     """Return one row for each cell and way."""
-    cells = list(dict.fromkeys(cell for cell, _ in samples))
-    return [_row(cell, way, samples) for cell in cells for way in ways]
+    cells = list(dict.fromkeys(cell for cell, _ in measured.samples))
+    return [_row(cell, way, measured) for cell in cells for way in ways]
 
 
-def _row(cell: Cell, way: Way, samples: Samples) -> dict[str, Any]:
+def _row(cell: Cell, way: Way, measured: Measured) -> dict[str, Any]:
+    samples = measured.samples
     own = samples[cell, way.name]
+    if cell.kind == "paced":
+        own = [_without(found, measured.background) for found in own]
     first = cell.kind != "requests"
     return {
         **asdict(cell),
@@ -227,6 +257,12 @@ def _row(cell: Cell, way: Way, samples: Samples) -> dict[str, Any]:
         "errors": sum(found.num_errors for found in own),
         "first_errors": [error for found in own for error in found.errors][:3],
     }
+
+
+def _without(outcome: Outcome, background: Mapping[str, float]) -> Outcome:
+    above = {part: cpu_s - background.get(part, 0.0) * outcome.seconds for part, cpu_s in outcome.cpu_s.items()}
+    used = {part: max(0.0, cpu_s) for part, cpu_s in above.items()}
+    return replace(outcome, cpu_s=used)
 
 
 def _p50(outcome: Outcome, *, first: bool) -> float | None:

@@ -90,6 +90,11 @@ class Parts:
         self._starts: dict[str, Callable[[], None]] = {}
         self._env = peers.clean_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
 
+    @property
+    def names(self) -> list[str]:
+        """All parts that run."""
+        return list(self._running)
+
     def pids(self, names: Sequence[str]) -> dict[str, list[int]]:
         """Return the processes of each part, children included."""
         return {name: session_members(self._running[name][0]) for name in names}

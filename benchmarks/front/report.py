@@ -10,7 +10,7 @@ from deploy.local.table import render
 _TITLES = {
     "requests": "whole answers, {size} body, {connections} connections (CPU in µs a request)",
     "stream": "streams of 200 chunks at full speed, {connections} connections (times: first chunk; CPU in µs a chunk)",
-    "paced": "streams of 200 chunks, one in 10 ms, {connections} at a time, while all flow (CPU in µs a chunk)",
+    "paced": "streams of 200 chunks, one in 10 ms, {connections} at once, while all flow (CPU above idle, µs a chunk)",
 }
 
 
