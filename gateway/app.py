@@ -61,6 +61,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
         max_body_bytes=settings.max_body_bytes,
         max_in_flight=settings.max_in_flight,
         body_timeout_s=settings.body_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
     )
     async with AsyncExitStack() as stack:
         directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s)

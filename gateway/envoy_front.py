@@ -7,7 +7,8 @@ Envoy then goes on alone, so that an answer that is streaming does not notice wh
 Envoy sends bodies in one of two modes, which the first message names. BUFFERED: Envoy holds the body, shows it whole
 when asked, and takes one answer to each message. FULL_DUPLEX_STREAMED (what InferencePool gateways use): the body
 comes in pieces unasked, Envoy keeps none of them, and nothing moves on before our answer to the head. There Envoy's
-own timeout does not apply, so ours does, and every piece has to be sent back.
+own timeout does not apply, so ours does, and every piece has to be sent back. Where a proxy shows answers in that mode
+too, `process` stays and sends them back: what Envoy has shown of an answer is lost when its processor leaves.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class _Call:
     head: RequestHead
     body_mode: int
     """A `pb.BodySendMode`: how the proxy would send a body."""
+    shows_answer: bool
+    """Whether the proxy shows the answer piece by piece and sends on only what comes back."""
     minted_id: str
     request_id: str
     deadline: asyncio.Timeout
@@ -199,12 +202,10 @@ class EnvoyFront:
 
     async def _send_on(self, call: _Call, forward: Forward) -> None:
         """Answer a head that said enough; the body goes on unseen where the mode allows that."""
-        passes_through = call.head.has_body and call.is_duplex
         mutation, metadata = self._changes(call, forward)
         skips_body = call.head.has_body and not call.is_duplex
         await call.stream.write(messages.head_answer(mutation, metadata=metadata, skips_body=skips_body))
-        if passes_through:
-            await self._send_back(call)
+        await self._send_back(call, request_ended=not (call.head.has_body and call.is_duplex))
 
     async def _answer_whole(self, call: _Call, admission: Admission) -> None:
         """Ask for the body by letting the head pass, and answer that."""
@@ -217,6 +218,7 @@ class EnvoyFront:
             forward = await self._route(call, admission, held.whole())
             mutation, metadata = self._changes(call, forward)
             await call.stream.write(messages.body_answer(mutation, metadata=metadata, body=forward.body))
+        await self._send_back(call)
 
     async def _answer_pieces(self, call: _Call, admission: Admission) -> None:
         """Collect the body, answer the head, and send the body back."""
@@ -229,24 +231,28 @@ class EnvoyFront:
             sent = body if forward.body is None else forward.body
             await _write_all(call.stream, messages.body_pieces(sent, ends=not has_trailers))
             if has_trailers:
-                await call.stream.write(messages.trailers_answer())
+                await call.stream.write(messages.request_trailers_answer())
+        await self._send_back(call)
 
-    async def _send_back(self, call: _Call) -> None:
-        """Send the pieces of a body back as they come; each has a time of its own, because uploads may be long."""
+    async def _send_back(self, call: _Call, *, request_ended: bool = True) -> None:
+        """Send back what is left of the request's body, and the answer where it is shown, to their ends.
+
+        Each message has a time of its own, because uploads and answers may be long. A pod may answer before it has
+        the whole request. Raises BodyTooLarge, ClientGone.
+        """
         size_bytes = 0
-        ended = False
-        while not ended:
-            call.deadline.reschedule(asyncio.get_running_loop().time() + self._limits.body_timeout_s)
+        answer_ended = not call.shows_answer
+        while not (request_ended and answer_ended):
+            patience_s = self._limits.idle_timeout_s if request_ended else self._limits.body_timeout_s
+            call.deadline.reschedule(asyncio.get_running_loop().time() + patience_s)
             message = await call.stream.read()
-            if message.HasField("request_trailers"):
-                await call.stream.write(messages.trailers_answer())
-                return
-            piece = message.request_body
-            ended = piece.end_of_stream
-            size_bytes += len(piece.body)
-            if size_bytes > self._limits.max_body_bytes:
-                raise body_too_large(self._limits.max_body_bytes)
-            await _write_all(call.stream, messages.body_pieces(piece.body, ends=ended))
+            if message.HasField("request_body"):
+                size_bytes += len(message.request_body.body)
+                if size_bytes > self._limits.max_body_bytes:
+                    raise body_too_large(self._limits.max_body_bytes)
+            await _write_all(call.stream, messages.unchanged(message))
+            request_ended = request_ended or messages.ends_request(message)
+            answer_ended = answer_ended or messages.ends_answer(message)
 
     def _noted(self, call: _Call, forward: Forward) -> Forward:
         call.kind, call.status = forward.kind.value, _ROUTED
@@ -345,6 +351,7 @@ def _call_of(first: pb.ProcessingRequest, stream: Stream, deadline: asyncio.Time
         stream=stream,
         head=head,
         # Proxies older than the field buffer, or this is not for them.
+        shows_answer=first.protocol_config.response_body_mode == pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED,
         body_mode=first.protocol_config.request_body_mode
         if first.HasField("protocol_config")
         else pb.BODY_SEND_MODE_BUFFERED,

@@ -140,9 +140,41 @@ def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
         yield pb.ProcessingResponse(request_body=pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)))
 
 
-def trailers_answer() -> pb.ProcessingResponse:
-    """Answer trailers: they go on as they came."""
+def request_trailers_answer() -> pb.ProcessingResponse:
+    """Answer a request's trailers: they go on as they came."""
     return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+
+
+def unchanged(message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    """Yield the answers by which a message of a request under way, or of its answer, goes on as it came."""
+    match message.WhichOneof("request"):
+        case "request_body":
+            yield from body_pieces(message.request_body.body, ends=message.request_body.end_of_stream)
+        case "request_trailers":
+            yield request_trailers_answer()
+        case "response_headers":
+            yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+        case "response_body":
+            # As large as Envoy sent it: below its own limit.
+            piece = pb.StreamedBodyResponse(
+                body=message.response_body.body, end_of_stream=message.response_body.end_of_stream
+            )
+            mutation = pb.BodyMutation(streamed_response=piece)
+            common = pb.CommonResponse(body_mutation=mutation)
+            yield pb.ProcessingResponse(response_body=pb.BodyResponse(response=common))
+        case "response_trailers":
+            yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+
+def ends_request(message: pb.ProcessingRequest) -> bool:
+    """Return whether nothing of the request follows."""
+    return message.HasField("request_trailers") or message.request_body.end_of_stream
+
+
+def ends_answer(message: pb.ProcessingRequest) -> bool:
+    """Return whether nothing of the answer follows."""
+    ended = message.response_headers.end_of_stream or message.response_body.end_of_stream
+    return ended or message.HasField("response_trailers")
 
 
 def error_answer(error: ContextCacheError, *, request_id: str) -> pb.ProcessingResponse:

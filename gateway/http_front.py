@@ -33,6 +33,8 @@ class FrontLimits:
     max_body_bytes: int = 32 << 20
     max_in_flight: int = 2048
     body_timeout_s: float = 60.0
+    idle_timeout_s: float = 600.0
+    """Longest silence of an answer that a front waits for itself; the HTTP front's connections have it of their own."""
 
 
 class HttpFront:

@@ -28,6 +28,7 @@ def head(
     ends=False,
     subset=None,
     key=KEY,
+    shows_answer=False,
 ) -> pb.ProcessingRequest:
     """The first message of a stream; `headers` is a dict or pairs, so that names can be repeated."""
     pairs = [(":method", method), (":path", path), (":authority", "g"), (":scheme", "http")]
@@ -40,6 +41,8 @@ def head(
     )
     if mode is not None:
         message.protocol_config.request_body_mode = mode
+    if shows_answer:
+        message.protocol_config.response_body_mode = DUPLEX
     if subset is not None:
         hint = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
         hint.update({"x-gateway-destination-endpoint-subset": subset})
@@ -50,6 +53,18 @@ def body(data=b"", *, ends=True) -> pb.ProcessingRequest:
     """A body, or a piece of one."""
     raw = data if isinstance(data, bytes) else json.dumps(data).encode()
     return pb.ProcessingRequest(request_body=pb.HttpBody(body=raw, end_of_stream=ends))
+
+
+def answer_head(*, ends=False) -> pb.ProcessingRequest:
+    return pb.ProcessingRequest(response_headers=pb.HttpHeaders(end_of_stream=ends))
+
+
+def answer_body(data: bytes, *, ends=True) -> pb.ProcessingRequest:
+    return pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=ends))
+
+
+def answer_trailers() -> pb.ProcessingRequest:
+    return pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
 
 
 def trailers() -> pb.ProcessingRequest:

@@ -24,18 +24,24 @@ _NAMESPACES = {"untyped": ["envoy.lb", _HINT]}
 
 
 def as_inference_pool(
-    found: dict[str, Any], *, pods: Sequence[str], subset: Sequence[str] = (), pickers: Sequence[str] = ()
+    found: dict[str, Any],
+    *,
+    pods: Sequence[str],
+    subset: Sequence[str] = (),
+    pickers: Sequence[str] = (),
+    shows_answers: bool = False,
 ) -> dict[str, Any]:
     """Return our bootstrap with such a gateway's filters and routing.
 
     `subset`: addresses that a filter in front allows; `pickers`: gRPC addresses of processors behind ours.
+    `shows_answers`: the bodies of answers stream through ours as well.
     """
     resources = found["static_resources"]
     manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     del manager["local_reply_config"], manager["early_header_mutation_extensions"]
     manager["http_filters"] = [
         *([_subset_filter(subset)] if subset else []),
-        _processor("ext_proc", "plugin"),
+        _processor("ext_proc", "plugin", shows_answers=shows_answers),
         *(_processor(f"picker_{number}", f"picker_{number}") for number in range(len(pickers))),
         _filter("router", "filters.http.router.v3.Router", {}),
     ]
@@ -60,7 +66,7 @@ def _subset_filter(subset: Sequence[str]) -> dict[str, Any]:
     return _filter("set_metadata", "filters.http.set_metadata.v3.Config", config)
 
 
-def _processor(name: str, cluster: str) -> dict[str, Any]:
+def _processor(name: str, cluster: str, *, shows_answers: bool = False) -> dict[str, Any]:
     config = {
         "grpc_service": {"envoy_grpc": {"cluster_name": cluster}},
         "processing_mode": {
@@ -68,9 +74,8 @@ def _processor(name: str, cluster: str) -> dict[str, Any]:
             "request_body_mode": "FULL_DUPLEX_STREAMED",
             "request_trailer_mode": "SEND",
             "response_header_mode": "SEND",
-            # Not FULL_DUPLEX_STREAMED: what Envoy has sent of an answer when a processor ends its call is lost.
-            "response_body_mode": "NONE",
-            "response_trailer_mode": "SKIP",
+            "response_body_mode": "FULL_DUPLEX_STREAMED" if shows_answers else "NONE",
+            "response_trailer_mode": "SEND" if shows_answers else "SKIP",
         },
         "message_timeout": "5s",
         "failure_mode_allow": False,

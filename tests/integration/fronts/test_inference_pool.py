@@ -28,7 +28,7 @@ def open_pool(tmp_path, manager):
     """Return what opens such a gateway over pods: `async with open_pool({"pod-a": engine}) as pool`."""
 
     @asynccontextmanager
-    async def opened(pods, *, subset=(), pickers=(), num_ready=None, **settings):
+    async def opened(pods, *, subset=(), pickers=(), shows_answers=False, num_ready=None, **settings):
         found = settings_for(tmp_path, pods, manager_port=manager.port, ext_proc_listen="127.0.0.1:0", **settings)
         ready = len(pods) if num_ready is None else num_ready
         ports = [engine.port for engine in pods.values()]
@@ -37,7 +37,9 @@ def open_pool(tmp_path, manager):
             envoy_of = envoy_settings(pods=ports, gateways=[(gateway.port, gateway.ext_proc_port)])
 
             def changed(bootstrap):
-                return as_inference_pool(bootstrap, pods=addresses, subset=subset, pickers=pickers)
+                return as_inference_pool(
+                    bootstrap, pods=addresses, subset=subset, pickers=pickers, shows_answers=shows_answers
+                )
 
             async with running_envoy(envoy_of, change=changed) as envoy:
                 yield Front(envoy.port, gateway, envoy=envoy)
@@ -94,6 +96,36 @@ async def test_a_body_of_20_mib_passes_in_full_duplex_and_33_mib_are_refused(ope
 
 async def test_a_stream_passes_chunk_by_chunk_in_full_duplex(open_pool, engine):
     async with open_pool({"pod-a": engine}) as pool, pool.post("/v1/completions", STREAM) as answer:
+        engine.release("one")
+        first = await answer.content.readany()
+        engine.release("two")
+        second = await answer.content.readany()
+        engine.finish()
+        rest = await answer.content.read()
+
+    assert (first, second, rest) == (b'data: {"text": "one"}\n\n', b'data: {"text": "two"}\n\n', b"")
+
+
+async def test_answers_that_stream_through_the_plugin_arrive_whole(open_pool, engine, manager):
+    """Seen failing while `process` left once the request was routed: pods that answer at once lost their body."""
+    await manager.add("ctx_1")
+    long = b'{"prompt": "' + b"x" * 500_000 + b'"}'
+    async with open_pool({"pod-a": engine}, shows_answers=True) as pool:
+        for _ in range(20):
+            for body, headers in (
+                (b'{"prompt": "x"}', {}),
+                (b'{"prompt": "x", "session_id": "ctx_1"}', {}),
+                (b'{"prompt": "x"}', {"X-Session-ID": "ctx_1"}),
+                (long, {"X-Session-ID": "ctx_1"}),
+            ):
+                async with pool.post("/v1/completions", body, headers=headers) as answer:
+                    assert (answer.status, (await answer.json())["size"]) == (200, len(body))
+            async with pool.get("/v1/responses/r1") as answer:
+                assert (answer.status, (await answer.json())["method"]) == (200, "GET")
+
+
+async def test_a_stream_passes_chunk_by_chunk_through_the_plugin(open_pool, engine):
+    async with open_pool({"pod-a": engine}, shows_answers=True) as pool, pool.post("/v1/completions", STREAM) as answer:
         engine.release("one")
         first = await answer.content.readany()
         engine.release("two")

@@ -14,7 +14,16 @@ from gateway.exchange import BodyBudget
 from gateway.ext_proc_messages import PIECE_BYTES
 from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
 from gateway.http_front import FrontLimits
-from tests.helpers.ext_proc import DUPLEX, ScriptedStream, body, head, trailers
+from tests.helpers.ext_proc import (
+    DUPLEX,
+    ScriptedStream,
+    answer_body,
+    answer_head,
+    answer_trailers,
+    body,
+    head,
+    trailers,
+)
 from tests.helpers.gateway_parts import SECRET
 
 JSON = {"content-type": "application/json"}
@@ -433,6 +442,51 @@ async def test_in_duplex_trailers_end_the_body(parts, headers):
 
     assert [answer.phase for answer in stream.answers] == ["request_headers", "request_body", "request_trailers"]
     assert not stream.answers[1].piece.end_of_stream
+
+
+@pytest.mark.parametrize(
+    "end",
+    [[answer_body(b"two")], [answer_body(b"two", ends=False), answer_trailers()]],
+    ids=["by its last piece", "by its trailers"],
+)
+async def test_an_answer_that_is_shown_in_duplex_is_sent_back_to_its_end(parts, end):
+    first = head("/v1/models", method="GET", mode=DUPLEX, ends=True, shows_answer=True)
+    script = [answer_head(), answer_body(b"one", ends=False), *end]
+    stream = await ask(parts, first, *script, answer_body(b"never read"))
+    pieces = [answer.piece for answer in stream.answers if answer.phase == "response_body"]
+
+    assert [event[1:] for event in stream.events[::2]] == [event[1:] for event in stream.events[1::2]]
+    assert len(stream.answers) == 1 + len(script)
+    assert [piece.body for piece in pieces] == [b"one", b"two"]
+    assert pieces[-1].end_of_stream == (len(end) == 1)
+    assert counted(parts, "stateless", "routed") == 1
+
+
+async def test_an_answer_without_a_body_ends_with_its_head(parts):
+    first = head("/v1/models", method="GET", mode=DUPLEX, ends=True, shows_answer=True)
+    stream = await ask(parts, first, answer_head(ends=True), answer_body(b"never read"))
+
+    assert [answer.phase for answer in stream.answers] == ["request_headers", "response_headers"]
+
+
+async def test_a_pod_may_answer_before_it_has_the_whole_request(parts):
+    await parts.directory.add("ctx_1", holder="pod-b")
+    first = head(headers={"x-session-id": "ctx_1"}, mode=DUPLEX, shows_answer=True)
+    early = [body(b"one", ends=False), answer_head(), answer_body(b"refused"), body(b"two")]
+    stream = await ask(parts, first, *early)
+
+    assert [answer.phase for answer in stream.answers] == [
+        "request_headers", "request_body", "response_headers", "response_body", "request_body",
+    ]  # fmt: skip
+
+
+@pytest.mark.looptime
+async def test_an_answer_that_falls_silent_is_not_waited_for_for_ever(parts, looptime):
+    stream = ScriptedStream(head("/v1/models", method="GET", mode=DUPLEX, ends=True, shows_answer=True), silent=True)
+    await front_of(parts, limits=FrontLimits(idle_timeout_s=600)).process(stream)
+
+    assert looptime == 600
+    assert stream.answers[-1].error == (503, "deadline_exceeded")
 
 
 async def test_in_duplex_a_request_without_a_body_needs_one_answer(parts):
