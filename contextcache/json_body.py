@@ -22,6 +22,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         parsed = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as exc:
         raise InvalidRequest(_explain(text, exc)) from exc
+    except ValueError as exc:
+        # Python reads no integer of more than some thousand digits.
+        raise InvalidRequest("invalid JSON: a number has too many digits") from exc
     except RecursionError as exc:
         raise InvalidRequest("invalid JSON: nested too deeply") from exc
     if not isinstance(parsed, dict):

@@ -35,15 +35,24 @@ def may_claim_session(body: bytes) -> bool:
 def session_claim(body: dict[str, Any] | None, header: str | None) -> SessionClaim | None:
     """Return the context the request names, or None. Raises InvalidRequest.
 
+    `header` is `X-Session-ID`, a repeated one joined with commas: once or five times, it names the same context.
     `body` is None when it was not parsed because `may_claim_session` said no.
     """
     named = None if body is None else body.get("session_id")
     if named is not None:
         if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
             raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
-        if header is not None and header != named:
+        if header is not None and _named_in(header) != {named}:
             raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
         return SessionClaim(named, binding=True)
-    if header is not None and SESSION_ID_PATTERN.fullmatch(header):
-        return SessionClaim(header, binding=False)
-    return None
+    labels = set() if header is None else _named_in(header)
+    if not labels or not all(map(SESSION_ID_PATTERN.fullmatch, labels)):
+        return None
+    if len(labels) > 1:
+        raise InvalidRequest("X-Session-ID is repeated and names different contexts", param="X-Session-ID")
+    return SessionClaim(labels.pop(), binding=False)
+
+
+def _named_in(header: str) -> set[str]:
+    """Return what a header names that may have been sent several times."""
+    return {label.strip() for label in header.split(",")}

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from contextcache.error_body import error_body, error_headers
 from contextcache.errors import BodyTooLarge, ContextCacheError, InvalidRequest, NoReadyEndpoint
+from contextcache.request_headers import joined_headers
 from gateway.auth import AUTHENTICATE
 from gateway.paths import MethodNotAllowed
 
@@ -162,14 +163,6 @@ def plain_request_id(headers: Mapping[str, str]) -> str:
 def body_too_large(limit_bytes: int) -> BodyTooLarge:
     """Return the error of a body over the limit."""
     return BodyTooLarge(f"the request body is over the limit of {limit_bytes} bytes")
-
-
-def joined_headers(raw: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Join repeated headers, so that a second one can never hide the first, which is the one the pod reads."""
-    headers: dict[str, str] = {}
-    for name, value in raw:
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    return headers
 
 
 def header_text(value: bytes) -> str:

@@ -14,7 +14,8 @@ from google.protobuf.struct_pb2 import Struct
 from contextcache.error_body import error_body
 from contextcache.errors import ContextCacheError
 from contextcache.extproc.v3 import external_processor_pb2 as pb
-from gateway.exchange import REQUEST_ID_HEADER, answer_headers, header_text, joined_headers
+from contextcache.request_headers import joined_headers
+from gateway.exchange import REQUEST_ID_HEADER, answer_headers, header_text
 from gateway.flows import DESTINATION_HEADER
 
 LOAD_BALANCING_NAMESPACE = "envoy.lb"

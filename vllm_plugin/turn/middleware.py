@@ -16,6 +16,7 @@ from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, ve
 from contextcache.json_body import parse_object
 from contextcache.logs import show_logs_of
 from contextcache.request_body import is_opaque, remove_forbidden_keys
+from contextcache.request_headers import joined_headers
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
 from contextcache.settings import read_secret
 from vllm_plugin.turn.app import compose_story
@@ -65,7 +66,8 @@ class TurnMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or not _may_concern_us(scope):
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        raw = scope["headers"]
+        headers = joined_headers((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in raw)
         token = headers.get(IDENTITY_HEADER)
         is_unrouted = token is None and UNROUTED_HEADER in headers
         is_ours = scope["path"] in _PATHS and (token is not None or bool(self._settings.single_tenant))

@@ -31,6 +31,7 @@ EP_ASK = b"""{
         (b"[1]", "must be a JSON object"),
         (b'"x"', "must be a JSON object"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "too many digits"),
     ],
 )
 def test_what_is_wrong_and_where_is_said(body, message):

@@ -90,6 +90,19 @@ async def test_a_header_that_cannot_name_a_context_is_a_label_of_the_clients_own
     assert answer.status == 200
 
 
+@pytest.mark.parametrize("named", [b"s-1", b"s-2"])
+async def test_a_second_header_hides_neither_the_first_ones_claim_nor_its_type(pod, named):
+    labels = await pod.post(
+        PATHS[0], body_for(PATHS[0]), headers=[UNROUTED, (b"x-session-id", b"s-1"), (b"x-session-id", named)]
+    )
+    second_type = (b"content-type", b"multipart/form-data")
+    claim = await pod.post(PATHS[0], body_for(PATHS[0], session_id="s-1"), headers=[UNROUTED, second_type])
+
+    assert labels.status == (503 if named == b"s-1" else 400)
+    assert is_away(claim)
+    assert pod.engine.requests == []
+
+
 async def test_a_claim_that_cannot_be_is_the_clients_fault(pod):
     answer = await pod.post(PATHS[0], body_for(PATHS[0], session_id=7), headers=[UNROUTED])
 
