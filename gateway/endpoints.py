@@ -253,6 +253,8 @@ class StaticEndpoints:
         for gauge in (self._metrics.endpoint_ready, self._metrics.requests_in_flight):
             with suppress(KeyError):
                 gauge.remove(name)
+        with suppress(KeyError):
+            self._metrics.unreachable_deletes.remove(name)
         for state in _LOAD_STATES:
             with suppress(KeyError):
                 self._metrics.endpoint_load.remove(name, state)

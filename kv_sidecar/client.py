@@ -142,6 +142,12 @@ class KVSidecarClient:
             return await call
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancels us: it is how grpc.aio tells a call whose channel somebody else has closed.
+            raise SidecarUnavailable("the connection to the sidecar is closed", retry_after_s=1) from exc
 
 
 class EngineSidecarClient:

@@ -234,6 +234,23 @@ async def test_touch_and_stats(running: Running) -> None:
     rank.close()
 
 
+async def test_a_call_whose_client_is_closed_is_unavailable_and_cancels_nobody(running: Running) -> None:
+    async def wait() -> bool:
+        try:
+            return await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=20_000)
+        except SidecarUnavailable:
+            return False
+
+    calls = [asyncio.create_task(wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    await running.client.close()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert found[1:] == [False, False]
+
+
 async def test_health_is_told_and_an_absent_sidecar_is_unavailable(running: Running) -> None:
     assert await running.client.is_serving()
     await running.client.close()

@@ -178,6 +178,7 @@ async def test_a_pod_that_is_gone_leaves_nothing_behind_once_its_requests_have_e
         return {sample.labels.get("endpoint") for family in metrics.registry.collect() for sample in family.samples}
 
     await endpoints.probe_all()
+    metrics.unreachable_deletes.labels("b").inc()
     with endpoints.carrying("b"):
         endpoints.follow([Endpoint("a", "http://a")])
         assert "b" in samples()
