@@ -181,7 +181,9 @@ def _ext_proc(settings: EnvoySettings) -> dict[str, Any]:
         "processing_mode": {
             "request_header_mode": "SEND",
             "request_body_mode": "BUFFERED",
-            "request_trailer_mode": "SKIP",
+            # A request may have trailers and no body: not shown them, the plugin would never answer, and Envoy pass on
+            # what nobody routed.
+            "request_trailer_mode": "SEND",
             "response_header_mode": "SKIP",
             "response_body_mode": "NONE",
             "response_trailer_mode": "SKIP",

@@ -1,0 +1,65 @@
+"""Clients that speak HTTP/2 to Envoy: what only that can spell gets past the gateway no more than the rest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
+from tests.helpers import http2
+from tests.helpers.fronts import running_front
+from tests.helpers.gateway_parts import KEY
+from tests.helpers.gateway_server import RunningManager, settings_for
+from tests.helpers.stub_engine import StubEngine
+
+HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+TRAILERS = {"x-session-id": "ctx_1", IDENTITY_HEADER: "v1.forged.mac"}
+
+
+@pytest.fixture
+async def engine():
+    engine = StubEngine()
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture
+async def front(engine, tmp_path):
+    manager = RunningManager()
+    await manager.start()
+    await manager.add("ctx_1", holder="pod-a")
+    settings = settings_for(tmp_path, {"pod-a": engine}, manager_port=manager.port)
+    async with running_front("envoy", settings, num_ready=1) as front:
+        yield front
+    await manager.stop()
+
+
+async def test_a_request_of_trailers_without_a_body_does_not_pass_the_gateway_unrouted(front, engine):
+    for path in ("/v1/completions", "/v1/context", "/v1/embeddings"):
+        answer = json.loads(await http2.post(front.port, path, HEADERS, trailers=TRAILERS))
+
+        assert answer["error"]["code"] == "invalid_request"
+    assert engine.turns == []
+
+
+async def test_trailers_after_a_body_say_nothing(front, engine):
+    for path in ("/v1/completions", "/v1/context", "/v1/embeddings"):
+        await http2.post(front.port, path, HEADERS, body=b"{}", trailers=TRAILERS)
+    stateless, create, other = engine.turns
+
+    assert [found.body for found in engine.turns] == [b"{}"] * 3
+    assert stateless.header(IDENTITY_HEADER) == other.header(IDENTITY_HEADER) == []
+    assert len(create.header(IDENTITY_HEADER)) == 1
+    assert create.header(IDENTITY_HEADER) != ["v1.forged.mac"]
+    assert not any(found.header(name) for found in engine.turns for name in (UNROUTED_HEADER, "x-session-id"))
+
+
+async def test_a_header_that_is_repeated_names_its_context_all_the_same(front, engine):
+    async with front.post("/v1/completions", {}, headers={"X-Session-ID": "ctx_1, ctx_1"}) as answer:
+        assert answer.status == 200
+    async with front.post("/v1/completions", {}, headers={"X-Session-ID": "ctx_1, ctx_2"}) as answer:
+        assert answer.status == 400
+
+    assert [len(found.header(IDENTITY_HEADER)) for found in engine.turns] == [1]
