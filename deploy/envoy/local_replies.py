@@ -30,6 +30,8 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
     away = GatewayUnavailable("no gateway is available", retry_after_s=1)
     busy = NoReadyEndpoint("the proxy carries as much as it may", retry_after_s=1)
     slow = InvalidRequest("the rest of the request did not come in time")
+    # Envoy took them, and then not ours beside them.
+    crowded = InvalidRequest("the request has too many headers, or too long ones")
     return {
         "mappers": [
             _mapper(_details("request_payload_too_large"), too_large),
@@ -40,6 +42,7 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
             _mapper(_BROKEN, EngineFailed("the engine broke off")),
             _mapper(_details("overload*"), busy),
             _mapper(_details("request_overall_timeout", "request_header_timeout"), slow),
+            _mapper(_details("header_mutation_result_exceeds_limit"), crowded),
             # The status says more than we could; only the shape is ours.
             _mapper(_MALFORMED, InvalidRequest("the request is not HTTP as it is spoken here"), keep_status=True),
         ]

@@ -1,4 +1,4 @@
-"""Clients that speak HTTP/2 to Envoy: what only that can spell gets past the gateway no more than the rest."""
+"""Requests at the edge of what Envoy takes: trailers without a body, headers repeated or too many. None slips past."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
 from tests.helpers import http2
-from tests.helpers.fronts import running_front
+from tests.helpers.fronts import code_of, running_front
 from tests.helpers.gateway_parts import KEY
 from tests.helpers.gateway_server import RunningManager, settings_for
 from tests.helpers.stub_engine import StubEngine
@@ -54,6 +54,15 @@ async def test_trailers_after_a_body_say_nothing(front, engine):
     assert len(create.header(IDENTITY_HEADER)) == 1
     assert create.header(IDENTITY_HEADER) != ["v1.forged.mac"]
     assert not any(found.header(name) for found in engine.turns for name in (UNROUTED_HEADER, "x-session-id"))
+
+
+async def test_headers_that_leave_no_room_for_ours_are_refused(front, engine):
+    crowd = {f"x-filler-{number}": "1" for number in range(188)}
+    for path, body in (("/v1/completions", {"cache_salt": "x"}), ("/v1/context", {}), ("/v1/embeddings", {})):
+        async with front.post(path, body, headers=crowd) as answer:
+            assert await code_of(answer) == (400, "invalid_request")
+
+    assert engine.turns == []
 
 
 async def test_a_header_that_is_repeated_names_its_context_all_the_same(front, engine):
