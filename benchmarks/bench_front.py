@@ -34,7 +34,7 @@ from deploy.local.progress import StepFailed, say
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "bench_front.json"
 STACK_DIRECTORY = ROOT / ".build" / "bench-front-stack"
-FULL = Plan(rounds=5, seconds=1.0, connections=(1, 16, 64), budget_s=540.0)
+FULL = Plan(rounds=5, seconds=1.0, connections=(1, 16, 64), budget_s=480.0)
 QUICK = Plan(rounds=1, seconds=0.6, connections=(1, 16, 64), budget_s=120.0)
 REAL_ROUNDS = 8
 REAL_ROUNDS_QUICK = 2

@@ -33,6 +33,7 @@ PACE_MS = 10.0
 NUM_IDLE = 1000
 _SETTLE_S = 0.3
 _SETTLE_MAX_S = 10.0
+_IDLE_SHARE = 0.1
 _BACKGROUND_S = 5.0
 _IDLE_GRACE_S = 45.0
 """For a peer that takes 30 ms to open a stream."""
@@ -151,8 +152,9 @@ def measure(parts: Parts, load: Load, plan: Plan) -> Measured:
     with Step("warming up"):
         for way in parts.ways:
             _one(parts, load, Cell("requests", SMALL, 4), way, seconds=1.0)
+    background = _background(parts)
     idle = [_idle_row(parts, load, way) for name in IDLE_WAYS for way in parts.ways if way.name == name]
-    measured = Measured(samples, idle, _background(parts))
+    measured = Measured(samples, idle, background)
     for number in range(plan.rounds):
         if time.monotonic() - started_s > plan.budget_s:
             say(f"  {number} of {plan.rounds} rounds: there is no time for more")
@@ -196,13 +198,13 @@ def _one(parts: Parts, load: Load, cell: Cell, way: Way, *, seconds: float) -> O
 
 
 def _settle(parts: Parts) -> None:
-    """Wait until the pod has had no request for a moment: a slow proxy goes on with what its client has given up."""
+    """Wait until all parts are idle for a moment: a slow proxy goes on with what its client has given up."""
     deadline_s = time.monotonic() + _SETTLE_MAX_S
-    seen = parts.set_stub()
+    pids = parts.pids(parts.names)
     while time.monotonic() < deadline_s:
+        before = CpuSample.of(pids)
         time.sleep(_SETTLE_S)
-        before, seen = seen, parts.set_stub()
-        if seen == before:
+        if sum(before.since().values()) < _IDLE_SHARE * _SETTLE_S:
             return
 
 

@@ -96,8 +96,8 @@ def litellm(*, port: int, pod_url: str, key: str, directory: Path) -> Peer:
         "LITELLM_LOG": "ERROR",
         "LITELLM_MODE": "PRODUCTION",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would ask the internet for prices
-        "AIOHTTP_CONNECTOR_LIMIT": "0",  # no limit: its own would be 500 streams
-        "AIOHTTP_CONNECTOR_LIMIT_PER_HOST": "0",
+        "AIOHTTP_CONNECTOR_LIMIT": "4000",  # its own would end at 500 streams
+        "AIOHTTP_CONNECTOR_LIMIT_PER_HOST": "4000",
     }
     return Peer("litellm", (_program("litellm"), *words), env, "/health/liveliness")
 
