@@ -10,30 +10,18 @@ from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
 from tests.helpers import http2
 from tests.helpers.fronts import code_of, running_front
 from tests.helpers.gateway_parts import KEY
-from tests.helpers.gateway_server import RunningManager, settings_for
-from tests.helpers.stub_engine import StubEngine
+from tests.helpers.gateway_server import settings_for
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
 TRAILERS = {"x-session-id": "ctx_1", IDENTITY_HEADER: "v1.forged.mac"}
 
 
 @pytest.fixture
-async def engine():
-    engine = StubEngine()
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
-async def front(engine, tmp_path):
-    manager = RunningManager()
-    await manager.start()
+async def front(engine, manager, tmp_path):
     await manager.add("ctx_1", holder="pod-a")
     settings = settings_for(tmp_path, {"pod-a": engine}, manager_port=manager.port)
     async with running_front("envoy", settings, num_ready=1) as front:
         yield front
-    await manager.stop()
 
 
 async def test_a_request_of_trailers_without_a_body_does_not_pass_the_gateway_unrouted(front, engine):

@@ -25,29 +25,12 @@ from gateway.ext_proc_server import LIVENESS, READINESS, SERVICE_NAME, ExtProcSe
 from gateway.http_front import FrontLimits
 from tests.helpers.ext_proc import DUPLEX, Answer, ExtProcClient, body, head
 from tests.helpers.gateway_parts import SECRET, GatewayParts
-from tests.helpers.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
-from tests.helpers.stub_engine import StubEngine
+from tests.helpers.gateway_server import DEADLINE_S, running_gateway, settings_for
 
 ROOT = Path(__file__).parents[2]
 JSON = {"content-type": "application/json"}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.fixture
-async def engine():
-    engine = StubEngine()
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
-async def manager():
-    manager = RunningManager()
-    await manager.start()
-    yield manager
-    await manager.stop()
 
 
 @contextlib.asynccontextmanager

@@ -9,26 +9,10 @@ import pytest
 
 from tests.helpers.fronts import code_of
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, write_keys
-from tests.helpers.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
+from tests.helpers.gateway_server import DEADLINE_S, running_gateway, settings_for
 from tests.helpers.stub_engine import StubEngine
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
-
-
-@pytest.fixture
-async def engine():
-    engine = StubEngine()
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
-async def manager():
-    manager = RunningManager()
-    await manager.start()
-    yield manager
-    await manager.stop()
 
 
 @pytest.fixture

@@ -8,17 +8,8 @@ import pytest
 from gateway.endpoints import Health
 from gateway.ports import Endpoint, EngineLoad
 from gateway.probe import HttpProbe
-from tests.helpers.stub_engine import StubEngine
 
 LOAD = {"vllm:num_requests_running": 3.0, "vllm:num_requests_waiting": 2.0, "vllm:kv_cache_usage_perc": 0.5}
-
-
-@pytest.fixture
-async def engine():
-    engine = StubEngine()
-    await engine.start()
-    yield engine
-    await engine.stop()
 
 
 @pytest.fixture

@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.fronts import FRONTS, running_front
-from tests.helpers.gateway_server import RunningManager, settings_for
+from tests.helpers.gateway_server import settings_for
 from tests.helpers.stub_engine import StubEngine
-
-
-@pytest.fixture
-async def engine():
-    engine = StubEngine()
-    await engine.start()
-    yield engine
-    await engine.stop()
 
 
 @pytest.fixture
@@ -24,14 +16,6 @@ async def other():
     await other.start()
     yield other
     await other.stop()
-
-
-@pytest.fixture
-async def manager():
-    manager = RunningManager()
-    await manager.start()
-    yield manager
-    await manager.stop()
 
 
 @pytest.fixture(params=FRONTS)
