@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs small calls nobody waits for. What does not fit or fails is logged: leases and KV expire alone."""
+    """Runs small calls that outlive whoever began them. What does not fit or fails is logged: leases and KV expire."""
 
     def __init__(self, *, limit: int, deadline_s: float) -> None:
         """Run at most `limit` calls at once, each for at most `deadline_s`."""
@@ -21,15 +21,22 @@ class Background:
         self._deadline_s = deadline_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, call: Coroutine[Any, Any, object]) -> None:
-        """Run `call` without waiting for it."""
+    def start(self, call: Coroutine[Any, Any, object]) -> asyncio.Task[None] | None:
+        """Run `call` and return its task, which raises nothing; None: there are too many already."""
         if len(self._tasks) >= self._limit:
             call.close()
             log.warning("background call dropped")
-            return
+            return None
         task = asyncio.create_task(self._bounded(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def finish(self, call: Coroutine[Any, Any, object]) -> None:
+        """Run `call` and wait for it; it goes on when the caller is cancelled."""
+        task = self.start(call)
+        if task is not None:
+            await asyncio.wait([task])
 
     async def drain(self) -> None:
         """Wait for everything that runs now."""

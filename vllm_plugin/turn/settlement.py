@@ -185,13 +185,16 @@ class Settlement:
             timings_ms=turn.timings_ms,
         )
 
-    def abort(self, turn: Turn) -> None:
-        """Release the lease of a turn that ended early, beside whatever is told to the client."""
+    async def abort(self, turn: Turn) -> None:
+        """Release the lease of a turn that ended early, before the client is told: who tries again at once may.
+
+        A create's reservation goes with it. Bounded by one call's deadline; goes on when the caller is cancelled.
+        """
         self._metrics.aborts.labels(reason="turn").inc()
-        self._background.start(
+        self._drop(turn)
+        await self._background.finish(
             self._manager.abort_turn(turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id)
         )
-        self._drop(turn)
 
     def _drop(self, turn: Turn) -> None:
         """Have the sidecar forget what an uncommitted turn saved, or is about to save."""

@@ -207,11 +207,13 @@ class TurnStory:
         try:
             yield
         finally:
-            if renewal is not None:
-                renewal.cancel()
-                await asyncio.wait([renewal])
-            if turn.lease_id and not turn.settled:
-                self._settlement.abort(turn)
+            try:
+                if renewal is not None:
+                    renewal.cancel()
+                    await asyncio.wait([renewal])
+            finally:
+                if turn.lease_id and not turn.settled:
+                    await self._settlement.abort(turn)
 
     async def _renew(self, turn: Turn) -> None:
         ttl_ms = self._settings.lease_ttl_ms

@@ -293,6 +293,49 @@ async def test_a_create_that_fails_in_the_engine_leaves_nothing_behind(pod):
     assert (await pod.create(prompt="Hello", session_id="mine")).status == 200
 
 
+@pytest.mark.parametrize("is_create", [True, False])
+async def test_a_failed_turn_is_over_before_the_client_is_told(pod, monkeypatch, is_create):
+    session_id = "" if is_create else await created(pod)
+    pod.engine.max_model_len = 3
+    release, released = pod.manager.abort_turn, []
+
+    async def release_slowly(tenant, session_id, *, lease_id):
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await release(tenant, session_id, lease_id=lease_id)
+        released.append(session_id)
+
+    async def do_not_wait():
+        return None
+
+    monkeypatch.setattr(pod.manager, "abort_turn", release_slowly)
+    monkeypatch.setattr(pod.story._background, "drain", do_not_wait)
+    answer = await (pod.create(prompt="Hello", session_id="mine") if is_create else pod.ask(session_id, prompt=" x"))
+
+    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert released == ["mine" if is_create else session_id]
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_a_turn_cancelled_twice_still_frees_its_lease(pod, num_steps):
+    session_id = await created(pod)
+    pod.engine.pause = asyncio.Event()
+    turn = asyncio.create_task(pod.ask(session_id, prompt=" x", stream=True))
+    while len(pod.engine.generations()) < 2:
+        await asyncio.sleep(0)
+
+    turn.cancel()
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+    turn.cancel()
+    await asyncio.wait([turn])
+    await pod.story._background.drain()
+    pod.engine.pause.set()
+
+    assert turn.cancelled()
+    assert (await pod.ask(session_id, prompt=" y")).status == 200
+
+
 async def test_a_prompt_over_the_window_is_refused_before_the_engine_is_given_its_ids(pod):
     pod.engine.max_model_len = 5
 
