@@ -105,7 +105,8 @@ class ContextCatalog:
         try:
             save, expected = self._saving.expected(cache_ref, rank, block_index)
         except ContextCacheError:
-            await self._threads.run(path.unlink, missing_ok=True)
+            # To its end: a call that is cut off while the threads are busy would take its place in their queue with it.
+            await self._threads.finish(self._threads.run(path.unlink, missing_ok=True))
             raise
         taking = self._saving.take(save, expected, lambda: self._tiers.take_file(path, expected))
         return await self._threads.finish(taking)

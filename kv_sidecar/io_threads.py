@@ -22,7 +22,7 @@ class IoThreads:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Run `work` in a thread. A cancelled caller stops waiting; the thread goes on."""
+        """Run `work` in a thread. A cancelled caller stops waiting: begun work goes on, queued work is dropped."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **kwargs))
 
     async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:

@@ -11,6 +11,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
+from contextcache.errors import CacheRefNotFound
 from contextcache.model import Manifest, new_cache_ref
 from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, parse_block_file
 from kv_sidecar.block_key import BlockKey
@@ -158,7 +159,12 @@ class SidecarUnderTest:
                 expected = block_meta(manifest, block.block_index, new.rank)
                 if block.shared_name:
                     assert self.shared is not None
-                    file = open_block_file(self.shared / block.shared_name)
+                    try:
+                        file = open_block_file(self.shared / block.shared_name)
+                    except FileNotFoundError as exc:
+                        # A delete frees blocks under their readers, as the connector expects; its manifest goes first.
+                        assert new.cache_ref not in self.manifest_files()
+                        raise CacheRefNotFound("deleted before it was opened") from exc
                 else:
                     file = parse_block_file(bytes(block.data))
                 file.verify(expected)

@@ -424,6 +424,28 @@ async def test_an_incoming_file_is_gone_whatever_happened_to_it(tmp_path: Path, 
         assert list(incoming.iterdir()) == []
 
 
+async def test_a_refused_incoming_file_is_gone_although_its_caller_left_while_the_threads_were_busy(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock, io_threads=1) as kv:
+        assert kv.shared is not None
+        path = kv.shared / "incoming" / "stray"
+        path.write_bytes(b"x")
+        busy = threading.Event()
+        blocking = asyncio.create_task(kv.sidecar.threads.run(busy.wait, 30))
+        taking = asyncio.create_task(kv.catalog.take_file(new_cache_ref(), 0, 0, "stray"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        taking.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        busy.set()
+        await asyncio.wait([blocking, taking])
+        await kv.sidecar.threads.idle()
+
+        assert not path.exists()
+
+
 async def test_a_file_that_is_not_there_is_a_corrupt_block(tmp_path: Path, clock: ManualClock) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         new = new_save(PROMPT, now_ms=clock.now_ms())
