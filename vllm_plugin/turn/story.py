@@ -26,6 +26,7 @@ from contextcache.errors import (
     EngineFailed,
     InvalidRequest,
     ModelMismatch,
+    StoreUnavailable,
 )
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import (
@@ -33,6 +34,7 @@ from contextcache.model import (
     NewSession,
     SessionId,
     SessionMode,
+    TenantId,
     new_cache_ref,
 )
 from vllm_plugin.turn.background import Background
@@ -90,7 +92,8 @@ class TurnStory:
         if not request.commit:
             raise InvalidRequest("a create always commits", param="context_commit")
         lease_id = secrets.token_hex(16)
-        session = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms)
+        async with self._taking(new.tenant, new.session_id, lease_id):
+            session = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms)
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
             turn.prompt = await compose_first(engine, request)
@@ -101,14 +104,15 @@ class TurnStory:
     ) -> None:
         """Continue a context: lease and transcript, prompt put together, answer, commit. Raises ContextCacheError."""
         lease_id = secrets.token_hex(16)
-        session, segments = await self._manager.begin_turn(
-            identity.tenant,
-            session_id,
-            lease_id=lease_id,
-            lease_ttl_ms=self._settings.lease_ttl_ms,
-            read_only=not request.commit,
-            expected_generation=request.expected_generation,
-        )
+        async with self._taking(identity.tenant, session_id, lease_id):
+            session, segments = await self._manager.begin_turn(
+                identity.tenant,
+                session_id,
+                lease_id=lease_id,
+                lease_ttl_ms=self._settings.lease_ttl_ms,
+                read_only=not request.commit,
+                expected_generation=request.expected_generation,
+            )
         commits = request.commit and session.mode is SessionMode.SESSION
         turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
         async with self._lease(turn):
@@ -199,6 +203,15 @@ class TurnStory:
             is_create=is_create,
             started_ms=self._clock.now_ms(),
         )
+
+    @asynccontextmanager
+    async def _taking(self, tenant: TenantId, session_id: SessionId, lease_id: str) -> AsyncIterator[None]:
+        """Have a lease given back when its call ended without an answer: it may have been taken all the same."""
+        try:
+            yield
+        except (asyncio.CancelledError, StoreUnavailable):
+            self._background.start(self._manager.abort_turn(tenant, session_id, lease_id=lease_id))
+            raise
 
     @asynccontextmanager
     async def _lease(self, turn: Turn) -> AsyncIterator[None]:

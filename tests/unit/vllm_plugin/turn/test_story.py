@@ -336,6 +336,36 @@ async def test_a_turn_cancelled_twice_still_frees_its_lease(pod, num_steps):
     assert (await pod.ask(session_id, prompt=" y")).status == 200
 
 
+@pytest.mark.parametrize("is_create", [True, False])
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_lease_whose_call_gave_no_answer_is_given_back(pod, monkeypatch, is_create, is_cancelled):
+    session_id = "mine" if is_create else await created(pod)
+    call = "reserve" if is_create else "begin_turn"
+    take, taken = getattr(pod.manager, call), asyncio.Event()
+
+    async def take_and_say_nothing(*args, **kwargs):
+        await take(*args, **kwargs)
+        taken.set()
+        if not is_cancelled:
+            raise StoreUnavailable("no answer in time")
+        await asyncio.get_running_loop().create_future()
+
+    def send():
+        return pod.create(prompt="Hello", session_id="mine") if is_create else pod.ask(session_id, prompt=" x")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pod.manager, call, take_and_say_nothing)
+        turn = asyncio.create_task(send())
+        await taken.wait()
+        if is_cancelled:
+            turn.cancel()
+        await asyncio.wait([turn])
+    await pod.story._background.drain()
+
+    assert turn.cancelled() if is_cancelled else turn.result().status == 503
+    assert (await send()).status == 200
+
+
 async def test_a_prompt_over_the_window_is_refused_before_the_engine_is_given_its_ids(pod):
     pod.engine.max_model_len = 5
 
