@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -56,6 +57,8 @@ class Tiers:
         self._prefetch_blocks = prefetch_blocks
         self._removing: dict[BlockKey, asyncio.Event] = {}
         """Blocks being freed: no longer stored, and not yet to be written again."""
+        self._writing: dict[BlockKey, set[asyncio.Event]] = {}
+        """Blocks being written, by one save or several: not to be freed before they are whole, or they would stay."""
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the block is on disk and stays there."""
@@ -74,13 +77,13 @@ class Tiers:
 
         The file is gone afterwards, whatever happens. Raises CorruptBlock, StorageFull.
         """
-        await self._wait_removed(expected.key)
-        return await self._threads.run(self._take_file, path, expected)
+        async with self._write_of(expected.key):
+            return await self._threads.run(self._take_file, path, expected)
 
     async def take_bytes(self, data: Buffer, expected: BlockMeta) -> int:
         """Verify a block file that came in frames and keep it; return its bytes. Raises CorruptBlock, StorageFull."""
-        await self._wait_removed(expected.key)
-        return await self._threads.run(self._take, lambda: parse_block_file(data), None, expected)
+        async with self._write_of(expected.key):
+            return await self._threads.run(self._take, lambda: parse_block_file(data), None, expected)
 
     async def fetch(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, shared: bool, disk_files: bool = False
@@ -111,13 +114,24 @@ class Tiers:
             pins.close()
 
     async def free(self, keys: Iterable[BlockKey], *, wanted: Callable[[BlockKey], bool]) -> int:
-        """Remove from both tiers every block that is not `wanted`; return the bytes freed on disk."""
-        doomed = [key for key in dict.fromkeys(keys) if key not in self._removing and not wanted(key)]
-        if not doomed:
-            return 0
+        """Remove from both tiers every block that is not `wanted`; return the bytes freed on disk.
+
+        What is still being written, or removed by another call, is gone too when this returns.
+        """
+        keys = list(dict.fromkeys(keys))
+        leaving = {self._removing[key] for key in keys if key in self._removing}
+        doomed = [key for key in keys if key not in self._removing and not wanted(key)]
+        freed_bytes = await self._free(doomed) if doomed else 0
+        for gone in leaving:
+            await gone.wait()
+        return freed_bytes
+
+    async def _free(self, doomed: list[BlockKey]) -> int:
         gone = asyncio.Event()
         self._removing |= dict.fromkeys(doomed, gone)
         try:
+            for written in [event for key in doomed for event in self._writing.get(key, ())]:
+                await written.wait()
             freed_bytes = await self._threads.run(self._remove, doomed)
         finally:
             for key in doomed:
@@ -132,9 +146,20 @@ class Tiers:
         self._metrics.quarantined.inc()
         log.warning("block put aside", extra={"block": key.file_name})
 
-    async def _wait_removed(self, key: BlockKey) -> None:
+    @asynccontextmanager
+    async def _write_of(self, key: BlockKey) -> AsyncGenerator[None, None]:
         while (removing := self._removing.get(key)) is not None:
             await removing.wait()
+        written = asyncio.Event()
+        writers = self._writing.setdefault(key, set())
+        writers.add(written)
+        try:
+            yield
+        finally:
+            writers.discard(written)
+            if not writers:
+                del self._writing[key]
+            written.set()
 
     async def _fetch(
         self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool

@@ -109,15 +109,15 @@ class Loader:
     def fail(self, load: Load, reason: str) -> None:
         """Hand the request back to be computed. Never waits: the engine's thread calls it for loads that never ran."""
         plan = load.plan
-        self._results.end_load(plan.engine_request_id, bad_block_ids=plan.block_ids)
         self._counters.add("failed_loads", reason)
+        self._results.end_load(plan.engine_request_id, bad_block_ids=plan.block_ids)
         log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": reason})
         self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)
 
     def _succeed(self, load: Load, progress: _Progress) -> None:
-        self._results.end_load(load.plan.engine_request_id)
         self._counters.add("loads")
         self._counters.add("loaded_bytes", amount=progress.size_bytes)
+        self._results.end_load(load.plan.engine_request_id)
         if self._link.facts.rank == 0:
             self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
 

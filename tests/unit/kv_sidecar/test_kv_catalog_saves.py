@@ -365,6 +365,42 @@ async def test_a_block_saved_anew_while_the_old_one_is_being_removed_stays(tmp_p
         assert len(await kv.load(new)) == 1
 
 
+@pytest.mark.parametrize("ends_by", ["delete", "abandon", "two at once"])
+async def test_a_delete_returns_when_the_block_still_being_written_is_gone_too(
+    tmp_path: Path, clock: ManualClock, ends_by: str
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def step(name: str) -> None:
+        if name.startswith("rename") and ".r0." in name:
+            writing.set()
+            assert go_on.wait(30)
+
+    async with SidecarUnderTest(tmp_path, clock=clock, step=step) as kv:
+        new = new_save(PROMPT[:4], now_ms=clock.now_ms())
+        await kv.catalog.prepare_save(new)
+        sending = asyncio.create_task(kv.send(new, 0))
+        assert await asyncio.to_thread(writing.wait, 30)
+        if ends_by == "abandon":
+            endings = [asyncio.create_task(kv.catalog.abandon_save(new.cache_ref))]
+        else:
+            endings = [asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))]
+        if ends_by == "two at once":
+            await asyncio.sleep(0)
+            key = block_key(kv.plan(new), 0, 0)
+            endings.append(asyncio.create_task(kv.sidecar.tiers.free([key], wanted=lambda _: False)))
+        for _ in range(10):
+            await kv.sidecar.threads.run(len, "")
+        assert not any(ending.done() for ending in endings)
+        go_on.set()
+        await asyncio.gather(*endings)
+
+        assert kv.block_files() == set()
+        assert kv.memory_files() == set()
+        with pytest.raises(ContextDeleted):
+            await sending
+
+
 async def test_blocks_a_save_counts_on_survive_the_end_of_their_only_context(
     kv: SidecarUnderTest, clock: ManualClock
 ) -> None:
