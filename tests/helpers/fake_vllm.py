@@ -36,6 +36,8 @@ class FakeVllm:
     max_model_len: int = 10_000
     break_off_after: int | None = None
     """Return without an end after this many stream events."""
+    fail_after: int | None = None
+    """Send an error event after this many stream events, then `[DONE]`."""
     pause: asyncio.Event | None = None
     """Awaited before the last events, so that a test can act in the middle of an answer."""
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -159,6 +161,8 @@ class FakeVllm:
         if (request.get("stream_options") or {}).get("include_usage"):
             events.append({**frame, "choices": [], "usage": usage})
         stream = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
+        if self.fail_after is not None:
+            stream[self.fail_after : -1] = [b'data: {"error": {"message": "boom", "code": 500}}\n\n']
         for index, event in enumerate(stream):
             if self.break_off_after is not None and index >= self.break_off_after:
                 return

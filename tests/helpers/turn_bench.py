@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ class Pod:
             clock=self.clock,
             metrics=TurnMetrics(self.registry),
         )
+        self.on_end: Callable[[], None] = lambda: None
+        """Called with the last byte of every answer."""
         self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, clock=self.clock)
 
     def identity(self, session_id: str | None = None, tenant: str = "demo") -> str:
@@ -150,6 +153,8 @@ class Pod:
 
         async def send(message):
             sent.append(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self.on_end()
 
         await self.app(scope, receive, send)
         await self.story._background.drain()

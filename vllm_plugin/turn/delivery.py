@@ -1,7 +1,7 @@
 """Between the engine's `send` and the client's: edit the answer, settle the turn before its last byte.
 
 ASGI messages in, ASGI messages out; what a turn means is the story's. An answer other than 200 is the engine's own
-error: it passes, with our error shape around its words.
+error: `check_complete` raises it, with its words.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contextcache.error_body import error_body, error_headers
 from contextcache.errors import ContextCacheError, EngineFailed
 from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.engine import Message, Send, engine_error
@@ -39,12 +38,14 @@ class Delivery:
         send: Send,
         receipt: Callable[[], Awaitable[list[tuple[str, str]]]],
         settle: Callable[[AnswerResult], Awaitable[Closing]],
+        abort: Callable[[], Awaitable[None]],
     ) -> None:
-        """`receipt` gives a stream's headers at its first token."""
+        """`receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed."""
         self._request = request
         self._send = send
         self._receipt = receipt
         self._settle = settle
+        self._abort = abort
         self._start: Message = {}
         self._refused = bytearray()
         self._failure: ContextCacheError | None = None
@@ -76,19 +77,17 @@ class Delivery:
             return
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._start["status"] != 200:
-            await self._take_refusal(body, more=more)
+            self._take_refusal(body, more=more)
         elif isinstance(self._answer, SseAnswer):
             await self._take_stream(self._answer, body, more=more)
         else:
             await self._take_whole(self._answer, body, more=more)
 
-    async def _take_refusal(self, body: bytes, *, more: bool) -> None:
+    def _take_refusal(self, body: bytes, *, more: bool) -> None:
         self._refused += body
         if more:
             return
-        error = engine_error(self._start["status"], bytes(self._refused))
-        await self._send_start(error.http_status, error_headers(error))
-        await self._send_body(error_body(error), more=False)
+        raise engine_error(self._start["status"], bytes(self._refused))
 
     async def _take_whole(self, answer: JsonAnswer, body: bytes, *, more: bool) -> None:
         answer.feed(body)
@@ -110,6 +109,7 @@ class Delivery:
         answer.complete()
         await self._begin_stream()
         if answer.result.error:
+            await self._abort()
             await self._send_body(b"", more=False)
             return
         closing = await self._settle(answer.result)

@@ -42,7 +42,7 @@ class Turn:
     prompt: ComposedPrompt | None = None
     loaded: LoadedKV | None = None
     settled: bool = False
-    """Committed, refused, or nothing to commit: no abort is due."""
+    """Committed, refused, aborted, or nothing to commit: no abort is due."""
     started_ms: int = 0
     timings_ms: dict[str, float] = field(default_factory=dict)
 
@@ -189,7 +189,11 @@ class Settlement:
         """Release the lease of a turn that ended early, before the client is told: who tries again at once may.
 
         A create's reservation goes with it. Bounded by one call's deadline; goes on when the caller is cancelled.
+        Does nothing for a turn that is settled or holds no lease.
         """
+        if turn.settled or not turn.lease_id:
+            return
+        turn.settled = True
         self._metrics.aborts.labels(reason="turn").inc()
         self._drop(turn)
         await self._background.finish(

@@ -147,6 +147,7 @@ class TurnStory:
             send=client.send,
             receipt=lambda: self._settlement.stream_receipt(turn),
             settle=lambda result: self._settlement.settle(engine, turn, result),
+            abort=lambda: self._settlement.abort(turn),
         )
         try:
             await engine.generate(turn.request.path, self._engine_body(turn), client.receive, delivery.take)
@@ -225,8 +226,7 @@ class TurnStory:
                     renewal.cancel()
                     await asyncio.wait([renewal])
             finally:
-                if turn.lease_id and not turn.settled:
-                    await self._settlement.abort(turn)
+                await self._settlement.abort(turn)
 
     async def _renew(self, turn: Turn) -> None:
         ttl_ms = self._settings.lease_ttl_ms

@@ -293,11 +293,20 @@ async def test_a_create_that_fails_in_the_engine_leaves_nothing_behind(pod):
     assert (await pod.create(prompt="Hello", session_id="mine")).status == 200
 
 
+FAILURES = {
+    "refused by us": ({"prompt": "Hello"}, {"max_model_len": 3}, 400),
+    "refused by the engine": ({"prompt": encode("Hello")}, {"max_model_len": 3}, 400),
+    "broken off": ({"prompt": "x", "stream": True}, {"break_off_after": 0}, 502),
+    "failed in its stream": ({"prompt": "x", "stream": True}, {"fail_after": 1}, 200),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("is_create", [True, False])
-async def test_a_failed_turn_is_over_before_the_client_is_told(pod, monkeypatch, is_create):
-    session_id = "" if is_create else await created(pod)
-    pod.engine.max_model_len = 3
-    release, released = pod.manager.abort_turn, []
+async def test_a_failed_turn_is_over_before_the_client_is_told(pod, monkeypatch, is_create, name):
+    body, faults, status = FAILURES[name]
+    session_id = "mine" if is_create else await created(pod)
+    release, released, seen_at_end = pod.manager.abort_turn, [], []
 
     async def release_slowly(tenant, session_id, *, lease_id):
         for _ in range(100):
@@ -305,15 +314,15 @@ async def test_a_failed_turn_is_over_before_the_client_is_told(pod, monkeypatch,
         await release(tenant, session_id, lease_id=lease_id)
         released.append(session_id)
 
-    async def do_not_wait():
-        return None
-
     monkeypatch.setattr(pod.manager, "abort_turn", release_slowly)
-    monkeypatch.setattr(pod.story._background, "drain", do_not_wait)
-    answer = await (pod.create(prompt="Hello", session_id="mine") if is_create else pod.ask(session_id, prompt=" x"))
+    pod.on_end = lambda: seen_at_end.append(list(released))
+    for fault, value in faults.items():
+        setattr(pod.engine, fault, value)
+    answer = await (pod.create(session_id=session_id, **body) if is_create else pod.ask(session_id, **body))
 
-    assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
-    assert released == ["mine" if is_create else session_id]
+    assert answer.status == status
+    assert seen_at_end == [[session_id]]
+    assert released == [session_id]
 
 
 @pytest.mark.parametrize("num_steps", range(6))
