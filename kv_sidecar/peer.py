@@ -21,19 +21,25 @@ from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.store import Buffer
 
-_MANIFEST_DEADLINE_S = 1.0
-"""A manifest is a file of some KB: a sidecar that takes longer hangs, and a turn waits for the answer."""
-
 
 class PeerSidecar:
     """Another sidecar, over a connection of its own; satisfies pulling.Peer."""
 
-    def __init__(self, address: str, *, timeout_s: float, slots: asyncio.Semaphore, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        manifest_timeout_s: float,
+        slots: asyncio.Semaphore,
+        limit_bytes: int,
+    ) -> None:
         """`address` is `host:port`; `slots` bound how many block files, each up to `limit_bytes`, are held at once."""
         # The resolver is named, so that no host name can be read as the scheme of another kind of address.
         self._channel = grpc.aio.insecure_channel(f"dns:///{address}", options=CHANNEL_OPTIONS)
         self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
         self._timeout_s = timeout_s
+        self._manifest_timeout_s = min(timeout_s, manifest_timeout_s)
         self._slots = slots
         self._limit_bytes = limit_bytes
 
@@ -41,7 +47,7 @@ class PeerSidecar:
         """See pulling.Peer."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         try:
-            answer = await self._stub.GetManifest(request, timeout=min(self._timeout_s, _MANIFEST_DEADLINE_S))
+            answer = await self._stub.GetManifest(request, timeout=self._manifest_timeout_s)
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         return manifest_from_pb(answer.manifest)

@@ -74,6 +74,9 @@ class SidecarSettings(ProcessSettings):
     )
     pulls_max: int = Field(8, ge=1, description="Pulls from peers at once; more are refused.")
     pull_timeout_s: float = Field(10.0, gt=0, description="Longest time of one pull; a request may ask for less.")
+    pull_manifest_timeout_s: float = Field(
+        1.0, gt=0, description="Longest wait for a peer's manifest, a few KB: one that takes longer hangs."
+    )
     max_concurrent_rpcs: int = Field(256, ge=8, description="Calls served at once; more are refused by gRPC.")
     drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint; 0: off.")

@@ -104,7 +104,11 @@ class Sidecar:
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
         return PeerSidecar(
-            address, timeout_s=timeout_s, slots=self._pull_slots, limit_bytes=self.settings.block_size_bytes_max
+            address,
+            timeout_s=timeout_s,
+            manifest_timeout_s=self.settings.pull_manifest_timeout_s,
+            slots=self._pull_slots,
+            limit_bytes=self.settings.block_size_bytes_max,
         )
 
     def _open_stores(self) -> None:

@@ -49,6 +49,8 @@ class StackSettings:
     """Appended to vLLM's command line."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Laid over every part's environment; the prefixes keep parts apart."""
+    connector: Mapping[str, Any] = field(default_factory=dict)
+    """More of the connector's `kv_connector_extra_config`."""
 
     @property
     def ports(self) -> PortPlan:
@@ -130,6 +132,8 @@ def envoy_settings(settings: StackSettings) -> EnvoySettings:
         # Nobody in front has to notice that we go.
         drain_delay_s=0,
         drain_timeout_s=_DRAIN_S,
+        # Above GATEWAY_MANAGER_TIMEOUT_S, also where somebody has raised it.
+        plugin_timeout_s=30,
     )
 
 
@@ -227,6 +231,7 @@ def _engine_command(settings: StackSettings, *, port: int, socket: str) -> tuple
         "kv_connector_extra_config": {
             "sidecar": socket,
             "secret_file": str(settings.paths.secret),
+            **settings.connector,
         },
     }
     options = {

@@ -18,7 +18,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.05
-_KILL_WAIT_S = 10.0
+_KILL_WAIT_S = 30.0
 """The kernel frees gigabytes of a killed engine in well under a second; ten means something is wrong."""
 
 
@@ -146,7 +146,14 @@ def _shared_memory_of(pid: int) -> list[Path]:
     except OSError:
         return []  # ended meanwhile
     named = [path for pattern in ("psm_*", "sem.mp-*") for path in _SHARED_MEMORY.glob(pattern)]
-    return [path for path in named if str(path.stat().st_ino) in mapped]
+    return [path for path in named if str(_inode(path)) in mapped]
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None  # its owner was faster
 
 
 def _boot_id() -> str:

@@ -79,7 +79,8 @@ class PartStatus:
 class Stack:
     """One local stack. What is not given is taken from its last start, else from the defaults.
 
-    `env` is laid over every part's environment; `engine_args` are appended to vLLM's command line.
+    `env` is laid over every part's environment; `engine_args` are appended to vLLM's command line; `connector` is more
+    of its `kv_connector_extra_config`.
     """
 
     def __init__(  # noqa: PLR0913  # all that differs between stacks, by name
@@ -93,6 +94,7 @@ class Stack:
         dev: bool | None = None,
         engine_args: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
+        connector: Mapping[str, int] | None = None,
     ) -> None:
         if engines is not None and not 1 <= engines <= MAX_ENGINES:
             raise StepFailed(f"ENGINES={engines} is out of range: 1 to {MAX_ENGINES}")
@@ -105,6 +107,7 @@ class Stack:
             "dev": dev,
             "engine_args": None if engine_args is None else list(engine_args),
             "env": None if env is None else dict(env),
+            "connector": None if connector is None else dict(connector),
         }
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -357,6 +360,7 @@ class Stack:
             "dev": False,
             "engine_args": [],
             "env": {},
+            "connector": {},
         }
         last = read_settings(self.paths) if remembered else {}
         return defaults | last | {key: value for key, value in self._asked.items() if value is not None}
@@ -372,6 +376,7 @@ class Stack:
             dev=bool(values["dev"]),
             engine_args=tuple(values["engine_args"]),
             env=values["env"],
+            connector=values["connector"],
         )
 
     def _parts(self) -> dict[str, Part]:

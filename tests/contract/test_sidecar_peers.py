@@ -41,7 +41,9 @@ class TestPeerOverGrpc(SidecarPeerContract):
         server = serve(there.sidecar, ["127.0.0.1:0"])
         await server.start()
         address = f"127.0.0.1:{server.ports[0]}"
-        peer = PeerSidecar(address, timeout_s=10, slots=asyncio.Semaphore(1), limit_bytes=1 << 20)
+        peer = PeerSidecar(
+            address, timeout_s=10, manifest_timeout_s=10, slots=asyncio.Semaphore(1), limit_bytes=1 << 20
+        )
         yield peer
         await peer.close()
         await server.stop(1)

@@ -27,6 +27,8 @@ from deploy.local.readiness import envoy_hosts, gateway_endpoints
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS, read_state
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("redis", "manager", "sidecar")
 """What starts in seconds."""
@@ -202,7 +204,7 @@ def test_the_stack_knows_which_engines_gateway_and_envoy_have_seen(tmp_path):
 
     def seen():
         known = gateway_endpoints(pair.front_url)
-        return [known[name]["ready"] for name in ("engine-0", "engine-1")], envoy_hosts(admin, PODS)
+        return [known.get(name, {}).get("ready") for name in ("engine-0", "engine-1")], envoy_hosts(admin, PODS)
 
     addresses = [url.removeprefix("http://") for url in pair.engine_urls]
     try:
@@ -253,12 +255,12 @@ def test_ctrl_c_while_starting_stops_what_was_started(tmp_path, number):
     command = [sys.executable, "-m", "deploy.local", "--directory", str(directory), "up", "--port", str(free_port())]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stack = Stack(directory)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 90
     while "sidecar" not in read_state(stack.paths) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     records = read_state(stack.paths)
     process.send_signal(number)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=120)
 
     assert process.returncode == 130, told
     assert "stopping what was started" in told
@@ -315,15 +317,15 @@ def ask_models(stack):
 
 
 def wait_until(condition):
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 90
     while not condition():
-        assert time.monotonic() < deadline_s, "not within 30 s"
+        assert time.monotonic() < deadline_s, "not within 90 s"
         time.sleep(0.05)
 
 
 def run(*arguments):
     command = [sys.executable, "-m", "deploy.local", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 def ask(port, command):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import socket
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from deploy.local.ports import PORTS_OF_A_STACK
+from deploy.local.readiness import gateway_endpoints
 from deploy.local.stack import Stack
+from tests.helpers.patience import CONNECTOR, PARTS
+from tests.helpers.vllm_answers import wait_until
 
 MODEL = "smollm2-135m-instruct"
 KEY, OTHER_KEY = "test-key-1234567890", "test-key-other"
-TOMBSTONE_S = 3
+TOMBSTONE_S = 8
 both_fronts = pytest.mark.parametrize("front", ["envoy", "http"], indirect=True)
 """For what a front could spoil. The others go through Envoy, as production does."""
 
@@ -70,10 +75,7 @@ class Client:
 
     def forget_prefixes(self) -> None:
         """Empty the engine's own prefix cache, so that the next answer is cold or restored."""
-        for _ in range(200):
-            if self.engine.post("/reset_prefix_cache").json()["success"]:
-                return
-        raise AssertionError("the engine still holds blocks")
+        wait_until(lambda: self.engine.post("/reset_prefix_cache").json()["success"], within_s=60)
 
     def _body(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"model": MODEL, "temperature": 0, "max_tokens": 8} | body
@@ -95,7 +97,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         dev=True,
         # A prefill of more than one chunk well below 2 500 tokens; TTLs and passes short enough to be waited for.
         engine_args=["--max-num-batched-tokens", "1024"],
+        connector=CONNECTOR,
         env={
+            **PARTS,
             "MANAGER_MIN_TTL_S": "1",
             "MANAGER_TOMBSTONE_S": str(TOMBSTONE_S),
             "MANAGER_SWEEP_INTERVAL_S": "0.5",
@@ -119,6 +123,7 @@ def front(request: pytest.FixtureRequest) -> str:
 def client(stack: Stack, front: str) -> Iterator[Client]:
     """A caller of tenant `demo`; the stack is whole before and after."""
     stack.up()
+    wait_ready(stack)
     caller = Client(stack, front=front)
     yield caller
     caller.close()
@@ -146,12 +151,30 @@ def stored(stack: Stack):
 def stored_bytes(stack: Stack) -> int:
     """Return the bytes of block, tail and manifest files on all sidecars' disks."""
     return sum(
-        file.stat().st_size
+        size_bytes(file)
         for name in stack.names_of("sidecar")
         for kind in ("blocks", "tails", "manifests")
         for file in (stack.paths.sidecar_data(name) / kind).rglob("*")
-        if file.is_file()
     )
+
+
+def size_bytes(file: Path) -> int:
+    """Return a file's size; 0 for what is no file, or no more."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def wait_ready(stack: Stack) -> None:
+    """Wait until the gateway has seen every engine ready: the last test may have kept one busy, or killed it."""
+
+    def all_ready() -> bool:
+        endpoints = gateway_endpoints(stack.front_url)
+        return bool(endpoints) and all(endpoint["ready"] for endpoint in endpoints.values())
+
+    wait_until(all_ready, within_s=60)
 
 
 def free_port_range() -> int:

@@ -21,6 +21,7 @@ import pytest
 from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
 from contextcache.model import new_cache_ref
+from tests.helpers.patience import CONNECTOR
 from tests.helpers.sidecar_process import SidecarProcess, fault, poll_until
 
 pytestmark = [
@@ -90,14 +91,14 @@ class Engine:
             self._llm.llm_engine.step()
             return not self._scheduler.has_requests()
 
-        poll_until(is_idle, 20)
+        poll_until(is_idle, 90)
 
     def forget_prefixes(self) -> None:
         assert self._llm.reset_prefix_cache()
 
     def wait_sealed(self, cache_ref: str) -> None:
         client = self.scheduler_side._sidecar.get()
-        poll_until(lambda: fault(lambda: client.get_manifest("demo", cache_ref, 1)) is None, 20)
+        poll_until(lambda: fault(lambda: client.get_manifest("demo", cache_ref, 1)) is None, 90)
 
     def save(self, prompt: list[int]) -> tuple[str, Answer]:
         """Answer a prompt cold, save it, and empty the engine."""
@@ -116,7 +117,7 @@ class Engine:
         poll_until(
             lambda: not isinstance(fault(lambda: client.get_manifest("demo", unknown, 1)), SidecarUnavailable), 20
         )
-        poll_until(lambda: fault(self.worker_side._link.terms) is None, 20)
+        poll_until(lambda: fault(self.worker_side._link.terms) is None, 90)
 
     def counted(self, name: str, reason: str | None = None) -> int:
         return self.worker_side.counters.get(name, reason) + self.scheduler_side.counters.get(name, reason)
@@ -134,7 +135,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     os.environ.update(ENVIRONMENT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        llm = _start(directory, {"sidecar": sidecar.address, "secret_file": str(secret)})
+        llm = _start(directory, {"sidecar": sidecar.address, "secret_file": str(secret), **CONNECTOR})
         yield Engine(llm, sidecar)
         llm.llm_engine.engine_core.shutdown()
     sidecar.kill()

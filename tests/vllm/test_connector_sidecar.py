@@ -27,6 +27,7 @@ from contextcache.errors import CacheRefNotFound
 from contextcache.model import Manifest, new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient
+from tests.helpers.patience import CONNECTOR
 from tests.helpers.sidecar_process import SidecarProcess, fault, poll_until
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
@@ -35,7 +36,7 @@ from vllm_plugin.connector.sidecar_link import Connect, MonotonicClock
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 BLOCK_TOKENS, ENGINE_BLOCK_TOKENS, NUM_BLOCKS = 64, 16, 64
 
@@ -78,7 +79,7 @@ class Rank:
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
-        settings = ConnectorSettings(sidecar="", secret_file="")
+        settings = ConnectorSettings(sidecar="", secret_file="", **CONNECTOR)
         blocks: Any = SimpleNamespace(num_blocks=NUM_BLOCKS)
         self.side = WorkerSide(config, blocks, settings, door.connect, clock=MonotonicClock())
         self.kv = {f"l{i}": torch.rand(NUM_BLOCKS, 2, ENGINE_BLOCK_TOKENS, 8) for i in range(3)}
@@ -95,13 +96,13 @@ class Rank:
                 getattr(results, name).update(getattr(new, name))
             return bool(results.received) if load else bool(results.sent)
 
-        poll_until(is_done, 20)
+        poll_until(is_done, 90)
         return results
 
     def manifest(self, cache_ref: str) -> Manifest:
         found: list[Manifest] = []
         client = self.side._sidecar.get()
-        poll_until(lambda: fault(lambda: found.append(client.get_manifest("demo", cache_ref, 1)[0])) is None, 20)
+        poll_until(lambda: fault(lambda: found.append(client.get_manifest("demo", cache_ref, 1)[0])) is None, 90)
         return found[0]
 
 
@@ -183,7 +184,7 @@ def test_a_context_is_there_only_when_every_rank_has_sealed_it(start_rank: Calla
     ranks, cache_ref = [start_rank(0, 2), start_rank(1, 2)], new_cache_ref()
     client = ranks[0].side._patient_sidecar.get()
     ranks[0].run(save=save_plan(cache_ref, 100, list(range(7))))
-    poll_until(lambda: ranks[0].side.counters.get("saves") == 1, 20)
+    poll_until(lambda: ranks[0].side.counters.get("saves") == 1, 90)
     first = fault(lambda: client.get_manifest("demo", cache_ref, 1))
     ranks[1].run(save=save_plan(cache_ref, 100, list(range(7))))
     manifest = ranks[1].manifest(cache_ref)
@@ -242,12 +243,12 @@ def test_a_report_reaches_the_sidecar(start_rank: Callable[..., Rank], door: Doo
     rank.run(load=load_plan(rank, rank.manifest(cache_ref), list(range(20, 27))))
     client = rank.side._sidecar.get()
     if isinstance(client, FakeSidecar):
-        poll_until(lambda: "request-1" in client.reports, 20)
+        poll_until(lambda: "request-1" in client.reports, 90)
         report = client.reports["request-1"]
     else:
         assert isinstance(client, EngineSidecarClient)
         report = client._stub.GetLoadReport(
-            pb.GetLoadReportRequest(request_id="request-1", timeout_ms=1000), timeout=5
+            pb.GetLoadReportRequest(request_id="request-1", timeout_ms=30_000), timeout=60
         ).report
 
     assert (report.outcome, report.loaded_tokens, report.device_tokens) == (pb.LOAD_OUTCOME_LOADED, 100, 0)

@@ -1,10 +1,14 @@
 """What the gateway reads of a real engine's load, and that reading it stays cheap for the engine."""
 
 import aiohttp
+import pytest
 
 from gateway.ports import Endpoint, EngineLoad
 from gateway.probe import LOAD_PATH, HttpProbe
 from tests.vllm.conftest import MODEL
+
+# The first test that asks for the stack starts it.
+pytestmark = pytest.mark.timeout(900)
 
 
 async def test_an_idle_engine_is_healthy_and_idle(client, stack):

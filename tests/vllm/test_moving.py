@@ -7,8 +7,9 @@ import pytest
 
 from deploy.local.readiness import gateway_endpoints
 from deploy.local.stack import Stack
+from tests.helpers.patience import CONNECTOR, PARTS
 from tests.helpers.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens, wait_until
-from tests.vllm.conftest import Client, both_fronts, free_port_range, stored_bytes
+from tests.vllm.conftest import Client, both_fronts, free_port_range, stored_bytes, wait_ready
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,7 +23,8 @@ def pair(tmp_path_factory):
         dtype="float32",
         engines=2,
         dev=True,
-        env={"SIDECAR_COLLECT_INTERVAL_S": "0.5"},
+        connector=CONNECTOR,
+        env={**PARTS, "SIDECAR_COLLECT_INTERVAL_S": "0.5"},
     )
     try:
         running.up()
@@ -35,6 +37,7 @@ def pair(tmp_path_factory):
 def client(pair, front):
     """A caller of tenant `demo`; both engines run, and none drains, before and after."""
     pair.up()
+    wait_ready(pair)
     caller = Client(pair, front=front)
     yield caller
     caller.close()
@@ -68,7 +71,7 @@ class Conversation:
         return response.json() | {"headers": response.headers}
 
     def wait_sealed(self):
-        wait_until(lambda: self.client.sealed(self.session_id), within_s=20)
+        wait_until(lambda: self.client.sealed(self.session_id), within_s=90)
 
 
 def sidecar_of(engine):
@@ -77,9 +80,13 @@ def sidecar_of(engine):
 
 def wait_gone(stack, engine):
     """Return when the gateway knows that this engine is not there."""
-    url = stack.front_url
-    endpoint = next(name for name in gateway_endpoints(url) if stack.engine_named(name) == engine)
-    wait_until(lambda: not gateway_endpoints(url)[endpoint]["ready"], within_s=20)
+
+    def is_gone():
+        # Empty when the gateway was too busy to answer.
+        known = {stack.engine_named(name): state for name, state in gateway_endpoints(stack.front_url).items()}
+        return engine in known and not known[engine]["ready"]
+
+    wait_until(is_gone, within_s=90)
 
 
 def assert_equals_cold(client, warm):

@@ -23,7 +23,7 @@ def api(client):
 
 
 def seal(client, session_id):
-    return wait_until(lambda: client.sealed(session_id), within_s=20)
+    return wait_until(lambda: client.sealed(session_id), within_s=90)
 
 
 @both_fronts
@@ -45,6 +45,7 @@ def test_a_context_of_any_length_replays_to_one_token_from_the_sidecar_with_the_
     prompt = ids_of_length(length, seed=length)
     cold = client.complete(prompt=prompt, return_token_ids=True, logprobs=1)
     session_id = client.create(prompt=prompt)["session_id"]
+    seal(client, session_id)
     client.forget_prefixes()
 
     warm = client.complete(prompt=prompt, session_id=session_id, return_token_ids=True, logprobs=1)
@@ -127,7 +128,7 @@ def test_after_a_kill_of_engine_and_sidecar_the_next_turn_is_restored_from_disk_
     client.stack.kill("sidecar")
     client.stack.start("sidecar")
     client.stack.start("engine")
-    wait_until(lambda: client.http.get("/readyz").status_code == 200, within_s=30)
+    wait_until(lambda: client.http.get("/readyz").status_code == 200, within_s=90)
     new = client.engine.post("/tokenize", json={"model": MODEL, "prompt": " and then"}).json()["tokens"]
     warm = client.complete(prompt=" and then", session_id=session_id, return_token_ids=True, logprobs=1)
     cold = client.complete(prompt=prompt_ids(warm), return_token_ids=True, logprobs=1)
@@ -165,8 +166,10 @@ def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
 def test_a_delete_frees_nothing_another_context_holds(client, stored):
     client.delete_all()
     one = client.create(prompt=ids_of_length(600))["session_id"]
+    seal(client, one)
     alone = stored()
     two = client.create(prompt=ids_of_length(600))["session_id"]
+    seal(client, two)
     both = stored()
 
     client.delete(one)
@@ -181,15 +184,15 @@ def test_a_delete_frees_nothing_another_context_holds(client, stored):
 
 def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_collected(client, stored):
     client.delete_all()
-    session_id = client.create(prompt=ids_of_length(300), ttl=2)["session_id"]
+    session_id = client.create(prompt=ids_of_length(300), ttl=8)["session_id"]
 
     def status():
         return client.http.get(f"/v1/context/{session_id}").status_code
 
     assert status() == 200
-    wait_until(lambda: status() == 410, within_s=5)
-    wait_until(lambda: stored() == 0, within_s=5)
-    wait_until(lambda: status() == 404, within_s=TOMBSTONE_S + 5)
+    wait_until(lambda: status() == 410, within_s=40)
+    wait_until(lambda: stored() == 0, within_s=30)
+    wait_until(lambda: status() == 404, within_s=TOMBSTONE_S + 30)
 
 
 @both_fronts
@@ -243,19 +246,23 @@ def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(
         answer = client.http.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2})
         return answer if answer.status_code == 200 else None
 
-    answer = wait_until(next_turn, within_s=10)
+    answer = wait_until(next_turn, within_s=60)
     assert answer.headers["x-context-generation"] == "2"
 
 
 @both_fronts
 def test_two_turns_at_once_are_one_answer_and_one_409(client):
     session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
-    body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "max_tokens": 200}
-    with client.http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as first:
-        lines = first.iter_lines()
-        next(lines)
-        second = client.http.post("/v1/completions", json=body | {"stream": False})
-        rest = [line for line in lines if line]
+    body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "ignore_eos": True}
+    # An answer may be over before the second request comes through a busy machine; a longer one is not.
+    for max_tokens in (200, 800, 3200):
+        with client.http.stream("POST", "/v1/completions", json=body | {"max_tokens": max_tokens}) as first:
+            lines = first.iter_lines()
+            next(lines)
+            second = client.http.post("/v1/completions", json=body | {"stream": False, "max_tokens": 1})
+            rest = [line for line in lines if line]
+        if second.status_code != 200:
+            break
 
     assert (second.status_code, second.json()["error"]["code"]) == (409, "context_busy")
     assert int(second.headers["retry-after"]) >= 1
@@ -282,7 +289,7 @@ def test_without_the_manager_stateless_requests_pass_and_sessions_get_503(client
             ).status_code
             == 200
         ),
-        within_s=10,
+        within_s=60,
     )
 
 
@@ -298,7 +305,7 @@ def test_without_the_sidecar_answers_go_on_and_saves_resume_when_it_is_back(clie
     assert answer["usage"]["context"]["source"] == "recompute"
     assert answer["usage"]["context"]["committed"]
     # The connector asks an absent sidecar ever more rarely, every 10 s at most.
-    wait_until(lambda: is_saved(client), within_s=30)
+    wait_until(lambda: is_saved(client), within_s=120)
 
 
 def is_saved(client):
@@ -327,6 +334,7 @@ BAD_BODIES = {
 def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored, name):
     body, status, code = BAD_BODIES[name]
     client.delete_all()
+    wait_until(lambda: stored() == 0, within_s=30)
 
     response = client.http.post("/v1/context", json={"model": MODEL, "max_tokens": 2} | body)
 

@@ -1,0 +1,31 @@
+"""Deadlines of stacks under test that must see the KV move: a busy machine may be seconds late.
+
+The deadlines themselves are unit-tested, on injected clocks.
+"""
+
+from __future__ import annotations
+
+CONNECTOR = {
+    "manifest_deadline_ms": 20_000,
+    "own_save_wait_ms": 30_000,
+    "pull_wait_ms": 30_000,
+    "prepare_deadline_ms": 20_000,
+    "load_deadline_ms": 30_000,
+    "save_deadline_ms": 60_000,
+}
+"""For `kv_connector_extra_config`."""
+PARTS = {
+    "MANAGER_REDIS_TIMEOUT_S": "15",
+    "TURN_SEAL_DEADLINE_MS": "10000",
+    "TURN_REPORT_DEADLINE_MS": "1000",
+    "TURN_RPC_DEADLINE_MS": "20000",
+    "GATEWAY_MANAGER_TIMEOUT_S": "20",
+    "GATEWAY_PULL_TIMEOUT_S": "5",
+    "GATEWAY_SIDECAR_TIMEOUT_S": "5",
+    "GATEWAY_DELETE_TIMEOUT_S": "25",
+    "GATEWAY_PROBE_TIMEOUT_S": "10",
+    "SIDECAR_PULL_TIMEOUT_S": "30",
+    "SIDECAR_PULL_MANIFEST_TIMEOUT_S": "20",
+    "SIDECAR_REPORT_S": "600",
+}
+"""For the environment of a stack's parts."""
