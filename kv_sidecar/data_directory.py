@@ -99,7 +99,7 @@ class DataDirectory:
             return
         with self._count_lock:
             self.num_quarantined += 1
-        kept = sorted(self.quarantine.iterdir(), key=lambda entry: entry.stat().st_mtime_ns)
+        kept = sorted(self.quarantine.iterdir(), key=_modified_ns)
         for old in kept[:-MAX_QUARANTINED]:
             old.unlink(missing_ok=True)
 
@@ -109,6 +109,13 @@ class DataDirectory:
 
     def _temporary_path(self, final: Path) -> Path:
         return self.tmp / f"{final.name}.{os.urandom(8).hex()}"
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0  # another thread was faster
 
 
 def remove_old_files(directory: Path, *, before_ms: int) -> int:

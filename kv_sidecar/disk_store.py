@@ -111,12 +111,18 @@ class DiskStore(BlockStore):
             return TierUsage(len(self._sizes), sum(self._sizes.values()), self._limit_bytes)
 
     def _settle(self, key: BlockKey) -> int:
-        """Make the index say what the directory says, whoever came last; return the bytes freed. Called locked."""
-        before = self._sizes.pop(key, 0)
+        """Make the index say what the directory says, whoever came last; return the bytes freed. Called locked.
+
+        A block that is there is never absent in between: `size_bytes` takes no lock.
+        """
         try:
-            now = self._sizes[key] = self._path(key).stat().st_size
+            now = self._path(key).stat().st_size
         except FileNotFoundError:
             now = 0
+            before = self._sizes.pop(key, 0)
+        else:
+            before = self._sizes.get(key, 0)
+            self._sizes[key] = now
         self._used_bytes += now - before
         return max(before - now, 0)
 

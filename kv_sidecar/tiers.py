@@ -57,8 +57,8 @@ class Tiers:
         self._prefetch_blocks = prefetch_blocks
         self._removing: dict[BlockKey, asyncio.Event] = {}
         """Blocks being freed: no longer stored, and not yet to be written again."""
-        self._writing: dict[BlockKey, set[asyncio.Event]] = {}
-        """Blocks being written, by one save or several: not to be freed before they are whole, or they would stay."""
+        self._in_use: dict[BlockKey, set[asyncio.Event]] = {}
+        """Blocks being written or read: not to be freed before that is over, or what it leaves would stay."""
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the block is on disk and stays there."""
@@ -77,12 +77,12 @@ class Tiers:
 
         The file is gone afterwards, whatever happens. Raises CorruptBlock, StorageFull.
         """
-        async with self._write_of(expected.key):
+        async with self._use_of(expected.key):
             return await self._threads.run(self._take_file, path, expected)
 
     async def take_bytes(self, data: Buffer, expected: BlockMeta) -> int:
         """Verify a block file that came in frames and keep it; return its bytes. Raises CorruptBlock, StorageFull."""
-        async with self._write_of(expected.key):
+        async with self._use_of(expected.key):
             return await self._threads.run(self._take, lambda: parse_block_file(data), None, expected)
 
     async def fetch(
@@ -130,8 +130,8 @@ class Tiers:
         gone = asyncio.Event()
         self._removing |= dict.fromkeys(doomed, gone)
         try:
-            for written in [event for key in doomed for event in self._writing.get(key, ())]:
-                await written.wait()
+            for over in [event for key in doomed for event in self._in_use.get(key, ())]:
+                await over.wait()
             freed_bytes = await self._threads.run(self._remove, doomed)
         finally:
             for key in doomed:
@@ -147,19 +147,19 @@ class Tiers:
         log.warning("block put aside", extra={"block": key.file_name})
 
     @asynccontextmanager
-    async def _write_of(self, key: BlockKey) -> AsyncGenerator[None, None]:
+    async def _use_of(self, key: BlockKey) -> AsyncGenerator[None, None]:
         while (removing := self._removing.get(key)) is not None:
             await removing.wait()
-        written = asyncio.Event()
-        writers = self._writing.setdefault(key, set())
-        writers.add(written)
+        over = asyncio.Event()
+        uses = self._in_use.setdefault(key, set())
+        uses.add(over)
         try:
             yield
         finally:
-            writers.discard(written)
-            if not writers:
-                del self._writing[key]
-            written.set()
+            uses.discard(over)
+            if not uses:
+                del self._in_use[key]
+            over.set()
 
     async def _fetch(
         self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
@@ -173,16 +173,16 @@ class Tiers:
     ) -> FetchedBlock:
         if not self.is_stored(expected.key):
             raise CacheRefNotFound("a block of this cache_ref is gone")
-        try:
-            fetched = await self._threads.run(
-                self._read, block_index, expected, pins, shared=shared, disk_files=disk_files
-            )
-        except OSError as exc:
-            raise SidecarUnavailable("the disk cannot be read") from exc
-        if not self.is_stored(expected.key):
-            # Deleted while it was read: it must not live on in memory.
-            await self._threads.run(self.memory.delete, expected.key)
-            raise CacheRefNotFound("a block of this cache_ref is gone")
+        # As a write: what is freed meanwhile is freed after this, with what this puts into memory.
+        async with self._use_of(expected.key):
+            try:
+                fetched = await self._threads.run(
+                    self._read, block_index, expected, pins, shared=shared, disk_files=disk_files
+                )
+            except OSError as exc:
+                raise SidecarUnavailable("the disk cannot be read") from exc
+            if not self.is_stored(expected.key):
+                raise CacheRefNotFound("a block of this cache_ref is gone")
         self._metrics.hits.labels(fetched.tier).inc()
         return fetched
 

@@ -160,3 +160,18 @@ def test_reads_of_one_thread_reuse_one_buffer(store: DiskStore) -> None:
     assert first is not None
     assert second is not None
     assert first.obj is second.obj
+
+
+def test_a_block_that_is_put_again_is_there_all_the_time(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(BLOCK, b"abc")
+    stat, seen = Path.stat, []
+
+    def look_first(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        seen.append(store.size_bytes(BLOCK))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", look_first)
+    store.put(BLOCK, b"defg")
+
+    assert seen
+    assert None not in seen

@@ -20,6 +20,7 @@ from contextcache.errors import (
     StorageFull,
 )
 from contextcache.model import new_cache_ref
+from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import block_key, block_meta
 from tests.helpers.kv_blocks import (
     TENANT,
@@ -399,6 +400,38 @@ async def test_a_delete_returns_when_the_block_still_being_written_is_gone_too(
         assert kv.memory_files() == set()
         with pytest.raises(ContextDeleted):
             await sending
+
+
+async def test_a_delete_waits_for_a_read_and_takes_what_it_left_in_memory(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(PROMPT[:4])
+        key = block_key(kv.plan(new), 0, 0)
+        kv.memory.delete(key)
+        read = kv.disk.read
+
+        def read_slowly(key: BlockKey) -> memoryview | None:
+            data = read(key)
+            reading.set()
+            assert go_on.wait(30)
+            return data
+
+        monkeypatch.setattr(kv.disk, "read", read_slowly)
+        loading = asyncio.create_task(kv.load(new))
+        assert await asyncio.to_thread(reading.wait, 30)
+        deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
+        for _ in range(10):
+            await kv.sidecar.threads.run(len, "")
+        assert not deleting.done()
+        go_on.set()
+        await deleting
+
+        with pytest.raises(CacheRefNotFound):
+            await loading
+        assert kv.memory_files() == set()
+        assert kv.block_files() == set()
 
 
 async def test_blocks_a_save_counts_on_survive_the_end_of_their_only_context(
