@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("any-machine", deadline=None)
+settings.load_profile("any-machine")
 
 _LOOP = pytest.StashKey[asyncio.AbstractEventLoop]()
 

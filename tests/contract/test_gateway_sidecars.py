@@ -50,7 +50,7 @@ class TestSidecarOverGrpc(GatewaySidecarContract):
 
     @pytest.fixture
     async def sidecar(self, server, tmp_path):
-        client = KVSidecarClient(f"unix://{tmp_path}/sidecar.sock", timeout_s=5)
+        client = KVSidecarClient(f"unix://{tmp_path}/sidecar.sock", timeout_s=30)
         yield client
         await client.close()
 

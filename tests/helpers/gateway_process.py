@@ -14,7 +14,7 @@ from gateway.settings import GatewaySettings
 from tests.helpers.valkey import free_port
 
 ROOT = Path(__file__).parents[2]
-START_DEADLINE_S = 30
+START_DEADLINE_S = 60
 
 
 class GatewayProcess:

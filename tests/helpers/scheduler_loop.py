@@ -207,7 +207,7 @@ class SchedulerLoop:
         self.run(lambda: request_id in self.finished and not self.scheduler.has_requests())
         return self.finished[request_id]
 
-    def settle(self, timeout_s: float = 10.0) -> None:
+    def settle(self, timeout_s: float = 60.0) -> None:
         """Wait until no thread of the connector has work left."""
         for pool in self._pools():
             while live := list(pool._live):

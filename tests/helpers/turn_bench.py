@@ -108,7 +108,7 @@ class Pod:
         self.manager = DirectoryInProcess(
             MemorySessionStore(), clock=self.clock, metrics=ManagerMetrics(CollectorRegistry())
         )
-        self.settings = TurnSettings(secret_file=secret_file, **settings)
+        self.settings = TurnSettings(secret_file=secret_file, **({"rpc_deadline_ms": 60_000} | settings))
         self.story = TurnStory(
             self.settings,
             secret=SECRET,

@@ -98,8 +98,8 @@ class Saver:
 
     def skip(self, save: Save, reason: str) -> None:
         """Give a save up before its blocks were copied. Never waits: the engine's thread calls it too."""
-        self._results.release_blocks(save.plan.engine_request_id)
         self._count_skip(save, reason)
+        self._results.release_blocks(save.plan.engine_request_id)
 
     def close(self, timeout_s: float) -> bool:
         """Drop what waits, its files too; return whether the threads have ended."""
@@ -231,8 +231,8 @@ class Saver:
             raise SidecarUnavailable("the sidecar did not answer while the blocks could be held")
 
     def _count_skip(self, save: Save, reason: str) -> None:
-        self._results.end_save(save.plan.cache_ref)
         self._counters.add("skipped_saves", reason)
+        self._results.end_save(save.plan.cache_ref)
         log.warning("save skipped", extra={"cache_ref": save.plan.cache_ref, "reason": reason})
 
 

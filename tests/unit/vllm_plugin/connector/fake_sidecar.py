@@ -52,7 +52,8 @@ class FakeSidecar(EngineSidecar):
         self.block_size_bytes_max = 1 << 30
         self.hang: dict[str, threading.Event] = {}
         """A call of this name waits for the event, or for its deadline."""
-        self.timeout_s = 5.0
+        self.timeout_s = 30.0
+        self._arrived_lock = threading.Lock()
         self._arrived: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
     @override
@@ -135,7 +136,7 @@ class FakeSidecar(EngineSidecar):
         manifest = self.manifests.get(cache_ref)
         if cache_ref in self.pulling:
             self.num_pending_answers += 1
-            self._arrived[f"pending {self.num_pending_answers}"].set()
+            self._arrival(f"pending {self.num_pending_answers}").set()
             raise CacheRefPending("on its way")
         if manifest is None or manifest.tenant != tenant:
             raise CacheRefNotFound("no manifest")
@@ -195,10 +196,15 @@ class FakeSidecar(EngineSidecar):
 
     def wait_for(self, call: str) -> None:
         """Return once a thread is inside such a call."""
-        assert self._arrived[call].wait(5)
+        assert self._arrival(call).wait(30)
+
+    def _arrival(self, call: str) -> threading.Event:
+        # Two threads that miss a key at once would each make an event.
+        with self._arrived_lock:
+            return self._arrived[call]
 
     def _arrive(self, call: str) -> None:
-        self._arrived[call].set()
+        self._arrival(call).set()
         if call in self.hang and not self.hang[call].wait(self.timeout_s):
             raise SidecarUnavailable("deadline_exceeded")
         if self.down:

@@ -366,11 +366,11 @@ def test_the_next_turn_waits_for_a_save_of_its_own_engine(engine: Engine) -> Non
     engine.loop.add("first", PROMPT, params=transfer(save=A))
     while "first" not in engine.loop.finished:
         engine.loop.step()
-    for _ in range(100):
-        if not engine.loop.scheduler.has_requests():
-            break
-        engine.loop.step()
-        threading.Event().wait(0.01)
+    engine.loop.step()
+    for copying in list(engine.loop.worker.worker_side._save_pool._live):
+        copying.result(30)
+    engine.loop.step()
+    assert not engine.loop.scheduler.has_requests()
     engine.loop.forget_prefixes()
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
     engine.loop.step()
@@ -480,7 +480,7 @@ def test_requests_that_wait_for_pulls_hold_no_other_lookup_up(engine: Engine) ->
         engine.loop.add(f"waits {number}", [number, *PROMPT], max_tokens=1, params=transfer(load=(ref,)))
     engine.sidecar.wait_for("pending 16")
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.connector.scheduler_side._requests["again"].lookup._future.result(5)
+    engine.loop.connector.scheduler_side._requests["again"].lookup._future.result(30)
 
     assert engine.loop.connector.scheduler_side._requests["again"].lookup.result(0).num_tokens == 150
     engine.sidecar.pulling.clear()
@@ -489,4 +489,4 @@ def test_requests_that_wait_for_pulls_hold_no_other_lookup_up(engine: Engine) ->
 def _settle_lookup(engine: Engine) -> None:
     pool = engine.loop.connector.scheduler_side._lookup._pool
     for future in list(pool._live):
-        future.result(5)
+        future.result(30)

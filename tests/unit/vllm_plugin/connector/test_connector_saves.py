@@ -246,4 +246,4 @@ def test_resetting_the_cache_touches_nothing_the_sidecar_has(engine: Engine) -> 
 
 def _settle_copies(engine: Engine) -> None:
     for future in list(engine.loop.worker.worker_side._save_pool._live):
-        future.result(5)
+        future.result(30)

@@ -28,7 +28,7 @@ A = cache_ref(1)
 def pool() -> Iterator[TransferPool]:
     pool = TransferPool("test", threads=1, queue_limit=2)
     yield pool
-    assert pool.close(5)
+    assert pool.close(30)
 
 
 def test_a_full_pool_refuses_at_once_and_takes_again_later(pool: TransferPool) -> None:
@@ -36,18 +36,18 @@ def test_a_full_pool_refuses_at_once_and_takes_again_later(pool: TransferPool) -
 
     def hold() -> None:
         begun.set()
-        gate.wait(5)
+        gate.wait(30)
 
     first = pool.try_submit(hold)
     assert first is not None
-    assert begun.wait(5)
+    assert begun.wait(30)
     waiting = [pool.try_submit(lambda: None) for _ in range(3)]
 
     assert [future is None for future in waiting] == [False, False, True]
     gate.set()
     for future in (first, *waiting[:2]):
         assert future is not None
-        future.result(5)
+        future.result(30)
     assert pool.try_submit(lambda: None) is not None
 
 
@@ -59,18 +59,20 @@ def test_a_closed_pool_refuses() -> None:
 
 
 def test_closing_a_pool_does_not_wait_for_ever() -> None:
-    pool, gate = TransferPool("test", threads=1, queue_limit=2), threading.Event()
+    pool, gate, begun = TransferPool("test", threads=1, queue_limit=2), threading.Event(), threading.Event()
 
     def hold() -> None:
-        gate.wait(5)
+        begun.set()
+        gate.wait(30)
 
     future = pool.try_submit(hold)
+    assert begun.wait(30)
     ended = pool.close(0.01)
     gate.set()
 
     assert not ended
     assert future is not None
-    future.result(5)
+    future.result(30)
 
 
 def test_the_staging_budget_is_a_hard_bound() -> None:
