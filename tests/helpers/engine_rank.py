@@ -24,7 +24,7 @@ class EngineRank:
 
     def __init__(self, address: str, *, frames: bool = False, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
-        self.client = EngineSidecarClient(address, timeout_s=10)
+        self.client = EngineSidecarClient(address, timeout_s=60)
         self.terms = self.client.handshake(FINGERPRINT, "", 0, 1, ENGINE_BLOCK_TOKENS)
         self.directory = None if frames or not self.terms.shared_directory else Path(self.terms.shared_directory)
 
@@ -48,7 +48,7 @@ class EngineRank:
         prepared = self.prepare(new)
         tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
         wanted = [*prepared.missing_blocks, *tail]
-        taken = self.client.save_blocks(self.requests(new, wanted), timeout_s=10)
+        taken = self.client.save_blocks(self.requests(new, wanted), timeout_s=60)
         assert taken.num_blocks == len(wanted)
         assert self.client.seal(new.cache_ref, new.rank)
         return new

@@ -17,7 +17,7 @@ from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.keeper import envoy_command
 from deploy.envoy.settings import EnvoySettings
 
-DEADLINE_S = 30
+DEADLINE_S = 90
 _POLL_S = 0.02
 
 
@@ -46,9 +46,16 @@ class RunningEnvoy:
         return int(text.rpartition(":")[2] or 0)
 
     async def until_stat(self, name: str, value: int) -> None:
-        """Wait until a counter or gauge is `value`."""
+        """Wait until a gauge is `value`."""
         async with asyncio.timeout(DEADLINE_S):
             while await self.stat(name) != value:
+                await asyncio.sleep(_POLL_S)
+
+    async def until_counted(self, name: str, more: int) -> None:
+        """Wait until a counter has grown by `more`; it may be seen only when it has grown further."""
+        wanted = await self.stat(name) + more
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.stat(name) < wanted:
                 await asyncio.sleep(_POLL_S)
 
     async def until_healthy(self, cluster: str, num_healthy: int) -> None:
@@ -106,7 +113,12 @@ async def running_envoy(
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(process.wait(), DEADLINE_S)
+            try:
+                await asyncio.wait_for(process.wait(), DEADLINE_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise
 
 
 async def _started(process: asyncio.subprocess.Process, folder: Path, http: aiohttp.ClientSession) -> RunningEnvoy:

@@ -16,7 +16,7 @@ from tests.helpers.gateway_parts import KEY
 
 BUFFERED = pb.BODY_SEND_MODE_BUFFERED
 DUPLEX = pb.BODY_SEND_MODE_FULL_DUPLEX_STREAMED
-DEADLINE_S = 10
+DEADLINE_S = 30
 
 
 def head(

@@ -14,7 +14,7 @@ from gateway.settings import GatewaySettings
 from tests.helpers.valkey import free_port
 
 ROOT = Path(__file__).parents[2]
-START_DEADLINE_S = 60
+START_DEADLINE_S = 90
 
 
 class GatewayProcess:
@@ -35,6 +35,9 @@ class GatewayProcess:
             "GATEWAY_SECRET_FILE": str(settings.secret_file),
             "GATEWAY_API_KEYS_FILE": str(settings.api_keys_file),
             "GATEWAY_PROBE_INTERVAL_S": "0.2",
+            # The pods and the manager are parts of the test's own process, which may stand still for seconds.
+            "GATEWAY_PROBE_TIMEOUT_S": "15",
+            "GATEWAY_MANAGER_TIMEOUT_S": "15",
             "GATEWAY_DRAIN_DELAY_S": str(drain_delay_s),
             "GATEWAY_LOG_LEVEL": "WARNING",
         }

@@ -22,7 +22,7 @@ from gateway.settings import GatewaySettings
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, REF, SECRET, write_keys
 from tests.helpers.stub_engine import StubEngine
 
-DEADLINE_S = 10
+DEADLINE_S = 30
 
 
 class RunningManager:

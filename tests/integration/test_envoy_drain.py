@@ -20,9 +20,10 @@ from deploy.local.processes import ProcessName, is_alive, name_of
 from tests.helpers.envoy_process import envoy_settings
 from tests.helpers.stub_engine import StubEngine
 from tests.helpers.stub_processor import StubProcessor
+from tests.helpers.valkey import free_port
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 30
+DEADLINE_S = 90
 _POLL_S = 0.02
 
 
@@ -115,14 +116,9 @@ async def kept_envoy(tmp_path, free_ports, **more):
 
 
 @pytest.fixture
-async def free_ports():
-    """Two ports that were free a moment ago: unlike the tests' other Envoys, a kept one is told its ports."""
-    servers = [await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) for _ in range(2)]
-    ports = [server.sockets[0].getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-        await server.wait_closed()
-    return ports
+def free_ports():
+    """Two ports that are nobody's: unlike the tests' other Envoys, a kept one is told its ports."""
+    return [free_port() for _ in range(2)]
 
 
 async def _is(found: bool) -> bool:
@@ -135,7 +131,7 @@ def events(tmp_path) -> list[str]:
 
 
 async def test_a_drain_loses_no_request_and_no_token(tmp_path, free_ports):
-    async with kept_envoy(tmp_path, free_ports, drain_delay_s=5) as kept:
+    async with kept_envoy(tmp_path, free_ports, drain_delay_s=10) as kept:
         streams = [await kept.post(b'{"stream": true}') for _ in range(5)]
         answers: list[tuple[int, str]] = []
         noticed = asyncio.Event()
@@ -173,7 +169,7 @@ async def test_a_drain_loses_no_request_and_no_token(tmp_path, free_ports):
 
 
 async def test_a_drain_says_so_first_closes_the_port_then_and_waits_for_the_last_answer(tmp_path, free_ports):
-    async with kept_envoy(tmp_path, free_ports, drain_delay_s=3) as kept:
+    async with kept_envoy(tmp_path, free_ports, drain_delay_s=10) as kept:
         stream = await kept.post(b'{"stream": true}')
         kept.keeper.send_signal(signal.SIGTERM)
         await kept.until(kept.is_draining)

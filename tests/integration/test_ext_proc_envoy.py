@@ -3,6 +3,7 @@ endpoint picker after us. How our own bootstrap does is shown in `test_envoy_boo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
@@ -25,6 +26,7 @@ from tests.helpers.gateway_parts import KEY, SECRET
 from tests.helpers.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+ROUTED_TURNS = '{kind="turn",status="routed"}'
 
 
 @dataclass
@@ -158,7 +160,11 @@ async def test_in_full_duplex_a_turn_goes_to_its_holder_whole_and_signed(tmp_pat
     async with fronted(tmp_path, pods, manager, in_full_duplex) as (post, gateway):
         by_body = await post("/v1/completions", in_body)
         by_header = await post("/v1/completions", in_header, {"x-session-id": "ctx_1"})
-        routed = await gateway.metric("contextcache_gateway_requests_total", '{kind="turn",status="routed"}')
+        # Counted when our last write has returned, which may be after the client has its answer.
+        async with asyncio.timeout(DEADLINE_S):
+            while await gateway.metric("contextcache_gateway_requests_total", ROUTED_TURNS) < 2:
+                await asyncio.sleep(0.02)
+        routed = await gateway.metric("contextcache_gateway_requests_total", ROUTED_TURNS)
 
     assert by_body == by_header == (200, {"pod": "pod-b"})
     assert [json.loads(body) for _, body in pods["pod-b"].received] == [in_body, in_header]

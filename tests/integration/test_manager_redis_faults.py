@@ -94,7 +94,7 @@ async def test_a_restart_between_two_calls_is_not_noticed(tmp_path: Path, cluste
 
 
 async def test_a_hanging_redis_is_given_up_at_the_deadline(valkey: ValkeyServer) -> None:
-    store = store_at(valkey.url, timeout_s=0.3, max_connections=2)
+    store = store_at(valkey.url, timeout_s=3.0, max_connections=2)
     await create(store)
     valkey.pause()
 

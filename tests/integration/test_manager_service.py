@@ -126,7 +126,7 @@ async def test_errors_arrive_as_the_class_they_left_as(client: ContextManagerCli
 
     with pytest.raises(ContextBusy) as busy:
         await client.begin_turn("demo", session_id, lease_id="other", lease_ttl_ms=LEASE_MS)
-    assert 29 <= (busy.value.retry_after_s or 0) <= 30
+    assert 0 < (busy.value.retry_after_s or 0) <= 30
     with pytest.raises(ContextExists):
         await client.reserve(NewSession("demo", session_id, "smol"), lease_id="x", lease_ttl_ms=LEASE_MS)
     with pytest.raises(GenerationMismatch):
@@ -183,8 +183,8 @@ async def test_two_managers_share_what_they_know(client: ContextManagerClient, v
 
 async def test_a_short_life_ends_and_the_sweeper_frees_it(valkey: ValkeyServer) -> None:
     valkey.command("FLUSHALL")
-    async with running_manager(valkey.url, min_ttl_s=1, tombstone_s=1, sweep_interval_s=0.05) as client:
-        session_id = (await create(client, ttl_s=1)).session_id
+    async with running_manager(valkey.url, min_ttl_s=1, tombstone_s=5, sweep_interval_s=0.05) as client:
+        session_id = (await create(client, ttl_s=5)).session_id
         outcomes: list[type[Exception] | None] = []
         async with asyncio.timeout(20):
             while outcomes[-1:] != [ContextNotFound]:
@@ -244,7 +244,7 @@ async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeySer
         process = subprocess.Popen([sys.executable, "-m", "context_manager"], env=environment, stderr=output)
     client = ContextManagerClient(f"127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not await client.is_serving():
             assert process.poll() is None, (tmp_path / "manager.log").read_text()
             assert time.monotonic() < deadline

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,13 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound
 from tests.helpers.engine_rank import EngineRank
+from tests.helpers.valkey import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = tuple(range(10))
+
+_BACKOFF = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 500)]
+"""gRPC's default grows to two minutes: a process that starts slowly would be asked too late."""
 
 
 class SidecarProcess:
@@ -34,8 +37,8 @@ class SidecarProcess:
 
     def start(self, **environment: str) -> None:
         self.process = self.spawn(**environment)
-        deadline = time.monotonic() + 30
-        with grpc.insecure_channel(self.address, [("grpc.initial_reconnect_backoff_ms", 50)]) as channel:
+        deadline = time.monotonic() + 90
+        with grpc.insecure_channel(self.address, _BACKOFF) as channel:
             grpc.channel_ready_future(channel).result(timeout=max(0.1, deadline - time.monotonic()))
 
     def spawn(self, **environment: str) -> subprocess.Popen[bytes]:
@@ -65,12 +68,6 @@ class SidecarProcess:
 
     def events(self) -> list[str]:
         return [json.loads(line)["event"] for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-
-def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -126,7 +123,11 @@ def test_a_second_process_on_the_same_directory_is_refused(sidecar: SidecarProce
     sidecar.start()
     second = sidecar.spawn(SIDECAR_UNIX_SOCKET=str(sidecar.root / "other.sock"))
 
-    assert second.wait(30) != 0
+    try:
+        assert second.wait(90) != 0
+    finally:
+        second.kill()
+        second.wait()
     assert "belongs to another kv-sidecar" in sidecar.log.read_text()
     rank = EngineRank(sidecar.address)
     rank.close()

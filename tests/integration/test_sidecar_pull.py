@@ -25,7 +25,8 @@ from kv_sidecar.manifest import block_meta
 from kv_sidecar.server import serve
 from tests.helpers.engine_rank import EngineRank
 from tests.helpers.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
-from tests.integration.test_sidecar_process import SidecarProcess, free_port
+from tests.helpers.valkey import free_port
+from tests.integration.test_sidecar_process import SidecarProcess
 
 PROMPT = tuple(range(10))
 LARGE_PAGE_BYTES = 1 << 20
@@ -59,7 +60,9 @@ async def start_node(tmp_path: Path) -> AsyncIterator[Callable[..., object]]:
     started = []
 
     async def start(name: str, *, world_size: int = 1, **settings: object) -> Node:
-        kv = SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{"peers": ("127.0.0.0/8",), **settings})
+        # The peer is this process too, which may stand still for longer than a turn would wait.
+        defaults = {"peers": ("127.0.0.0/8",), "pull_manifest_timeout_s": 20, "pull_timeout_s": 30}
+        kv = SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{**defaults, **settings})
         await kv.sidecar.open()
         server = serve(kv.sidecar, ["127.0.0.1:0"])
         await server.start()
@@ -140,7 +143,7 @@ async def test_another_tenant_learns_nothing_of_a_pull(start_node, process: Side
 
 
 async def test_a_peer_that_hangs_ends_the_pull_and_lookups_go_on(start_node, process: SidecarProcess) -> None:
-    here = await start_node("here")
+    here = await start_node("here", pull_manifest_timeout_s=1)
     address = await stopped_peer(process)
     own, ref = await here.kv.save(PROMPT), new_cache_ref()
     await here.pull(ref, peer=address)
@@ -166,8 +169,8 @@ async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
 
     here = await start_node("here", step=step, shared=False)
     address, new = await large_peer(process, num_blocks=25)
-    await here.pull(new.cache_ref, peer=address, timeout_ms=3000)
-    await asyncio.to_thread(arrived.wait, 30)
+    await here.pull(new.cache_ref, peer=address, timeout_ms=6000)
+    assert await asyncio.to_thread(arrived.wait, 30)
     process.process.send_signal(ending)
     gate.set()
     await here.settled()
@@ -212,7 +215,7 @@ async def test_a_deletion_during_the_pull_wins(start_node) -> None:
     there, here = await start_node("there"), await start_node("here", step=step, shared=False)
     new = await there.kv.save(PROMPT)
     await here.pull(new.cache_ref, peer=there.address)
-    await asyncio.to_thread(arrived.wait, 30)
+    assert await asyncio.to_thread(arrived.wait, 30)
     deleting = asyncio.create_task(here.client.delete_context(TENANT, session_id=SESSION))
     await asyncio.sleep(0)
     gate.set()
@@ -273,21 +276,28 @@ async def test_a_hundred_megabytes_are_pulled_in_bounded_memory(tmp_path: Path, 
     (tmp_path / "here").mkdir()
     here = SidecarProcess(tmp_path / "here")
     listen = f"127.0.0.1:{free_port()}"
-    here.start(
-        SIDECAR_LISTEN=listen, SIDECAR_PEERS='["127.0.0.1"]', SIDECAR_SHARED_DIR="", SIDECAR_MEMORY_LIMIT_BYTES="0"
-    )
-    client = KVSidecarClient(listen, timeout_s=10)
-    rank = await asyncio.to_thread(EngineRank, listen)
-    before_kb = peak_kb(here)
-    assert await client.pull_context(TENANT, [new.cache_ref], peer=address) == "started"
-    async with asyncio.timeout(60):
-        while (await client.stats()).num_pulls:
-            await asyncio.sleep(0.05)
-    stats = await client.stats()
-    rank.close()
-    await client.close()
-    grown_kb = peak_kb(here) - before_kb
-    here.end(signal.SIGTERM)
+    try:
+        here.start(
+            SIDECAR_LISTEN=listen,
+            SIDECAR_PEERS='["127.0.0.1"]',
+            SIDECAR_SHARED_DIR="",
+            SIDECAR_MEMORY_LIMIT_BYTES="0",
+            SIDECAR_PULL_MANIFEST_TIMEOUT_S="20",
+            SIDECAR_PULL_TIMEOUT_S="60",
+        )
+        client = KVSidecarClient(listen, timeout_s=30)
+        rank = await asyncio.to_thread(EngineRank, listen)
+        before_kb = peak_kb(here)
+        assert await client.pull_context(TENANT, [new.cache_ref], peer=address) == "started"
+        async with asyncio.timeout(90):
+            while (await client.stats()).num_pulls:
+                await asyncio.sleep(0.05)
+        stats = await client.stats()
+        rank.close()
+        await client.close()
+        grown_kb = peak_kb(here) - before_kb
+    finally:
+        here.end(signal.SIGKILL)
 
     assert sum(tier.size_bytes for tier in stats.tiers) > 100e6
     assert grown_kb < 60_000

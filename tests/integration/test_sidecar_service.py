@@ -208,7 +208,14 @@ async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
 
 async def test_a_load_report_reaches_who_waits_for_it(running: Running) -> None:
     rank = await running.rank()
-    waiting = asyncio.create_task(running.client.load_report("r1", timeout_ms=1000))
+
+    async def reported() -> pb.LoadReport:
+        async with asyncio.timeout(30):
+            while (found := await running.client.load_report("r1", timeout_ms=1000)) is None:
+                pass
+        return found
+
+    waiting = asyncio.create_task(reported())
     report = pb.LoadReport(request_id="r1", outcome=pb.LOAD_OUTCOME_LOADED, loaded_tokens=9, restore_ms=1.5)
     await asyncio.to_thread(rank.client.report_load, report)
 
