@@ -19,7 +19,7 @@ _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")
 _POLL_S = 0.05
 _KILL_WAIT_S = 30.0
-"""The kernel frees gigabytes of a killed engine in well under a second; ten means something is wrong."""
+"""The kernel frees gigabytes of a killed engine in well under a second; thirty mean that something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
