@@ -5,7 +5,7 @@ STACK := PYTHONPATH=. $(PY) -m deploy.local
 SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(DEV),--dev)
 PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
 STUBS := contextcache/v1 contextcache/extproc/v3
-OURS := contextcache context_manager kv_sidecar vllm_plugin gateway deploy tests benchmarks examples
+OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doctor deploy tests benchmarks examples
 export TORCH_INDEX
 
 .DEFAULT_GOAL := help

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr
+from pathlib import Path
+
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.model import MAX_TTL_S, MIN_TTL_S
-from contextcache.settings import ProcessSettings
+from contextcache.settings import TlsSettings, TracingSettings
 
 
-class ManagerSettings(ProcessSettings):
+class ManagerSettings(TlsSettings, TracingSettings):
     """Environment variables `MANAGER_…`."""
 
     model_config = SettingsConfigDict(env_prefix="MANAGER_", frozen=True, extra="ignore")
@@ -28,6 +30,21 @@ class ManagerSettings(ProcessSettings):
     redis_max_connections: int = Field(
         32, ge=1, description="connections to each Redis node; calls beyond them wait within the timeout"
     )
+    redis_ca_file: Path | None = Field(
+        None, description="PEM certificates of who may sign Redis' certificate (rediss://); empty: the system's"
+    )
+    redis_cert_file: Path | None = Field(None, description="PEM certificate shown to Redis; empty: none")
+    redis_key_file: Path | None = Field(None, description="its PEM private key")
+    sweep_lease: str = Field(
+        "",
+        description="name of a Kubernetes Lease: of all managers only the one that holds it sweeps; empty: each does, "
+        "which is as right and costs more",
+    )
+    sweep_lease_namespace: str = Field("", description="namespace of the Lease; empty: this pod's own")
+    sweep_lease_identity: str = Field("", description="name of this manager in the Lease; empty: the host name")
+    sweep_lease_duration_s: float = Field(
+        15.0, ge=3, description="seconds after which a holder that was not heard of is succeeded"
+    )
     sweep_interval_s: float = Field(
         5.0, gt=0, description="seconds between sweeps; expiry itself is exact without them, they only free memory"
     )
@@ -44,3 +61,8 @@ class ManagerSettings(ProcessSettings):
     )
     drain_s: float = Field(5.0, ge=0, description="seconds that running calls may take to finish at shutdown")
     log_level: str = Field("INFO", description="least level of the log lines: DEBUG, INFO, WARNING or ERROR")
+
+    @field_validator("redis_ca_file", "redis_cert_file", "redis_key_file", mode="before")
+    @classmethod
+    def _none_when_empty(cls, value: object) -> object:
+        return None if value == "" else value

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import ProcessSettings
+from contextcache.settings import TlsSettings, TracingSettings
 from gateway.ports import Endpoint
 
 
@@ -34,7 +34,7 @@ def endpoint_of(settings: EndpointSettings) -> Endpoint:
     return Endpoint(settings.name, settings.url, settings.sidecar, draining=settings.draining)
 
 
-class GatewaySettings(ProcessSettings):
+class GatewaySettings(TlsSettings, TracingSettings):
     """Everything a gateway can be told."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="GATEWAY_")
@@ -47,6 +47,29 @@ class GatewaySettings(ProcessSettings):
     )
     endpoints_file: Path | None = Field(
         None, description="JSON file with such a list instead, read again when it changes: pods come, drain and go"
+    )
+    kubernetes_service_selector: str = Field(
+        "",
+        description="labels of the Services whose EndpointSlices list the pods, key=value[,…]; instead of a list of "
+        "endpoints; empty: no discovery",
+    )
+    kubernetes_namespace: str = Field("", description="namespace of those Services; empty: this pod's own")
+    kubernetes_port_name: str = Field("http", description="name of the Service port that is vLLM's HTTP API")
+    kubernetes_sidecar_port_name: str = Field(
+        "kv-grpc", description="name of the Service port that is the kv-sidecar's gRPC; pods without it have no sidecar"
+    )
+    kubernetes_scheme: Literal["http", "https"] = Field("http", description="how vLLM's HTTP API is spoken to")
+    kubernetes_resync_s: float = Field(
+        300.0, gt=0, description="seconds between two full lists, in case a watch has lost something without a word"
+    )
+    tls_clients: Literal["required", "none"] = Field(
+        "required",
+        description="with TLS on, required: callers of the HTTP front need a certificate of the CA (Envoy has one); "
+        "none: they do not. The external processor always asks for one.",
+    )
+    metrics_host: str = Field("127.0.0.1", description="address of GATEWAY_METRICS_PORT")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="port of /metrics, /healthz and /readyz without TLS, for probes; 0: none"
     )
     ext_proc_listen: str = Field(
         "",
@@ -116,8 +139,11 @@ class GatewaySettings(ProcessSettings):
     def _keys_unless_loopback(self) -> Self:
         if self.api_keys_file is None and not is_loopback(self.host):
             raise ValueError(f"without GATEWAY_API_KEYS_FILE the gateway listens on loopback only, not on {self.host}")
-        if (self.endpoints_file is None) == (not self.endpoints):
-            raise ValueError("set either GATEWAY_ENDPOINTS or GATEWAY_ENDPOINTS_FILE")
+        sources = (bool(self.endpoints), self.endpoints_file is not None, bool(self.kubernetes_service_selector))
+        if sum(sources) != 1:
+            raise ValueError(
+                "set one of GATEWAY_ENDPOINTS, GATEWAY_ENDPOINTS_FILE and GATEWAY_KUBERNETES_SERVICE_SELECTOR"
+            )
         if self.ext_proc_listen and self.api_keys_file is None and not is_loopback(host_of(self.ext_proc_listen)):
             raise ValueError("without GATEWAY_API_KEYS_FILE the external processor listens on loopback only")
         names = [endpoint.name for endpoint in self.endpoints]

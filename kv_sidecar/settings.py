@@ -7,12 +7,12 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import ProcessSettings
+from contextcache.settings import TlsSettings, TracingSettings
 from kv_sidecar.limits import CatalogLimits, PullLimits
 from kv_sidecar.peer_rules import PeerRules
 
 
-class SidecarSettings(ProcessSettings):
+class SidecarSettings(TlsSettings, TracingSettings):
     """One sidecar beside one engine."""
 
     model_config = SettingsConfigDict(env_prefix="SIDECAR_", frozen=True, extra="ignore")

@@ -7,10 +7,10 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import ProcessSettings
+from contextcache.settings import TlsSettings, TracingSettings
 
 
-class TurnSettings(ProcessSettings):
+class TurnSettings(TlsSettings, TracingSettings):
     """Everything a deployment can say to the turn middleware."""
 
     model_config = SettingsConfigDict(env_prefix="TURN_", frozen=True, extra="ignore")

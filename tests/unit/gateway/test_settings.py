@@ -52,11 +52,14 @@ def test_endpoints_that_cannot_be_right_are_refused(endpoints):
         settings(endpoints=endpoints)
 
 
-def test_pods_come_from_the_settings_or_from_a_file_but_not_from_both():
+def test_pods_come_from_one_source_only():
     assert settings(endpoints=[], endpoints_file="pods.json").endpoints == ()
-    with pytest.raises(ValidationError, match="either GATEWAY_ENDPOINTS or GATEWAY_ENDPOINTS_FILE"):
+    assert settings(endpoints=[], kubernetes_service_selector="a=b").endpoints == ()
+    with pytest.raises(ValidationError, match="set one of GATEWAY_ENDPOINTS"):
+        settings(kubernetes_service_selector="a=b")
+    with pytest.raises(ValidationError, match="set one of GATEWAY_ENDPOINTS"):
         settings(endpoints_file="pods.json")
-    with pytest.raises(ValidationError, match="either GATEWAY_ENDPOINTS or GATEWAY_ENDPOINTS_FILE"):
+    with pytest.raises(ValidationError, match="set one of GATEWAY_ENDPOINTS"):
         settings(endpoints=[], endpoints_file="")
 
 
