@@ -13,7 +13,9 @@ from grpc_reflection.v1alpha import reflection
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError
+from contextcache.grpc_tracing import TracedCalls
 from contextcache.rpc import CHANNEL_OPTIONS, error_metadata
+from contextcache.tracing import NO_TRACER, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +87,13 @@ class GrpcServer:
         service_name: str,
         add_service: Callable[[grpc.aio.Server], None],
         max_concurrent_rpcs: int,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """Bind `addresses` (`127.0.0.1:0` and `unix:///path` both work). Raises OSError when one is taken."""
         self._server = grpc.aio.server(
-            interceptors=[ErrorMapping()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs
+            interceptors=[ErrorMapping(), *_tracing(tracer)],
+            options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
         self._service_name = service_name
         add_service(self._server)
@@ -112,6 +117,11 @@ class GrpcServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", self._service_name):
             await self._health.set(name, status)
+
+
+def _tracing(tracer: Tracer) -> list[grpc.aio.ServerInterceptor]:
+    # None at all where tracing is off: each one costs every call.
+    return [] if tracer is NO_TRACER else [TracedCalls(tracer)]
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
