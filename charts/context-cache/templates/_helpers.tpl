@@ -1,0 +1,142 @@
+{{/*
+Names, labels, images, and where the release's Secrets are. What pods have in common is in _pod.tpl.
+*/}}
+
+{{- define "context-cache.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{/*
+Name that every object of the release begins with, at most 40 characters, so that with the longest suffix it stays a
+DNS label. A longer one ends in a hash: two releases whose names begin alike must not share objects.
+*/}}
+{{- define "context-cache.fullname" -}}
+{{- $full := .Values.fullnameOverride }}
+{{- if not $full }}
+{{- $name := default .Chart.Name .Values.nameOverride }}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
+{{- end }}
+{{- if gt (len $full) 40 }}
+{{- $full = printf "%s-%s" ($full | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) }}
+{{- end }}
+{{- $full | trimSuffix "-" }}
+{{- end }}
+
+{{/* Labels of an object: dict "root" $ "component" "gateway"; without a component those of the release. */}}
+{{- define "context-cache.labels" -}}
+{{ include "context-cache.selectorLabels" . }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: context-cache
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Labels that a component's pods are selected by; the same dict. They never change in the life of a release. */}}
+{{- define "context-cache.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "context-cache.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* The annotations block of an object: dict "root" $ "annotations" (dict …), the latter optional; or nothing. */}}
+{{- define "context-cache.annotations" -}}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/*
+Reference of an image: dict "root" $ "image" .Values.x.image. Registry and tag default to those of the release; a
+digest decides over a tag. Without any registry it is the node's default one.
+*/}}
+{{- define "context-cache.image" -}}
+{{- $registry := default .root.Values.image.registry .image.registry }}
+{{- $name := ternary (printf "%s/%s" $registry .image.repository) .image.repository (ne $registry "") }}
+{{- if .image.digest }}
+{{- printf "%s@%s" $name .image.digest }}
+{{- else }}
+{{- printf "%s:%s" $name (default .root.Chart.AppVersion .image.tag) }}
+{{- end }}
+{{- end }}
+
+{{/* The imagePullSecrets block of a pod, or nothing. Takes the root. */}}
+{{- define "context-cache.imagePullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/*
+ServiceAccount of a component with rights: dict "root" $ "component" "gateway". Without serviceAccount.create somebody else
+made it under the same name.
+*/}}
+{{- define "context-cache.serviceAccountName" -}}
+{{- printf "%s-%s" (include "context-cache.fullname" .root) .component }}
+{{- end }}
+
+{{/* Fully qualified name of a Service of the release: dict "root" $ "service" "context-manager". */}}
+{{- define "context-cache.serviceHost" -}}
+{{- printf "%s-%s.%s.svc.%s" (include "context-cache.fullname" .root) .service .root.Release.Namespace .root.Values.clusterDomain }}
+{{- end }}
+
+{{/*
+gRPC address of the context managers. Their Service is headless and the clients balance (round robin over all addresses):
+one HTTP/2 connection through a ClusterIP would stay with one manager for ever.
+*/}}
+{{- define "context-cache.manager.address" -}}
+{{- printf "dns:///%s:50051" (include "context-cache.serviceHost" (dict "root" . "service" "context-manager")) }}
+{{- end }}
+
+{{- define "context-cache.signing.secretName" -}}
+{{- default (printf "%s-signing" (include "context-cache.fullname" .)) .Values.signing.existingSecret }}
+{{- end }}
+
+{{/* Key of the signing secret in it. */}}
+{{- define "context-cache.signing.secretKey" -}}
+{{- ternary .Values.signing.secretKey "secret" (ne .Values.signing.existingSecret "") }}
+{{- end }}
+
+{{/* Secret with the hashes of the API keys. The key itself, when the chart made one, is in the Secret …-api-key. */}}
+{{- define "context-cache.auth.secretName" -}}
+{{- default (printf "%s-api-keys" (include "context-cache.fullname" .)) .Values.auth.existingSecret }}
+{{- end }}
+
+{{- define "context-cache.auth.secretKey" -}}
+{{- ternary .Values.auth.secretKey "api-keys.json" (ne .Values.auth.existingSecret "") }}
+{{- end }}
+
+{{/* Secret with one API key in plain text, for the smoke test: the generated one, one named in tests, or nothing. */}}
+{{- define "context-cache.auth.plainSecretName" -}}
+{{- if .Values.tests.apiKeySecret }}
+{{- .Values.tests.apiKeySecret }}
+{{- else if not .Values.auth.existingSecret }}
+{{- printf "%s-api-key" (include "context-cache.fullname" .) }}
+{{- end }}
+{{- end }}
+
+{{/* Secret with tls.crt, tls.key and ca.crt of the release's parts. */}}
+{{- define "context-cache.tls.secretName" -}}
+{{- default (printf "%s-tls" (include "context-cache.fullname" .)) .Values.tls.existingSecret }}
+{{- end }}
+
+{{/* Secret with the whole Redis URL, or nothing when the URL stands in the values. */}}
+{{- define "context-cache.redis.secretName" -}}
+{{- if .Values.valkey.enabled }}
+{{- printf "%s-valkey" (include "context-cache.fullname" .) }}
+{{- else }}
+{{- .Values.redis.existingSecret }}
+{{- end }}
+{{- end }}
+
+{{- define "context-cache.redis.secretKey" -}}
+{{- ternary "redis-url" .Values.redis.secretKey .Values.valkey.enabled }}
+{{- end }}
