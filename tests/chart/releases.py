@@ -1,0 +1,266 @@
+"""The releases every test of the chart looks at: each toggle by itself, what is used together, the extremes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from tests.chart.rendering import Release
+
+Values = dict[str, Any]
+
+REDIS: Values = {"redis": {"url": "redis://redis.data.svc:6379/0"}}
+ENGINE: Values = {"engine": {"enabled": True, "model": "meta-llama/Llama-3.1-8B-Instruct"}}
+CERT_MANAGER: Values = {
+    "tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}}
+}
+TLS_SECRET: Values = {"tls": {"enabled": True, "existingSecret": "parts-tls"}}
+INJECTOR: Values = {"injector": {"enabled": True}}
+MONITORING: Values = {
+    "monitoring": {
+        "podMonitor": {"enabled": True, "interval": "15s", "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}, "runbookUrl": "https://wiki/runbook"},
+        "dashboard": {"enabled": True, "annotations": {"grafana_folder": "LLM"}},
+    }
+}
+GATEWAY_REF: Values = {"parentRefs": [{"name": "public", "namespace": "ingress", "sectionName": "https"}]}
+ENVOY_GATEWAY: Values = {"envoy": {"mode": "envoyGateway", **GATEWAY_REF, "hostnames": ["llm.example.org"]}}
+INFERENCE_POOL: Values = {"envoy": {"mode": "inferencePool", **GATEWAY_REF, "hostnames": ["llm.example.org"]}}
+NO_ENVOY: Values = {"envoy": {"mode": "none"}}
+POD: Values = {
+    "podAnnotations": {"example.org/team": "llm"},
+    "podLabels": {"example.org/tier": "front"},
+    "nodeSelector": {"kubernetes.io/arch": "amd64"},
+    "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "llm", "effect": "NoSchedule"}],
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [{"key": "pool", "operator": "In", "values": ["llm"]}]}]
+            }
+        }
+    },
+    "priorityClassName": "llm-serving",
+    "extraEnv": [{"name": "TZ", "value": "UTC"}],
+    "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+}
+GPU_POD: Values = {
+    "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+}
+LONG = "a-release-name-as-long-as-helm-lets-it-be-which-is-53"
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
+
+def merged(*parts: Values) -> Values:
+    """Return values in which later parts win, mapping by mapping, as Helm merges files."""
+    result: Values = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
+EVERYTHING = merged(
+    ENGINE,
+    CERT_MANAGER,
+    INJECTOR,
+    MONITORING,
+    {
+        "valkey": {"enabled": True},
+        "tracing": {"endpoint": "http://otel.monitoring.svc:4317", "sampleRatio": 1},
+        "gateway": {"autoscaling": {"enabled": True}},
+        "envoy": {"autoscaling": {"enabled": True}, "tls": {"existingSecret": "front-tls"}},
+        "engine": {"hfTokenSecret": {"name": "hf"}, "modelCache": {"size": "100Gi"}},
+        "sidecar": {"storage": {"type": "ephemeral"}},
+    },
+)
+
+# What is written over REDIS for each release.
+_VALUES: dict[str, Values] = {
+    "defaults": {},
+    "valkey": {"redis": {"url": ""}, "valkey": {"enabled": True}},
+    "valkey without storage": {"redis": {"url": ""}, "valkey": {"enabled": True, "storage": {"enabled": False}}},
+    "valkey with a storage class": {
+        "redis": {"url": ""},
+        "valkey": {"enabled": True, "storage": {"size": "20Gi", "storageClassName": "fast"}},
+    },
+    "redis from a secret": {"redis": {"url": "", "existingSecret": "redis", "secretKey": "url"}},
+    "redis over tls": {"redis": {"url": "rediss://redis.data.svc:6380/0", "tlsSecret": "redis-tls"}},
+    "redis in one place": {
+        "redis": {
+            "egress": {
+                "port": 6379,
+                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "data"}}}],
+            }
+        }
+    },
+    "names of its own": {"fullnameOverride": "kv", "nameOverride": "kvctx"},
+    "another domain": {"clusterDomain": "corp.internal"},
+    "labels and annotations everywhere": {
+        "commonLabels": {"example.org/cost-center": "42"},
+        "commonAnnotations": {"example.org/owner": "llm-platform"},
+    },
+    "own registry": {
+        "image": {"registry": "registry.example.org:5000", "repository": "llm/context-cache", "pullPolicy": "Always"}
+    },
+    "images by digest": merged(ENGINE, {"image": {"digest": DIGEST}, "engine": {"image": {"digest": DIGEST}}}),
+    "an image tag": {"image": {"tag": "0.1.0-rc.1"}},
+    "pull secrets": merged(ENGINE, {"image": {"pullSecrets": [{"name": "regcred"}]}}),
+    "existing secrets": {
+        "auth": {"existingSecret": "keys", "secretKey": "keys.json"},
+        "signing": {"existingSecret": "sign", "secretKey": "hmac"},
+    },
+    "a named tenant": {"auth": {"tenant": "search-team"}},
+    "no rbac": {"rbac": {"create": False}, "serviceAccount": {"create": False}},
+    "annotated service accounts": {"serviceAccount": {"annotations": {"example.org/role": "reader"}}},
+    "openshift-like security context": merged(ENGINE, INJECTOR, {"podSecurityContext": {"fsGroup": 1000700000}}),
+    "gateway pods": {"gateway": POD},
+    "context-manager pods": {"contextManager": POD},
+    "envoy pods": {"envoy": POD},
+    "engine pods": merged(ENGINE, {"engine": POD}),
+    "injector pods": merged(INJECTOR, {"injector": POD}),
+    "no spread": {
+        "gateway": {"topologySpread": False},
+        "contextManager": {"topologySpread": False},
+        "envoy": {"topologySpread": False},
+    },
+    "no disruption budgets": merged(
+        ENGINE,
+        INJECTOR,
+        {part: {"pdb": {"enabled": False}} for part in ("gateway", "contextManager", "envoy", "engine", "injector")},
+    ),
+    "single replicas": {"gateway": {"replicas": 1}, "contextManager": {"replicas": 1}, "envoy": {"replicas": 1}},
+    "gateway settings": {
+        "gateway": {
+            "settings": {"tenantRatePerS": 5, "tenantBurst": 100, "saturatedWaiting": 8, "shedWaiting": 0},
+            "drainDelayS": 10,
+            "terminationGracePeriodSeconds": 120,
+        }
+    },
+    "manager settings": {"contextManager": {"settings": {"maxTtlS": 86400, "tombstoneS": 60}, "sweepLease": False}},
+    "envoy settings": {"envoy": {"settings": {"failOpenStateless": False, "idleTimeoutS": 1200, "concurrency": 4}}},
+    "hpa": {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 30}}},
+    "hpa for envoy": {"envoy": {"autoscaling": {"enabled": True}}},
+    "keda": {"gateway": {"keda": {"enabled": True, "prometheusServer": "http://prometheus.monitoring.svc:9090"}}},
+    "load balancer": {
+        "envoy": {
+            "service": {
+                "type": "LoadBalancer",
+                "port": 8080,
+                "annotations": {"example.org/lb": "internal"},
+                "loadBalancerSourceRanges": ["10.0.0.0/8"],
+            }
+        }
+    },
+    "https for clients": {"envoy": {"tls": {"existingSecret": "front-tls"}}},
+    "envoy gateway": ENVOY_GATEWAY,
+    "envoy gateway and tls": merged(ENVOY_GATEWAY, CERT_MANAGER, ENGINE),
+    "envoy gateway of this namespace": {"envoy": {"mode": "envoyGateway", "parentRefs": [{"name": "public"}]}},
+    "inference pool": INFERENCE_POOL,
+    "inference pool and engine": merged(INFERENCE_POOL, ENGINE),
+    "no envoy": NO_ENVOY,
+    "no envoy and a node port": merged(NO_ENVOY, {"gateway": {"service": {"type": "NodePort", "port": 80}}}),
+    "engine": ENGINE,
+    "engine on four gpus": merged(
+        ENGINE,
+        {"engine": {"tensorParallelSize": 4, "gpu": {"count": 4}, "dtype": "bfloat16", "replicas": 2, **GPU_POD}},
+    ),
+    "engine on amd": merged(ENGINE, {"engine": {"gpu": {"resource": "amd.com/gpu", "count": 8}}}),
+    "engine without gpu": merged(ENGINE, {"engine": {"gpu": {"count": 0}, "dtype": "float32", "maxModelLen": 2048}}),
+    "engine with a runtime class": merged(
+        ENGINE, {"engine": {"runtimeClassName": "nvidia", "shm": {"sizeLimit": "32Gi"}}}
+    ),
+    "engine with a model cache": merged(
+        ENGINE, {"engine": {"modelCache": {"existingClaim": "models", "mountPath": "/srv/models"}}}
+    ),
+    "engine with a cache of its own": merged(
+        ENGINE,
+        {"engine": {"modelCache": {"size": "200Gi", "storageClassName": "fast"}, "hfTokenSecret": {"name": "hf"}}},
+    ),
+    "engine settings": merged(
+        ENGINE,
+        {
+            "engine": {
+                "servedModelName": "llama",
+                "blockSize": 32,
+                "extraArgs": ["--enable-chunked-prefill"],
+                "turn": {"replayThreshold": 0.9, "leaseTtlMs": 30000},
+                "connector": {"min_load_tokens": 64, "weights_epoch": "2026-11"},
+                "shutdownTimeoutS": 300,
+                "terminationGracePeriodSeconds": 600,
+            }
+        },
+    ),
+    "sidecar on ephemeral volumes": merged(
+        ENGINE, {"sidecar": {"storage": {"type": "ephemeral", "size": "1Ti", "storageClassName": "local-nvme"}}}
+    ),
+    "sidecar on a claim": merged(ENGINE, {"sidecar": {"storage": {"type": "existingClaim", "existingClaim": "kv"}}}),
+    "sidecar settings": merged(
+        ENGINE,
+        {
+            "sidecar": {
+                "settings": {"ioThreads": 8, "collectIntervalS": 10},
+                "memoryLimit": "64Gi",
+                "diskLimit": "900Gi",
+                "resources": {"requests": {"cpu": "2", "memory": "66Gi"}, "limits": {"memory": "66Gi"}},
+            }
+        },
+    ),
+    "sidecars apart": merged(ENGINE, {"sidecar": {"peers": False}}),
+    "sidecars of two networks": merged(ENGINE, {"sidecar": {"peerNetworks": ["10.0.0.0/8", "fd00::/8"]}}),
+    "engines on other ports": merged(ENGINE, {"discovery": {"port": 8080, "sidecarPort": 50062}}),
+    "injector": INJECTOR,
+    "injector by cert-manager": merged(
+        INJECTOR, CERT_MANAGER, {"injector": {"tls": {"certManager": True}, "failurePolicy": "Fail"}}
+    ),
+    "injector with a certificate": merged(
+        INJECTOR, {"injector": {"tls": {"existingSecret": "webhook-tls", "caBundle": "LS0tLS1CRUdJTg=="}}}
+    ),
+    "injector for other namespaces": merged(
+        INJECTOR, {"injector": {"namespaceSelector": {"matchLabels": {"llm": "true"}}, "timeoutSeconds": 10}}
+    ),
+    "tls by cert-manager": merged(CERT_MANAGER, ENGINE),
+    "tls from a secret": merged(TLS_SECRET, ENGINE, INJECTOR),
+    "tls and no envoy": merged(TLS_SECRET, NO_ENVOY, ENGINE),
+    "tls to valkey": merged(TLS_SECRET, {"redis": {"url": ""}, "valkey": {"enabled": True}}),
+    "no network policies": merged(ENGINE, {"networkPolicy": {"enabled": False}}),
+    "narrow network policies": merged(
+        ENGINE,
+        {
+            "networkPolicy": {
+                "clients": [{"namespaceSelector": {"matchLabels": {"llm-clients": "true"}}}],
+                "monitoring": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+                "apiServer": {"cidrs": ["10.96.0.1/32"], "ports": [443]},
+            }
+        },
+    ),
+    "monitoring": merged(MONITORING, ENGINE, INJECTOR),
+    "pod monitor": {"monitoring": {"podMonitor": {"enabled": True}}},
+    "rules": {"monitoring": {"prometheusRule": {"enabled": True}}},
+    "dashboard": {"monitoring": {"dashboard": {"enabled": True}}},
+    "tracing": merged(ENGINE, {"tracing": {"endpoint": "http://otel.monitoring.svc:4317"}}),
+    "no tests": {"tests": {"enabled": False}},
+    "debug": merged(ENGINE, INJECTOR, {"logLevel": "DEBUG"}),
+    "everything": {**EVERYTHING, "redis": {"url": ""}},
+    "as little as possible": merged(
+        NO_ENVOY,
+        {
+            "networkPolicy": {"enabled": False},
+            "tests": {"enabled": False},
+            "rbac": {"create": False},
+            "serviceAccount": {"create": False},
+            "contextManager": {"sweepLease": False, "replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
+            "gateway": {"replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
+        },
+    ),
+}
+
+RELEASES: dict[str, Release] = {name: Release(merged(REDIS, values)) for name, values in _VALUES.items()} | {
+    "a long name": Release({**EVERYTHING}, name=LONG),
+    "a long name of the chart": Release(merged(EVERYTHING, {"nameOverride": "n" * 60}), name="r" * 50),
+    "a name like the chart's": Release(EVERYTHING, name="context-cache"),
+    "another namespace": Release(EVERYTHING, namespace="team-b"),
+    "kubernetes 1.30": Release(EVERYTHING, kube_version="1.30.0"),
+    "kubernetes 1.37": Release(EVERYTHING, kube_version="1.37.0"),
+}
