@@ -6,13 +6,12 @@ failure is a ContextCacheError.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 
+from contextcache.channel import Connection
 from contextcache.convert import (
     commit_to_pb,
     mode_to_pb,
@@ -22,12 +21,15 @@ from contextcache.convert import (
 )
 from contextcache.errors import InvalidRequest, StoreUnavailable
 from contextcache.model import CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TtlPolicy, TurnCommit
-from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.rpc import error_from_rpc
+from contextcache.tls import WatchedTls
+from contextcache.tracing import child_span, trace_metadata
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 
 ReplyT = TypeVar("ReplyT")
 
+_SERVICE = "contextcache.v1.ContextManagerService"
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _HEALTH_OF_SERVER = b""
 """HealthCheckRequest with no service: the server as a whole."""
@@ -36,17 +38,12 @@ _HEALTH_SERVING = b"\x08\x01"
 
 
 class ContextManagerClient:
-    """The same methods as ContextCacheManager, over one channel that connects at the first call.
+    """The same methods as ContextCacheManager, over one connection that is made at the first call."""
 
-    The channel belongs to the event loop of that call; a call from another loop opens a new one.
-    """
-
-    def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
         """`address`: host:port or unix:///path; `timeout_s`: deadline of every call."""
-        self._address = address
+        self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._channel: grpc.aio.Channel | None = None
 
     async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
         """See ContextCacheManager.reserve."""
@@ -178,7 +175,7 @@ class ContextManagerClient:
     async def is_serving(self) -> bool:
         """Return whether the manager says it serves (grpc.health.v1). Never raises."""
         # Spelled out in bytes, because grpcio-health-checking is not installed beside vLLM.
-        check: Any = self._opened().unary_unary(_HEALTH_METHOD)
+        check: Any = self._connection.channel().unary_unary(_HEALTH_METHOD)
         try:
             reply = await check(_HEALTH_OF_SERVER, timeout=self._timeout_s, wait_for_ready=False)
         except grpc.RpcError:
@@ -186,10 +183,8 @@ class ContextManagerClient:
         return bool(reply == _HEALTH_SERVING)
 
     async def close(self) -> None:
-        """Close the channel; a later call opens a new one."""
-        channel, self._channel = self._channel, None
-        if channel is not None and self._loop is asyncio.get_running_loop():
-            await channel.close()
+        """Close the connection; a later call opens a new one."""
+        await self._connection.close()
 
     async def _call(
         self,
@@ -200,15 +195,11 @@ class ContextManagerClient:
             message = request()
         except (TypeError, ValueError) as exc:  # a number beyond 64 bits, a lone surrogate, a wrong type
             raise InvalidRequest("a field cannot be sent to the context manager") from exc
-        stub: Any = pb_grpc.ContextManagerServiceStub(self._opened())
-        try:
-            return await method(stub)(message, timeout=self._timeout_s, wait_for_ready=False)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
-
-    def _opened(self) -> grpc.aio.Channel:
-        loop = asyncio.get_running_loop()
-        if self._channel is None or self._loop is not loop:
-            self._loop = loop
-            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        return self._channel
+        stub: Any = pb_grpc.ContextManagerServiceStub(self._connection.channel())
+        # A request's message is named like its method.
+        with child_span(f"{_SERVICE}/{type(message).__name__.removesuffix('Request')}", kind="client"):
+            metadata = trace_metadata()
+            try:
+                return await method(stub)(message, timeout=self._timeout_s, metadata=metadata, wait_for_ready=False)
+            except grpc.RpcError as exc:
+                raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc

@@ -5,7 +5,6 @@ Each field's description gives unit and reason; `python -m <package> --help` pri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,21 +12,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from contextcache.tls import TlsFiles
+
 
 class ProcessSettings(BaseSettings):
     """Base of every process's settings: frozen, environment only, unknown values refused by type."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Paths of one part's certificate, key and the CA it believes, all PEM, and the name others' certificates carry."""
-
-    cert_file: Path
-    key_file: Path
-    ca_file: Path
-    server_name: str
 
 
 class TlsSettings(ProcessSettings):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from contextcache.clock import Clock
 from contextcache.errors import Unauthorized
+from contextcache.file_version import file_version
 from contextcache.model import TENANT_PATTERN, TenantId
-from gateway.file_version import file_version
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.file_version import file_version
+from contextcache.file_version import file_version
 from gateway.metrics import Metrics
 from gateway.ports import Endpoint
 from gateway.settings import EndpointSettings, endpoint_of

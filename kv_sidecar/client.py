@@ -7,16 +7,19 @@ file. Every call has a deadline; every failure is a ContextCacheError.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import grpc
-import grpc.aio
 
+from contextcache.channel import Connection
 from contextcache.convert import manifest_from_pb
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.tls import WatchedTls
+from contextcache.tracing import Span, child_span, trace_metadata
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, open_block_file, parse_block_file
@@ -59,29 +62,27 @@ Answer = TypeVar("Answer")
 class KVSidecarClient:
     """For the gateway and the turn middleware. Connects at the first call, in whichever event loop runs then."""
 
-    def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
         """`address` is `host:port` or `unix:///path`; `timeout_s` bounds each call beyond what it asks to wait."""
-        self._address = address
+        self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s
-        self._channel: grpc.aio.Channel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
         """Return whether the manifest became durable within `timeout_ms`."""
         request = pb.WaitSealedRequest(tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms)
-        answer = await self._call(self._stub().WaitSealed(request, timeout=self._timeout_s + timeout_ms / 1000))
+        answer = await self._call(self._stub().WaitSealed, request, self._timeout_s + timeout_ms / 1000)
         return answer.sealed
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
         """Return the manifest and the name of the tier that would serve most of it. Raises CacheRefNotFound."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
-        answer = await self._call(self._stub().GetManifest(request, timeout=self._timeout_s))
+        answer = await self._call(self._stub().GetManifest, request, self._timeout_s)
         return manifest_from_pb(answer.manifest), TIER_NAMES.get(answer.tier, "none")
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's manifests; return how many."""
         request = pb.TouchContextRequest(tenant=tenant, session_id=session_id, expires_at_ms=expires_at_ms)
-        answer = await self._call(self._stub().TouchContext(request, timeout=self._timeout_s))
+        answer = await self._call(self._stub().TouchContext, request, self._timeout_s)
         return answer.num_manifests
 
     async def delete_context(
@@ -89,13 +90,13 @@ class KVSidecarClient:
     ) -> int:
         """Delete all KV of a session, or of these refs; return the bytes freed on disk."""
         request = pb.DeleteContextRequest(tenant=tenant, session_id=session_id, cache_refs=cache_refs)
-        answer = await self._call(self._stub().DeleteContext(request, timeout=self._timeout_s))
+        answer = await self._call(self._stub().DeleteContext, request, self._timeout_s)
         return answer.freed_bytes
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
         """Have this sidecar fetch KV from a peer in the background; return `started`, `present` or `refused`."""
         request = pb.PullContextRequest(tenant=tenant, cache_refs=cache_refs, peer=peer)
-        answer = await self._call(self._stub().PullContext(request, timeout=self._timeout_s))
+        answer = await self._call(self._stub().PullContext, request, self._timeout_s)
         return PULL_OUTCOMES.get(answer.outcome, "refused")
 
     async def load_report(self, request_id: str, *, timeout_ms: int) -> pb.LoadReport | None:
@@ -103,18 +104,18 @@ class KVSidecarClient:
         request = pb.GetLoadReportRequest(request_id=request_id, timeout_ms=timeout_ms)
         timeout_s = self._timeout_s + timeout_ms / 1000
         try:
-            answer = await self._call(self._stub().GetLoadReport(request, timeout=timeout_s))
+            answer = await self._call(self._stub().GetLoadReport, request, timeout_s)
         except CacheRefNotFound:
             return None
         return answer.report
 
     async def stats(self) -> pb.StatsResponse:
         """Return contexts, blocks and bytes by tier."""
-        return await self._call(self._stub().Stats(pb.StatsRequest(), timeout=self._timeout_s))
+        return await self._call(self._stub().Stats, pb.StatsRequest(), self._timeout_s)
 
     async def is_serving(self) -> bool:
         """Return whether the sidecar says it serves; never raises."""
-        check: Any = self._connected().unary_unary(_HEALTH_METHOD)
+        check: Any = self._connection.channel().unary_unary(_HEALTH_METHOD)
         try:
             answer = await check(_HEALTH_REQUEST, timeout=self._timeout_s)
         except grpc.RpcError:
@@ -123,31 +124,23 @@ class KVSidecarClient:
 
     async def close(self) -> None:
         """Close the connection; a later call opens a new one."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
-
-    def _connected(self) -> grpc.aio.Channel:
-        loop = asyncio.get_running_loop()
-        if self._channel is None or self._loop is not loop:
-            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-            self._loop = loop
-        return self._channel
+        await self._connection.close()
 
     def _stub(self) -> pb_grpc.KVSidecarServiceAsyncStub:
-        return pb_grpc.KVSidecarServiceStub(self._connected())
+        return pb_grpc.KVSidecarServiceStub(self._connection.channel())
 
-    async def _call(self, call: Awaitable[Answer]) -> Answer:
-        try:
-            return await call
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
-        except asyncio.CancelledError as exc:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Nobody cancels us: it is how grpc.aio tells a call whose channel somebody else has closed.
-            raise SidecarUnavailable("the connection to the sidecar is closed", retry_after_s=1) from exc
+    async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any, timeout_s: float) -> Answer:
+        with _client_span(request):
+            try:
+                return await method(request, timeout=timeout_s, metadata=trace_metadata())
+            except grpc.RpcError as exc:
+                raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+            except asyncio.CancelledError as exc:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Nobody cancels us: it is how grpc.aio tells a call whose channel somebody else has closed.
+                raise SidecarUnavailable("the connection to the sidecar is closed", retry_after_s=1) from exc
 
 
 class EngineSidecarClient:
@@ -170,8 +163,7 @@ class EngineSidecarClient:
             world_size=world_size,
             engine_block_tokens=engine_block_tokens,
         )
-        with _mapped_errors():
-            return self._stub.Handshake(request, timeout=self._timeout_s)
+        return self._call(self._stub.Handshake, request, self._timeout_s)
 
     def prepare_save(  # noqa: PLR0913  # the fields of the message, by name
         self,
@@ -198,18 +190,16 @@ class EngineSidecarClient:
             expires_at_ms=expires_at_ms,
             started_at_ms=started_at_ms,
         )
-        with _mapped_errors():
-            return self._stub.PrepareSave(request, timeout=self._timeout_s)
+        return self._call(self._stub.PrepareSave, request, self._timeout_s)
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
         """Send block files, by name or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
-        with _mapped_errors():
-            return self._stub.SaveBlocks(requests, timeout=timeout_s)
+        with child_span(f"{SERVICE_NAME}/SaveBlocks", kind="client"), _mapped_errors():
+            return self._stub.SaveBlocks(requests, timeout=timeout_s, metadata=trace_metadata())
 
     def seal(self, cache_ref: CacheRef, rank: int) -> bool:
         """End this rank's save; True when the manifest is durable. Raises SaveIncomplete, ContextDeleted."""
-        with _mapped_errors():
-            return self._stub.Seal(pb.SealRequest(cache_ref=cache_ref, rank=rank), timeout=self._timeout_s).sealed
+        return self._call(self._stub.Seal, pb.SealRequest(cache_ref=cache_ref, rank=rank), self._timeout_s).sealed
 
     def get_manifest(
         self, tenant: TenantId, cache_ref: CacheRef, timeout_s: float
@@ -219,8 +209,7 @@ class EngineSidecarClient:
         Raises CacheRefNotFound, CacheRefPending while it is being pulled from a peer.
         """
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
-        with _mapped_errors():
-            answer = self._stub.GetManifest(request, timeout=timeout_s)
+        answer = self._call(self._stub.GetManifest, request, timeout_s)
         return manifest_from_pb(answer.manifest), answer.tier
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
@@ -229,7 +218,7 @@ class EngineSidecarClient:
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock: each is a miss.
         """
         with _mapped_errors():
-            call: Any = self._stub.LoadBlocks(request, timeout=timeout_s)
+            call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         try:
             with _mapped_errors():
                 yield from call
@@ -238,12 +227,21 @@ class EngineSidecarClient:
 
     def report_load(self, report: pb.LoadReport) -> None:
         """Leave what was done for a request, for its answer's receipt."""
-        with _mapped_errors():
-            self._stub.ReportLoad(pb.ReportLoadRequest(report=report), timeout=self._timeout_s)
+        self._call(self._stub.ReportLoad, pb.ReportLoadRequest(report=report), self._timeout_s)
 
     def close(self) -> None:
         """Close the connection; calls in flight fail."""
         self._channel.close()
+
+    @staticmethod
+    def _call(method: Callable[..., Answer], request: Any, timeout_s: float) -> Answer:
+        with _client_span(request), _mapped_errors():
+            return method(request, timeout=timeout_s, metadata=trace_metadata())
+
+
+def _client_span(request: Any) -> AbstractContextManager[Span]:
+    """Begin the span of a call; a request's message is named like its method."""
+    return child_span(f"{SERVICE_NAME}/{type(request).__name__.removesuffix('Request')}", kind="client")
 
 
 class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _mapped_errors()

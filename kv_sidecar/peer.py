@@ -12,10 +12,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from contextcache.channel import open_channel
 from contextcache.convert import manifest_from_pb
 from contextcache.errors import CorruptBlock, InvalidRequest, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, TenantId
-from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.rpc import error_from_rpc
+from contextcache.tls import WatchedTls
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.frames import FrameAssembly
@@ -33,10 +35,11 @@ class PeerSidecar:
         manifest_timeout_s: float,
         slots: asyncio.Semaphore,
         limit_bytes: int,
+        tls: WatchedTls | None = None,
     ) -> None:
         """`address` is `host:port`; `slots` bound how many block files, each up to `limit_bytes`, are held at once."""
         # The resolver is named, so that no host name can be read as the scheme of another kind of address.
-        self._channel = grpc.aio.insecure_channel(f"dns:///{address}", options=CHANNEL_OPTIONS)
+        self._channel = open_channel(f"dns:///{address}", tls=tls)
         self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
         self._timeout_s = timeout_s
         self._manifest_timeout_s = min(timeout_s, manifest_timeout_s)

@@ -224,7 +224,7 @@ def test_one_client_works_in_one_loop_after_another(valkey: ValkeyServer) -> Non
 
     async def ask() -> bool:
         async with running_manager(valkey.url) as other:
-            client._address = other._address
+            client._connection.address = other._connection.address
             serving = await client.is_serving()
             await client.close()
             return serving
@@ -271,7 +271,7 @@ async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeySer
 async def test_a_taken_address_is_said_and_nothing_is_left_running(
     client: ContextManagerClient, valkey: ValkeyServer
 ) -> None:
-    settings = ManagerSettings.model_validate({"listen": client._address, "redis_url": valkey.url})
+    settings = ManagerSettings.model_validate({"listen": client._connection.address, "redis_url": valkey.url})
     before = len(asyncio.all_tasks())
 
     with pytest.raises(OSError, match="cannot listen"):
@@ -282,7 +282,7 @@ async def test_a_taken_address_is_said_and_nothing_is_left_running(
 async def test_reflection_names_the_service(client: ContextManagerClient) -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-    async with grpc.aio.insecure_channel(client._address) as channel:
+    async with grpc.aio.insecure_channel(client._connection.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         answer = await call.read()
