@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from contextcache.tracing import TRACEPARENT, Tracer, is_kept, is_traceparent
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]
+# A string: the generics exist in the stubs only.
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]"
 
 
 class TracedCalls(grpc.aio.ServerInterceptor):
