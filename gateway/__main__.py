@@ -113,6 +113,7 @@ def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServe
         metrics=app.metrics,
         picker=settings.ext_proc_picker,
         timeout_s=settings.ext_proc_timeout_s,
+        tracer=app.tracer,
     )
     return ExtProcServer(
         front,

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.client import ContextManagerClient
 from contextcache.clock import Clock, SystemClock
 from contextcache.settings import read_secret
+from contextcache.tracing import Tracer, tracer_of
 from gateway.auth import KeyFile, SingleTenant
 from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
@@ -47,6 +48,7 @@ class GatewayApp:
     limits: FrontLimits
     metrics: Metrics
     ready_state: ReadyState
+    tracer: Tracer
 
 
 @asynccontextmanager
@@ -64,6 +66,8 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
         idle_timeout_s=settings.idle_timeout_s,
     )
     async with AsyncExitStack() as stack:
+        tracer = tracer_of(settings, part="gateway", on_lost=metrics.lost_spans.inc)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s)
         stack.push_async_callback(directory.close)
         carrying = await stack.enter_async_context(
@@ -99,8 +103,9 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             budget=budget,
             limits=limits,
             metrics=metrics,
+            tracer=tracer,
         )
-        yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state)
+        yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state, tracer)
 
 
 async def _watched_endpoints(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics) -> StaticEndpoints:

@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from contextcache.errors import ContextCacheError, EngineFailed
+from contextcache.tracing import trace_headers
 from gateway.exchange import REQUEST_ID_HEADER, ClientGone, Exchange
 from gateway.flows import Forward
 from gateway.metrics import Metrics
@@ -128,6 +129,7 @@ def _headers_to_pod(forward: Forward, exchange: Exchange) -> CIMultiDict[str]:
     headers[REQUEST_ID_HEADER] = exchange.request_id
     headers.update(forward.set_headers)
     headers.update(forward.routing_headers)
+    headers.update(trace_headers())
     return headers
 
 

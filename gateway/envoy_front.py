@@ -26,6 +26,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint
 from contextcache.extproc.v3 import external_processor_pb2 as pb
+from contextcache.tracing import NO_TRACER, TRACEPARENT, Tracer, current_span, trace_headers
 from gateway import ext_proc_messages as messages
 from gateway.exchange import (
     REQUEST_ID_HEADER,
@@ -37,7 +38,7 @@ from gateway.exchange import (
 )
 from gateway.ext_proc_messages import RequestHead
 from gateway.flows import Admission, Forward, Gateway
-from gateway.http_front import FrontLimits
+from gateway.http_front import FrontLimits, describe
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound
 from gateway.ports import EndpointDirectory
@@ -107,7 +108,7 @@ class _Call:
 class EnvoyFront:
     """Answers Envoy; errors of every kind leave it in the shape of the HTTP front's."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
         *,
         gateway: Gateway,
@@ -117,8 +118,10 @@ class EnvoyFront:
         metrics: Metrics,
         picker: Picker = "choose",
         timeout_s: float = 30.0,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`budget` is the process's; `timeout_s`: from a request's first message to our answer, body included."""
+        self._tracer = tracer
         self._gateway = gateway
         self._endpoints = endpoints
         self._budget = budget
@@ -147,7 +150,10 @@ class EnvoyFront:
                     # A copy to look at, or a phase that is not ours: Envoy goes on without an answer.
                     return
                 call = _call_of(first, stream, deadline)
-                await self._answer(call, subset=messages.allowed_subset(first.metadata_context))
+                parent = call.head.headers.get(TRACEPARENT, "")
+                with self._tracer.span("gateway request", kind="server", parent=parent) as span:
+                    span.set("contextcache.request_id", call.minted_id)
+                    await self._answer(call, subset=messages.allowed_subset(first.metadata_context))
         except ClientGone:
             log.debug("client gone", extra={"request_id": _id_of(call)})
         except ContextCacheError as exc:
@@ -259,6 +265,7 @@ class EnvoyFront:
         self._metrics.route_seconds.labels(call.kind).observe(call.routing_s)
         if self._names_pod(forward):
             self._endpoints.note_routed(forward.endpoint.name)
+        describe(current_span(), forward)
         return forward
 
     def _names_pod(self, forward: Forward) -> bool:
@@ -267,7 +274,7 @@ class EnvoyFront:
 
     def _changes(self, call: _Call, forward: Forward) -> tuple[pb.HeaderMutation, Struct | None]:
         """Return what changes in the head, and the metadata that names the pod."""
-        headers = dict(forward.set_headers)
+        headers = dict(forward.set_headers) | trace_headers()
         metadata: Struct | None = None
         if self._picker == "choose":
             headers |= forward.routing_headers

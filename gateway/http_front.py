@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contextcache.errors import ContextCacheError, NoReadyEndpoint
+from contextcache.tracing import NO_TRACER, TRACEPARENT, Span, Tracer, current_span
 from gateway.carrier import Broken, Carrier, ConnectFailed
 from gateway.exchange import BodyBudget, ClientGone, Exchange
 from gateway.flows import Admission, Forward, Gateway
@@ -40,7 +41,7 @@ class FrontLimits:
 class HttpFront:
     """An ASGI application; errors of every kind leave it in one shape."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
         *,
         gateway: Gateway,
@@ -50,8 +51,10 @@ class HttpFront:
         budget: BodyBudget,
         limits: FrontLimits,
         metrics: Metrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`budget` is the process's: the other front takes from the same one."""
+        self._tracer = tracer
         self._gateway = gateway
         self._endpoints = endpoints
         self._carrier = carrier
@@ -85,10 +88,10 @@ class HttpFront:
         try:
             found = self._gateway.kind_of(exchange.method, exchange.path)
             kind = found.value
-            if found in {Kind.OWN, Kind.CONTROL}:
+            if found is Kind.OWN:
                 await self._control(exchange.scope, exchange.receive, exchange.send)
             else:
-                kind = await self._carry(found, exchange)
+                kind = await self._traced(found, exchange)
         except ClientGone:
             log.debug("client gone", extra={"request_id": exchange.request_id})
         except Broken as exc:
@@ -106,6 +109,22 @@ class HttpFront:
             fields = {"request_id": exchange.request_id, "status": exchange.status, "duration_ms": duration_ms}
             log.debug("request ended", extra={"kind": kind, **fields})
         return kind
+
+    async def _traced(self, kind: Kind, exchange: Exchange) -> str:
+        """Answer or carry inside a span that continues the client's trace, or begins one."""
+        parent = exchange.headers.get(TRACEPARENT, "")
+        with self._tracer.span(f"gateway {kind.value}", kind="server", parent=parent) as span:
+            span.set("contextcache.request_id", exchange.minted_id)
+            found: str = kind.value
+            if kind is Kind.CONTROL:
+                await self._control(exchange.scope, exchange.receive, exchange.send)
+            else:
+                found = await self._carry(kind, exchange)
+            if exchange.status is not None:
+                span.set("http.response.status_code", exchange.status)
+                if exchange.status >= 500:
+                    span.fail(str(exchange.status))
+            return found
 
     async def _carry(self, kind: Kind, exchange: Exchange) -> str:
         """Admit, route and carry; return the kind the request turned out to be."""
@@ -126,6 +145,7 @@ class HttpFront:
         before_s = time.perf_counter()
         forward = await self._gateway.route(admission, body)
         self._metrics.route_seconds.labels(forward.kind.value).observe(time.perf_counter() - before_s)
+        describe(current_span(), forward)
         return forward
 
     async def _carry_to_any(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
@@ -147,3 +167,12 @@ class HttpFront:
             log.warning("request refused", extra=fields)
         if exchange.status is None:
             await exchange.send_error(error)
+
+
+def describe(span: Span, forward: Forward) -> None:
+    """Say on a request's span where it goes, and why there."""
+    span.rename(f"gateway {forward.kind.value}")
+    span.set("contextcache.endpoint", forward.endpoint.name)
+    span.set("contextcache.choice", forward.choice.reason.value)
+    if forward.session is not None:
+        span.set("contextcache.session_id", forward.session.session_id)

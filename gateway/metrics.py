@@ -55,6 +55,19 @@ class Metrics:
             "Changes of the endpoint file that could not be read; the last good endpoints stay.",
             registry=registry,
         )
+        self.discovery_failures = Counter(
+            "contextcache_gateway_discovery_failures_total",
+            "Lists and watches of the Kubernetes API that failed, by resource and reason: unavailable, forbidden, "
+            "unauthorized, not_found, conflict, expired, invalid, internal. The last known pods stay.",
+            ["resource", "reason"],
+            registry=registry,
+        )
+        self.discovery_synced = Gauge(
+            "contextcache_gateway_discovery_synced_timestamp_seconds",
+            "Unix time at which the Kubernetes API last said something, by resource.",
+            ["resource"],
+            registry=registry,
+        )
         self.requests_in_flight = Gauge(
             "contextcache_gateway_requests_in_flight",
             "Requests being carried, by endpoint.",
@@ -97,5 +110,10 @@ class Metrics:
         self.probe_failures = Counter(
             "contextcache_gateway_probe_failures_total",
             "Probe rounds that failed by a fault of our own.",
+            registry=registry,
+        )
+        self.lost_spans = Counter(
+            "contextcache_gateway_lost_spans_total",
+            "Spans of traces that did not reach the collector.",
             registry=registry,
         )
