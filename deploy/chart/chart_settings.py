@@ -1,0 +1,104 @@
+"""Settings of the processes as values of the chart: every field has one way in, and this file says which.
+
+`gateway.settings` and its like take the fields of the settings class in camelCase, 1:1. Those listed here are not
+among them: the chart sets them from other values, or nobody does on Kubernetes. tests/chart compares both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
+
+_FIXED = "the chart: ports, paths and addresses in pods are its own"
+_UNUSED = "nobody: means something on other platforms only"
+_TLS = {field: "tls" for field in ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name")}
+_TRACES = {"traces_endpoint": "tracing.endpoint", "traces_sample_ratio": "tracing.sampleRatio"}
+_EVERYWHERE = {**_TLS, **_TRACES}
+_METRICS = {"metrics_host": _FIXED, "metrics_port": _FIXED}
+
+CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "GATEWAY_": {
+        **_EVERYWHERE,
+        **_METRICS,
+        "host": _FIXED,
+        "port": _FIXED,
+        "manager": "the release's context managers",
+        "endpoints": _UNUSED,
+        "endpoints_file": _UNUSED,
+        "kubernetes_service_selector": "the release's Service of vLLM pods",
+        "kubernetes_namespace": "the release's namespace",
+        "kubernetes_port_name": _FIXED,
+        "kubernetes_sidecar_port_name": _FIXED,
+        "kubernetes_scheme": "tls.enabled",
+        "tls_clients": "envoy.mode: whoever stands in front has a certificate or has none",
+        "ext_proc_listen": "envoy.mode",
+        "secret_file": "signing",
+        "api_keys_file": "auth",
+        "drain_delay_s": "gateway.drainDelayS",
+        "log_level": "logLevel",
+    },
+    "MANAGER_": {
+        **_EVERYWHERE,
+        **_METRICS,
+        "listen": _FIXED,
+        "redis_url": "redis, valkey",
+        "redis_ca_file": "redis.tlsSecret",
+        "redis_cert_file": "redis.clientCertificate",
+        "redis_key_file": "redis.clientCertificate",
+        "sweep_lease": "contextManager.sweepLease",
+        "sweep_lease_namespace": "the release's namespace",
+        "sweep_lease_identity": "the pod's name",
+        "log_level": "logLevel",
+    },
+    "SIDECAR_": {
+        **_EVERYWHERE,
+        **_METRICS,
+        "unix_socket": _FIXED,
+        "listen": _FIXED,
+        "data_dir": _FIXED,
+        "shared_dir": _FIXED,
+        "share_data_dir": _FIXED,
+        "memory_limit_bytes": "sidecar.memoryLimit",
+        "disk_limit_bytes": "sidecar.diskLimit",
+        "peers": "sidecar.peers, sidecar.peerNetworks",
+        "log_level": "logLevel",
+    },
+    "TURN_": {
+        **_EVERYWHERE,
+        "manager": "the release's context managers",
+        "sidecar": _FIXED,
+        "secret_file": "signing",
+        "endpoint_name": "the pod's name",
+        "single_tenant": _UNUSED,
+    },
+    "ENVOY_": {
+        **_EVERYWHERE,
+        "gateways": "the release's gateways",
+        "pods": "the release's Service of vLLM pods",
+        "listen_host": _FIXED,
+        "listen_port": _FIXED,
+        "listen_cert_file": "envoy.tls",
+        "listen_key_file": "envoy.tls",
+        "metrics_listen": _FIXED,
+        "admin_host": _FIXED,
+        "admin_port": _FIXED,
+    },
+}
+"""Prefix of a process's settings → field → which value of the chart sets it. Envoy's have no environment."""
+
+
+def settings_schema(settings: type[BaseModel], prefix: str) -> dict[str, Any]:
+    """Return the JSON schema of the map of a process's settings: the fields the chart leaves to its user."""
+    properties = settings.model_json_schema()["properties"]
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            to_camel(name): {key: value for key, value in schema.items() if key not in {"title", "writeOnly"}}
+            for name, schema in properties.items()
+            if name not in CHART_SETTINGS[prefix]
+        },
+    }
