@@ -9,7 +9,7 @@ OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doc
 export TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start drain undrain clean demo bench bench-front ci
+.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start drain undrain clean demo bench bench-front images ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,9 +29,10 @@ proto-check: proto ## fail when the committed stubs are not what the protos say
 fmt: install ## format
 	@$(PY) -m ruff check --fix-only --quiet . ; $(PY) -m ruff format . && .venv/bin/buf format -w
 
-lint: install ## style, types, import rules, protos, spelling, dependencies
+lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
 	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry .
+	@.venv/bin/hadolint deploy/docker/Dockerfile*
 
 test: install ## every test: unit, contract, integration, real vLLM
 	@$(PY) -m pytest tests
@@ -64,5 +65,8 @@ bench: install ## time to first token: cold, prefix cache, restored after a rest
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
+
+images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>
+	@PYTHONPATH=. $(PY) -m deploy.docker build $(if $(BASE),--base $(BASE)) $(if $(VLLM_BASE),--vllm-base $(VLLM_BASE))
 
 ci: lint proto-check test ## what CI runs
