@@ -87,6 +87,14 @@ _VALUES: dict[str, Values] = {
     },
     "redis from a secret": {"redis": {"url": "", "existingSecret": "redis", "secretKey": "url"}},
     "redis over tls": {"redis": {"url": "rediss://redis.data.svc:6380/0", "tlsSecret": "redis-tls"}},
+    "redis over mutual tls": {
+        "redis": {
+            "url": "rediss+cluster://redis.data.svc:6380/0",
+            "tlsSecret": "redis-tls",
+            "clientCertificate": True,
+            "egress": {"port": 6380},
+        }
+    },
     "redis in one place": {
         "redis": {
             "egress": {
@@ -106,7 +114,7 @@ _VALUES: dict[str, Values] = {
     },
     "images by digest": merged(ENGINE, {"image": {"digest": DIGEST}, "engine": {"image": {"digest": DIGEST}}}),
     "an image tag": {"image": {"tag": "0.1.0-rc.1"}},
-    "pull secrets": merged(ENGINE, {"image": {"pullSecrets": [{"name": "regcred"}]}}),
+    "pull secrets": merged(ENGINE, {"image": {"pullSecrets": ["regcred"]}}),
     "existing secrets": {
         "auth": {"existingSecret": "keys", "secretKey": "keys.json"},
         "signing": {"existingSecret": "sign", "secretKey": "hmac"},
@@ -235,6 +243,20 @@ _VALUES: dict[str, Values] = {
             }
         },
     ),
+    "network policies of every kind": merged(
+        ENGINE,
+        INJECTOR,
+        {
+            "networkPolicy": {
+                "dns": {"to": [{"ipBlock": {"cidr": "169.254.20.10/32"}}], "ports": [53, 5353]},
+                "apiServer": {"webhookClients": [{"ipBlock": {"cidr": "10.0.0.0/24"}}]},
+                "modelDownload": {"enabled": False},
+                "injectedPods": {"restrictHttp": True},
+                "extraIngress": {"gateway": [{"from": [{"podSelector": {}}], "ports": [{"port": 8000}]}]},
+                "extraEgress": {"engine": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}]},
+            }
+        },
+    ),
     "monitoring": merged(MONITORING, ENGINE, INJECTOR),
     "pod monitor": {"monitoring": {"podMonitor": {"enabled": True}}},
     "rules": {"monitoring": {"prometheusRule": {"enabled": True}}},
@@ -258,7 +280,10 @@ _VALUES: dict[str, Values] = {
 
 RELEASES: dict[str, Release] = {name: Release(merged(REDIS, values)) for name, values in _VALUES.items()} | {
     "a long name": Release({**EVERYTHING}, name=LONG),
-    "a long name of the chart": Release(merged(EVERYTHING, {"nameOverride": "n" * 60}), name="r" * 50),
+    "a long name of the chart": Release(merged(EVERYTHING, {"nameOverride": "n" * 40}), name="r" * 50),
+    "a name that yaml takes for a truth value": Release(EVERYTHING, name="true"),
+    "a name that yaml takes for a number": Release(EVERYTHING, name="1e3"),
+    "a name with a dot": Release(EVERYTHING, name="llm.prod"),
     "a name like the chart's": Release(EVERYTHING, name="context-cache"),
     "another namespace": Release(EVERYTHING, namespace="team-b"),
     "kubernetes 1.30": Release(EVERYTHING, kube_version="1.30.0"),

@@ -1,0 +1,209 @@
+"""Values that cannot work are refused before anything is installed, in words that name the key."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.chart.tools import HELM_3, HELM_4
+from tests.chart.releases import ENGINE, INJECTOR, REDIS, merged
+from tests.chart.rendering import CHART, Release, helm_says
+
+GPU = merged(ENGINE, {"engine": {"gpu": {"count": 4}}})
+
+# Values, and the words that the complaint must have.
+WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
+    "an unknown key": ({"gatway": {"replicas": 3}}, ("gatway",)),
+    "an unknown key in a section": ({"gateway": {"replica": 3}}, ("gateway", "replica")),
+    "an unknown key deep down": (merged(ENGINE, {"engine": {"gpu": {"type": "H100"}}}), ("gpu", "type")),
+    "no pods": ({"gateway": {"replicas": 0}}, ("gateway", "replicas")),
+    "pods as text": ({"contextManager": {"replicas": "2"}}, ("contextManager", "replicas")),
+    "half a pod": ({"envoy": {"replicas": 1.5}}, ("envoy", "replicas")),
+    "a floating tag": ({"image": {"tag": "latest"}}, ("image", "tag")),
+    "a floating tag of the engine": (merged(ENGINE, {"engine": {"image": {"tag": "latest"}}}), ("engine", "tag")),
+    "half a digest": ({"image": {"digest": "sha256:12"}}, ("image", "digest")),
+    "a pull policy of one's own": ({"image": {"pullPolicy": "Sometimes"}}, ("pullPolicy",)),
+    "a repository in capitals": ({"image": {"repository": "Context-Cache"}}, ("repository",)),
+    "a name with capitals": ({"fullnameOverride": "ContextCache"}, ("fullnameOverride",)),
+    "a name that is too long": ({"fullnameOverride": "x" * 41}, ("fullnameOverride",)),
+    "a name that begins with a digit": ({"fullnameOverride": "1st"}, ("fullnameOverride",)),
+    "a label that the chart sets": ({"commonLabels": {"app.kubernetes.io/name": "x"}}, ("commonLabels",)),
+    "a label with a space": ({"commonLabels": {"a b": "c"}}, ("commonLabels",)),
+    "a label of a pod that is a number": ({"gateway": {"podLabels": {"a": 1}}}, ("podLabels",)),
+    "a log level of one's own": ({"logLevel": "verbose"}, ("logLevel",)),
+    "no store": ({"redis": {"url": ""}}, ("redis.url", "redis.existingSecret", "valkey.enabled")),
+    "two stores": ({"valkey": {"enabled": True}}, ("redis.url", "valkey.enabled")),
+    "a store and a secret with one": ({"redis": {"existingSecret": "r"}}, ("redis.url", "redis.existingSecret")),
+    "a store that is no redis": ({"redis": {"url": "http://redis:6379"}}, ("redis", "url")),
+    "a password in the open": ({"redis": {"url": "redis://user:secret@redis:6379/0"}}, ("redis", "url")),
+    "a port out of range": ({"gateway": {"service": {"port": 70000}}}, ("service", "port")),
+    "a service of one's own kind": ({"envoy": {"service": {"type": "Internal"}}}, ("service", "type")),
+    "a mode of one's own": ({"envoy": {"mode": "sidecar"}}, ("envoy", "mode")),
+    "a route without a gateway": ({"envoy": {"mode": "envoyGateway"}}, ("envoy.parentRefs",)),
+    "a pool without a gateway": ({"envoy": {"mode": "inferencePool"}}, ("envoy.parentRefs",)),
+    "two autoscalers": (
+        {"gateway": {"autoscaling": {"enabled": True}, "keda": {"enabled": True, "prometheusServer": "http://p"}}},
+        ("gateway.autoscaling", "gateway.keda"),
+    ),
+    "keda without prometheus": ({"gateway": {"keda": {"enabled": True}}}, ("gateway.keda.prometheusServer",)),
+    "fewer at most than at least": (
+        {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 2}}},
+        ("gateway.autoscaling", "maxReplicas"),
+    ),
+    "a setting that there is not": ({"gateway": {"settings": {"tenantRate": 1}}}, ("settings", "tenantRate")),
+    "a setting out of range": ({"gateway": {"settings": {"saturatedKvUsage": 2}}}, ("saturatedKvUsage",)),
+    "a setting that the chart sets": ({"gateway": {"settings": {"port": 1}}}, ("settings", "port")),
+    "a setting of the manager's that the chart sets": (
+        {"contextManager": {"settings": {"redisUrl": "redis://a"}}},
+        ("settings", "redisUrl"),
+    ),
+    "a setting of the sidecar's that is text": ({"sidecar": {"settings": {"ioThreads": "4"}}}, ("ioThreads",)),
+    "a setting of envoy's that there is not": ({"envoy": {"settings": {"timeout": 1}}}, ("settings", "timeout")),
+    "a setting of the turn's out of range": (
+        merged(ENGINE, {"engine": {"turn": {"replayThreshold": 0}}}),
+        ("replayThreshold",),
+    ),
+    "a key of the connector's that there is not": (
+        merged(ENGINE, {"engine": {"connector": {"minLoadTokens": 1}}}),
+        ("connector", "minLoadTokens"),
+    ),
+    "a setting as an extra variable": (
+        {"gateway": {"extraEnv": [{"name": "GATEWAY_PORT", "value": "1"}]}},
+        ("extraEnv",),
+    ),
+    "a variable without a name": ({"gateway": {"extraEnv": [{"value": "1"}]}}, ("extraEnv", "name")),
+    "a grace period shorter than the drain": (
+        {"gateway": {"drainDelayS": 30, "terminationGracePeriodSeconds": 45}},
+        ("gateway.terminationGracePeriodSeconds",),
+    ),
+    "an engine without a model": ({"engine": {"enabled": True}}, ("engine.model",)),
+    "a model that does not spread over its gpus": (
+        merged(GPU, {"engine": {"tensorParallelSize": 3}}),
+        ("engine.tensorParallelSize", "engine.gpu.count"),
+    ),
+    "blocks that engine blocks do not fill": (
+        merged(ENGINE, {"engine": {"blockSize": 48}}),
+        ("engine.blockSize", "blockTokens"),
+    ),
+    "an engine that is killed before it has drained": (
+        merged(ENGINE, {"engine": {"shutdownTimeoutS": 600}}),
+        ("engine.terminationGracePeriodSeconds",),
+    ),
+    "memory that does not fit into shared memory": (
+        merged(ENGINE, {"sidecar": {"memoryLimit": "16Gi"}}),
+        ("sidecar.memoryLimit", "engine.shm.sizeLimit"),
+    ),
+    "a disk limit beyond the disk": (
+        merged(ENGINE, {"sidecar": {"diskLimit": "200Gi"}}),
+        ("sidecar.diskLimit", "sidecar.storage.size"),
+    ),
+    "an amount of nonsense": (merged(ENGINE, {"sidecar": {"memoryLimit": "lots"}}), ("memoryLimit",)),
+    "a disk of one's own kind": ({"sidecar": {"storage": {"type": "nfs"}}}, ("storage", "type")),
+    "a claim without a name": (
+        merged(ENGINE, {"sidecar": {"storage": {"type": "existingClaim"}}}),
+        ("sidecar.storage.existingClaim",),
+    ),
+    "one claim for two pods": (
+        merged(
+            ENGINE,
+            {"engine": {"replicas": 2}, "sidecar": {"storage": {"type": "existingClaim", "existingClaim": "kv"}}},
+        ),
+        ("engine.replicas", "existingClaim"),
+    ),
+    "less than no gpu": (merged(ENGINE, {"engine": {"gpu": {"count": -1}}}), ("gpu", "count")),
+    "tls out of nowhere": (
+        {"tls": {"enabled": True}},
+        ("tls.existingSecret", "tls.certManager.enabled"),
+    ),
+    "tls from two places": (
+        {
+            "tls": {
+                "enabled": True,
+                "existingSecret": "t",
+                "certManager": {"enabled": True, "issuerRef": {"name": "ca"}},
+            }
+        },
+        ("tls.existingSecret", "tls.certManager"),
+    ),
+    "tls without an issuer": (
+        {"tls": {"enabled": True, "certManager": {"enabled": True}}},
+        ("tls.certManager.issuerRef.name",),
+    ),
+    "a duration of nonsense": ({"tls": {"certManager": {"duration": "90 days"}}}, ("certManager", "duration")),
+    "a failure policy of one's own": (
+        merged(INJECTOR, {"injector": {"failurePolicy": "Retry"}}),
+        ("injector", "failurePolicy"),
+    ),
+    "a webhook that waits too long": (merged(INJECTOR, {"injector": {"timeoutSeconds": 31}}), ("timeoutSeconds",)),
+    "a peer that is text": ({"networkPolicy": {"clients": ["10.0.0.0/8"]}}, ("networkPolicy", "clients")),
+    "a peer with a field that there is not": (
+        {"networkPolicy": {"clients": [{"cidr": "10.0.0.0/8"}]}},
+        ("clients", "cidr"),
+    ),
+    "more than all traces": ({"tracing": {"sampleRatio": 2}}, ("tracing", "sampleRatio")),
+    "a collector that is no url": ({"tracing": {"endpoint": "otel:4317"}}, ("tracing", "endpoint")),
+    "resources of nonsense": (
+        {"gateway": {"resources": {"limits": {"memory": "much"}}}},
+        ("resources", "memory"),
+    ),
+    "a toleration with a field that there is not": (
+        {"envoy": {"tolerations": [{"key": "a", "operater": "Exists"}]}},
+        ("tolerations", "operater"),
+    ),
+    "no evictions at all": ({"gateway": {"pdb": {"maxUnavailable": 0}}}, ("pdb", "maxUnavailable")),
+    "a monitor's interval of nonsense": ({"monitoring": {"podMonitor": {"interval": "often"}}}, ("interval",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("helm", [HELM_3, HELM_4], ids=lambda helm: helm.version)
+def test_wrong_values_are_refused_in_words_that_name_the_key(helm, name):
+    values, words = WRONG[name]
+    status, output, complaint = helm_says(Release(merged(REDIS, values)), helm)
+
+    assert (status != 0, output) == (True, "")
+    assert all(word in complaint.replace("/", ".") for word in words), complaint
+    assert len(complaint) < 1200, "not readable"
+
+
+def test_there_are_enough_wrong_values_and_they_are_wrong_for_one_reason():
+    """Each becomes right when what is wrong with it is taken away: its base is a release that renders."""
+    assert len(WRONG) >= 40
+    for base in (REDIS, merged(REDIS, ENGINE), merged(REDIS, INJECTOR), merged(REDIS, GPU)):
+        status, _, complaint = helm_says(Release(base))
+
+        assert status == 0, complaint
+
+
+def sections(node: dict, path: str = ""):
+    """Return every schema of an object with its place."""
+    if isinstance(node, dict):
+        yield path, node
+        for key, inner in node.items():
+            yield from sections(inner, f"{path}/{key}")
+    elif isinstance(node, list):
+        for number, inner in enumerate(node):
+            yield from sections(inner, f"{path}/{number}")
+
+
+def test_every_section_refuses_unknown_keys_and_describes_each_one():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    named = [(path, node) for path, node in sections(schema) if "properties" in node and "type" in node]
+
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert len(named) > 40
+    assert [path for path, node in named if node.get("additionalProperties") is not False] == []
+    undescribed = [
+        f"{path}/{key}"
+        for path, node in named
+        for key, value in node["properties"].items()
+        # What Kubernetes defines is described there.
+        if "description" not in value and "items" not in path.split("/") and _is_ours(path)
+    ]
+    assert undescribed == []
+
+
+def _is_ours(path: str) -> bool:
+    last = path.rpartition("/")[2]
+    return last not in {"resources", "affinity", "namespaceSelector", "ipBlock", "podSelector"}
