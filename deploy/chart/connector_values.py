@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 _SOURCE = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "settings.py"
-_JSON_TYPES = {"int": {"type": "integer", "minimum": 1}, "str": {"type": "string"}, "bool": {"type": "boolean"}}
+_JSON_TYPES: dict[str, dict[str, Any]] = {
+    "int": {"type": "integer", "minimum": 1},
+    "str": {"type": "string"},
+    "bool": {"type": "boolean"},
+}
 CHART_CONNECTOR_KEYS = {"sidecar": "the socket in the pod", "secret_file": "signing"}
 """Keys that the chart sets, and from what."""
 
@@ -34,7 +38,7 @@ def connector_schema(source: str | None = None) -> dict[str, Any]:
 
 
 def _property(field: ast.AnnAssign, text: ast.stmt) -> dict[str, Any]:
-    schema: dict[str, Any] = dict(_JSON_TYPES[ast.unparse(field.annotation)])
+    schema = dict(_JSON_TYPES[ast.unparse(field.annotation)])
     if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
         schema["description"] = " ".join(str(text.value.value).split())
     return schema

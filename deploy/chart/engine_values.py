@@ -19,6 +19,8 @@ ByteQuantity = Annotated[
     str, WithJsonSchema({"type": ["string", "integer"], "pattern": _BYTES, "examples": ["4Gi", "500M"]})
 ]
 """A Kubernetes quantity of bytes."""
+OptionalByteQuantity = Annotated[str, WithJsonSchema({"type": ["string", "integer"], "pattern": f"^$|{_BYTES}"})]
+"""The same, or nothing."""
 AbsolutePath = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^/[A-Za-z0-9._/-]+$"})]
 """A directory in a container."""
 
@@ -55,8 +57,8 @@ class ModelCache(Section):
     """Where the model is kept: a claim you have, a volume of the pod's own (size), else an emptyDir."""
 
     existing_claim: SecretName = Field("", description="PersistentVolumeClaim with or for models, shared by all pods")
-    size: Annotated[str, WithJsonSchema({"type": "string", "pattern": _BYTES[:1] + "(" + _BYTES[1:-1] + ")?$"})] = (
-        Field("", description="size of a volume of each pod's own that goes with the pod; empty: an emptyDir")
+    size: OptionalByteQuantity = Field(
+        "", description="size of a volume of each pod's own that goes with the pod; empty: an emptyDir"
     )
     storage_class_name: SecretName = Field("", description="its StorageClass; empty: the cluster's default")
     mount_path: AbsolutePath = Field("/models", description="where it is mounted; HF_HOME points there")

@@ -1,0 +1,217 @@
+{{/*
+What makes a pod with vLLM one of the release's: the kv-sidecar beside it, the files both share, the turn middleware's
+environment and the connector's configuration. engine.yaml uses it for the chart's own pods; the injector gets the same
+text as data and patches it into others. All take the root and give YAML lists, transferConfig a JSON object.
+
+Both containers should run as one user: the socket, blocks and saves in flight are files of one that the other opens.
+*/}}
+
+{{/*
+Bytes in a Kubernetes quantity, as an integer: dict "name" "sidecar.memoryLimit" "value" "4Gi". Settings of processes are
+plain numbers of bytes.
+*/}}
+{{- define "context-cache.bytes" -}}
+{{- $text := ternary .value (.value | toJson) (kindIs "string" .value) }}
+{{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$" $text) }}
+{{- fail (printf "%s: %s is no amount of bytes such as 4Gi or 500M" .name $text) }}
+{{- end }}
+{{- $unit := regexFind "[A-Za-z]*$" $text }}
+{{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 }}
+{{- $number := trimSuffix $unit $text | float64 }}
+{{- if $unit }}{{ $number = mulf $number (get $units $unit) }}{{ end }}
+{{- printf "%.0f" (floor $number) }}
+{{- end }}
+
+{{/*
+A native sidecar: it is ready before vLLM starts and gets SIGTERM after vLLM has ended, so the last saves find it. It
+has no readiness probe, which would count for the whole pod: without it vLLM still answers, it only computes more.
+*/}}
+{{- define "context-cache.sidecar.container" -}}
+- name: kv-sidecar
+  image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  restartPolicy: Always
+  args: [sidecar]
+  env:
+    - name: SIDECAR_UNIX_SOCKET
+      value: /run/context-cache/sidecar.sock
+    - name: SIDECAR_LISTEN
+      value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
+    - name: SIDECAR_DATA_DIR
+      value: /var/lib/context-cache
+    # vLLM has the volume under the same path and reads blocks there itself.
+    - name: SIDECAR_SHARE_DATA_DIR
+      value: "1"
+    - name: SIDECAR_SHARED_DIR
+      value: /dev/shm/context-cache
+    - name: SIDECAR_MEMORY_LIMIT_BYTES
+      value: {{ include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | quote }}
+    - name: SIDECAR_DISK_LIMIT_BYTES
+      value: {{ include "context-cache.bytes" (dict "name" "sidecar.diskLimit" "value" .Values.sidecar.diskLimit) | quote }}
+    - name: SIDECAR_PEERS
+      value: {{ include "context-cache.sidecar.peers" . | quote }}
+    - name: SIDECAR_METRICS_HOST
+      value: 0.0.0.0
+    - name: SIDECAR_METRICS_PORT
+      value: "9091"
+    - name: SIDECAR_LOG_LEVEL
+      value: {{ .Values.logLevel }}
+    {{- include "context-cache.tls.env" (dict "root" . "prefix" "SIDECAR_") | nindent 4 }}
+    {{- include "context-cache.traces.env" (dict "root" . "prefix" "SIDECAR_") | nindent 4 }}
+    {{- include "context-cache.settingsEnv" (dict "prefix" "SIDECAR_" "settings" .Values.sidecar.settings) | nindent 4 }}
+  ports:
+    - name: kv-grpc
+      containerPort: {{ .Values.discovery.sidecarPort }}
+    - name: kv-metrics
+      containerPort: 9091
+  # Plain HTTP, as kubelets have no certificate. A start reads every manifest on the disk first.
+  startupProbe:
+    httpGet:
+      path: /healthz
+      port: kv-metrics
+    periodSeconds: 2
+    timeoutSeconds: 5
+    failureThreshold: 150
+  livenessProbe:
+    httpGet:
+      path: /healthz
+      port: kv-metrics
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
+  terminationMessagePolicy: FallbackToLogsOnError
+  securityContext:
+    {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
+  # Pages of the tmpfs count for whoever wrote them: those of blocks read from disk or from peers for the sidecar.
+  resources:
+    {{- toYaml .Values.sidecar.resources | nindent 4 }}
+  volumeMounts:
+    - name: kv-run
+      mountPath: /run/context-cache
+    - name: kv-shm
+      mountPath: /dev/shm
+    - name: kv-blocks
+      mountPath: /var/lib/context-cache
+    {{- include "context-cache.tls.mount" . | nindent 4 }}
+{{- end }}
+
+{{/* Whom the sidecar may pull from, a JSON list. Pods come and go, so it cannot list them. */}}
+{{- define "context-cache.sidecar.peers" -}}
+{{- if not .Values.sidecar.peers }}
+{{- list | toJson }}
+{{- else }}
+{{- .Values.sidecar.peerNetworks | default (list "*") | toJson }}
+{{- end }}
+{{- end }}
+
+{{/* Volumes of a pod with vLLM: what the two containers share, and the Secrets the plugin and the sidecar read. */}}
+{{- define "context-cache.sidecar.volumes" -}}
+- name: kv-run
+  emptyDir: {}
+- name: kv-shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.engine.shm.sizeLimit }}
+- name: kv-blocks
+  {{- with .Values.sidecar.storage }}
+  {{- if eq .type "existingClaim" }}
+  persistentVolumeClaim:
+    claimName: {{ .existingClaim }}
+  {{- else if eq .type "ephemeral" }}
+  ephemeral:
+    {{- include "context-cache.engine.volumeClaimTemplate" . | nindent 4 }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .size }}
+  {{- end }}
+  {{- end }}
+{{ include "context-cache.signing.volume" . }}
+{{ include "context-cache.tls.volume" . }}
+{{- end }}
+
+{{/* A volume that is made and deleted with its pod: takes what has size and storageClassName. */}}
+{{- define "context-cache.engine.volumeClaimTemplate" -}}
+volumeClaimTemplate:
+  spec:
+    accessModes: [ReadWriteOnce]
+    {{- with .storageClassName }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ .size }}
+{{- end }}
+
+{{/* Environment of the turn middleware, in vLLM's container. */}}
+{{- define "context-cache.engine.env" -}}
+- name: TURN_MANAGER
+  value: {{ include "context-cache.manager.address" . | quote }}
+- name: TURN_SIDECAR
+  value: unix:///run/context-cache/sidecar.sock
+- name: TURN_SECRET_FILE
+  value: /etc/context-cache/signing/secret
+# The gateway finds pods in EndpointSlices, under the same name.
+- name: TURN_ENDPOINT_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.name
+{{ include "context-cache.tls.env" (dict "root" . "prefix" "TURN_") }}
+{{ include "context-cache.traces.env" (dict "root" . "prefix" "TURN_") }}
+{{ include "context-cache.settingsEnv" (dict "prefix" "TURN_" "settings" .Values.engine.turn) }}
+{{- end }}
+
+{{/* Mounts of vLLM's container. It only reads blocks on the disk; saves go through shared memory. */}}
+{{- define "context-cache.engine.mounts" -}}
+- name: kv-run
+  mountPath: /run/context-cache
+- name: kv-shm
+  mountPath: /dev/shm
+- name: kv-blocks
+  mountPath: /var/lib/context-cache
+  readOnly: true
+{{ include "context-cache.signing.mount" . }}
+{{ include "context-cache.tls.mount" . }}
+{{- end }}
+
+{{/* The value of --kv-transfer-config. A load that fails costs time, never an answer: recompute. */}}
+{{- define "context-cache.engine.transferConfig" -}}
+{{- $own := dict "sidecar" "unix:///run/context-cache/sidecar.sock" "secret_file" "/etc/context-cache/signing/secret" }}
+{{- dict
+  "kv_connector" "ContextCacheConnector"
+  "kv_connector_module_path" "vllm_plugin.connector"
+  "kv_role" "kv_both"
+  "kv_load_failure_policy" "recompute"
+  "kv_connector_extra_config" (merge (dict) $own .Values.engine.connector) | toJson }}
+{{- end }}
+
+{{/*
+Stops with a readable message where the sidecar's values contradict each other: beside the chart's engine and in injected
+pods.
+*/}}
+{{- define "context-cache.sidecar.check" -}}
+{{- $memory := include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | float64 }}
+{{- $disk := include "context-cache.bytes" (dict "name" "sidecar.diskLimit" "value" .Values.sidecar.diskLimit) | float64 }}
+{{- $size := include "context-cache.bytes" (dict "name" "sidecar.storage.size" "value" .Values.sidecar.storage.size) | float64 }}
+{{- $shm := include "context-cache.bytes" (dict "name" "engine.shm.sizeLimit" "value" .Values.engine.shm.sizeLimit) | float64 }}
+{{- $ranks := ternary .Values.engine.tensorParallelSize 1 .Values.engine.enabled | int }}
+{{- $staging := mulf $ranks (get .Values.engine.connector "staging_limit_bytes" | default 1073741824) }}
+{{- if gt (addf $memory $staging) $shm }}
+{{- fail (printf "engine.shm.sizeLimit (%v) must hold sidecar.memoryLimit (%v) and, for each of %d tensor-parallel ranks, engine.connector.staging_limit_bytes (1Gi by default): %.1f GiB in all" .Values.engine.shm.sizeLimit .Values.sidecar.memoryLimit $ranks (divf (addf $memory $staging) 1073741824.0)) }}
+{{- end }}
+{{- if and (ne .Values.sidecar.storage.type "existingClaim") (ge $disk $size) }}
+{{- fail (printf "sidecar.diskLimit (%v) must be less than sidecar.storage.size (%v): manifests and unfinished files need room too" .Values.sidecar.diskLimit .Values.sidecar.storage.size) }}
+{{- end }}
+{{- with dig "limits" "memory" "" .Values.sidecar.resources }}
+{{- if le (include "context-cache.bytes" (dict "name" "sidecar.resources.limits.memory" "value" .) | float64) $memory }}
+{{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v), whose pages it counts: the sidecar would be killed" . $.Values.sidecar.memoryLimit) }}
+{{- end }}
+{{- end }}
+{{- if eq .Values.sidecar.storage.type "existingClaim" }}
+{{- if not .Values.sidecar.storage.existingClaim }}
+{{- fail "sidecar.storage.existingClaim must name a PersistentVolumeClaim with sidecar.storage.type existingClaim" }}
+{{- end }}
+{{- if or .Values.injector.enabled (gt (int .Values.engine.replicas) 1) }}
+{{- fail "sidecar.storage.type existingClaim is for one pod: a data directory has one sidecar. Use ephemeral or emptyDir for several replicas or with the injector" }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,158 @@
+{{/*
+The chart's own vLLM container: what injected pods bring themselves. All take the root.
+*/}}
+
+{{/* Arguments of `vllm serve`. */}}
+{{- define "context-cache.engine.args" -}}
+{{- $engine := .Values.engine }}
+- {{ $engine.model | quote }}
+- --host=0.0.0.0
+- --port={{ .Values.discovery.port }}
+{{- with $engine.servedModelName }}
+- {{ printf "--served-model-name=%s" . | quote }}
+{{- end }}
+- --tensor-parallel-size={{ $engine.tensorParallelSize }}
+- {{ printf "--dtype=%s" $engine.dtype | quote }}
+- --block-size={{ $engine.blockSize }}
+{{- if $engine.maxModelLen }}
+- --max-model-len={{ $engine.maxModelLen | int64 }}
+{{- end }}
+- --shutdown-timeout={{ $engine.shutdownTimeoutS }}
+- --middleware=vllm_plugin.turn.middleware.TurnMiddleware
+# Usage says how many tokens were found in the cache: it is what a context's receipt is made from.
+- --enable-prompt-tokens-details
+- {{ printf "--kv-transfer-config=%s" (include "context-cache.engine.transferConfig" .) | quote }}
+{{- if .Values.tls.enabled }}
+# vLLM shows a certificate and asks for none, as kubelets that probe it have none. Sessions are guarded by the signed
+# header, everything else by the NetworkPolicy.
+- --ssl-certfile=/etc/context-cache/tls/tls.crt
+- --ssl-keyfile=/etc/context-cache/tls/tls.key
+- --enable-ssl-refresh
+{{- end }}
+{{- range $engine.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Environment beside the plugin's. What extraEnv says wins: no name may stand twice. */}}
+{{- define "context-cache.engine.ownEnv" -}}
+{{- $engine := .Values.engine }}
+{{- $env := dict
+  "HF_HOME" $engine.modelCache.mountPath
+  "VLLM_NO_USAGE_STATS" "1"
+  "DO_NOT_TRACK" "1" }}
+{{- /* Caches of compilers go under HOME. PyTorch asks for the user's name, which a UID without an entry in passwd lacks. */}}
+{{- $_ := merge $env (dict "HOME" "/tmp" "USER" "context-cache") }}
+{{- if eq (int $engine.gpu.count) 0 }}
+{{- /* Binding threads to cores needs rights that containers lack. */}}
+{{- $_ := merge $env (dict "VLLM_CPU_KVCACHE_SPACE" ($engine.cpuKvCacheGiB | toString) "VLLM_CPU_OMP_THREADS_BIND" "nobind") }}
+{{- end }}
+{{- range $engine.extraEnv }}
+{{- $_ := unset $env .name }}
+{{- end }}
+{{- range $name, $value := $env }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- with $engine.hfTokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .name }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/*
+Probes of vLLM. Loading a model may take long, which is the startup probe's business; afterwards /health fails when the
+engine is dead, and a restart costs minutes, so liveness is patient.
+*/}}
+{{- define "context-cache.engine.probes" -}}
+{{- $probes := .Values.engine.probes }}
+{{- $scheme := ternary "HTTPS" "HTTP" .Values.tls.enabled }}
+startupProbe:
+  httpGet:
+    path: /health
+    port: http
+    scheme: {{ $scheme }}
+  periodSeconds: 10
+  timeoutSeconds: {{ $probes.timeoutS }}
+  failureThreshold: {{ divf $probes.startupS 10 | ceil | int }}
+livenessProbe:
+  httpGet:
+    path: /health
+    port: http
+    scheme: {{ $scheme }}
+  periodSeconds: 10
+  timeoutSeconds: {{ $probes.timeoutS }}
+  failureThreshold: {{ $probes.livenessFailures }}
+readinessProbe:
+  httpGet:
+    path: /health
+    port: http
+    scheme: {{ $scheme }}
+  periodSeconds: 5
+  timeoutSeconds: {{ $probes.timeoutS }}
+  failureThreshold: 3
+{{- end }}
+
+{{/* Resources of vLLM's container, the accelerators among them: limit and request of these are always equal. */}}
+{{- define "context-cache.engine.resources" -}}
+{{- $resources := deepCopy .Values.engine.resources }}
+{{- with .Values.engine.gpu }}
+{{- if gt (int .count) 0 }}
+{{- $gpus := dict .resource (.count | int) }}
+{{- $_ := mergeOverwrite $resources (dict "limits" $gpus "requests" $gpus) }}
+{{- end }}
+{{- end }}
+{{- toYaml $resources }}
+{{- end }}
+
+{{/* A claim of one pod cannot be handed over while the old pod lives. */}}
+{{- define "context-cache.engine.strategy" -}}
+{{- if eq .Values.sidecar.storage.type "existingClaim" }}
+type: Recreate
+{{- else }}
+type: RollingUpdate
+rollingUpdate:
+  maxSurge: {{ .Values.engine.rollout.maxSurge }}
+  maxUnavailable: {{ .Values.engine.rollout.maxUnavailable }}
+{{- end }}
+{{- end }}
+
+{{/* Stops with a readable message where the engine's values contradict each other. */}}
+{{- define "context-cache.engine.check" -}}
+{{- $engine := .Values.engine }}
+{{- if not $engine.model }}
+{{- fail "engine.model: required with engine.enabled, a model's name at the hub or a path under engine.modelCache.mountPath" }}
+{{- end }}
+{{- $tp := int $engine.tensorParallelSize }}
+{{- $gpus := int $engine.gpu.count }}
+{{- if and (gt $gpus 0) (ne (mod $gpus $tp) 0) }}
+{{- fail (printf "engine.tensorParallelSize (%d) must divide into engine.gpu.count (%d): each rank needs a GPU of the pod" $tp $gpus) }}
+{{- end }}
+{{- $tokens := get .Values.sidecar.settings "blockTokens" | default 256 | int }}
+{{- if ne (mod $tokens (int $engine.blockSize)) 0 }}
+{{- fail (printf "sidecar.settings.blockTokens (%d) must be a multiple of engine.blockSize (%d)" $tokens (int $engine.blockSize)) }}
+{{- end }}
+{{- $drain := get .Values.sidecar.settings "drainS" | default 5 | float64 | ceil | int }}
+{{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS $drain }}
+{{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
+{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must hold engine.preStopSleepS, engine.shutdownTimeoutS and the sidecar's drainS: %d s in all, else running answers are cut" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
+{{- end }}
+{{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
+{{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0, no pod could be replaced" }}
+{{- end }}
+{{- with dig "limits" "memory" "" $engine.resources }}
+{{- if le (include "context-cache.bytes" (dict "name" "engine.resources.limits.memory" "value" .) | float64) (include "context-cache.bytes" (dict "name" "engine.shm.sizeLimit" "value" $engine.shm.sizeLimit) | float64) }}
+{{- fail (printf "engine.resources.limits.memory (%v) must exceed engine.shm.sizeLimit (%v), whose pages it counts: vLLM would be killed" . $engine.shm.sizeLimit) }}
+{{- end }}
+{{- end }}
+{{- range $engine.extraArgs }}
+{{- if regexMatch "^--(host|port|model|tensor-parallel-size|block-size|kv-transfer-config|shutdown-timeout|ssl-[a-z]+|uds)(=|$)" . }}
+{{- fail (printf "engine.extraArgs: %s is set from other values: engine.model, .tensorParallelSize, .blockSize, .connector, .shutdownTimeoutS, discovery.port, tls" (splitList "=" . | first)) }}
+{{- end }}
+{{- end }}
+{{- end }}
