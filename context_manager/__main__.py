@@ -15,11 +15,13 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_store import RedisSessionStore
 from context_manager.server import manager_server
+from context_manager.session_count import SessionCount
 from context_manager.settings import ManagerSettings
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import SystemClock
 from contextcache.logs import set_up_logs
 from contextcache.process import run_until_signalled, wants_help
+from contextcache.tracing import tracer_of
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +35,13 @@ async def serve(
     registry = CollectorRegistry()
     metrics = ManagerMetrics(registry)
     async with AsyncExitStack() as stack:
+        tracer = tracer_of(settings, part="manager", on_lost=metrics.lost_spans.inc)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
         connection = RedisConnection(
             settings.redis_url.get_secret_value(),
             timeout_s=settings.redis_timeout_s,
             max_connections=settings.redis_max_connections,
+            on_error=lambda name: metrics.redis_errors.labels(name).inc(),
         )
         store = RedisSessionStore(connection, tombstone_s=settings.tombstone_s)
         stack.push_async_callback(store.close)
@@ -44,7 +49,9 @@ async def serve(
         manager = ContextCacheManager(store, clock=SystemClock(), metrics=metrics, ttl_bounds=bounds)
         if settings.metrics_port:
             _serve_metrics(settings, registry, stack)
-        server = manager_server(manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs)
+        server = manager_server(
+            manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer
+        )
         sweeper = SessionSweeper(
             manager, metrics=metrics, interval_s=settings.sweep_interval_s, limit=settings.sweep_limit
         )
@@ -52,6 +59,9 @@ async def serve(
         stack.push_async_callback(server.stop, settings.drain_s)
         sweeper.start()
         stack.push_async_callback(sweeper.stop)
+        count = SessionCount(manager, metrics=metrics)
+        count.start()
+        stack.push_async_callback(count.stop)
         log.info("manager started", extra={"listen": settings.listen, "port": server.ports[0]})
         if on_started is not None:
             on_started(server.ports[0])

@@ -167,6 +167,11 @@ class ContextCacheManager:
                 tenant, limit=limit, after=after, model_id=model_id, now_ms=self._clock.now_ms()
             )
 
+    async def count_sessions(self) -> int:
+        """Return how many sessions live, those due and not swept yet included."""
+        with self._metrics.store_call("count"):
+            return await self._store.count_sessions()
+
     async def sweep(self, limit: int) -> int:
         """Bury up to `limit` due sessions and return how many; fewer than `limit` means that none is left.
 

@@ -191,6 +191,10 @@ class MemorySessionStore(SessionStore):
         return tuple(taken)
 
     @override
+    async def count_sessions(self) -> int:
+        return sum(not row.is_tombstone for row in self._rows.values())
+
+    @override
     async def close(self) -> None:
         self._rows.clear()
         self._transcripts.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contextcache.errors import ContextCacheError
 
@@ -25,6 +25,20 @@ class ManagerMetrics:
         self.sessions_abandoned = counter("sessions_abandoned_total", "Reserved sessions whose lease ended unused")
         self.refusals = counter("refusals_total", "Calls refused, by operation and error code", ("operation", "code"))
         self.sweep_failures = counter("sweep_failures_total", "Sweeps that ended in an error")
+        self.last_sweep = Gauge(
+            "contextcache_manager_last_sweep_timestamp_seconds",
+            "Unix time of this process's last whole sweep; 0: none yet, another manager may be the one that sweeps",
+            registry=registry,
+        )
+        self.sessions = Gauge(
+            "contextcache_manager_sessions",
+            "Live sessions of the deployment, as this manager counted them last",
+            registry=registry,
+        )
+        self.redis_errors = counter(
+            "redis_errors_total", "Redis commands that failed, by the client library's name for the error", ("error",)
+        )
+        self.lost_spans = counter("lost_spans_total", "Spans of traces that did not reach the collector")
         self._store_duration = Histogram(
             "contextcache_manager_store_duration_seconds",
             "Time the store took for one operation, refusals included",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,8 +55,19 @@ class RedisConnection:
     Waiting for a free connection counts. Connects lazily, in the loop of the first call.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, max_connections: int) -> None:
-        """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        max_connections: int,
+        on_error: Callable[[str], object] = lambda _name: None,
+    ) -> None:
+        """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above.
+
+        `on_error` is told the name of the client library's error for each command that failed.
+        """
+        self._on_error = on_error
         self._client, self._sentinels = _open(url, timeout_s=timeout_s, max_connections=max_connections)
         self._timeout_s = timeout_s
         # redis-py's pools raise when they are empty; waiting here keeps bound and deadline in one place.
@@ -86,7 +97,7 @@ class RedisConnection:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()
         except _FOREIGN_ERRORS as exc:
-            raise _mapped(exc) from exc
+            raise self._counted(exc) from exc
         return answers
 
     async def close(self) -> None:
@@ -110,7 +121,11 @@ class RedisConnection:
         except NoScriptError:
             raise
         except _FOREIGN_ERRORS as exc:
-            raise _mapped(exc) from exc
+            raise self._counted(exc) from exc
+
+    def _counted(self, exc: Exception) -> ContextCacheError:
+        self._on_error(type(exc).__name__)
+        return _mapped(exc)
 
 
 def _mapped(exc: Exception) -> ContextCacheError:

@@ -27,7 +27,7 @@ from context_manager.redis_listing import SessionLister
 from context_manager.redis_scripts import load_scripts
 from context_manager.segment_codec import pack_segment, unpack_segment
 from context_manager.session_row import existing_row, metadata_to_field, new_row, row_to_fields
-from context_manager.store import SWEEP_BATCH, SessionKey, SessionStore, Swept
+from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore, Swept
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
     CacheSessionMetadata,
@@ -178,6 +178,10 @@ class RedisSessionStore(SessionStore):
             Swept(key_of_member(name), is_abandoned=kind == b"abandoned")
             for name, kind in zip(taken[::2], taken[1::2], strict=True)
         )
+
+    @override
+    async def count_sessions(self) -> int:
+        return sum(await self._redis.batch([("ZCARD", expiry_key(shard)) for shard in range(NUM_SHARDS)]))
 
     @override
     async def close(self) -> None:

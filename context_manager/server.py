@@ -16,6 +16,7 @@ from contextcache.convert import (
     session_to_pb,
 )
 from contextcache.grpc_server import GrpcServer
+from contextcache.tracing import NO_TRACER, Tracer
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 
@@ -113,7 +114,9 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
         return pb.ListSessionsResponse(sessions=[session_to_pb(session) for session in sessions], has_more=has_more)
 
 
-def manager_server(manager: ContextCacheManager, *, listen: str, max_concurrent_rpcs: int) -> GrpcServer:
+def manager_server(
+    manager: ContextCacheManager, *, listen: str, max_concurrent_rpcs: int, tracer: Tracer = NO_TRACER
+) -> GrpcServer:
     """Return a bound server of `manager`, not started yet. Raises OSError when the address is taken."""
     service = ContextManagerService(manager)
     return GrpcServer(
@@ -121,4 +124,5 @@ def manager_server(manager: ContextCacheManager, *, listen: str, max_concurrent_
         service_name=SERVICE_NAME,
         add_service=lambda server: pb_grpc.add_ContextManagerServiceServicer_to_server(service, server),
         max_concurrent_rpcs=max_concurrent_rpcs,
+        tracer=tracer,
     )

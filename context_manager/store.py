@@ -140,6 +140,10 @@ class SessionStore(Protocol):
         """
         ...
 
+    async def count_sessions(self) -> int:
+        """Return how many sessions are not tombstones, of all tenants; one cheap look, not atomic over the shards."""
+        ...
+
     async def close(self) -> None:
         """Give back connections."""
         ...

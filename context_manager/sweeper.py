@@ -56,6 +56,7 @@ class SessionSweeper:
                 self._metrics.sweep_failures.inc()
                 log.exception("sweep failed")
             else:
+                self._metrics.last_sweep.set_to_current_time()
                 if num_swept:
                     log.info("sessions swept", extra={"num_sessions": num_swept})
             await asyncio.sleep(self._interval_s)

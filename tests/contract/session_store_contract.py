@@ -64,6 +64,19 @@ class SessionStoreContract:
         await self.reserve(store, new, now_ms=now_ms)
         return await store.commit_turn(first_commit(SessionKey(new.tenant, new.session_id)), now_ms=now_ms)
 
+    async def test_counts_sessions_and_no_tombstones(self, store: SessionStore) -> None:
+        assert await store.count_sessions() == 0
+        await self.create(store)
+        await self.reserve(store, replace(NEW, session_id="ctx_2"), lease_id="other")
+        await self.reserve(store, replace(NEW, tenant="other", session_id="ctx_3"), lease_id="third")
+
+        assert await store.count_sessions() == 3
+
+        await store.take_expired(shard_of(KEY.tenant, KEY.session_id), now_ms=NOW + TTL_MS, limit=10)
+        assert await store.count_sessions() <= 2
+        await store.unregister(SessionKey("other", "ctx_3"), now_ms=NOW)
+        assert await store.count_sessions() <= 1
+
     async def begin(
         self,
         store: SessionStore,
