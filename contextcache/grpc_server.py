@@ -13,14 +13,17 @@ from grpc_reflection.v1alpha import reflection
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError
+from contextcache.grpc_tls import CONNECTION_OPTIONS, NamedPeers, server_credentials
 from contextcache.grpc_tracing import TracedCalls
 from contextcache.rpc import CHANNEL_OPTIONS, error_metadata
+from contextcache.tls import WatchedTls
 from contextcache.tracing import NO_TRACER, Tracer
 
 log = logging.getLogger(__name__)
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *CHANNEL_OPTIONS,
+    *CONNECTION_OPTIONS,
     # Below the clients' 30 s keepalive, so that their pings are never answered with GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # gRPC's default would share a taken port with whoever has it and let each get half of the calls.
@@ -88,10 +91,15 @@ class GrpcServer:
         add_service: Callable[[grpc.aio.Server], None],
         max_concurrent_rpcs: int,
         tracer: Tracer = NO_TRACER,
+        tls: WatchedTls | None = None,
     ) -> None:
-        """Bind `addresses` (`127.0.0.1:0` and `unix:///path` both work). Raises OSError when one is taken."""
+        """Bind `addresses` (`127.0.0.1:0` and `unix:///path` both work). Raises OSError when one is taken.
+
+        `tls`: callers show a certificate with the deployment's name, but over a Unix socket.
+        """
+        named = [] if tls is None else [NamedPeers(tls.server_name)]
         self._server = grpc.aio.server(
-            interceptors=[ErrorMapping(), *_tracing(tracer)],
+            interceptors=[*named, ErrorMapping(), *_tracing(tracer)],
             options=SERVER_OPTIONS,
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
@@ -101,16 +109,20 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self.ports = [bind(self._server, address) for address in addresses]
+        self.ports = [bind(self._server, address, tls=tls) for address in addresses]
         """Ports really bound, in the order of `addresses`."""
+        self.is_serving = False
+        """From the start until it is told to stop."""
 
     async def start(self) -> None:
         """Serve, and report SERVING for the service and for the server as a whole."""
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self.is_serving = True
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new calls, let running ones finish for `grace_s`, then end them."""
+        self.is_serving = False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.stop(grace_s)
 
@@ -124,10 +136,16 @@ def _tracing(tracer: Tracer) -> list[grpc.aio.ServerInterceptor]:
     return [] if tracer is NO_TRACER else [TracedCalls(tracer)]
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
-    """Have `server` listen on `address` and return the port. Raises OSError when it is taken."""
+def bind(server: grpc.aio.Server, address: str, *, tls: WatchedTls | None = None) -> int:
+    """Have `server` listen on `address` and return the port. Raises OSError when it is taken.
+
+    With `tls` only who has a certificate of the CA is let in, but over a Unix socket.
+    """
     try:
-        port: int = server.add_insecure_port(address)
+        if tls is None or address.startswith("unix:"):
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(tls))
     except RuntimeError as exc:
         raise OSError(f"cannot listen on {address}: {exc}") from exc
     if port == 0:

@@ -1,13 +1,23 @@
-"""What every server process does around its work: arguments, stop signals, one event loop."""
+"""What every server process does around its work: arguments, settings, stop signals, one event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from contextcache.logs import set_up_logs
 from contextcache.settings import ProcessSettings, settings_help
+
+log = logging.getLogger(__name__)
+
+SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 
 def wants_help(settings: type[ProcessSettings], purpose: str) -> bool:
@@ -19,6 +29,39 @@ def wants_help(settings: type[ProcessSettings], purpose: str) -> bool:
     if arguments in (["--help"], ["-h"]):
         return True
     sys.exit(2)
+
+
+def settings_or_exit(settings: type[SettingsT]) -> SettingsT:
+    """Read the environment; exit 2 with a line for each wrong variable, which does not repeat what it holds."""
+    prefix = settings.model_config.get("env_prefix", "")
+    try:
+        return settings()
+    except ValidationError as exc:
+        for error in exc.errors(include_input=False, include_url=False):
+            name = "_".join(map(str, error["loc"])).upper()
+            print(f"{prefix}{name}: {error['msg']}" if name else error["msg"], file=sys.stderr)
+    except SettingsError as exc:
+        print(exc, file=sys.stderr)
+    sys.exit(2)
+
+
+def run_part(
+    name: str,
+    serve: Callable[[asyncio.Event], Awaitable[None]],
+    *,
+    log_level: str,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Set up logs and run `serve` until it is signalled; exit 1, with the reason, when it cannot start.
+
+    OSError and ValueError are such reasons: a port that is taken, a file that is missing or broken.
+    """
+    set_up_logs(log_level)
+    try:
+        run_until_signalled(serve, loop_factory=loop_factory)
+    except (OSError, ValueError) as exc:
+        log.error("%s cannot start", name, extra={"error": str(exc)})  # noqa: TRY400 - the reason, not the stack
+        sys.exit(1)
 
 
 def run_until_signalled(
