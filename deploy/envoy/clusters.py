@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from deploy.envoy.routes import GATEWAY_HTTP, PODS, TYPE
-from deploy.envoy.settings import EnvoySettings
+from deploy.envoy.settings import EnvoySettings, duration, split_address
+from deploy.envoy.tls import upstream_tls
+from deploy.envoy.traces import traces_cluster
 
 PLUGIN = "plugin"
 """Cluster of the external processors."""
@@ -35,8 +37,8 @@ _LEAST_REQUEST = {
 
 
 def clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
-    """Return the three clusters."""
-    return [_pods(settings), _plugin(settings), _gateway_http(settings)]
+    """Return the three clusters, and the trace collector's when there is one."""
+    return [_pods(settings), _plugin(settings), _gateway_http(settings), *traces_cluster(settings)]
 
 
 def _pods(settings: EnvoySettings) -> dict[str, Any]:
@@ -52,7 +54,10 @@ def _pods(settings: EnvoySettings) -> dict[str, Any]:
         **_cluster(PODS, settings.pods, settings),
         "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
         "health_checks": [_health_check({"http_health_check": {"path": "/health"}})],
+        # A pod that its Service no longer lists gets nothing new, though it answers still: it ends or is not ready.
+        "ignore_health_on_host_removal": True,
         "typed_extension_protocol_options": _http_1(),
+        **upstream_tls(settings, "http/1.1"),
     }
 
 
@@ -81,6 +86,7 @@ def _plugin(settings: EnvoySettings) -> dict[str, Any]:
                 }
             }
         ),
+        **upstream_tls(settings, "h2"),
     }
 
 
@@ -93,18 +99,20 @@ def _gateway_http(settings: EnvoySettings) -> dict[str, Any]:
         # manager or a pod is left too while another has them, and asked all the same when none has.
         "health_checks": [_health_check({"http_health_check": {"path": "/readyz"}})],
         "typed_extension_protocol_options": _http_1(),
+        **upstream_tls(settings, "http/1.1"),
     }
 
 
 def _cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> dict[str, Any]:
     endpoints = [{"endpoint": {"address": socket_address(address)}} for address in addresses]
     by_name = not all(_is_ip(address) for address in addresses)
-    dns = {"dns_refresh_rate": "1s", "respect_dns_ttl": False} if by_name else {}
+    # A name is looked up every second and each address is a member; of both families, as pods may have either.
+    dns = {"dns_refresh_rate": "1s", "respect_dns_ttl": False, "dns_lookup_family": "ALL"} if by_name else {}
     return {
         "name": name,
         "type": "STRICT_DNS" if by_name else "STATIC",
         **dns,
-        "connect_timeout": f"{settings.connect_timeout_s:g}s",
+        "connect_timeout": duration(settings.connect_timeout_s),
         "common_lb_config": _LOAD_BALANCING,
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
         "circuit_breakers": {
@@ -122,13 +130,13 @@ def _cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> di
 
 def socket_address(address: str) -> dict[str, Any]:
     """Return `host:port` as Envoy says it."""
-    host, _, port = address.rpartition(":")
-    return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}
+    host, port = split_address(address)
+    return {"socket_address": {"address": host, "port_value": port}}
 
 
 def _is_ip(address: str) -> bool:
     try:
-        ipaddress.ip_address(address.rpartition(":")[0].strip("[]"))
+        ipaddress.ip_address(split_address(address)[0])
     except ValueError:
         return False
     return True

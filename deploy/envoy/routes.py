@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from contextcache.session_claim import SESSION_HEADER
-from deploy.envoy.settings import EnvoySettings
+from deploy.envoy.settings import EnvoySettings, duration
 from gateway.paths import COMPLETION_PATHS, CONTEXT_PATH
 
 PODS = "pods"
@@ -91,8 +91,8 @@ _RETRIES = {
 def _to_pod(settings: EnvoySettings) -> dict[str, Any]:
     return {
         "cluster": PODS,
-        "timeout": f"{settings.total_timeout_s:g}s",
-        "idle_timeout": f"{settings.idle_timeout_s:g}s",
+        "timeout": duration(settings.total_timeout_s),
+        "idle_timeout": duration(settings.idle_timeout_s),
         "retry_policy": _RETRIES,
     }
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.settings import is_loopback
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+TRACES_PORT = 4317
+"""OTLP over gRPC where nobody says otherwise."""
 
 
 def _address(text: str) -> str:
@@ -19,8 +24,29 @@ def _address(text: str) -> str:
     return text
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Return host, without the brackets of an IPv6 address, and port of `host:port`. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 Address = Annotated[str, AfterValidator(_address)]
 """`host:port`; the host is a name, an IPv4 address, or an IPv6 address in brackets."""
+
+
+def _absolute(path: str) -> str:
+    if path and not path.startswith("/"):
+        raise ValueError(f"{path!r} is not an absolute path")
+    return path
+
+
+EnvoyPath = Annotated[str, AfterValidator(_absolute)]
+"""An absolute path in the file system that Envoy sees, or nothing; not looked at here."""
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as Envoy reads it, to the millisecond."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 class GatewayAddress(BaseModel):
@@ -89,6 +115,41 @@ class EnvoySettings(BaseModel):
         description="seconds from SIGTERM (admin /ready is 503, answers close their connection) to closing the port",
     )
     drain_timeout_s: float = Field(600.0, ge=0, description="seconds running requests get to finish after that")
+    tls_cert_file: EnvoyPath = Field(
+        "",
+        description="PEM certificate chain that Envoy shows to gateways and pods; empty, with the two below: no TLS "
+        "towards them",
+    )
+    tls_key_file: EnvoyPath = Field("", description="its PEM private key, in the same folder")
+    tls_ca_file: EnvoyPath = Field("", description="PEM certificates of who may sign theirs")
+    tls_server_name: str = Field(
+        "context-cache", min_length=1, description="name that every part's certificate carries, whatever its address"
+    )
+    listen_cert_file: EnvoyPath = Field(
+        "", description="PEM certificate chain shown to clients, with its key HTTPS; empty: plain HTTP"
+    )
+    listen_key_file: EnvoyPath = Field("", description="its PEM private key, in the same folder")
+    sds_dir: EnvoyPath = Field(
+        "/etc/context-cache/envoy",
+        min_length=1,
+        description="folder of the SDS files that name those certificates, beside the bootstrap; with TLS only",
+    )
+    metrics_listen: str = Field(
+        "",
+        description="host:port where the keeper answers /stats/prometheus, /ready and /healthz, no TLS; empty: none",
+    )
+    traces_endpoint: str = Field(
+        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no traces"
+    )
+    traces_sample_ratio: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of traces begun here that are kept; one begun by the caller is kept as it says",
+    )
+    traces_ca_file: EnvoyPath = Field(
+        "/etc/ssl/certs/ca-certificates.crt", description="PEM certificates of who may sign a https:// collector's"
+    )
     concurrency: int = Field(2, ge=1, description="worker threads")
     access_log: str = Field("/dev/stdout", description="file of the access log, JSON lines; empty: none")
 
@@ -96,4 +157,31 @@ class EnvoySettings(BaseModel):
     def _admin_is_local(self) -> Self:
         if not is_loopback(self.admin_host):
             raise ValueError(f"whoever reaches the admin interface rules Envoy: loopback only, not {self.admin_host}")
+        return self
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _address_or_nothing(cls, text: str) -> str:
+        return _address(text) if text else text
+
+    @field_validator("traces_endpoint")
+    @classmethod
+    def _url_or_nothing(cls, text: str) -> str:
+        url = urlsplit(text)
+        if text and (url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query):
+            raise ValueError(f"{text!r} is not http://host:port or https://host:port")
+        return text
+
+    @model_validator(mode="after")
+    def _certificates_are_whole(self) -> Self:
+        if len({not path for path in (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)}) > 1:
+            raise ValueError("tls_cert_file, tls_key_file and tls_ca_file belong together: set all three or none")
+        if bool(self.listen_cert_file) != bool(self.listen_key_file):
+            raise ValueError("listen_cert_file and listen_key_file belong together: set both or none")
+        for cert_file, key_file in (
+            (self.tls_cert_file, self.tls_key_file),
+            (self.listen_cert_file, self.listen_key_file),
+        ):
+            if posixpath.dirname(cert_file) != posixpath.dirname(key_file):
+                raise ValueError(f"{cert_file} and {key_file} lie in two folders; Envoy watches one for new files")
         return self

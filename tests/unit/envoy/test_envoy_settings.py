@@ -106,7 +106,9 @@ def test_the_keeper_finds_in_the_bootstrap_what_it_has_to_know(tmp_path, capsys)
     path.write_text(capsys.readouterr().out)
     command = envoy_command(path, admin_file=tmp_path / "admin")
 
-    assert KeeperSettings.of(path) == KeeperSettings(concurrency=3, drain_delay_s=0, drain_timeout_s=1.5)
+    assert KeeperSettings.of(path) == KeeperSettings(
+        concurrency=3, drain_delay_s=0, drain_timeout_s=1.5, metrics_listen=""
+    )
     assert command[command.index("--concurrency") + 1] == "3"
 
 
