@@ -140,3 +140,12 @@ one HTTP/2 connection through a ClusterIP would stay with one manager for ever.
 {{- define "context-cache.redis.secretKey" -}}
 {{- ternary "redis-url" .Values.redis.secretKey .Values.valkey.enabled }}
 {{- end }}
+
+{{/*
+What a key of a Secret of the release holds already, else the given value: dict "root" $ "name" … "key" … "value" …
+*/}}
+{{- define "context-cache.keptOr" -}}
+{{- $found := lookup "v1" "Secret" .root.Release.Namespace .name | default dict }}
+{{- $kept := dig "data" .key "" $found }}
+{{- ternary ($kept | b64dec) .value (ne $kept "") }}
+{{- end }}
