@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -18,22 +19,28 @@ from gateway.auth import KeyFile, SingleTenant
 from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoint_file import EndpointFile
-from gateway.endpoints import StaticEndpoints
+from gateway.endpoint_slices import SliceRules
+from gateway.endpoints import Source, StaticEndpoints
 from gateway.exchange import BodyBudget
 from gateway.fairness import TenantRates
 from gateway.flows import Gateway, GatewayRules
 from gateway.holders import Holders
 from gateway.http_front import FrontLimits, HttpFront
+from gateway.kubernetes_endpoints import KubernetesEndpoints
 from gateway.metrics import Metrics
-from gateway.ports import Authenticator
+from gateway.ports import Authenticator, Endpoint
 from gateway.probe import HttpProbe
 from gateway.routing import LoadLimits
 from gateway.settings import GatewaySettings, endpoint_of
 from gateway.sidecars import Sidecars
 from kv_sidecar.client import KVSidecarClient
 
+log = logging.getLogger(__name__)
+
 _PROBES_PER_SIDECAR_PROBE = 5
 """What a sidecar says of itself changes with its engine only."""
+_FIRST_LIST_S = 10.0
+"""How long a starting gateway waits to hear of pods before it listens, not ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +116,55 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
 
 
 async def _watched_endpoints(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics) -> StaticEndpoints:
-    file = None if settings.endpoints_file is None else EndpointFile(settings.endpoints_file, metrics=metrics)
+    listed, source = await _listed_endpoints(settings, stack, metrics)
     probing = await stack.enter_async_context(aiohttp.ClientSession())
     endpoints = StaticEndpoints(
-        tuple(map(endpoint_of, settings.endpoints)) if file is None else file.endpoints,
+        listed,
         HttpProbe(probing, timeout_s=settings.probe_timeout_s),
         metrics=metrics,
         interval_s=settings.probe_interval_s,
-        source=None if file is None else file.changed,
+        source=source,
     )
     stack.push_async_callback(_cancelled, asyncio.create_task(endpoints.run(), name="endpoint probes"))
     return endpoints
+
+
+async def _listed_endpoints(
+    settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics
+) -> tuple[Sequence[Endpoint], Source | None]:
+    """Return the pods there are and, where they may change, what tells of it."""
+    if settings.kubernetes_service_selector:
+        discovered = await _discovered_endpoints(settings, stack, metrics)
+        return discovered.changed() or (), discovered.changed
+    if settings.endpoints_file is not None:
+        file = EndpointFile(settings.endpoints_file, metrics=metrics)
+        return file.endpoints, file.changed
+    return tuple(map(endpoint_of, settings.endpoints)), None
+
+
+async def _discovered_endpoints(
+    settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics
+) -> KubernetesEndpoints:
+    # The library costs 25 MiB, which only those pay who use it.
+    from contextcache.kubernetes_api import KubernetesApi
+
+    api = KubernetesApi.by_surroundings()
+    stack.push_async_callback(api.close)
+    discovered = KubernetesEndpoints(
+        api,
+        namespace=settings.kubernetes_namespace or api.namespace,
+        selector=settings.kubernetes_service_selector,
+        rules=SliceRules(
+            settings.kubernetes_port_name, settings.kubernetes_sidecar_port_name, settings.kubernetes_scheme
+        ),
+        resync_s=settings.kubernetes_resync_s,
+        metrics=metrics,
+        clock=SystemClock(),
+    )
+    stack.push_async_callback(_cancelled, asyncio.create_task(discovered.run(), name="discovery"))
+    if not await discovered.until_tried(_FIRST_LIST_S):
+        log.warning("gateway starts without pods: the Kubernetes API has not listed them yet")
+    return discovered
 
 
 async def _watched_sidecars(

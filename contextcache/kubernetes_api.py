@@ -1,0 +1,295 @@
+"""The Kubernetes API server over HTTP: the only importer of `kubernetes` (ADR 0013). Loops are not here.
+
+The library finds the server and its credentials and makes the connections. Requests are ours, because each needs a
+deadline, a bound on what is read, and an answer that is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import incluster_config
+
+from contextcache.kubernetes_objects import (
+    KubernetesAnswerInvalid,
+    KubernetesConflict,
+    KubernetesError,
+    KubernetesExpired,
+    KubernetesForbidden,
+    KubernetesNotFound,
+    KubernetesObject,
+    KubernetesUnauthorized,
+    KubernetesUnavailable,
+    Listing,
+    Resource,
+    Selection,
+    WatchEvent,
+)
+
+_CONNECT_S = 5.0
+_LIST_S = 30.0
+"""One page of a list."""
+_GRACE_S = 10.0
+"""How much longer than it was asked to a server may keep a watch open: by then the connection is dead."""
+_PAGE_OBJECTS = 500
+_PAGES_MAX = 200
+_BODY_BYTES_MAX = 64 << 20
+_MESSAGE_LENGTH_MAX = 300
+_ERRORS: dict[int, type[KubernetesError]] = {
+    401: KubernetesUnauthorized,
+    403: KubernetesForbidden,
+    404: KubernetesNotFound,
+    409: KubernetesConflict,
+    410: KubernetesExpired,
+}
+_SERVICE_ACCOUNT = Path(incluster_config.SERVICE_TOKEN_FILENAME).parent
+
+Access = Callable[[], Awaitable[Configuration]]
+"""Reads where the server is and what it wants to see, again whenever it is called."""
+
+
+class KubernetesApi:
+    """One API server; calls raise KubernetesError. Implements KubernetesReader and KubernetesLeases."""
+
+    def __init__(self, access: Access, *, namespace: str) -> None:
+        self._access = access
+        self.namespace = namespace
+        """The one this process lives in."""
+        self._client: ApiClient | None = None
+
+    @classmethod
+    def by_surroundings(cls) -> Self:
+        """Use the file that `KUBECONFIG` (or `~/.kube/config`) is, else the pod's service account.
+
+        Raises ValueError when there is neither. The server need not be there yet.
+        """
+        file = Path(config.KUBE_CONFIG_DEFAULT_LOCATION).expanduser()
+        try:
+            if file.exists():
+                _, current = config.list_kube_config_contexts(str(file))
+                return cls(lambda: _from_file(file), namespace=current["context"].get("namespace") or "default")
+            return cls.in_pod(_SERVICE_ACCOUNT)
+        except (config.ConfigException, KeyError, OSError) as exc:
+            raise ValueError(f"no Kubernetes API server to ask: {exc}") from exc
+
+    @classmethod
+    def in_pod(cls, service_account: Path, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Use the service account mounted there: `token`, `ca.crt` and `namespace`. Raises OSError without one."""
+        namespace = (service_account / "namespace").read_text().strip()
+        return cls(lambda: _from_pod(service_account, environ), namespace=namespace)
+
+    async def close(self) -> None:
+        """End all connections; the next call would open new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def list(self, selection: Selection) -> Listing:
+        """Return the newest state. No resource version is asked for, so it comes from a quorum of the store."""
+        resource = selection.resource
+        objects: list[KubernetesObject] = []
+        query = {"labelSelector": selection.label_selector, "limit": str(_PAGE_OBJECTS)}
+        for _ in range(_PAGES_MAX):
+            page = await self._json("GET", resource.path(selection.namespace), query=query, timeout_s=_LIST_S)
+            # Anything else with status 200 must not pass for "there is nothing"; Go writes that as null too.
+            items = page.get("items", "absent")
+            if page.get("kind") != f"{resource.kind}List" or not (items is None or isinstance(items, list)):
+                raise KubernetesAnswerInvalid(f"the answer is no {resource.kind}List")
+            metadata = page.get("metadata") or {}
+            objects += items or []
+            if not metadata.get("continue"):
+                return Listing(tuple(objects), _resource_version(page))
+            query = query | {"continue": metadata["continue"]}
+        raise KubernetesAnswerInvalid(f"a {resource.kind}List of more than {_PAGES_MAX} pages")
+
+    @asynccontextmanager
+    async def watch(
+        self, selection: Selection, *, resource_version: str, timeout_s: float
+    ) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+        """Follow the changes since `resource_version`; see KubernetesReader."""
+        query = {
+            "watch": "1",
+            "labelSelector": selection.label_selector,
+            "resourceVersion": resource_version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(max(1, round(timeout_s))),
+        }
+        path = selection.resource.path(selection.namespace)
+        async with (
+            self._answer("GET", path, query=query, timeout_s=timeout_s + _GRACE_S) as answer,
+            aclosing(_events(answer)) as events,
+        ):
+            yield events
+
+    async def get(self, resource: Resource, *, namespace: str, name: str, timeout_s: float) -> KubernetesObject:
+        """Return the object; see KubernetesLeases."""
+        return _checked(resource, await self._json("GET", resource.path(namespace, name), timeout_s=timeout_s))
+
+    async def create(
+        self, resource: Resource, body: KubernetesObject, *, namespace: str, timeout_s: float
+    ) -> KubernetesObject:
+        """Store a new object; see KubernetesLeases."""
+        return _checked(resource, await self._json("POST", resource.path(namespace), body=body, timeout_s=timeout_s))
+
+    async def replace(
+        self, resource: Resource, body: KubernetesObject, *, namespace: str, timeout_s: float
+    ) -> KubernetesObject:
+        """Store the object unless it has changed; see KubernetesLeases."""
+        assert body["metadata"].get("resourceVersion"), "without it the server would overwrite what others wrote"
+        path = resource.path(namespace, body["metadata"]["name"])
+        return _checked(resource, await self._json("PUT", path, body=body, timeout_s=timeout_s))
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        query: Mapping[str, str] | None = None,
+        body: KubernetesObject | None = None,
+    ) -> dict[str, Any]:
+        async with self._answer(method, path, query=query or {}, body=body, timeout_s=timeout_s) as answer:
+            return _object(await _whole(answer))
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str],
+        timeout_s: float,
+        body: KubernetesObject | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and give its answer with a good status; foreign errors become ours, in the block too."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                client = await self._connected()
+                url = client.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+                headers = {"Accept": "application/json", "User-Agent": "context-cache"}
+                await client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, timeout_s))
+                raw = await client.rest_client.request(method, url, headers, body, _request_timeout=timeout)
+                async with raw.response as answer:
+                    if answer.status >= 300:
+                        raise _error(answer.status, await _whole(answer))
+                    yield answer
+        except KubernetesUnauthorized:
+            # The credentials may have been replaced: read them again for the next call.
+            await self.close()
+            raise
+        except (aiohttp.ClientSSLError, ssl.SSLError, config.ConfigException) as exc:
+            # So may the CA.
+            await self.close()
+            raise KubernetesUnavailable(f"the API server cannot be spoken to: {type(exc).__name__}") from exc
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise KubernetesUnavailable(f"no answer of the API server: {type(exc).__name__}") from exc
+
+    async def _connected(self) -> ApiClient:
+        if self._client is None:
+            client = ApiClient(await self._access())
+            if self._client is not None:
+                # Another task was faster.
+                await client.close()
+            else:
+                self._client = client
+        return self._client
+
+
+async def _from_file(file: Path) -> Configuration:
+    found = _configuration()
+    await config.load_kube_config(str(file), client_configuration=found, persist_config=False)
+    return found
+
+
+async def _from_pod(service_account: Path, environ: Mapping[str, str] | None) -> Configuration:
+    found = _configuration()
+    more = {} if environ is None else {"environ": environ}
+    # The loader reads the token again every minute, as it rotates.
+    incluster_config.InClusterConfigLoader(
+        token_filename=str(service_account / "token"), cert_filename=str(service_account / "ca.crt"), **more
+    ).load_and_set(found)
+    return found
+
+
+def _configuration() -> Configuration:
+    found = Configuration()
+    # Clusters' CAs often lack an authority key identifier, which Python 3.13 would refuse and Go does not.
+    found.disable_strict_ssl_verification = True
+    return found
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[WatchEvent, None]:
+    while True:
+        try:
+            line = await answer.content.readline()
+        except ValueError as exc:
+            raise KubernetesAnswerInvalid("a watch event of more than any object's size") from exc
+        if not line:
+            return
+        event = _object(line)
+        kind, subject = event.get("type"), event.get("object")
+        if not isinstance(subject, dict):
+            raise KubernetesAnswerInvalid("a watch event without an object")
+        if kind == "ERROR":
+            raise _status_error(subject.get("code"), subject)
+        if kind in {"ADDED", "MODIFIED", "DELETED", "BOOKMARK"}:
+            yield WatchEvent(kind, subject)
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    pieces: list[bytes] = []
+    size_bytes = 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size_bytes += len(piece)
+        if size_bytes > _BODY_BYTES_MAX:
+            raise KubernetesAnswerInvalid(f"an answer of more than {_BODY_BYTES_MAX} bytes")
+    return b"".join(pieces)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(raw)
+    except (RecursionError, ValueError) as exc:
+        raise KubernetesAnswerInvalid("the answer is no JSON") from exc
+    if not isinstance(found, dict):
+        raise KubernetesAnswerInvalid("the answer is no object")
+    return found
+
+
+def _checked(resource: Resource, found: dict[str, Any]) -> dict[str, Any]:
+    if found.get("kind") != resource.kind:
+        raise KubernetesAnswerInvalid(f"the answer is no {resource.kind}")
+    _resource_version(found)
+    return found
+
+
+def _resource_version(found: KubernetesObject) -> str:
+    version = (found.get("metadata") or {}).get("resourceVersion")
+    if not isinstance(version, str) or not version:
+        raise KubernetesAnswerInvalid("the answer has no resource version")
+    return version
+
+
+def _error(status: int, raw: bytes) -> KubernetesError:
+    try:
+        return _status_error(status, _object(raw))
+    except KubernetesAnswerInvalid:
+        return _status_error(status, {})
+
+
+def _status_error(status: object, body: KubernetesObject) -> KubernetesError:
+    message = str(body.get("message") or "")[:_MESSAGE_LENGTH_MAX]
+    cls = _ERRORS.get(status, KubernetesUnavailable) if isinstance(status, int) else KubernetesUnavailable
+    return cls(f"{status}: {message}" if message else f"the API server answered {status}")
