@@ -9,7 +9,7 @@ OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doc
 export TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm up down status kill start drain undrain clean demo bench bench-front images ci
+.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm chart up down status kill start drain undrain clean demo bench bench-front images ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -42,6 +42,9 @@ test-integration: install ## real Valkey, gRPC and processes
 	@$(PY) -m pytest tests/integration
 test-vllm: install ## real vLLM
 	@$(PY) -m pytest tests/vllm
+
+chart: install ## the Helm chart: lint, every rendering, schema, security, network flows, with Helm 3 and 4
+	@PYTHONPATH=. $(PY) -m deploy.chart.tools && $(PY) -m pytest tests/chart
 
 up: install ## start the local stack; PORT=8000 ENGINES=1..4 DTYPE=bfloat16|float32 DEV=1
 	@$(STACK) up $(SETTINGS)
