@@ -29,6 +29,10 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # A name may stand for several managers: every address gets calls, and one that is gone is asked for again within a
+    # second, not after gRPC's half minute, in which a rollout may have replaced them all.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
     # Loopback and pod-to-pod calls never go through an HTTP proxy.
     ("grpc.enable_http_proxy", 0),
 ]

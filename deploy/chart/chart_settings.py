@@ -14,7 +14,7 @@ from pydantic.alias_generators import to_camel
 
 _FIXED = "the chart: ports, paths and addresses in pods are its own"
 _UNUSED = "nobody: means something on other platforms only"
-_TLS = {field: "tls" for field in ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name")}
+_TLS = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name"), "tls")
 _TRACES = {"traces_endpoint": "tracing.endpoint", "traces_sample_ratio": "tracing.sampleRatio"}
 _EVERYWHERE = {**_TLS, **_TRACES}
 _METRICS = {"metrics_host": _FIXED, "metrics_port": _FIXED}

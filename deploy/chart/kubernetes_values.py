@@ -1,4 +1,4 @@
-"""Values whose shape Kubernetes defines, as strict as is of use: a slip in a name is found when the chart is rendered."""
+"""Values whose shape Kubernetes defines, strict as far as of use: a slip in a name is found in rendering."""
 
 from __future__ import annotations
 
