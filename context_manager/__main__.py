@@ -7,20 +7,21 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_store import RedisSessionStore
+from context_manager.redis_tls import redis_tls
 from context_manager.server import manager_server
 from context_manager.session_count import SessionCount
 from context_manager.settings import ManagerSettings
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import SystemClock
-from contextcache.logs import set_up_logs
-from contextcache.process import run_until_signalled, wants_help
+from contextcache.metrics_server import health_page, metrics_server
+from contextcache.process import run_part, settings_or_exit, wants_help
 from contextcache.tracing import tracer_of
 
 log = logging.getLogger(__name__)
@@ -37,24 +38,28 @@ async def serve(
     async with AsyncExitStack() as stack:
         tracer = tracer_of(settings, part="manager", on_lost=metrics.lost_spans.inc)
         stack.push_async_callback(asyncio.to_thread, tracer.close)
+        tls = metrics.certificates.open_tls(settings.tls)
         connection = RedisConnection(
             settings.redis_url.get_secret_value(),
             timeout_s=settings.redis_timeout_s,
             max_connections=settings.redis_max_connections,
+            tls=redis_tls(settings, on_failure=metrics.certificates.reload_failures.inc),
             on_error=lambda name: metrics.redis_errors.labels(name).inc(),
         )
         store = RedisSessionStore(connection, tombstone_s=settings.tombstone_s)
         stack.push_async_callback(store.close)
         bounds = TtlBounds(settings.min_ttl_s, settings.max_ttl_s)
         manager = ContextCacheManager(store, clock=SystemClock(), metrics=metrics, ttl_bounds=bounds)
-        if settings.metrics_port:
-            _serve_metrics(settings, registry, stack)
         server = manager_server(
-            manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer
+            manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer, tls=tls
         )
         sweeper = SessionSweeper(
             manager, metrics=metrics, interval_s=settings.sweep_interval_s, limit=settings.sweep_limit
         )
+        if settings.metrics_port:
+            pages = {"/healthz": health_page(lambda: server.is_serving)}
+            listening = metrics_server(settings.metrics_host, settings.metrics_port, registry=registry, pages=pages)
+            await stack.enter_async_context(listening)
         await server.start()
         stack.push_async_callback(server.stop, settings.drain_s)
         sweeper.start()
@@ -69,24 +74,12 @@ async def serve(
         log.info("manager stopping")
 
 
-def _serve_metrics(settings: ManagerSettings, registry: CollectorRegistry, stack: AsyncExitStack) -> None:
-    http_server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
-
-    def end() -> None:
-        http_server.shutdown()
-        http_server.server_close()
-        thread.join(timeout=settings.drain_s)
-
-    stack.callback(end)
-
-
 def main() -> None:
-    """Run the process."""
+    """Run as a program: exit 2 for settings that cannot be right, 1 when an address or a file cannot be had."""
     if wants_help(ManagerSettings, PURPOSE):
         return
-    settings = ManagerSettings()
-    set_up_logs(settings.log_level)
-    run_until_signalled(lambda stop: serve(settings, stop))
+    settings = settings_or_exit(ManagerSettings)
+    run_part("manager", lambda stop: serve(settings, stop), log_level=settings.log_level)
 
 
 if __name__ == "__main__":

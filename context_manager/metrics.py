@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from contextcache.certificate_metrics import CertificateMetrics
 from contextcache.errors import ContextCacheError
 
 
@@ -39,6 +40,7 @@ class ManagerMetrics:
             "redis_errors_total", "Redis commands that failed, by the client library's name for the error", ("error",)
         )
         self.lost_spans = counter("lost_spans_total", "Spans of traces that did not reach the collector")
+        self.certificates = CertificateMetrics("contextcache_manager", registry)
         self._store_duration = Histogram(
             "contextcache_manager_store_duration_seconds",
             "Time the store took for one operation, refusals included",

@@ -1,9 +1,6 @@
 """One bounded, deadlined door to Redis or Valkey, whatever its topology. Knows no session.
 
-URLs: `redis://`, `rediss://` (TLS) and `unix://` as redis-py reads them, options in the query string
-(`?ssl_ca_certs=/path`), an ACL user as `redis://user:password@host`; a Cluster as `redis+cluster://` or
-`rediss+cluster://`; Sentinel as `redis+sentinel://[user:password@]host:26379[,host…]/<service>[/<db>]`
-(or `rediss+sentinel://`), the user being the data nodes' own.
+URLs are those of redis_url.py.
 """
 
 from __future__ import annotations
@@ -11,15 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
-import redis.asyncio as redis
-from redis.asyncio.cluster import RedisCluster
-from redis.asyncio.connection import parse_url
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
     ClusterError,
@@ -35,6 +26,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from context_manager import refusals
 from context_manager.redis_scripts import Script
+from context_manager.redis_tls import RedisTls
+from context_manager.redis_url import RedisClients, open_clients
 from contextcache.errors import ContextCacheError
 
 log = logging.getLogger(__name__)
@@ -61,6 +54,7 @@ class RedisConnection:
         *,
         timeout_s: float,
         max_connections: int,
+        tls: RedisTls | None = None,
         on_error: Callable[[str], object] = lambda _name: None,
     ) -> None:
         """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above.
@@ -68,8 +62,12 @@ class RedisConnection:
         `on_error` is told the name of the client library's error for each command that failed.
         """
         self._on_error = on_error
-        self._client, self._sentinels = _open(url, timeout_s=timeout_s, max_connections=max_connections)
+        self._open = partial(open_clients, url, timeout_s=timeout_s, max_connections=max_connections, tls=tls)
+        self._tls = tls
+        self._clients = self._open()
         self._timeout_s = timeout_s
+        self._leftovers: set[asyncio.Task[None]] = set()
+        """Closing clients whose certificate was replaced."""
         # redis-py's pools raise when they are empty; waiting here keeps bound and deadline in one place.
         self._free = asyncio.Semaphore(max_connections)
 
@@ -92,7 +90,7 @@ class RedisConnection:
         """Run reading commands in as few round trips as their slots allow; not atomic together."""
         try:
             async with asyncio.timeout(self._timeout_s), self._free:
-                pipeline = self._client.pipeline(transaction=False)
+                pipeline = self._client().pipeline(transaction=False)
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()
@@ -102,10 +100,32 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Close every connection."""
+        leftovers = list(self._leftovers)
+        for task in leftovers:
+            task.cancel()
+        await asyncio.gather(*leftovers, return_exceptions=True)
+        await self._close_clients(self._clients)
+
+    def _client(self) -> Any:
+        if self._tls is not None and self._tls.has_changed():
+            # redis-py reads the files once for each connection that it keeps for good: they have to go.
+            task = asyncio.create_task(self._close_later(self._clients), name="redis clients of an old certificate")
+            self._leftovers.add(task)
+            task.add_done_callback(self._leftovers.discard)
+            self._clients = self._open()
+        return self._clients.client
+
+    async def _close_later(self, clients: RedisClients) -> None:
+        try:
+            # No call runs longer than this.
+            await asyncio.sleep(self._timeout_s)
+        finally:
+            await self._close_clients(clients)
+
+    async def _close_clients(self, clients: RedisClients) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                for client in (self._client, *self._sentinels):
-                    await client.aclose()
+                await clients.close()
         except _FOREIGN_ERRORS as exc:
             log.warning("redis connections did not close", extra={"error": type(exc).__name__})
 
@@ -113,11 +133,11 @@ class RedisConnection:
         try:
             async with asyncio.timeout(self._timeout_s), self._free:
                 try:
-                    return await self._client.execute_command(*command)
+                    return await self._client().execute_command(*command)
                 except RedisConnectionError:
                     if not repeatable:
                         raise
-                    return await self._client.execute_command(*command)
+                    return await self._client().execute_command(*command)
         except NoScriptError:
             raise
         except _FOREIGN_ERRORS as exc:
@@ -138,57 +158,3 @@ def _mapped(exc: Exception) -> ContextCacheError:
         return ContextCacheError("the session store refused a command")
     log.warning("redis did not answer", extra=fields)
     return refusals.unavailable()
-
-
-def _open(url: str, *, timeout_s: float, max_connections: int) -> tuple[Any, Sequence[Any]]:
-    """Return the client, and the clients it asks for the master, which it does not close itself."""
-    options: dict[str, Any] = {
-        # None on purpose: with a number redis-py sends through asyncio.wait_for, which in Python 3.11 loses a
-        # cancellation that meets the end of the send. RedisConnection's own deadline covers every call.
-        "socket_timeout": None,
-        "socket_connect_timeout": timeout_s,
-        "max_connections": max_connections,
-        # RESP2 asks nothing of the server that 6.2, a proxy or a narrow ACL could refuse.
-        "protocol": 2,
-        # Repeats are decided in RedisConnection, which knows what may be repeated.
-        "retry": Retry(NoBackoff(), 0),
-    }
-    scheme, _, rest = url.partition("://")
-    base, _, topology = scheme.partition("+")
-    if base not in ("redis", "rediss", "unix") or topology not in ("", "cluster", "sentinel"):
-        raise ValueError(f"unknown Redis URL scheme {scheme!r}")
-    if base == "unix" and topology:
-        raise ValueError("a Cluster or Sentinel is not reached over a Unix socket")
-    if "socket_timeout=" in rest:
-        raise ValueError("socket_timeout does not belong into the Redis URL: the store has a deadline of its own")
-    if topology == "cluster":
-        return RedisCluster.from_url(f"{base}://{rest}", **options), ()
-    if topology == "sentinel":
-        return _open_sentinel(rest, options, tls=base == "rediss")
-    return redis.Redis.from_url(url, **options), ()
-
-
-def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> tuple[Any, Sequence[Any]]:
-    parts = urlsplit(f"redis://{rest}")
-    user, at, hosts = parts.netloc.rpartition("@")
-    service, _, db = parts.path.strip("/").partition("/")
-    if not service:
-        raise ValueError("a Sentinel URL names its service: redis+sentinel://host:26379/<service>")
-    sentinels = []
-    for host in hosts.split(","):
-        name, _, port = host.rpartition(":") if ":" in host else (host, "", "26379")
-        sentinels.append((name, int(port)))
-    asking = options | {
-        # A host that is down must leave time to ask the next one.
-        "socket_connect_timeout": options["socket_connect_timeout"] / 4
-    }
-    asking.pop("max_connections")
-    # redis-py's own reading of user, db and query; host and port come from the Sentinels.
-    of_master = parse_url(f"redis://{user}{at}master/{db}?{parts.query}")
-    options |= {name: option for name, option in of_master.items() if name not in ("host", "port")}
-    if tls:
-        options["ssl"] = True
-    watched = Sentinel(  # type: ignore[no-untyped-call]  # redis-py annotates nothing in this class
-        sentinels, sentinel_kwargs=asking, **options
-    )
-    return watched.master_for(service), watched.sentinels

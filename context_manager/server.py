@@ -16,6 +16,7 @@ from contextcache.convert import (
     session_to_pb,
 )
 from contextcache.grpc_server import GrpcServer
+from contextcache.tls import WatchedTls
 from contextcache.tracing import NO_TRACER, Tracer
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
@@ -115,7 +116,12 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
 
 
 def manager_server(
-    manager: ContextCacheManager, *, listen: str, max_concurrent_rpcs: int, tracer: Tracer = NO_TRACER
+    manager: ContextCacheManager,
+    *,
+    listen: str,
+    max_concurrent_rpcs: int,
+    tracer: Tracer = NO_TRACER,
+    tls: WatchedTls | None = None,
 ) -> GrpcServer:
     """Return a bound server of `manager`, not started yet. Raises OSError when the address is taken."""
     service = ContextManagerService(manager)
@@ -125,4 +131,5 @@ def manager_server(
         add_service=lambda server: pb_grpc.add_ContextManagerServiceServicer_to_server(service, server),
         max_concurrent_rpcs=max_concurrent_rpcs,
         tracer=tracer,
+        tls=tls,
     )
