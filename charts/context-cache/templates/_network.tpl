@@ -1,0 +1,210 @@
+{{/*
+Pieces of NetworkPolicies. Lists are of YAML items; what takes a component gets dict "root" $ "component" "gateway".
+*/}}
+
+{{/* A policy up to its rules: name, labels, whose it is. Egress is denied too unless "ingressOnly" is true. */}}
+{{- define "context-cache.network.head" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "context-cache.fullname" .root }}-{{ .component }}
+  labels:
+    {{- include "context-cache.labels" . | nindent 4 }}
+  {{- include "context-cache.annotations" (dict "root" .root) | nindent 2 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "context-cache.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+{{- end }}
+
+{{/* Pods of a component, as a peer. */}}
+{{- define "context-cache.network.pods" -}}
+- podSelector:
+    matchLabels:
+      {{- include "context-cache.selectorLabels" . | nindent 6 }}
+{{- end }}
+
+{{/* Every vLLM pod of the release, the chart's own and injected ones, as a peer. Takes the root. */}}
+{{- define "context-cache.network.engines" -}}
+- podSelector:
+    matchLabels:
+      context-cache.io/engines: {{ include "context-cache.fullname" . }}
+{{- end }}
+
+{{/* Peers out of the values, or any pod of the cluster. */}}
+{{- define "context-cache.network.peersOrCluster" -}}
+{{- . | default (list (dict "namespaceSelector" (dict))) | toYaml }}
+{{- end }}
+
+{{/* Who may stand where our Envoy would: it, or the pods of somebody else's. Takes the root. */}}
+{{- define "context-cache.network.proxies" -}}
+{{- if eq .Values.envoy.mode "proxy" }}
+{{- include "context-cache.network.pods" (dict "root" . "component" "envoy") }}
+{{- else if ne .Values.envoy.mode "none" }}
+{{- include "context-cache.network.peersOrCluster" .Values.networkPolicy.proxies }}
+{{- end }}
+{{- end }}
+
+{{/*
+The rule of the front, by port: dict "root" $ "port" 8080. No `from` is anybody, also from outside the cluster. The test
+pod is named beside clients, who may be few.
+*/}}
+{{- define "context-cache.network.clients" -}}
+- ports:
+    - port: {{ .port }}
+  {{- with .root.Values.networkPolicy.clients }}
+  from:
+    {{- toYaml . | nindent 4 }}
+    {{- if $.root.Values.tests.enabled }}
+    {{- include "context-cache.network.pods" (dict "root" $.root "component" "test") | nindent 4 }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+
+{{/* Rule for those who scrape: dict "root" $ "port" 9090. */}}
+{{- define "context-cache.network.metrics" -}}
+- ports:
+    - port: {{ .port }}
+  from:
+    {{- include "context-cache.network.peersOrCluster" .root.Values.networkPolicy.monitoring | nindent 4 }}
+{{- end }}
+
+{{/* Rule to DNS. Takes the root. */}}
+{{- define "context-cache.network.dns" -}}
+- ports:
+    {{- range .Values.networkPolicy.dns.ports }}
+    - port: {{ . }}
+      protocol: UDP
+    - port: {{ . }}
+      protocol: TCP
+    {{- end }}
+  {{- with .Values.networkPolicy.dns.to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/* Rule to the collector of traces, or nothing. Takes the root. */}}
+{{- define "context-cache.network.traces" -}}
+{{- with .Values.tracing.endpoint }}
+{{- $url := urlParse . }}
+- ports:
+    - port: {{ regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) | int }}
+  {{- with $.Values.networkPolicy.traceCollectors }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Rule to the Kubernetes API. Its addresses are no pods', so they are networks or any. Takes the root. */}}
+{{- define "context-cache.network.apiServer" -}}
+- ports:
+    {{- range .Values.networkPolicy.apiServer.ports }}
+    - port: {{ . }}
+    {{- end }}
+  {{- with .Values.networkPolicy.apiServer.cidrs }}
+  to:
+    {{- range . }}
+    - ipBlock:
+        cidr: {{ . }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+
+{{/* Rule to the context managers. Takes the root. */}}
+{{- define "context-cache.network.manager" -}}
+- ports:
+    - port: 50051
+  to:
+    {{- include "context-cache.network.pods" (dict "root" . "component" "context-manager") | nindent 4 }}
+{{- end }}
+
+{{/* Rules out of the values: dict "rules" .Values.networkPolicy.extraEgress "component" "contextManager". */}}
+{{- define "context-cache.network.extra" -}}
+{{- with get .rules .component }}
+{{- toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/*
+Rules for vLLM's port. Its metrics are there too, so who scrapes could also ask the model: only those who are named.
+*/}}
+{{- define "context-cache.network.vllm" -}}
+- ports:
+    - port: {{ .Values.discovery.port }}
+  from:
+    {{- include "context-cache.network.pods" (dict "root" . "component" "gateway") | nindent 4 }}
+    {{- include "context-cache.network.proxies" . | nindent 4 }}
+    {{- with .Values.networkPolicy.monitoring }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* Rules for the sidecar's ports: gateways ask and delete, other sidecars fetch KV. */}}
+{{- define "context-cache.network.sidecar" -}}
+- ports:
+    - port: {{ .Values.discovery.sidecarPort }}
+  from:
+    {{- include "context-cache.network.pods" (dict "root" . "component" "gateway") | nindent 4 }}
+    {{- if .Values.sidecar.peers }}
+    {{- include "context-cache.network.engines" . | nindent 4 }}
+    {{- end }}
+{{ include "context-cache.network.metrics" (dict "root" . "port" 9091) }}
+{{- end }}
+
+{{/*
+Injected pods are somebody else's: opting in must not cut what they did before. A policy closes all ports of the pods it
+selects, so this one opens all again but the sidecar's two, which hold KV of every tenant and came with us. vLLM's port
+stays as open as it was, unless injectedPods.restrictHttp says that everybody has moved to the front; what reaches it
+directly gets no context, as only signed requests do. What these pods call is not restricted: no Egress here.
+*/}}
+{{- define "context-cache.network.injected" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "context-cache.fullname" . }}-injected
+  labels:
+    {{- include "context-cache.labels" (dict "root" .) | nindent 4 }}
+  {{- include "context-cache.annotations" (dict "root" .) | nindent 2 }}
+spec:
+  podSelector:
+    matchLabels:
+      context-cache.io/engines: {{ include "context-cache.fullname" . }}
+      # Only pods that asked for injection carry it, the chart's own do not.
+      context-cache.io/inject: "true"
+  policyTypes: [Ingress]
+  ingress:
+    {{- include "context-cache.network.sidecar" . | nindent 4 }}
+    {{- if .Values.networkPolicy.injectedPods.restrictHttp }}
+    {{- include "context-cache.network.vllm" . | nindent 4 }}
+    {{- end }}
+    {{- include "context-cache.network.otherPorts" . | nindent 4 }}
+{{- end }}
+
+{{/* A rule for every port but the sidecar's two (and vLLM's): ranges between them, for each protocol. */}}
+{{- define "context-cache.network.otherPorts" -}}
+{{- $closed := list (int .Values.discovery.sidecarPort) 9091 }}
+{{- if .Values.networkPolicy.injectedPods.restrictHttp }}
+{{- $closed = append $closed (int .Values.discovery.port) }}
+{{- end }}
+{{- $sorted := list }}
+{{- range $closed }}{{ $sorted = append $sorted (printf "%05d" .) }}{{ end }}
+{{- $first := 1 }}
+- ports:
+    - port: 1
+      endPort: 65535
+      protocol: UDP
+    - port: 1
+      endPort: 65535
+      protocol: SCTP
+    {{- range append ($sorted | sortAlpha | uniq) "65536" }}
+    {{- $port := atoi (regexReplaceAll "^0+" . "") }}
+    {{- if lt $first $port }}
+    - port: {{ $first }}
+      endPort: {{ sub $port 1 }}
+    {{- end }}
+    {{- $first = add $port 1 | int }}
+    {{- end }}
+{{- end }}
