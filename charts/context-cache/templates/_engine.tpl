@@ -210,7 +210,7 @@ pods.
 {{- if not .Values.sidecar.storage.existingClaim }}
 {{- fail "sidecar.storage.existingClaim must name a PersistentVolumeClaim with sidecar.storage.type existingClaim" }}
 {{- end }}
-{{- if or .Values.injector.enabled (gt (int .Values.engine.replicas) 1) }}
+{{- if or (.Values.injector).enabled (gt (int .Values.engine.replicas) 1) }}
 {{- fail "sidecar.storage.type existingClaim is for one pod, as a data directory has one sidecar: engine.replicas must be 1 and injector.enabled false, or the type ephemeral or emptyDir" }}
 {{- end }}
 {{- end }}

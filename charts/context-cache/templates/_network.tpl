@@ -39,9 +39,9 @@ spec:
 
 {{/* Who may stand where our Envoy would: it, or the pods of somebody else's. Takes the root. */}}
 {{- define "context-cache.network.proxies" -}}
-{{- if eq .Values.envoy.mode "proxy" }}
+{{- if eq ((.Values.envoy).mode | default "proxy") "proxy" }}
 {{- include "context-cache.network.pods" (dict "root" . "component" "envoy") }}
-{{- else if ne .Values.envoy.mode "none" }}
+{{- else if ne ((.Values.envoy).mode | default "proxy") "none" }}
 {{- include "context-cache.network.peersOrCluster" .Values.networkPolicy.proxies }}
 {{- end }}
 {{- end }}
