@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import stat
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from contextcache.clock import SystemClock
-from contextcache.logs import set_up_logs
-from contextcache.process import run_until_signalled, wants_help
+from contextcache.grpc_server import GrpcServer
+from contextcache.metrics_server import health_page, metrics_server
+from contextcache.process import run_part, settings_or_exit, wants_help
+from contextcache.tracing import tracer_of
 from kv_sidecar.server import serve
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
@@ -25,34 +26,33 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then drain. Raises OSError when an address or the data directory is taken."""
     registry = CollectorRegistry()
     sidecar = Sidecar(settings, clock=SystemClock(), registry=registry)
+    tracer = tracer_of(settings, part="sidecar", on_lost=sidecar.metrics.lost_spans.inc)
     await sidecar.open()
     sidecar.collector.start()
     try:
         if settings.unix_socket is not None:
             remove_stale_socket(settings.unix_socket)
-        server = serve(sidecar, settings.addresses())
-        metrics = _serve_metrics(settings, registry)
-        await server.start()
-        log.info(
-            "sidecar serves", extra={"addresses": settings.addresses(), "num_contexts": sidecar.catalog.num_contexts}
-        )
-        await stop.wait()
-        log.info("sidecar drains")
-        await sidecar.pulls.close()
-        await server.stop(settings.drain_s)
-        if metrics is not None:
-            http_server, thread = metrics
-            await asyncio.to_thread(http_server.shutdown)
-            await asyncio.to_thread(thread.join)
-            http_server.server_close()
+        server = serve(sidecar, settings.addresses(), tracer=tracer)
+        async with _metrics_served(settings, registry, server):
+            await server.start()
+            fields = {"addresses": settings.addresses(), "num_contexts": sidecar.catalog.num_contexts}
+            log.info("sidecar serves", extra=fields)
+            await stop.wait()
+            log.info("sidecar drains")
+            await sidecar.pulls.close()
+            await server.stop(settings.drain_s)
     finally:
         await sidecar.close()
+        await asyncio.to_thread(tracer.close)
 
 
-def _serve_metrics(settings: SidecarSettings, registry: CollectorRegistry) -> tuple[WSGIServer, Thread] | None:
+def _metrics_served(
+    settings: SidecarSettings, registry: CollectorRegistry, server: GrpcServer
+) -> AbstractAsyncContextManager[object]:
     if not settings.metrics_port:
-        return None
-    return start_http_server(settings.metrics_port, addr=settings.metrics_host, registry=registry)
+        return nullcontext()
+    pages = {"/healthz": health_page(lambda: server.is_serving)}
+    return metrics_server(settings.metrics_host, settings.metrics_port, registry=registry, pages=pages)
 
 
 def remove_stale_socket(path: Path) -> None:
@@ -63,12 +63,11 @@ def remove_stale_socket(path: Path) -> None:
 
 
 def main() -> None:
-    """Run the process."""
+    """Run as a program: exit 2 for settings that cannot be right, 1 when an address or a file cannot be had."""
     if wants_help(SidecarSettings, "kv-sidecar: stores, verifies, shares and expires KV blocks beside one vLLM pod."):
         return
-    settings = SidecarSettings()
-    set_up_logs(settings.log_level)
-    run_until_signalled(lambda stop: run(settings, stop))
+    settings = settings_or_exit(SidecarSettings)
+    run_part("sidecar", lambda stop: run(settings, stop), log_level=settings.log_level)
 
 
 if __name__ == "__main__":

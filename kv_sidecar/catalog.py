@@ -10,7 +10,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contextcache.clock import Clock
@@ -28,6 +28,7 @@ from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.sealed_manifests import SealedManifests
 from kv_sidecar.store import Buffer
+from kv_sidecar.tenant_bytes import bytes_by_tenant
 from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,10 @@ class ContextCatalog:
     def num_contexts(self) -> int:
         """Sealed manifests."""
         return len(self._manifests.index)
+
+    async def bytes_by_tenant(self) -> Mapping[TenantId, int]:
+        """Return the bytes of block files on disk that each tenant's sealed contexts hold."""
+        return await self._threads.run(bytes_by_tenant, self._manifests.index.records(), self._tiers.disk.size_bytes)
 
     async def start(self) -> None:
         """Rebuild the index of manifests from the files."""

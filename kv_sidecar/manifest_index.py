@@ -95,6 +95,10 @@ class ManifestIndex:
         """Return the records whose time is over."""
         return [record for record in self._records.values() if record.expires_at_ms <= now_ms]
 
+    def records(self) -> list[ManifestRecord]:
+        """Return all records."""
+        return list(self._records.values())
+
     def is_held(self, key: BlockKey) -> bool:
         """Return whether any manifest holds the block."""
         return key in self._holders

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from contextcache.certificate_metrics import CertificateMetrics
 from kv_sidecar.store import TierUsage
+from kv_sidecar.tenant_bytes import TenantBytes
 
 TIERS = ("host", "disk")
+IO_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 PULL_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -41,8 +47,27 @@ class SidecarMetrics:
             buckets=PULL_SECONDS,
             registry=registry,
         )
+        self.certificates = CertificateMetrics("contextcache_sidecar", registry)
+        self._io_seconds = Histogram(
+            "contextcache_sidecar_io_seconds",
+            "Time of one block file's read, write or check, by tier.",
+            ("operation", "tier"),
+            buckets=IO_SECONDS,
+            registry=registry,
+        )
+        self._io_bytes = counter("io_bytes", "Bytes read, written and checked, by tier.", ("operation", "tier"))
+        self.lost_spans = counter("lost_spans", "Spans of traces that did not reach the collector.")
+        self.tenant_bytes = TenantBytes()
+        registry.register(self.tenant_bytes)
         for tier in TIERS:
             self.hits.labels(tier)
+
+    @contextmanager
+    def io(self, operation: Literal["read", "write", "check"], tier: str) -> Iterator[Callable[[int], None]]:
+        """Time the enclosed work on one block file; tell what is yielded how many bytes it was. For threads too."""
+        began_s = time.perf_counter()
+        yield self._io_bytes.labels(operation, tier).inc
+        self._io_seconds.labels(operation, tier).observe(time.perf_counter() - began_s)
 
     def watch(self, usage: dict[str, Callable[[], TierUsage]], num_contexts: Callable[[], int]) -> None:
         """Show how full each tier is, and how many contexts there are, whenever somebody looks."""

@@ -18,6 +18,7 @@ from contextcache.errors import CorruptBlock, InvalidRequest, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.rpc import error_from_rpc
 from contextcache.tls import WatchedTls
+from contextcache.tracing import trace_metadata
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.frames import FrameAssembly
@@ -50,7 +51,7 @@ class PeerSidecar:
         """See pulling.Peer."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         try:
-            answer = await self._stub.GetManifest(request, timeout=self._manifest_timeout_s)
+            answer = await self._stub.GetManifest(request, timeout=self._manifest_timeout_s, metadata=trace_metadata())
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         return manifest_from_pb(answer.manifest)
@@ -66,7 +67,7 @@ class PeerSidecar:
             rank=rank,
             block_indices=block_indices,
         )
-        call: Any = self._stub.LoadBlocks(request, timeout=self._timeout_s)
+        call: Any = self._stub.LoadBlocks(request, timeout=self._timeout_s, metadata=trace_metadata())
         wanted = list(block_indices)
         try:
             async with FrameAssembly(self._slots, limit_bytes=self._limit_bytes) as frames:

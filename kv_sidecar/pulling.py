@@ -22,6 +22,7 @@ from typing import Literal, Protocol, TypeAlias
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, ContextCacheError, CorruptBlock, FingerprintMismatch, InvalidRequest
 from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, TenantId
+from contextcache.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.engine_ranks import EngineRanks
 from kv_sidecar.limits import PullLimits
@@ -166,8 +167,9 @@ class Pulls:
         began_at_s = time.monotonic()
         outcome = "internal_error"
         try:
-            async with asyncio.timeout(self._timeout_s(wanted)):
-                await self._pull(wanted)
+            with child_span("sidecar pull"):
+                async with asyncio.timeout(self._timeout_s(wanted)):
+                    await self._pull(wanted)
             outcome = "pulled"
         except TimeoutError:
             outcome = "deadline"

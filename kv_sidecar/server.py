@@ -14,6 +14,7 @@ from contextcache.convert import manifest_to_pb
 from contextcache.errors import InvalidRequest
 from contextcache.grpc_server import GrpcServer
 from contextcache.rpc import FRAME_BYTES
+from contextcache.tracing import NO_TRACER, Tracer
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.client import SERVICE_NAME
@@ -182,7 +183,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         )
 
 
-def serve(sidecar: Sidecar, addresses: list[str]) -> GrpcServer:
+def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER) -> GrpcServer:
     """Return a server for `sidecar`, bound and not yet started. Raises OSError when an address is taken."""
     servicer = KVSidecarServicer(sidecar)
     return GrpcServer(
@@ -190,6 +191,8 @@ def serve(sidecar: Sidecar, addresses: list[str]) -> GrpcServer:
         service_name=SERVICE_NAME,
         add_service=lambda server: pb_grpc.add_KVSidecarServiceServicer_to_server(servicer, server),
         max_concurrent_rpcs=sidecar.settings.max_concurrent_rpcs,
+        tracer=tracer,
+        tls=sidecar.tls,
     )
 
 

@@ -79,6 +79,9 @@ class SidecarSettings(TlsSettings, TracingSettings):
     )
     max_concurrent_rpcs: int = Field(256, ge=8, description="Calls served at once; more are refused by gRPC.")
     drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
+    tenants_shown_max: int = Field(
+        20, ge=0, le=1000, description="Tenants whose bytes the metrics show by name, the largest; 0: none."
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint; 0: off.")
     log_level: str = Field("INFO", description="Python log level.")
 

@@ -37,10 +37,14 @@ class Sidecar:
         directory: DataDirectory | None = None,
         connect_peer: ConnectPeer | None = None,
     ) -> None:
-        """Take what tests replace: `directory` stops the world between two steps, `connect_peer` needs no wire."""
+        """Take what tests replace: `directory` stops the world between two steps, `connect_peer` needs no wire.
+
+        Raises OSError or ValueError when the certificate files cannot serve.
+        """
         self.settings = settings
         self._clock = clock
         self.metrics = SidecarMetrics(registry)
+        self.tls = self.metrics.certificates.open_tls(settings.tls)
         self.directory = directory or DataDirectory(settings.data_dir)
         self.disk = DiskStore(self.directory, limit_bytes=settings.disk_limit_bytes)
         self.memory = MemoryStore(limit_bytes=settings.memory_limit_bytes, shared_directory=settings.shared_dir)
@@ -100,6 +104,8 @@ class Sidecar:
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         await self.threads.run(self.memory.remove_old_incoming, before_ms=before_ms)
         self.reports.forget_old()
+        found = await self.catalog.bytes_by_tenant()
+        self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
         return removed
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
@@ -109,6 +115,7 @@ class Sidecar:
             manifest_timeout_s=self.settings.pull_manifest_timeout_s,
             slots=self._pull_slots,
             limit_bytes=self.settings.block_size_bytes_max,
+            tls=self.tls,
         )
 
     def _open_stores(self) -> None:

@@ -195,17 +195,25 @@ class Tiers:
         if pins.take(key):
             if by_name:
                 return FetchedBlock(block_index, "host", shared_name=self.memory.shared_name(key))
-            kept = self.memory.read(key)
+            with self._metrics.io("read", "host") as count_bytes:
+                kept = self.memory.read(key)
+                count_bytes(len(kept or b""))
             if kept is not None:
                 return FetchedBlock(block_index, "host", data=kept)
-        data = self.disk.read(key)
+        with self._metrics.io("read", "disk") as count_bytes:
+            data = self.disk.read(key)
+            count_bytes(len(data or b""))
         if data is None:
             raise CacheRefNotFound("a block of this cache_ref is gone")
-        parse_block_file(data).verify(expected)
+        with self._metrics.io("check", "disk") as count_bytes:
+            parse_block_file(data).verify(expected)
+            count_bytes(len(data))
         if disk_files:
             return FetchedBlock(block_index, "disk", disk_name=self.disk.relative_name(key))
         try:
-            self.memory.put(key, data)
+            with self._metrics.io("write", "host") as count_bytes:
+                self.memory.put(key, data)
+                count_bytes(len(data))
         except StorageFull:
             return FetchedBlock(block_index, "disk", data=bytes(data))
         if by_name and pins.take(key):
@@ -223,8 +231,12 @@ class Tiers:
     def _take(self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta) -> int:
         file = open_file()
         try:
-            file.verify(expected)
-            self.disk.put(expected.key, file.data)
+            with self._metrics.io("check", "host") as count_bytes:
+                file.verify(expected)
+                count_bytes(file.size_bytes)
+            with self._metrics.io("write", "disk") as count_bytes:
+                self.disk.put(expected.key, file.data)
+                count_bytes(file.size_bytes)
             self._keep_in_memory(expected.key, file, path)
             return file.size_bytes
         finally:

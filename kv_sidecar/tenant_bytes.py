@@ -1,0 +1,60 @@
+"""How many bytes on disk each tenant's contexts hold, for the metrics. Counted in the collector's pass, in a thread.
+
+Blocks are keyed by tenant, so each block belongs to one; those of several contexts of a tenant count once. Shown are
+the largest few tenants, the rest as `other`: a metric's labels must have a bound, whoever writes the key file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from contextcache.model import TenantId
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.manifest_index import ManifestRecord
+
+OTHERS = ""
+"""Label of all tenants that are not shown by name; no tenant has this one."""
+
+
+def bytes_by_tenant(
+    records: Iterable[ManifestRecord], size_bytes: Callable[[BlockKey], int | None]
+) -> Mapping[TenantId, int]:
+    """Return the bytes of each tenant's block files, every file once."""
+    owners = {key: record.tenant for record in records for key in record.keys}
+    found: Counter[TenantId] = Counter()
+    for key, tenant in owners.items():
+        found[tenant] += size_bytes(key) or 0
+    return found
+
+
+class TenantBytes(Collector):
+    """A gauge whose labels come and go together. Written by the collector's pass, read by whoever scrapes."""
+
+    def __init__(self) -> None:
+        self._shown: dict[TenantId, int] = {}
+
+    def show(self, found: Mapping[TenantId, int], *, tenants_max: int) -> None:
+        """Show the `tenants_max` largest by name and the rest together; 0: all together."""
+        largest = Counter(found).most_common(tenants_max) if tenants_max else []
+        shown = dict(largest)
+        rest = sum(found.values()) - sum(shown.values())
+        if rest or len(found) > len(shown):
+            shown[OTHERS] = rest
+        self._shown = shown
+
+    @override
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauge as it was last shown."""
+        family = GaugeMetricFamily(
+            "contextcache_sidecar_tenant_bytes",
+            "Bytes of block files on disk by tenant, the largest tenants by name, all others under an empty one.",
+            labels=("tenant",),
+        )
+        for tenant, size_bytes in self._shown.items():
+            family.add_metric((tenant,), size_bytes)
+        yield family
