@@ -1,0 +1,52 @@
+"""Chooses the container of a pod that runs vLLM, and the user the sidecar shares files with it as. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from injector.command_line import looks_like_vllm
+from injector.not_injected import NotInjected, Reason
+
+CONTAINER_ANNOTATION = "context-cache.io/container"
+"""Names the container where it cannot be told, or where several could be meant."""
+
+
+def engine_index(pod: Mapping[str, Any]) -> int:
+    """Return the index of vLLM's container. Raises NotInjected when there is none or no single one."""
+    containers = pod["spec"].get("containers") or []
+    names = [container.get("name") for container in containers]
+    annotations = pod["metadata"].get("annotations") or {}
+    if (named := annotations.get(CONTAINER_ANNOTATION)) is not None:
+        if named not in names:
+            raise NotInjected(Reason.NO_VLLM_CONTAINER, f"no container is called {named!r} ({CONTAINER_ANNOTATION})")
+        return names.index(named)
+    found = [index for index, container in enumerate(containers) if looks_like_vllm(container)]
+    if len(found) != 1:
+        reason = Reason.SEVERAL_VLLM_CONTAINERS if found else Reason.NO_VLLM_CONTAINER
+        count = "several containers" if found else "no container"
+        raise NotInjected(reason, f"{count} of this pod run vLLM; name one: annotation {CONTAINER_ANNOTATION}")
+    return found[0]
+
+
+def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, int | None] | None:
+    """Return user and group the sidecar must run as to share files with the engine; None: its own are fine.
+
+    Files the sidecar makes are for its user to write. Root may, as long as it has CAP_DAC_OVERRIDE; any other user must
+    be the same. Raises NotInjected when the engine's user is somebody unknown, or a root that may not.
+    """
+    of_pod, own = pod["spec"].get("securityContext") or {}, container.get("securityContext") or {}
+    user = own.get("runAsUser", of_pod.get("runAsUser"))
+    if user:
+        return int(user), own.get("runAsGroup", of_pod.get("runAsGroup"))
+    if user is None and own.get("runAsNonRoot", of_pod.get("runAsNonRoot", False)):
+        raise NotInjected(Reason.USER, "the engine's user is set by its image only; set securityContext.runAsUser")
+    dropped = {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get("drop") or []}
+    added = {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get("add") or []}
+    if dropped & {"ALL", "DAC_OVERRIDE"} and "DAC_OVERRIDE" not in added:
+        raise NotInjected(
+            Reason.USER,
+            "the engine runs as its image's user or root without CAP_DAC_OVERRIDE and cannot use the sidecar's files; "
+            "set securityContext.runAsUser to a user other than root",
+        )
+    return None
