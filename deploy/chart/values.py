@@ -83,10 +83,15 @@ _LATER = (
 )
 
 
+class _NotYet(Section):
+    enabled: bool = Field(False, description="not written yet")
+
+
 def _later() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field, module, name in _LATER:
         if find_spec(f"deploy.chart.{module}") is None:
+            found[field] = (_NotYet, Field(default_factory=_NotYet, description="not written yet"))
             continue
         section = getattr(import_module(f"deploy.chart.{module}"), name, None)
         if section is not None:

@@ -7,8 +7,9 @@ Names, labels, images, and where the release's Secrets are. What pods have in co
 {{- end }}
 
 {{/*
-Name that every object of the release begins with, at most 40 characters, so that with the longest suffix it stays a
-DNS label. A longer one ends in a hash: two releases whose names begin alike must not share objects.
+Name that every object of the release begins with: a DNS label of at most 40 characters, so that it stays one with the
+longest suffix. A release's name may be longer, hold dots or begin with a digit; it is made to fit and ends in a hash, as
+two releases whose names become alike must not share objects.
 */}}
 {{- define "context-cache.fullname" -}}
 {{- $full := .Values.fullnameOverride }}
@@ -16,10 +17,14 @@ DNS label. A longer one ends in a hash: two releases whose names begin alike mus
 {{- $name := default .Chart.Name .Values.nameOverride }}
 {{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
 {{- end }}
-{{- if gt (len $full) 40 }}
-{{- $full = printf "%s-%s" ($full | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) }}
+{{- $fitting := $full | replace "." "-" }}
+{{- if not (regexMatch "^[a-z]" $fitting) }}
+{{- $fitting = printf "r-%s" $fitting }}
 {{- end }}
-{{- $full | trimSuffix "-" }}
+{{- if or (ne $fitting $full) (gt (len $fitting) 40) }}
+{{- $fitting = printf "%s-%s" ($fitting | trunc 31 | trimSuffix "-") (sha256sum $full | trunc 8) }}
+{{- end }}
+{{- $fitting }}
 {{- end }}
 
 {{/* Labels of an object: dict "root" $ "component" "gateway"; without a component those of the release. */}}
@@ -36,8 +41,8 @@ app.kubernetes.io/part-of: context-cache
 
 {{/* Labels that a component's pods are selected by; the same dict. They never change in the life of a release. */}}
 {{- define "context-cache.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "context-cache.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "context-cache.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
@@ -70,7 +75,7 @@ digest decides over a tag. Without any registry it is the node's default one.
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -148,4 +153,27 @@ What a key of a Secret of the release holds already, else the given value: dict 
 {{- $found := lookup "v1" "Secret" .root.Release.Namespace .name | default dict }}
 {{- $kept := dig "data" .key "" $found }}
 {{- ternary ($kept | b64dec) .value (ne $kept "") }}
+{{- end }}
+
+{{/*
+URL that pods of the cluster reach the release by: Envoy, or the gateway's HTTP front where Envoy is none of ours. The
+latter answers the same, so it is what the smoke test asks behind somebody else's Gateway.
+*/}}
+{{- define "context-cache.front.url" -}}
+{{- if eq .Values.envoy.mode "proxy" }}
+{{- $scheme := ternary "https" "http" (ne .Values.envoy.tls.existingSecret "") }}
+{{- printf "%s://%s:%d" $scheme (include "context-cache.serviceHost" (dict "root" . "service" "envoy")) (include "context-cache.front.port" . | int) }}
+{{- else }}
+{{- $scheme := ternary "https" "http" .Values.tls.enabled }}
+{{- printf "%s://%s:%d" $scheme (include "context-cache.serviceHost" (dict "root" . "service" "gateway")) (int .Values.gateway.service.port) }}
+{{- end }}
+{{- end }}
+
+{{/* Port of the Service that clients use. Envoy's is 80, or 443 with HTTPS, unless values say another. */}}
+{{- define "context-cache.front.port" -}}
+{{- if ne .Values.envoy.mode "proxy" }}
+{{- .Values.gateway.service.port }}
+{{- else }}
+{{- .Values.envoy.service.port | default (ternary 443 80 (ne .Values.envoy.tls.existingSecret "")) }}
+{{- end }}
 {{- end }}
