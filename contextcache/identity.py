@@ -56,6 +56,8 @@ class KVTransfer:
     """Name to save under; None: save nothing."""
     expires_at_ms: int
     """Unix time in ms at which the saved KV becomes garbage."""
+    traceparent: str = ""
+    """Span that the load and the save belong to (W3C Trace Context); empty: nobody traces this turn."""
 
 
 def sign_identity(identity: Identity, secret: bytes) -> str:
@@ -96,6 +98,8 @@ def sign_kv_transfer(transfer: KVTransfer, secret: bytes) -> str:
         "save": transfer.save,
         "expires_at_ms": transfer.expires_at_ms,
     }
+    if transfer.traceparent:
+        payload["traceparent"] = transfer.traceparent
     return _sign(_KV_TRANSFER, payload, secret)
 
 
@@ -110,6 +114,7 @@ def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
             load=tuple(str(ref) for ref in payload["load"]),
             save=None if payload["save"] is None else str(payload["save"]),
             expires_at_ms=int(payload["expires_at_ms"]),
+            traceparent=str(payload.get("traceparent", "")),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the kv-transfer token lacks a field") from exc

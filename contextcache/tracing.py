@@ -11,8 +11,8 @@ opens nothing (ADR 0016).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Literal, Protocol, TypeAlias
@@ -154,6 +154,17 @@ def tracer_of(settings: TracingSettings, *, part: str, on_lost: Callable[[int], 
 def current_span() -> Span:
     """Return the span that the caller works in; one that does nothing where there is none."""
     return CURRENT.get()
+
+
+@contextmanager
+def within(span: Span) -> Iterator[None]:
+    """Make `span` the current one for a `with` block, in whichever task that runs; it is not ended by it."""
+    before = CURRENT.get()
+    CURRENT.set(span)
+    try:
+        yield
+    finally:
+        CURRENT.set(before)
 
 
 def child_span(

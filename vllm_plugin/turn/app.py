@@ -7,6 +7,7 @@ import prometheus_client
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
 from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.tracing import tracer_of
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -20,13 +21,15 @@ _TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer",
 def compose_story(settings: TurnSettings, secret: bytes) -> TurnStory:
     """Return the story with real adapters; nothing is connected before the first turn."""
     timeout_s = settings.rpc_deadline_ms / 1000
+    metrics = TurnMetrics(prometheus_client.REGISTRY)
     return TurnStory(
         settings,
         secret=secret,
         manager=ContextManagerClient(settings.manager, timeout_s=timeout_s),
         sidecar=SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s)),
         clock=SystemClock(),
-        metrics=TurnMetrics(prometheus_client.REGISTRY),
+        metrics=metrics,
+        tracer=tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc),
     )
 
 

@@ -19,6 +19,7 @@ from contextcache.errors import (
     InvalidRequest,
     ModelNotFound,
 )
+from contextcache.tracing import TRACEPARENT, trace_headers
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -109,6 +110,10 @@ class Engine:
 
     def _scope_for(self, path: str, body: bytes) -> Scope:
         headers = [(name, value) for name, value in self._scope["headers"] if name.lower() not in _NOT_FORWARDED]
+        if traced := trace_headers():
+            # vLLM's own spans, where it makes any, then lie below ours.
+            headers = [(name, value) for name, value in headers if name.lower() != TRACEPARENT.encode()]
+            headers += [(name.encode(), value.encode()) for name, value in traced.items()]
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         return {
             **self._scope,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from vllm_plugin.turn.usage import TurnUsage
 
 _PREFIX = "contextcache_turn_"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class TurnMetrics:
@@ -30,6 +31,42 @@ class TurnMetrics:
         self.unsealed_creates = Counter(
             f"{_PREFIX}unsealed_creates_total", "Creates that answered before their KV was durable", registry=registry
         )
+
+        self.first_token_seconds = Histogram(
+            f"{_PREFIX}first_token_seconds",
+            "Streamed turns: from the lease to the first token, by where most cached tokens came from",
+            ["kind", "source"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.timed_tokens = Counter(
+            f"{_PREFIX}timed_prompt_tokens_total",
+            "Prompt tokens of the turns in first_token_seconds, cached or computed",
+            ["how", "source"],
+            registry=registry,
+        )
+        self.restore_seconds = Histogram(
+            f"{_PREFIX}restore_seconds",
+            "From the engine's first question about a context's KV until it was injected, by tier",
+            ["source"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.lost_spans = Counter(
+            f"{_PREFIX}lost_spans_total", "Spans of traces that did not reach the collector", registry=registry
+        )
+
+    def time_turn(self, usage: TurnUsage, *, created: bool, first_token_s: float | None) -> None:
+        """Note how soon a turn answered; None: it was not streamed, so nobody saw the first token."""
+        loaded = usage.loaded
+        if loaded is not None and not loaded.failed and loaded.tier:
+            self.restore_seconds.labels(source=loaded.tier).observe(loaded.restore_ms / 1000)
+        if first_token_s is None:
+            return
+        kind = "create" if created else "continue"
+        self.first_token_seconds.labels(kind=kind, source=usage.source).observe(first_token_s)
+        self.timed_tokens.labels(how="cached", source=usage.source).inc(usage.cached_tokens)
+        self.timed_tokens.labels(how="computed", source=usage.source).inc(usage.computed_tokens)
 
     def count_turn(self, usage: TurnUsage, *, created: bool) -> None:
         """Count one answered turn."""

@@ -19,6 +19,7 @@ from contextcache.request_body import is_opaque, remove_forbidden_keys
 from contextcache.request_headers import joined_headers
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
 from contextcache.settings import read_secret
+from contextcache.tracing import TRACEPARENT
 from vllm_plugin.turn.app import compose_story
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.request import (
@@ -79,7 +80,9 @@ class TurnMiddleware:
             if is_unrouted:
                 await self._pass_unrouted(scope, headers, Client(receive, started))
             else:
-                await self._turn(scope, headers, token, Client(receive, started))
+                parent = headers.get(TRACEPARENT, "")
+                with self._story.tracer.span(f"turn {scope['path']}", kind="server", parent=parent):
+                    await self._turn(scope, headers, token, Client(receive, started))
         except ContextCacheError as exc:
             await self._refuse(exc, started)
         except Exception:

@@ -14,6 +14,7 @@ from typing import Any
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, StoreUnavailable
 from contextcache.model import CacheRef, CacheSessionMetadata, TtlPolicy, TurnCommit
+from contextcache.tracing import Span, child_span, current_span, within
 from vllm_plugin.turn.answer import AnswerResult
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import ComposedPrompt, answer_segment
@@ -45,6 +46,10 @@ class Turn:
     """Committed, refused, aborted, or nothing to commit: no abort is due."""
     started_ms: int = 0
     timings_ms: dict[str, float] = field(default_factory=dict)
+    first_token_s: float | None = None
+    """From the lease to the first token, of a stream."""
+    span: Span = field(default_factory=current_span)
+    """The turn's own; what ends a turn runs where the engine sends from."""
 
 
 class Settlement:
@@ -70,11 +75,14 @@ class Settlement:
 
     async def settle(self, engine: Engine, turn: Turn, result: AnswerResult) -> Closing:
         """End the turn for the session, whatever the session says, and return what the client is told."""
-        await self._take_load_report(turn)
-        outcome = await self._commit(engine, turn, result)
+        with within(turn.span):
+            await self._take_load_report(turn)
+            outcome = await self._commit(engine, turn, result)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
         self._metrics.count_turn(usage, created=turn.is_create)
+        self._metrics.time_turn(usage, created=turn.is_create, first_token_s=turn.first_token_s)
+        _describe(turn.span, usage, outcome)
         exists = outcome.committed or not turn.is_create
         session: dict[str, Any] = {
             "session_id": turn.session.session_id if exists else None,
@@ -131,7 +139,7 @@ class Settlement:
         assert turn.save_ref is not None
         begun_ms = self._clock.now_ms()
         sealed = False
-        with suppress(ContextCacheError):
+        with suppress(ContextCacheError), child_span("turn wait for seal"):
             sealed = await self._sidecar.wait_sealed(
                 turn.session.tenant, turn.save_ref, timeout_ms=self._settings.seal_deadline_ms
             )
@@ -151,6 +159,7 @@ class Settlement:
 
     async def stream_receipt(self, turn: Turn) -> list[tuple[str, str]]:
         """Return a stream's headers at its first token; what the engine reused is known from the load report."""
+        turn.first_token_s = (self._clock.now_ms() - turn.started_ms) / 1000
         await self._take_load_report(turn)
         loaded = turn.loaded
         planned = 0 if loaded is None else loaded.device_tokens + loaded.loaded_tokens
@@ -204,3 +213,13 @@ class Settlement:
         """Have the sidecar forget what an uncommitted turn saved, or is about to save."""
         if turn.save_ref is not None:
             self._background.start(self._sidecar.delete_context(turn.session.tenant, cache_refs=(turn.save_ref,)))
+
+
+def _describe(span: Span, usage: TurnUsage, outcome: CommitOutcome) -> None:
+    """Say on the turn's span what it reused and how it ended."""
+    span.set("contextcache.source", usage.source)
+    span.set("contextcache.verdict", usage.verdict)
+    span.set("contextcache.cached_tokens", usage.cached_tokens)
+    span.set("contextcache.computed_tokens", usage.computed_tokens)
+    span.set("contextcache.generation", outcome.generation)
+    span.set("contextcache.committed", outcome.committed)

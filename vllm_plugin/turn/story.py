@@ -37,6 +37,7 @@ from contextcache.model import (
     TenantId,
     new_cache_ref,
 )
+from contextcache.tracing import NO_TRACER, Tracer, child_span, current_span, kept_traceparent
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import compose_first, compose_turn
 from vllm_plugin.turn.delivery import Delivery
@@ -72,8 +73,11 @@ class TurnStory:
         sidecar: KVSidecar,
         clock: Clock,
         metrics: TurnMetrics,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """Take everything from outside; nothing is connected yet."""
+        self.tracer = tracer
+        """Begins the spans of requests; closed with us."""
         self._settings = settings
         self._secret = secret
         self._manager = manager
@@ -96,7 +100,8 @@ class TurnStory:
             session = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms)
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
-            turn.prompt = await compose_first(engine, request)
+            with child_span("turn compose"):
+                turn.prompt = await compose_first(engine, request)
             await self._run(engine, turn, client)
 
     async def continue_turn(
@@ -122,7 +127,8 @@ class TurnStory:
             found = match(
                 transcript, request.prompt, mode=request.context_mode, threshold=self._settings.replay_threshold
             )
-            turn.prompt = await compose_turn(engine, request, transcript, found)
+            with child_span("turn compose"):
+                turn.prompt = await compose_turn(engine, request, transcript, found)
             self._metrics.outcomes.labels(outcome=found.outcome.value).inc()
             await self._run(engine, turn, client)
 
@@ -131,6 +137,7 @@ class TurnStory:
         await self._background.close()
         await self._manager.close()
         await self._sidecar.close()
+        await asyncio.to_thread(self.tracer.close)
 
     async def _run(self, engine: Engine, turn: Turn, client: Client) -> None:
         """Let the engine answer and deliver it, settling the turn before the last byte."""
@@ -150,8 +157,9 @@ class TurnStory:
             abort=lambda: self._settlement.abort(turn),
         )
         try:
-            await engine.generate(turn.request.path, self._engine_body(turn), client.receive, delivery.take)
-            delivery.check_complete()
+            with child_span("turn generate"):
+                await engine.generate(turn.request.path, self._engine_body(turn), client.receive, delivery.take)
+                delivery.check_complete()
         except EngineFailed:
             self._metrics.aborts.labels(reason="engine").inc()
             if not delivery.started:
@@ -170,6 +178,7 @@ class TurnStory:
             load=session.cache_refs,
             save=turn.save_ref,
             expires_at_ms=session.expires_at_ms,
+            traceparent=kept_traceparent(),
         )
         kv_transfer: dict[str, Any] = {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}
         body: dict[str, Any] = {
@@ -194,6 +203,7 @@ class TurnStory:
     def _new_turn(
         self, request: TurnRequest, session: CacheSessionMetadata, identity: Identity, *, lease_id: str, is_create: bool
     ) -> Turn:
+        current_span().set("contextcache.session_id", session.session_id)
         return Turn(
             request=request,
             session=session,
