@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 
-import uvicorn
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
-from typing_extensions import override
 
-from contextcache.logs import set_up_logs
-from contextcache.process import run_until_signalled, wants_help
+from contextcache.metrics_server import Page, health_page, metrics_server
+from contextcache.process import run_part, settings_or_exit, wants_help
 from gateway.app import GatewayApp, gateway_app
 from gateway.auth import hash_key
 from gateway.envoy_front import EnvoyFront
 from gateway.ext_proc_server import ExtProcServer
+from gateway.http_server import HttpServer
 from gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -29,15 +28,6 @@ PURPOSE = (
     "gateway: routes requests to vLLM pods and answers for contexts.\n"
     "`python -m gateway hash-key` prints what the API-key file holds of the key on stdin."
 )
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: `run_until_signalled` has them."""
-
-    @contextmanager
-    @override
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +47,16 @@ async def serve(
     `on_started` is told the ports. Raises OSError when one is taken.
     """
     with closing(_listener(settings.host, settings.port)) as listener:
-        async with gateway_app(settings, registry=CollectorRegistry()) as app:
-            http = _http_server(app, settings)
+        async with (
+            gateway_app(settings, registry=CollectorRegistry()) as app,
+            _metrics_served(app, settings),
+        ):
+            http = HttpServer(
+                app.front,
+                drain_timeout_s=settings.drain_timeout_s,
+                tls=app.tls,
+                require_clients=settings.tls_clients == "required",
+            )
             ext_proc = _ext_proc_server(app, settings) if settings.ext_proc_listen else None
             ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.port)
             with suppress(TimeoutError):
@@ -89,19 +87,16 @@ async def serve(
     log.info("gateway stopped")
 
 
-def _http_server(app: GatewayApp, settings: GatewaySettings) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app.front,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            ws="none",
-            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-        )
-    )
+def _metrics_served(app: GatewayApp, settings: GatewaySettings) -> AbstractAsyncContextManager[object]:
+    if not settings.metrics_port:
+        return nullcontext()
+
+    async def readyz() -> Page:
+        found = await app.ready_state.describe()
+        return Page(json.dumps(found).encode(), 200 if found["ready"] else 503, "application/json")
+
+    pages = {"/healthz": health_page(lambda: True), "/readyz": readyz}
+    return metrics_server(settings.metrics_host, settings.metrics_port, registry=app.metrics.registry, pages=pages)
 
 
 def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServer:
@@ -120,6 +115,7 @@ def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServe
         listen=settings.ext_proc_listen,
         max_body_bytes=settings.max_body_bytes,
         is_ready=lambda: any(state.ready for state in app.endpoints.states()),
+        tls=app.tls,
     )
 
 
@@ -153,18 +149,13 @@ def main() -> None:
         return
     if wants_help(GatewaySettings, PURPOSE):
         return
-    try:
-        settings = GatewaySettings()
-    except ValidationError as exc:
-        for error in exc.errors():
-            print(f"GATEWAY_{'_'.join(map(str, error['loc'])).upper()}: {error['msg']}", file=sys.stderr)
-        sys.exit(2)
-    set_up_logs(settings.log_level)
-    try:
-        run_until_signalled(lambda stop: serve(settings, stop), loop_factory=_loop_factory())
-    except (OSError, ValueError) as exc:
-        log.error("gateway cannot start", extra={"error": str(exc)})  # noqa: TRY400 - the reason, not the stack
-        sys.exit(1)
+    settings = settings_or_exit(GatewaySettings)
+    run_part(
+        "gateway",
+        lambda stop: serve(settings, stop),
+        log_level=settings.log_level,
+        loop_factory=_loop_factory(),
+    )
 
 
 if __name__ == "__main__":

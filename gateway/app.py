@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.client import ContextManagerClient
 from contextcache.clock import Clock, SystemClock
 from contextcache.settings import read_secret
+from contextcache.tls import WatchedTls
 from contextcache.tracing import Tracer, tracer_of
 from gateway.auth import KeyFile, SingleTenant
 from gateway.carrier import Carrier, carrier_session
@@ -56,6 +57,8 @@ class GatewayApp:
     metrics: Metrics
     ready_state: ReadyState
     tracer: Tracer
+    tls: WatchedTls | None
+    """For its listeners too."""
 
 
 @asynccontextmanager
@@ -75,13 +78,14 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
     async with AsyncExitStack() as stack:
         tracer = tracer_of(settings, part="gateway", on_lost=metrics.lost_spans.inc)
         stack.push_async_callback(asyncio.to_thread, tracer.close)
-        directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s)
+        tls = metrics.certificates.open_tls(settings.tls)
+        directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s, tls=tls)
         stack.push_async_callback(directory.close)
         carrying = await stack.enter_async_context(
             carrier_session(connect_timeout_s=settings.connect_timeout_s, idle_timeout_s=settings.idle_timeout_s)
         )
-        endpoints = await _watched_endpoints(settings, stack, metrics)
-        sidecars = await _watched_sidecars(settings, stack, endpoints, metrics)
+        endpoints = await _watched_endpoints(settings, stack, metrics, tls)
+        sidecars = await _watched_sidecars(settings, stack, endpoints, metrics, tls)
         gateway = Gateway(
             authenticator=_authenticator(settings, clock, metrics),
             directory=directory,
@@ -105,22 +109,24 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
         front = HttpFront(
             gateway=gateway,
             endpoints=endpoints,
-            carrier=Carrier(carrying, total_timeout_s=settings.total_timeout_s, metrics=metrics),
+            carrier=Carrier(carrying, total_timeout_s=settings.total_timeout_s, metrics=metrics, tls=tls),
             control=control_app(gateway, ready_state, metrics),
             budget=budget,
             limits=limits,
             metrics=metrics,
             tracer=tracer,
         )
-        yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state, tracer)
+        yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state, tracer, tls)
 
 
-async def _watched_endpoints(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics) -> StaticEndpoints:
+async def _watched_endpoints(
+    settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics, tls: WatchedTls | None
+) -> StaticEndpoints:
     listed, source = await _listed_endpoints(settings, stack, metrics)
     probing = await stack.enter_async_context(aiohttp.ClientSession())
     endpoints = StaticEndpoints(
         listed,
-        HttpProbe(probing, timeout_s=settings.probe_timeout_s),
+        HttpProbe(probing, timeout_s=settings.probe_timeout_s, tls=tls),
         metrics=metrics,
         interval_s=settings.probe_interval_s,
         source=source,
@@ -168,10 +174,14 @@ async def _discovered_endpoints(
 
 
 async def _watched_sidecars(
-    settings: GatewaySettings, stack: AsyncExitStack, endpoints: StaticEndpoints, metrics: Metrics
+    settings: GatewaySettings,
+    stack: AsyncExitStack,
+    endpoints: StaticEndpoints,
+    metrics: Metrics,
+    tls: WatchedTls | None,
 ) -> Sidecars:
     def connect(address: str) -> KVSidecarClient:
-        return KVSidecarClient(address, timeout_s=settings.delete_timeout_s)
+        return KVSidecarClient(address, timeout_s=settings.delete_timeout_s, tls=tls)
 
     sidecars = Sidecars(
         endpoints,

@@ -17,10 +17,12 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from contextcache.errors import ContextCacheError, EngineFailed
+from contextcache.tls import WatchedTls
 from contextcache.tracing import trace_headers
 from gateway.exchange import REQUEST_ID_HEADER, ClientGone, Exchange
 from gateway.flows import Forward
 from gateway.metrics import Metrics
+from gateway.pod_tls import tls_arguments
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +62,17 @@ def carrier_session(*, connect_timeout_s: float, idle_timeout_s: float) -> aioht
 class Carrier:
     """Sends requests to pods and their answers to clients."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, total_timeout_s: float, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        total_timeout_s: float,
+        metrics: Metrics,
+        tls: WatchedTls | None = None,
+    ) -> None:
+        """`tls`: how pods with an https URL are spoken to."""
         self._session = session
+        self._tls = tls
         self._total_timeout_s = total_timeout_s
         self._metrics = metrics
 
@@ -102,6 +113,7 @@ class Carrier:
                 # None for a bodiless GET; a POST says that its body is empty.
                 data=_payload(data) if data or exchange.method not in {"GET", "HEAD"} else None,
                 allow_redirects=False,
+                **tls_arguments(forward.endpoint.url, self._tls),
             ) as answer:
                 # Left before its end, aiohttp closes the connection, so that the pod notices.
                 await self._answer(answer, exchange)

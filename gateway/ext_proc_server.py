@@ -21,6 +21,8 @@ from grpc_reflection.v1alpha import reflection
 
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.grpc_server import bind
+from contextcache.grpc_tls import CONNECTION_OPTIONS, NamedPeers
+from contextcache.tls import WatchedTls
 from gateway.envoy_front import EnvoyFront
 from gateway.exchange import ClientGone
 
@@ -38,18 +40,31 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class ExtProcServer:
     """One grpc.aio server; its owner starts, drains and stops it."""
 
-    def __init__(self, front: EnvoyFront, *, listen: str, max_body_bytes: int, is_ready: Callable[[], bool]) -> None:
-        """Bind `listen` (port 0 takes a free one). Raises OSError when it is taken."""
+    def __init__(
+        self,
+        front: EnvoyFront,
+        *,
+        listen: str,
+        max_body_bytes: int,
+        is_ready: Callable[[], bool],
+        tls: WatchedTls | None = None,
+    ) -> None:
+        """Bind `listen` (port 0 takes a free one). Raises OSError when it is taken.
+
+        `tls`: who calls shows a certificate with the deployment's name, health checks too.
+        """
         self._is_ready = is_ready
         self._draining = False
         # No bound on concurrent calls here: the front answers what is too much with a typed 503.
-        self._server = grpc.aio.server(options=_options(max_body_bytes))
+        self._server = grpc.aio.server(
+            interceptors=[] if tls is None else [NamedPeers(tls.server_name)], options=_options(max_body_bytes)
+        )
         self._server.add_generic_rpc_handlers((_service(front),))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self.port = bind(self._server, listen)
+        self.port = bind(self._server, listen, tls=tls)
         """Port really bound."""
         self._watching: asyncio.Task[None] | None = None
 
@@ -124,6 +139,7 @@ def _service(front: EnvoyFront) -> grpc.GenericRpcHandler:
 
 def _options(max_body_bytes: int) -> list[tuple[str, Any]]:
     return [
+        *CONNECTION_OPTIONS,
         ("grpc.max_receive_message_length", max_body_bytes + _MESSAGE_OVERHEAD_BYTES),
         ("grpc.max_send_message_length", max_body_bytes + _MESSAGE_OVERHEAD_BYTES),
         # Proxies ping as often as they like: a GOAWAY for it would break off their requests.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from contextcache.certificate_metrics import CertificateMetrics
+
 _ROUTE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
 
@@ -12,6 +14,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.certificates = CertificateMetrics("contextcache_gateway", registry)
         self.requests = Counter(
             "contextcache_gateway_requests_total",
             "Requests answered, by kind and HTTP status. `completion` was refused before it was known to be a turn or "

@@ -13,7 +13,9 @@ import aiohttp
 from yarl import URL
 
 from contextcache.model import ModelId
+from contextcache.tls import WatchedTls
 from gateway.endpoints import Health
+from gateway.pod_tls import tls_arguments
 from gateway.ports import Endpoint, EngineLoad
 
 _RUNNING, _WAITING, _KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -29,14 +31,17 @@ _PAGE_BYTES_MAX = 4 << 20
 class HttpProbe:
     """`GET /health`, `/v1/models` and `/metrics` of a vLLM pod."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, timeout_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, *, timeout_s: float, tls: WatchedTls | None = None) -> None:
+        """`tls`: how pods with an https URL are spoken to."""
         self._session = session
+        self._tls = tls
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def __call__(self, endpoint: Endpoint) -> Health:
         """Return what the pod says. Never raises for what it does; a healthy pod may keep the rest to itself."""
         try:
-            async with self._session.get(f"{endpoint.url}/health", timeout=self._timeout) as answer:
+            arguments = tls_arguments(endpoint.url, self._tls)
+            async with self._session.get(f"{endpoint.url}/health", timeout=self._timeout, **arguments) as answer:
                 if answer.status != 200:
                     return Health(healthy=False)
         except (TimeoutError, aiohttp.ServerTimeoutError):
@@ -53,7 +58,8 @@ class HttpProbe:
     async def _page(self, url: str) -> bytes | None:
         """Return the beginning of a page, b"" for one that is refused, None when there was no answer in time."""
         try:
-            async with self._session.get(URL(url, encoded=True), timeout=self._timeout) as answer:
+            arguments = tls_arguments(url, self._tls)
+            async with self._session.get(URL(url, encoded=True), timeout=self._timeout, **arguments) as answer:
                 return await _beginning(answer) if answer.status == 200 else b""
         except (TimeoutError, aiohttp.ClientError):
             return None
