@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from deploy.chart.envoy_template import envoy_template
+from deploy.chart.generate_readme import readme
 from deploy.chart.generate_schema import values_schema
 from deploy.chart.generate_values import values_yaml
 from deploy.chart.values import ChartValues
@@ -18,6 +20,8 @@ def generated() -> Mapping[str, str]:
     return {
         "values.yaml": values_yaml(ChartValues),
         "values.schema.json": values_schema(ChartValues),
+        "README.md": readme(ChartValues),
+        "files/envoy.yaml": envoy_template(),
     }
 
 

@@ -23,6 +23,9 @@ PullSecrets = Annotated[
 class Image(ImageReference):
     """The image of every process of ours."""
 
+    registry: str = Field(
+        "", description="host of the registry, also of images that name none; empty: the nodes' default"
+    )
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent", description="when nodes pull images, these and those of engine and Valkey"
     )
