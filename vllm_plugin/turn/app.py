@@ -19,14 +19,18 @@ _TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer",
 
 
 def compose_story(settings: TurnSettings, secret: bytes) -> TurnStory:
-    """Return the story with real adapters; nothing is connected before the first turn."""
+    """Return the story with real adapters; nothing is connected before the first turn.
+
+    Raises OSError or ValueError when the certificate files cannot serve.
+    """
     timeout_s = settings.rpc_deadline_ms / 1000
     metrics = TurnMetrics(prometheus_client.REGISTRY)
+    tls = metrics.certificates.open_tls(settings.tls)
     return TurnStory(
         settings,
         secret=secret,
-        manager=ContextManagerClient(settings.manager, timeout_s=timeout_s),
-        sidecar=SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s)),
+        manager=ContextManagerClient(settings.manager, timeout_s=timeout_s, tls=tls),
+        sidecar=SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)),
         clock=SystemClock(),
         metrics=metrics,
         tracer=tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from contextcache.certificate_metrics import CertificateMetrics
 from vllm_plugin.turn.usage import TurnUsage
 
 _PREFIX = "contextcache_turn_"
@@ -15,6 +16,7 @@ class TurnMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register everything in `registry`."""
+        self.certificates = CertificateMetrics("contextcache_turn", registry)
         self.turns = Counter(
             f"{_PREFIX}turns_total", "Turns answered", ["kind", "verdict", "source"], registry=registry
         )
