@@ -33,7 +33,14 @@ CONFIG_FILE_ANNOTATION = "context-cache.io/config-file"
 _PYTHON_PATH = "PYTHONPATH"
 _FILE_MODE = 0o444
 _GROUP = 65532
-"""Group of the sidecar's files, so that an engine whose user is not root but in this group may read them."""
+"""Group of the sidecar's files: also an engine whose image has another user than root may read them."""
+_RESTRICTED = {
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "runAsGroup": _GROUP,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""What the chart's own pods say for all their containers, and somebody else's pod may not."""
 
 
 def injection_patch(pod: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]] | None:
@@ -106,11 +113,14 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
 
 def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[int, int | None] | None) -> None:
     """Let sidecar and engine use each other's files without changing the group of the pod's other volumes (fsGroup)."""
+    for container in ours:
+        container["securityContext"] = {**_RESTRICTED, **container.get("securityContext", {})}
+        if user is not None:
+            container["securityContext"] |= {
+                "runAsUser": user[0],
+                "runAsGroup": user[0] if user[1] is None else user[1],
+            }
     if user is not None:
-        for container in ours:
-            container["securityContext"] = {**container.get("securityContext", {}), "runAsUser": user[0]}
-            if user[1] is not None:
-                container["securityContext"]["runAsGroup"] = user[1]
         return
     context = spec.get("securityContext") or {}
     groups = context.get("supplementalGroups") or []
