@@ -74,6 +74,16 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "endpoint_name": "the pod's name",
         "single_tenant": _UNUSED,
     },
+    "INJECTOR_": {
+        **_METRICS,
+        "host": _FIXED,
+        "port": _FIXED,
+        "cert_file": "injector.tls",
+        "key_file": "injector.tls",
+        "parts_file": _FIXED,
+        "request_timeout_s": "injector.timeoutSeconds",
+        "log_level": "logLevel",
+    },
     "ENVOY_": {
         **_EVERYWHERE,
         "gateways": "the release's gateways",
@@ -85,6 +95,10 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "metrics_listen": _FIXED,
         "admin_host": _FIXED,
         "admin_port": _FIXED,
+        "sds_dir": _FIXED,
+        "drain_delay_s": "envoy.drainDelayS",
+        "engine_paths": "gateway.settings.enginePaths: both must know the same",
+        "max_body_bytes": "gateway.settings.maxBodyBytes: both must have the same",
     },
 }
 """Prefix of a process's settings → field → which value of the chart sets it. Envoy's have no environment."""
