@@ -174,6 +174,13 @@ def child_span(
     return CURRENT.get().child(name, kind, attributes or {})
 
 
+def continued_span(
+    tracer: Tracer, name: str, *, parent: str, attributes: Attributes | None = None
+) -> AbstractContextManager[Span]:
+    """Begin a span below `parent`; does nothing where that is empty: no trace begins here."""
+    return tracer.span(name, parent=parent, attributes=attributes) if parent else _NO_SPAN
+
+
 def trace_headers() -> dict[str, str]:
     """Return the HTTP headers that make the next part's span a child of the current one; none where tracing is off."""
     traceparent = CURRENT.get().traceparent

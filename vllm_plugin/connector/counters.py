@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+from contextcache.tracing import Tracer, open_tracer
+from vllm_plugin.connector.settings import ConnectorSettings
+
 
 class Counters:
     """Thread-safe counts by (name, reason)."""
@@ -34,3 +37,13 @@ class Counters:
         with self._lock:
             fresh, self._fresh = self._fresh, Counter()
         return dict(fresh)
+
+
+def connector_tracer(settings: ConnectorSettings, counters: Counters) -> Tracer:
+    """Return the tracer of one half of the connector; traces are continued only, none begins here."""
+    return open_tracer(
+        settings.traces_endpoint,
+        part="connector",
+        sample_ratio=0,
+        on_lost=lambda num_spans: counters.add("lost_spans", amount=num_spans),
+    )

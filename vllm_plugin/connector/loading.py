@@ -16,6 +16,7 @@ from pathlib import Path
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
+from contextcache.tracing import NO_TRACER, Span, Tracer, continued_span, current_span
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import BlockFile, BlockMeta, open_block_file, parse_block_file
 from vllm_plugin.connector.counters import Counters
@@ -61,7 +62,7 @@ class _Arrival:
 class Loader:
     """Carries out loads for one rank."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a rank's threads share, by name
         self,
         *,
         settings: ConnectorSettings,
@@ -71,7 +72,9 @@ class Loader:
         reporter: LoadReporter,
         counters: Counters,
         clock: Clock,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._settings = settings
         self._link = link
         self._layers = layers
@@ -89,6 +92,14 @@ class Loader:
 
     def run(self, load: Load) -> None:
         """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
+        plan = load.plan
+        with continued_span(self._tracer, "connector load", parent=plan.traceparent) as span:
+            span.set("contextcache.rank", self._link.facts.rank)
+            span.set("contextcache.cache_ref", plan.cache_ref)
+            span.set("contextcache.loaded_tokens", plan.loaded_tokens)
+            self._run(load, span)
+
+    def _run(self, load: Load, span: Span) -> None:
         progress = _Progress()
         try:
             self._copy(load, progress)
@@ -104,12 +115,14 @@ class Loader:
             log.exception("load broke", extra={"cache_ref": load.plan.cache_ref})
             self.fail(load, "internal_error")
         else:
+            span.set("contextcache.size_bytes", progress.size_bytes)
             self._succeed(load, progress)
 
     def fail(self, load: Load, reason: str) -> None:
         """Hand the request back to be computed. Never waits: the engine's thread calls it for loads that never ran."""
         plan = load.plan
         self._counters.add("failed_loads", reason)
+        current_span().fail(reason)
         self._results.end_load(plan.engine_request_id, bad_block_ids=plan.block_ids)
         log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": reason})
         self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)

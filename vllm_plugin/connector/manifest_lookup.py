@@ -18,6 +18,7 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, SidecarUnavailable
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
+from contextcache.tracing import NO_TRACER, Tracer, continued_span
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
@@ -136,7 +137,9 @@ class ManifestLookup:
         saves: PendingSaves,
         counters: Counters,
         clock: Clock,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self._tracer = tracer
         self._settings = settings
         self._sidecar = sidecar
         self._saves = saves
@@ -158,7 +161,11 @@ class ManifestLookup:
         answer: list[Match] = []
 
         def look_up() -> None:
-            answer.append(self._best(transfer, token_ids, facts, patience))
+            with continued_span(self._tracer, "connector lookup", parent=transfer.traceparent) as span:
+                found = self._best(transfer, token_ids, facts, patience)
+                span.set("contextcache.matched_tokens", found.num_tokens)
+                span.set("contextcache.reason", found.reason)
+            answer.append(found)
 
         return Lookup(self._pool.try_submit(look_up), answer, patience)
 

@@ -66,6 +66,8 @@ class LoadPlan:
     loaded_tokens: int
     asked_at_s: float
     """`time.monotonic()` of the first question about this request; one clock for all processes of a machine."""
+    traceparent: str = ""
+    """Span of the turn, for the load's own; empty: nobody traces it."""
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the block files that are needed, in order."""
@@ -99,6 +101,8 @@ class SavePlan:
     """Tokens that have valid KV, oldest first."""
     block_ids: tuple[int, ...]
     """Engine blocks that hold them, from position 0 on."""
+    traceparent: str = ""
+    """Span of the turn, for the save's own; empty: nobody traces it."""
 
     def piece(self, index: int, *, block_tokens: int, engine_block_tokens: int) -> Piece:
         """Return what goes into the block file at `index`; the last one is the tail when tokens are left over."""
@@ -140,6 +144,7 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
     device_tokens: int,
     loaded_tokens: int,
     asked_at_s: float,
+    traceparent: str = "",
 ) -> LoadPlan:
     """Return the plan that fills positions from `device_tokens` (a block edge) up to the last loaded token.
 
@@ -165,4 +170,5 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
         device_tokens=device_tokens,
         loaded_tokens=loaded_tokens,
         asked_at_s=asked_at_s,
+        traceparent=traceparent,
     )

@@ -11,12 +11,14 @@ import logging
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, SaveIncomplete, SidecarUnavailable, StorageFull
 from contextcache.rpc import FRAME_BYTES
+from contextcache.tracing import NO_TRACER, Attributes, Span, Tracer, continued_span, current_span
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import BlockFileWriter, BlockMeta
 from vllm_plugin.connector.counters import Counters
@@ -55,7 +57,7 @@ class _StagedFile:
 class Saver:
     """Carries out saves for one rank."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what a rank's threads share, by name
         self,
         *,
         settings: ConnectorSettings,
@@ -65,8 +67,10 @@ class Saver:
         results: ResultBox,
         counters: Counters,
         clock: Clock,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`patient_sidecar` has the deadline of a whole save; `link`'s own has that of a question."""
+        self._tracer = tracer
         self._settings = settings
         self._link = link
         self._patient_sidecar = patient_sidecar
@@ -85,7 +89,8 @@ class Saver:
 
     def run(self, save: Save) -> None:
         """Copy out what is missing, let the blocks go, and queue the rest. Raises nothing."""
-        fault = self._fault_of(self._copy_out, save)
+        with self._span("connector save: copy out", save):
+            fault = self._fault_of(self._copy_out, save)
         if fault is not None:
             self._drop_files(save)
             self.skip(save, fault)
@@ -110,7 +115,8 @@ class Saver:
         return ended
 
     def _finish(self, save: Save) -> None:
-        fault = self._fault_of(self._hand_over, save)
+        with self._span("connector save: hand over", save):
+            fault = self._fault_of(self._hand_over, save)
         self._drop_files(save)
         if fault is None:
             self._counters.add("saves")
@@ -124,14 +130,24 @@ class Saver:
         except ContextCacheError as exc:
             if isinstance(exc, SidecarUnavailable):
                 self._link.lost()
-            return exc.code
+            fault = exc.code
         except OSError:
-            return "staging_error"
+            fault = "staging_error"
         except Exception:
             # The engine holds blocks until this request is reported: no fault of ours may keep them.
             log.exception("save broke", extra={"cache_ref": save.plan.cache_ref})
-            return "internal_error"
-        return None
+            fault = "internal_error"
+        else:
+            return None
+        current_span().fail(fault)
+        return fault
+
+    def _span(self, name: str, save: Save) -> AbstractContextManager[Span]:
+        attributes: Attributes = {
+            "contextcache.rank": self._link.facts.rank,
+            "contextcache.cache_ref": save.plan.cache_ref,
+        }
+        return continued_span(self._tracer, name, parent=save.plan.traceparent, attributes=attributes)
 
     def _copy_out(self, save: Save) -> None:
         plan, facts = save.plan, self._link.facts

@@ -17,7 +17,7 @@ from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load
 from vllm_plugin.connector.reporting import LoadReporter
@@ -54,6 +54,7 @@ class SchedulerSide:
         self._secret = secret
         self._clock = clock
         self.counters = Counters()
+        self._tracer = connector_tracer(settings, self.counters)
         self._facts: RankFacts | None = None
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[LoadPlan] = []
@@ -67,6 +68,7 @@ class SchedulerSide:
             saves=self._pending_saves,
             counters=self.counters,
             clock=self._clock,
+            tracer=self._tracer,
         )
 
     def learn_ranks(self, ranks: Iterable[RankFacts]) -> None:
@@ -127,6 +129,7 @@ class SchedulerSide:
             device_tokens=tracked.device_tokens,
             loaded_tokens=num_external_tokens,
             asked_at_s=tracked.asked_at_s,
+            traceparent=tracked.transfer.traceparent,
         )
         tracked.reported = True
         self._loads.append(tracked.loading)
@@ -186,6 +189,7 @@ class SchedulerSide:
         ended = self._lookup.close(max(ends_at_s - time.monotonic(), 0))
         if not self._reporter.close(max(ends_at_s - time.monotonic(), 0)) or not ended:
             log.warning("lookup threads still running at shutdown")
+        self._tracer.close()
 
     def _verified(self, request: Any) -> KVTransfer | None:
         """Return what the turn middleware signed, or None: no token, a forged one, or a request we do not carry."""
@@ -244,4 +248,5 @@ class SchedulerSide:
             started_at_ms=int(request.arrival_time * 1000),
             token_ids=tuple(request.all_token_ids[:num_tokens]),
             block_ids=tuple(block_ids[:num_blocks]),
+            traceparent=tracked.transfer.traceparent,
         )

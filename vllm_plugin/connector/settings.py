@@ -61,6 +61,9 @@ class ConnectorSettings:
     then resident at once. Nothing happens on GPUs."""
     verify_shared_memory: bool = True
     """Check the bytes of blocks read from shared memory again before they are injected (about 10 GB/s)."""
+    traces_endpoint: str = ""
+    """OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no spans of loads and saves.
+    Whether a turn is traced is decided where it came in."""
     shutdown_deadline_ms: int = 2_000
     """Longest time `shutdown` waits for threads that are copying."""
 

@@ -16,7 +16,7 @@ import torch
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
-from vllm_plugin.connector.counters import Counters
+from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, fingerprint
 from vllm_plugin.connector.layout import open_layers
 from vllm_plugin.connector.loading import Load, Loader
@@ -48,6 +48,7 @@ class WorkerSide:
         self._settings = settings
         self._clock = clock
         self.counters = Counters()
+        self._tracer = connector_tracer(settings, self.counters)
         self._results = ResultBox()
         self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
         self._patient_sidecar = LazySidecar(connect, timeout_s=settings.save_deadline_ms / 1000)
@@ -87,6 +88,7 @@ class WorkerSide:
             reporter=self._reporter,
             counters=self.counters,
             clock=self._clock,
+            tracer=self._tracer,
         )
         self._saver = Saver(
             settings=self._settings,
@@ -96,6 +98,7 @@ class WorkerSide:
             results=self._results,
             counters=self.counters,
             clock=self._clock,
+            tracer=self._tracer,
         )
         self._layers = layers
         self._greet()
@@ -183,3 +186,4 @@ class WorkerSide:
         ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
         if not all(ended):
             log.warning("transfer threads still running at shutdown")
+        self._tracer.close()
