@@ -40,7 +40,7 @@ _STRINGS = {
     "/mark/access-log": "accessLog",
     "/mark/traces-ca": "tracesCaFile",
 }
-_NUMBERS = {_PODS_PORT: "podsPort", _TRACES_PORT: "tracesPort", _LISTEN_PORT: "listenPort"}
+_PORTS = {"podsPort": _PODS_PORT, "tracesPort": _TRACES_PORT, "listenPort": _LISTEN_PORT}
 _HEAD = """\
 {{/* Generated from deploy/envoy by `python -m deploy.chart`; not to be edited. The data of Envoy's ConfigMap. */}}
 {{- $settings := fromJson `%s` }}
@@ -117,7 +117,7 @@ def _settings(more: Settings) -> EnvoySettings:
         **{
             "gateways": (GatewayAddress(http=f"{_GATEWAY_HOST}:8000", ext_proc=f"{_GATEWAY_HOST}:9002"),),
             "pods": (f"{_PODS_HOST}:{_PODS_PORT}",),
-            "listen_host": "0.0.0.0",  # noqa: S104 - in a pod
+            "listen_host": "0.0.0.0",
             "listen_port": _LISTEN_PORT,
             "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
             "engine_paths": (_PATH,),
@@ -125,13 +125,13 @@ def _settings(more: Settings) -> EnvoySettings:
             "fail_open_stateless": False,
             "traces_ca_file": "/mark/traces-ca",
             "sds_dir": FOLDER,
-            **{name: mark for mark, name in _number_marks().items()},
+            **_number_marks(),
             **more,
         }
     )
 
 
-def _number_marks() -> dict[int, str]:
+def _number_marks() -> dict[str, int]:
     """Return a number for every setting that is one; large enough for each bound, and in no bootstrap otherwise."""
     chosen = {"admin_port", "listen_port", "traces_sample_ratio"}
     names = [
@@ -139,7 +139,7 @@ def _number_marks() -> dict[int, str]:
         for name, field in EnvoySettings.model_fields.items()
         if field.annotation in (int, float) and name not in chosen
     ]
-    return {(1 << 28) + 64_001 + number: name for number, name in enumerate(names)}
+    return {name: (1 << 28) + 64_001 + number for number, name in enumerate(names)}
 
 
 def _left_to_user() -> list[str]:
@@ -170,10 +170,9 @@ def _merged(tree: Any, without: Any, made: Any, condition: str) -> Any:
 
 
 def _merged_list(tree: list[Any], without: list[Any], made: list[Any], condition: str) -> list[Any]:
-    """Lists of things with names: the same ones are merged, more are added at the end. Others have equal lengths."""
+    """Merge a list that an option leaves as long as it is, item by item, or makes longer at its end."""
     if len(made) == len(without):
-        by_place = dict(enumerate(without))
-        merged = [_merged(tree[place], by_place[place], item, condition) for place, item in enumerate(made)]
+        merged = [_merged(*items, condition) for items in zip(tree, without, made, strict=False)]
         return [*merged, *tree[len(made) :]]
     assert made[: len(without)] == without, "an option changes a list elsewhere than at its end"
     return [*tree, *(Optional(condition, item) for item in made[len(without) :])]
@@ -223,9 +222,9 @@ def _without_marks(text: str) -> str:
         text = text.replace(mark, f"{{{{ toJson $settings.{name} }}}}")
     ratio = "{{ round (mulf $settings.tracesSampleRatio 100) 4 }}"
     text = text.replace(str(round(_RATIO * 100, 4)), ratio)
-    for mark, name in {**_NUMBERS, **{mark: to_camel(name) for mark, name in _number_marks().items()}}.items():
+    for name, number in {**_PORTS, **{to_camel(name): number for name, number in _number_marks().items()}}.items():
         duration = f'{{{{ include "context-cache.envoy.duration" $settings.{name} }}}}'
-        text = re.sub(rf"\b{mark}s\b", duration, text)
-        text = re.sub(rf"\b{mark}(?:\.0)?\b", f"{{{{ toJson $settings.{name} }}}}", text)
+        text = re.sub(rf"\b{number}s\b", duration, text)
+        text = re.sub(rf"\b{number}(?:\.0)?\b", f"{{{{ toJson $settings.{name} }}}}", text)
     assert "mark" not in text.replace("$settings", ""), "a mark is left"
     return text

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from deploy.chart.chart_settings import settings_schema
-from deploy.chart.kubernetes_values import DNS_LABEL, Port, Resources, SecretName, Strings
+from deploy.chart.kubernetes_values import DNS_LABEL, Resources, SecretName, Strings
 from deploy.chart.pod_values import Autoscaling, Pod, PodDisruptionBudget, resources
 from deploy.chart.section import Section
 from deploy.envoy.settings import EnvoySettings
@@ -56,8 +56,8 @@ class ClientTrafficPolicy(Section):
 
     enabled: bool = Field(
         True,
-        description="create ClientTrafficPolicies that strip steering headers, for Gateways of the release's namespace; "
-        "one Gateway has one, so turn it off where there is one already and add the same headers there",
+        description="create ClientTrafficPolicies that strip steering headers, for Gateways of the release's "
+        "namespace; one Gateway has one, so turn it off where there is one already and add the same headers there",
     )
 
 
@@ -66,8 +66,9 @@ class EnvoyValues(Pod):
 
     mode: Literal["proxy", "envoyGateway", "inferencePool", "none"] = Field(
         "proxy",
-        description="proxy: an Envoy of the release; envoyGateway: routes and policies for Envoy Gateway (1.5 or later); "
-        "inferencePool: an InferencePool and routes for a Gateway that knows them; none: clients use the gateway's Service",
+        description="proxy: an Envoy of the release; envoyGateway: routes and policies for Envoy Gateway (1.5 or "
+        "later); inferencePool: an InferencePool and routes for a Gateway that knows them; none: clients use the "
+        "gateway's Service",
     )
     replicas: int = Field(2, ge=1, description="pods of mode proxy, unless the autoscaler has them")
     settings: EnvoySettingsMap = Field(
@@ -76,7 +77,7 @@ class EnvoyValues(Pod):
     drain_delay_s: int = Field(
         5,
         ge=1,
-        description="seconds from SIGTERM (not ready from then on) to closing the port; load balancers notice meanwhile",
+        description="seconds from SIGTERM (not ready from then on) to closing the port; load balancers notice then",
     )
     service: EnvoyService = Field(default_factory=EnvoyService, description="the Service of mode proxy")
     tls: EnvoyTls = Field(default_factory=EnvoyTls, description="HTTPS for clients in mode proxy")
