@@ -143,11 +143,9 @@ class Saver:
         return fault
 
     def _span(self, name: str, save: Save) -> AbstractContextManager[Span]:
-        attributes: Attributes = {
-            "contextcache.rank": self._link.facts.rank,
-            "contextcache.cache_ref": save.plan.cache_ref,
-        }
-        return continued_span(self._tracer, name, parent=save.plan.traceparent, attributes=attributes)
+        plan, rank = save.plan, self._link.facts.rank
+        attributes: Attributes = {"contextcache.rank": rank, "contextcache.cache_ref": plan.cache_ref}
+        return continued_span(self._tracer, name, parent=plan.traceparent, attributes=attributes)
 
     def _copy_out(self, save: Save) -> None:
         plan, facts = save.plan, self._link.facts
