@@ -28,7 +28,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 */}}
 {{- define "context-cache.sidecar.container" -}}
 - name: kv-sidecar
-  image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) }}
+  image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   restartPolicy: Always
   args: [sidecar]
@@ -111,18 +111,18 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 - name: kv-shm
   emptyDir:
     medium: Memory
-    sizeLimit: {{ .Values.engine.shm.sizeLimit }}
+    sizeLimit: {{ .Values.engine.shm.sizeLimit | toJson }}
 - name: kv-blocks
   {{- with .Values.sidecar.storage }}
   {{- if eq .type "existingClaim" }}
   persistentVolumeClaim:
-    claimName: {{ .existingClaim }}
+    claimName: {{ .existingClaim | quote }}
   {{- else if eq .type "ephemeral" }}
   ephemeral:
     {{- include "context-cache.engine.volumeClaimTemplate" . | nindent 4 }}
   {{- else }}
   emptyDir:
-    sizeLimit: {{ .size }}
+    sizeLimit: {{ .size | toJson }}
   {{- end }}
   {{- end }}
 {{ include "context-cache.signing.volume" . }}
@@ -135,11 +135,11 @@ volumeClaimTemplate:
   spec:
     accessModes: [ReadWriteOnce]
     {{- with .storageClassName }}
-    storageClassName: {{ . }}
+    storageClassName: {{ . | quote }}
     {{- end }}
     resources:
       requests:
-        storage: {{ .size }}
+        storage: {{ .size | toJson }}
 {{- end }}
 
 {{/* Environment of the turn middleware, in vLLM's container. */}}
@@ -210,7 +210,7 @@ pods.
 {{- if not .Values.sidecar.storage.existingClaim }}
 {{- fail "sidecar.storage.existingClaim must name a PersistentVolumeClaim with sidecar.storage.type existingClaim" }}
 {{- end }}
-{{- if or (.Values.injector).enabled (gt (int .Values.engine.replicas) 1) }}
+{{- if or .Values.injector.enabled (gt (int .Values.engine.replicas) 1) }}
 {{- fail "sidecar.storage.type existingClaim is for one pod, as a data directory has one sidecar: engine.replicas must be 1 and injector.enabled false, or the type ephemeral or emptyDir" }}
 {{- end }}
 {{- end }}

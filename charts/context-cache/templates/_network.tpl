@@ -29,7 +29,7 @@ spec:
 {{- define "context-cache.network.engines" -}}
 - podSelector:
     matchLabels:
-      context-cache.io/engines: {{ include "context-cache.fullname" . }}
+      context-cache.io/engines: {{ include "context-cache.fullname" . | quote }}
 {{- end }}
 
 {{/* Peers out of the values, or any pod of the cluster. */}}
@@ -39,9 +39,9 @@ spec:
 
 {{/* Who may stand where our Envoy would: it, or the pods of somebody else's. Takes the root. */}}
 {{- define "context-cache.network.proxies" -}}
-{{- if eq ((.Values.envoy).mode | default "proxy") "proxy" }}
+{{- if eq .Values.envoy.mode "proxy" }}
 {{- include "context-cache.network.pods" (dict "root" . "component" "envoy") }}
-{{- else if ne ((.Values.envoy).mode | default "proxy") "none" }}
+{{- else if ne .Values.envoy.mode "none" }}
 {{- include "context-cache.network.peersOrCluster" .Values.networkPolicy.proxies }}
 {{- end }}
 {{- end }}
@@ -108,7 +108,7 @@ pod is named beside clients, who may be few.
   to:
     {{- range . }}
     - ipBlock:
-        cidr: {{ . }}
+        cidr: {{ . | quote }}
     {{- end }}
   {{- end }}
 {{- end }}
@@ -171,7 +171,7 @@ metadata:
 spec:
   podSelector:
     matchLabels:
-      context-cache.io/engines: {{ include "context-cache.fullname" . }}
+      context-cache.io/engines: {{ include "context-cache.fullname" . | quote }}
       # Only pods that asked for injection carry it, the chart's own do not.
       context-cache.io/inject: "true"
   policyTypes: [Ingress]

@@ -59,8 +59,8 @@ The chart's own vLLM container: what injected pods bring themselves. All take th
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ .name }}
-      key: {{ .key }}
+      name: {{ .name | quote }}
+      key: {{ .key | quote }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -1,0 +1,123 @@
+"""What stands beside vLLM: bytes, the connector's keys, and that engine and sidecar meet in the same files."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.chart.connector_values import CHART_CONNECTOR_KEYS, connector_schema
+from kv_sidecar.settings import SidecarSettings
+from tests.chart.manifests import env_of, of_kind, one, pods
+from tests.chart.releases import ENGINE, INJECTOR, REDIS, TLS_SECRET, merged
+from tests.chart.rendering import Release, render
+
+AMOUNTS = {"0": 0, "500M": 500_000_000, "1.5Gi": 1_610_612_736, "4Gi": 4 << 30, 4096: 4096, 6_442_450_944: 6 << 30}
+SOURCE = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "settings.py"
+
+
+def engine_pod(values: dict):
+    """Return the engine's pod of a release with these values."""
+    documents = render(Release(merged(REDIS, ENGINE, values)))
+    return next(made for made in pods(documents) if made.component == "engine")
+
+
+def container(pod, name: str):
+    """Return the container of a pod that has this name."""
+    return next(made for made in pod.containers if made["name"] == name)
+
+
+@pytest.mark.parametrize("amount", AMOUNTS)
+def test_amounts_reach_the_sidecar_as_whole_bytes(amount):
+    values = {
+        "sidecar": {"memoryLimit": amount, "resources": {"limits": {"memory": "8Gi"}}},
+        "engine": {"shm": {"sizeLimit": "8Gi"}},
+    }
+    env = env_of(container(engine_pod(values), "kv-sidecar"))
+
+    assert env["SIDECAR_MEMORY_LIMIT_BYTES"] == str(AMOUNTS[amount])
+
+
+def test_the_sidecar_takes_what_the_chart_says(monkeypatch):
+    values = {"sidecar": {"peerNetworks": ["10.0.0.0/8"], "settings": {"ioThreads": 8}}}
+    for name, value in env_of(container(engine_pod(values), "kv-sidecar")).items():
+        monkeypatch.setenv(name, value)
+    settings = SidecarSettings()
+
+    assert settings.peers == ("10.0.0.0/8",)
+    assert settings.io_threads == 8
+    assert settings.memory_limit_bytes == 4 << 30
+    assert settings.disk_limit_bytes == 90 << 30
+    assert settings.share_data_dir
+
+
+def test_sidecar_engine_and_connector_meet_in_the_same_files():
+    pod = engine_pod({})
+    sidecar, vllm = container(pod, "kv-sidecar"), container(pod, "vllm")
+    transfer = json.loads(next(word for word in vllm["args"] if "kv-transfer" in word).partition("=")[2])
+    own = env_of(sidecar)
+    paths = (own["SIDECAR_UNIX_SOCKET"], own["SIDECAR_SHARED_DIR"], own["SIDECAR_DATA_DIR"])
+    mounts = [{mount["mountPath"]: mount["name"] for mount in made["volumeMounts"]} for made in (sidecar, vllm)]
+
+    assert transfer["kv_connector_extra_config"]["sidecar"] == f"unix://{paths[0]}" == env_of(vllm)["TURN_SIDECAR"]
+    for path in paths:
+        directory = next(str(parent) for parent in (Path(path), *Path(path).parents) if str(parent) in mounts[0])
+
+        assert mounts[0][directory] == mounts[1][directory]
+
+
+def test_both_containers_of_the_engine_s_pod_run_as_one_user():
+    """They open each other's files: a socket, blocks, saves in flight."""
+    pod = engine_pod({"engine": {"podSecurityContext": {"runAsUser": 1001}}})
+
+    assert pod.spec["securityContext"]["runAsUser"] == 1001
+    assert {made.get("securityContext", {}).get("runAsUser") for made in pod.running} == {None}
+
+
+def test_a_name_in_extra_env_replaces_what_the_chart_would_say():
+    values = {"engine": {"gpu": {"count": 0}, "extraEnv": [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "9"}]}}
+    names = [item["name"] for item in container(engine_pod(values), "vllm")["env"]]
+
+    assert names.count("VLLM_CPU_KVCACHE_SPACE") == 1
+    assert env_of(container(engine_pod(values), "vllm"))["VLLM_CPU_KVCACHE_SPACE"] == "9"
+
+
+def test_with_tls_vllm_and_its_probes_speak_https():
+    vllm = container(engine_pod(TLS_SECRET), "vllm")
+    files = {mount["mountPath"] for mount in vllm["volumeMounts"]}
+
+    assert {vllm[probe]["httpGet"]["scheme"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {
+        "HTTPS"
+    }
+    assert "--ssl-certfile=/etc/context-cache/tls/tls.crt" in vllm["args"]
+    assert "/etc/context-cache/tls" in files
+
+
+def test_pods_are_discovered_without_an_engine_of_the_chart_s_own():
+    service = one(render(Release(merged(REDIS, INJECTOR))), "Service", "-engines")
+    label = {"context-cache.io/engines": "cc-context-cache"}
+
+    assert service["spec"]["selector"] == label
+    assert label.items() <= service["metadata"]["labels"].items()
+    assert service["spec"]["clusterIP"] == "None"
+
+
+def test_injected_pods_are_closed_at_the_sidecar_s_ports_alone():
+    documents = render(Release(merged(REDIS, INJECTOR, {"discovery": {"sidecarPort": 9092}})))
+    policy = next(made for made in of_kind(documents, "NetworkPolicy") if made["metadata"]["name"].endswith("injected"))
+    everybody = next(rule for rule in policy["spec"]["ingress"] if "from" not in rule)
+    ranges = [(rule["port"], rule["endPort"]) for rule in everybody["ports"] if "protocol" not in rule]
+
+    assert ranges == [(1, 9090), (9093, 65535)]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_the_connector_s_keys_are_those_of_its_settings():
+    (made,) = (node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.ClassDef))
+    fields = {node.target.id for node in made.body if isinstance(node, ast.AnnAssign)}
+    schema = connector_schema()
+
+    assert schema["properties"].keys() | CHART_CONNECTOR_KEYS.keys() == fields
+    assert all(key["description"] for key in schema["properties"].values())
