@@ -15,12 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
+from contextcache.tracing import NO_TRACER, Tracer
 from tests.helpers.fake_vllm import FakeVllm, _json
 from tests.helpers.gateway_parts import SECRET
 from tests.helpers.gateway_server import DEADLINE_S
 from tests.helpers.turn_bench import SidecarInProcess
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
+from vllm_plugin.turn.ports import KVSidecar
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 
@@ -38,20 +40,30 @@ class TurnPod:
 
 
 @asynccontextmanager
-async def running_turn_pod(directory: Path, *, manager_port: int, name: str = "pod-a") -> AsyncIterator[TurnPod]:
-    """Serve until the block ends."""
+async def running_turn_pod(
+    directory: Path,
+    *,
+    manager_port: int,
+    name: str = "pod-a",
+    engine: FakeVllm | None = None,
+    sidecar: KVSidecar | None = None,
+    tracer: Tracer = NO_TRACER,
+    **settings_: Any,
+) -> AsyncIterator[TurnPod]:
+    """Serve until the block ends; without a `sidecar`, with one that saves nothing."""
     secret_file = directory / "pod-secret"
     secret_file.write_bytes(SECRET)
-    settings = TurnSettings(secret_file=secret_file, endpoint_name=name)
+    settings = TurnSettings(secret_file=secret_file, endpoint_name=name, **settings_)
     story = TurnStory(
         settings,
         secret=SECRET,
         manager=ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=2),
-        sidecar=SidecarInProcess(),
+        sidecar=SidecarInProcess() if sidecar is None else sidecar,
         clock=SystemClock(),
         metrics=TurnMetrics(CollectorRegistry()),
+        tracer=tracer,
     )
-    engine = FakeVllm()
+    engine = FakeVllm() if engine is None else engine
     app = TurnMiddleware(_Engine(engine), settings=settings, story=story)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
