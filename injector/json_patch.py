@@ -6,6 +6,7 @@ with those of other webhooks; a list that lost items is replaced.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ def json_patch(before: Any, after: Any) -> list[dict[str, Any]]:
 
 
 def _operations(before: Any, after: Any, path: str) -> Iterator[dict[str, Any]]:
-    if before == after and type(before) is type(after):
+    if _are_same(before, after):
         return
     if isinstance(before, dict) and isinstance(after, dict):
         yield from _of_objects(before, after, path)
@@ -55,11 +56,16 @@ def _added_indices(before: list[Any], after: list[Any]) -> list[int] | None:
     added: list[int] = []
     kept = 0
     for index, item in enumerate(after):
-        if kept < len(before) and item == before[kept]:
+        if kept < len(before) and _are_same(item, before[kept]):
             kept += 1
         else:
             added.append(index)
     return added if kept == len(before) else None
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    # As text: in Python 1 == True.
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _escaped(key: str) -> str:

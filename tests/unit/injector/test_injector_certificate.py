@@ -1,0 +1,80 @@
+"""The webhook's certificate: followed when it changes, kept when the new one is broken."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+import pytest
+import trustme
+from prometheus_client import CollectorRegistry
+
+from injector.certificate import Certificate
+from injector.metrics import InjectorMetrics
+
+END = dt.datetime(2099, 1, 2, tzinfo=dt.UTC)
+
+
+@pytest.fixture
+def metrics():
+    return InjectorMetrics(CollectorRegistry())
+
+
+@pytest.fixture
+def files(tmp_path):
+    files = (tmp_path / "tls.crt", tmp_path / "tls.key")
+    issue(files)
+    return files
+
+
+def issue(files, *, not_after=END):
+    made = trustme.CA().issue_cert("cc-injector.llm.svc", not_after=not_after)
+    files[0].write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
+    made.private_key_pem.write_to_path(str(files[1]))
+
+
+def value(metrics, name):
+    return metrics.registry.get_sample_value(f"contextcache_injector_certificate_{name}")
+
+
+def test_a_certificate_says_when_it_ends(files, metrics):
+    Certificate(*files, metrics)
+
+    assert value(metrics, "expiry_timestamp_seconds") == END.timestamp()
+
+
+def test_files_that_did_not_change_are_not_read(files, metrics):
+    assert Certificate(*files, metrics).reload() is False
+
+
+def test_new_files_are_read(files, metrics):
+    certificate = Certificate(*files, metrics)
+    issue(files, not_after=END + dt.timedelta(days=1))
+
+    assert certificate.reload() is True
+    assert value(metrics, "expiry_timestamp_seconds") == END.timestamp() + 86_400
+    assert certificate.reload() is False
+
+
+@pytest.mark.parametrize("damage", ["text", "other key", "missing"])
+def test_broken_files_are_counted_tried_again_and_not_used(files, metrics, tmp_path, damage):
+    certificate = Certificate(*files, metrics)
+    good = [file.read_bytes() for file in files]
+    if damage == "text":
+        files[0].write_text("not a certificate")
+    elif damage == "missing":
+        files[0].unlink()
+    else:
+        issue((tmp_path / "other.crt", files[1]))
+
+    assert [certificate.reload(), certificate.reload()] == [False, False]
+    assert value(metrics, "reload_failures_total") == 2
+    for file, content in zip(files, good, strict=True):
+        file.write_bytes(content)
+    assert certificate.reload() is True
+
+
+def test_an_expired_certificate_is_refused_at_the_start(files, metrics):
+    issue(files, not_after=dt.datetime(2001, 1, 1, tzinfo=dt.UTC))
+
+    with pytest.raises(OSError, match="expired"):
+        Certificate(*files, metrics)
