@@ -16,6 +16,7 @@ import yaml
 from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.keeper import envoy_command
 from deploy.envoy.settings import EnvoySettings
+from deploy.envoy.tls import secrets
 
 DEADLINE_S = 90
 _POLL_S = 0.02
@@ -26,6 +27,7 @@ class RunningEnvoy:
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, admin: str, http: aiohttp.ClientSession):
         self.process = process
+        self.scheme = "http"
         self.admin_url = f"http://{admin}"
         self.port = 0
         self._folder = folder
@@ -33,7 +35,7 @@ class RunningEnvoy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     async def admin(self, path: str, *, method: str = "GET") -> tuple[int, str]:
         """Return status and text of an answer of the admin interface."""
@@ -94,9 +96,12 @@ async def running_envoy(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        updates = {"listen_port": 0, "admin_port": 0, "access_log": str(folder / "access.jsonl")}
+        updates = {"listen_port": 0, "admin_port": 0, "access_log": str(folder / "access.jsonl"), "sds_dir": name}
+        settings = settings.model_copy(update=updates)
         config = folder / "envoy.yaml"
-        config.write_text(yaml.safe_dump(change(bootstrap(settings.model_copy(update=updates)))))
+        config.write_text(yaml.safe_dump(change(bootstrap(settings))))
+        for file, secret in secrets(settings).items():
+            (folder / file).write_text(yaml.safe_dump(secret))
         command = envoy_command(config, admin_file=folder / "admin")
         with (folder / "envoy.log").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
@@ -109,7 +114,9 @@ async def running_envoy(
             )
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
-                yield await _started(process, folder, http)
+                envoy = await _started(process, folder, http)
+                envoy.scheme = "https" if settings.listen_cert_file else "http"
+                yield envoy
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from dataclasses import dataclass, field
 
 PROBED = ("/health", "/v1/models", "/metrics")
@@ -39,7 +40,12 @@ class StubEngine:
 
     models: list[str] = field(default_factory=lambda: ["stub-model"])
     healthy: bool = True
+    host: str = "127.0.0.1"
     port: int = 0
+    tls: ssl.SSLContext | None = None
+    """Serve HTTPS with it."""
+    peers: list[dict] = field(default_factory=list)
+    """Certificates of those who connected, as `ssl` says them."""
     received: list[Received] = field(default_factory=list)
     disconnects: int = 0
     load: dict[str, float] = field(default_factory=dict)
@@ -58,14 +64,14 @@ class StubEngine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://{self.host}:{self.port}"
 
     @property
     def turns(self) -> list[Received]:
         return [found for found in self.received if found.target.partition("?")[0].rstrip("/") not in PROBED]
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._connected, self.host, self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -84,6 +90,8 @@ class StubEngine:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         self._connections.add(task)
+        if self.tls is not None:
+            self.peers.append(writer.get_extra_info("peercert"))
         try:
             while await self._one_request(reader, writer):
                 pass

@@ -25,7 +25,11 @@ class StubProcessor:
     hang: bool = False
     """Read, and answer nothing."""
     port: int = 0
+    credentials: grpc.ServerCredentials | None = None
+    """Serve TLS with them."""
     heads: list[dict[str, str]] = field(default_factory=list)
+    calls: list[dict[str, str]] = field(default_factory=list)
+    """Metadata of each stream."""
     body_sizes: list[int] = field(default_factory=list)
 
     async def start(self) -> None:
@@ -41,13 +45,18 @@ class StubProcessor:
         state = health.aio.HealthServicer()
         await state.set(PROCESSOR_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(state, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, self.credentials)
         await self._server.start()
 
     async def stop(self) -> None:
         await self._server.stop(0)
 
     async def _process(self, _requests, context) -> None:
+        self.calls.append({key: value for key, value in context.invocation_metadata() if isinstance(value, str)})
         message = await context.read()
         if message is grpc.aio.EOF:
             return

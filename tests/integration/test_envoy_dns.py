@@ -1,0 +1,156 @@
+"""Envoy finds pods and gateways by the names of headless Services: every address is a member of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+
+from deploy.envoy.clusters import PLUGIN
+from deploy.envoy.routes import PODS
+from deploy.envoy.settings import EnvoySettings
+from tests.helpers.envoy_process import DEADLINE_S, RunningEnvoy, running_envoy
+from tests.helpers.name_server import NameServer
+from tests.helpers.stub_engine import StubEngine
+from tests.helpers.stub_processor import StubProcessor
+from tests.helpers.valkey import free_port
+
+PODS_NAME = "release-engines.cache.svc.cluster.local"
+GATEWAYS_NAME = "release-gateway-headless.cache.svc.cluster.local"
+
+
+@dataclass
+class Cluster:
+    """Three pods on addresses of their own and one port, as in a cluster, and a gateway."""
+
+    names: NameServer
+    pods: list[StubEngine]
+    plugin: StubProcessor
+    envoy: RunningEnvoy
+    http: aiohttp.ClientSession
+
+    async def list_pods(self, *numbers: int) -> None:
+        """Let DNS name these pods, in this order, and wait until Envoy knows."""
+        self.names.addresses[PODS_NAME] = [self.pods[number].host for number in numbers]
+        await self.envoy.until_stat(f"cluster.{PODS}.membership_total", len(numbers))
+        await self.envoy.until_healthy(PODS, len(numbers))
+
+    async def served_by(self, number: int, *, path: str = "/v1/completions") -> int | None:
+        """Let the plugin choose this pod; return which one got the request, None when it was refused."""
+        self.plugin.pick = f"{self.pods[number].host}:{self.pods[number].port}"
+        before = [len(pod.turns) for pod in self.pods]
+        async with self.http.post(self.envoy.url + path, data=b"{}") as answer:
+            await answer.read()
+            if answer.status != 200:
+                return None
+        (found,) = [place for place, pod in enumerate(self.pods) if len(pod.turns) > before[place]]
+        return found
+
+
+@pytest.fixture
+async def cluster():
+    async with running_cluster() as found:
+        yield found
+
+
+@asynccontextmanager
+async def running_cluster():
+    async with AsyncExitStack() as stack:
+        names = await stack.enter_async_context(NameServer.running())
+        port = free_port()
+        pods = [StubEngine(host=f"127.0.0.{number}", port=port) for number in (2, 3, 4)]
+        plugin, front = StubProcessor(), StubEngine()
+        for part in (*pods, plugin, front):
+            await part.start()
+            stack.push_async_callback(part.stop)
+        names.addresses = {PODS_NAME: [pods[0].host, pods[1].host], GATEWAYS_NAME: ["127.0.0.1"]}
+        settings = EnvoySettings(
+            pods=[f"{PODS_NAME}.:{port}"],
+            gateways=[{"http": f"{GATEWAYS_NAME}.:{front.port}", "ext_proc": f"{GATEWAYS_NAME}.:{plugin.port}"}],
+            concurrency=1,
+            plugin_timeout_s=60,
+            connect_timeout_s=20,
+        )
+        envoy = await stack.enter_async_context(running_envoy(settings, change=names.asked_by))
+        await envoy.until_healthy(PODS, 2)
+        await envoy.until_healthy(PLUGIN, 1)
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
+        yield Cluster(names, pods, plugin, envoy, http)
+
+
+async def test_each_address_behind_the_name_is_a_pod_that_the_plugin_can_choose(cluster):
+    assert [await cluster.served_by(number) for number in (0, 1, 1, 0)] == [0, 1, 1, 0]
+
+
+async def test_names_that_end_in_a_dot_are_asked_for_as_they_are(cluster):
+    assert set(cluster.names.asked) == {PODS_NAME, GATEWAYS_NAME}
+
+
+async def test_a_pod_that_dns_does_not_know_yet_is_served_by_another_and_by_itself_once_it_is_known(cluster):
+    early = await cluster.served_by(2)
+    await cluster.list_pods(0, 1, 2)
+
+    assert early in (0, 1)
+    assert await cluster.served_by(2) == 2
+
+
+async def test_another_order_of_the_same_addresses_changes_nothing(cluster):
+    await cluster.list_pods(0, 1, 2)
+    asked = len(cluster.names.asked)
+    await cluster.list_pods(2, 0, 1)
+    async with asyncio.timeout(DEADLINE_S):
+        while cluster.names.asked[asked:].count(PODS_NAME) < 4:
+            await asyncio.sleep(0.02)
+
+    assert [await cluster.served_by(number) for number in (0, 1, 2)] == [0, 1, 2]
+
+
+async def test_a_pod_that_dns_forgets_gets_nothing_more_though_it_is_healthy(cluster):
+    await cluster.list_pods(1)
+
+    assert [await cluster.served_by(0) for _ in range(4)] == [1] * 4
+
+
+async def test_an_answer_that_runs_goes_on_when_dns_forgets_its_pod(cluster):
+    cluster.plugin.pick = f"{cluster.pods[0].host}:{cluster.pods[0].port}"
+    async with cluster.http.post(cluster.envoy.url + "/v1/completions", data=b'{"stream": true}') as stream:
+        await cluster.list_pods(1)
+        cluster.pods[0].release("late")
+        cluster.pods[0].finish()
+
+        assert b"late" in await stream.read()
+
+
+async def test_without_an_answer_of_dns_envoy_goes_on_with_what_it_knows(cluster):
+    cluster.names.silent = True
+    asked = len(cluster.names.asked)
+    async with asyncio.timeout(DEADLINE_S):
+        while len(cluster.names.asked) < asked + 4:
+            await asyncio.sleep(0.02)
+
+    assert [await cluster.served_by(number) for number in (0, 1)] == [0, 1]
+
+
+async def test_no_pod_at_all_is_said_so_and_pods_that_come_are_found(cluster):
+    cluster.names.addresses[PODS_NAME] = []
+    await cluster.envoy.until_stat(f"cluster.{PODS}.membership_total", 0)
+    async with cluster.http.post(cluster.envoy.url + "/v1/completions", data=b"{}") as answer:
+        refused = answer.status, (await answer.json())["error"]["code"]
+    await cluster.list_pods(2)
+
+    assert refused == (503, "no_ready_endpoint")
+    assert await cluster.served_by(2) == 2
+
+
+async def test_gateways_that_dns_forgets_serve_on_while_they_are_healthy(cluster):
+    """A cluster's DNS without a ready gateway must not become a front that checks no key."""
+    cluster.names.addresses[GATEWAYS_NAME] = []
+    asked = len(cluster.names.asked)
+    async with asyncio.timeout(DEADLINE_S):
+        while cluster.names.asked[asked:].count(GATEWAYS_NAME) < 6:
+            await asyncio.sleep(0.02)
+
+    assert await cluster.served_by(1) == 1
