@@ -50,7 +50,7 @@ app.kubernetes.io/component: {{ . }}
 
 {{/* The annotations block of an object: dict "root" $ "annotations" (dict …), the latter optional; or nothing. */}}
 {{- define "context-cache.annotations" -}}
-{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations -}}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -72,7 +72,7 @@ digest decides over a tag. Without any registry it is the node's default one.
 
 {{/* The imagePullSecrets block of a pod, or nothing. Takes the root. */}}
 {{- define "context-cache.imagePullSecrets" -}}
-{{- with .Values.image.pullSecrets }}
+{{- with .Values.image.pullSecrets -}}
 imagePullSecrets:
   {{- range . }}
   - name: {{ . | quote }}

@@ -35,7 +35,7 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- if .values.topologySpread }}
 topologySpreadConstraints:
@@ -82,7 +82,7 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 
 {{/* Env items that turn mutual TLS on in a part, or nothing: dict "root" $ "prefix" "GATEWAY_". */}}
 {{- define "context-cache.tls.env" -}}
-{{- if .root.Values.tls.enabled }}
+{{- if .root.Values.tls.enabled -}}
 - name: {{ .prefix }}TLS_CERT_FILE
   value: /etc/context-cache/tls/tls.crt
 - name: {{ .prefix }}TLS_KEY_FILE
@@ -96,16 +96,16 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 
 {{/* The volume with those files (a list item), or nothing. Takes the root. No subPath: rotated files must arrive. */}}
 {{- define "context-cache.tls.volume" -}}
-{{- if .Values.tls.enabled }}
+{{- if .Values.tls.enabled -}}
 - name: tls
   secret:
-    secretName: {{ include "context-cache.tls.secretName" . }}
+    secretName: {{ include "context-cache.tls.secretName" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
 
 {{- define "context-cache.tls.mount" -}}
-{{- if .Values.tls.enabled }}
+{{- if .Values.tls.enabled -}}
 - name: tls
   mountPath: /etc/context-cache/tls
   readOnly: true
@@ -114,7 +114,7 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 
 {{/* Env items that send spans, or nothing: dict "root" $ "prefix" "GATEWAY_". */}}
 {{- define "context-cache.traces.env" -}}
-{{- if .root.Values.tracing.endpoint }}
+{{- if .root.Values.tracing.endpoint -}}
 - name: {{ .prefix }}TRACES_ENDPOINT
   value: {{ .root.Values.tracing.endpoint | quote }}
 - name: {{ .prefix }}TRACES_SAMPLE_RATIO
@@ -126,10 +126,10 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 {{- define "context-cache.signing.volume" -}}
 - name: signing
   secret:
-    secretName: {{ include "context-cache.signing.secretName" . }}
+    secretName: {{ include "context-cache.signing.secretName" . | quote }}
     defaultMode: 0440
     items:
-      - key: {{ include "context-cache.signing.secretKey" . }}
+      - key: {{ include "context-cache.signing.secretKey" . | quote }}
         path: secret
 {{- end }}
 
@@ -143,10 +143,10 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 {{- define "context-cache.auth.volume" -}}
 - name: keys
   secret:
-    secretName: {{ include "context-cache.auth.secretName" . }}
+    secretName: {{ include "context-cache.auth.secretName" . | quote }}
     defaultMode: 0440
     items:
-      - key: {{ include "context-cache.auth.secretKey" . }}
+      - key: {{ include "context-cache.auth.secretKey" . | quote }}
         path: api-keys.json
 {{- end }}
 
@@ -162,8 +162,8 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
   {{- if include "context-cache.redis.secretName" . }}
   valueFrom:
     secretKeyRef:
-      name: {{ include "context-cache.redis.secretName" . }}
-      key: {{ include "context-cache.redis.secretKey" . }}
+      name: {{ include "context-cache.redis.secretName" . | quote }}
+      key: {{ include "context-cache.redis.secretKey" . | quote }}
   {{- else }}
   value: {{ .Values.redis.url | quote }}
   {{- end }}
@@ -180,16 +180,16 @@ GATEWAY_TENANT_RATE_PER_S. Numbers go through JSON: Helm reads 33554432 as a flo
 {{- end }}
 
 {{- define "context-cache.redis.volume" -}}
-{{- with .Values.redis.tlsSecret }}
+{{- with .Values.redis.tlsSecret -}}
 - name: redis-tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
 
 {{- define "context-cache.redis.mount" -}}
-{{- if .Values.redis.tlsSecret }}
+{{- if .Values.redis.tlsSecret -}}
 - name: redis-tls
   mountPath: /etc/context-cache/redis-tls
   readOnly: true
@@ -201,7 +201,7 @@ The PodDisruptionBudget of a component, or nothing. AlwaysAllow: pods that are n
 being drained.
 */}}
 {{- define "context-cache.pdb" -}}
-{{- if .values.pdb.enabled }}
+{{- if .values.pdb.enabled -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
@@ -220,7 +220,7 @@ spec:
 
 {{/* The HorizontalPodAutoscaler of a component's Deployment, or nothing. */}}
 {{- define "context-cache.autoscaling" -}}
-{{- if .values.autoscaling.enabled }}
+{{- if .values.autoscaling.enabled -}}
 apiVersion: autoscaling/v2
 kind: HorizontalPodAutoscaler
 metadata:
