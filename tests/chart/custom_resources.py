@@ -186,6 +186,22 @@ CUSTOM_RESOURCES: dict[tuple[str, str], Schema] = {
         ),
         lua=many({"type": "object"}),
     ),
+    ("gateway.envoyproxy.io/v1alpha1", "BackendTrafficPolicy"): record(
+        "targetRefs",
+        targetRefs=many(TARGET),
+        loadBalancer=record(
+            "type",
+            type={"enum": ["ConsistentHash", "LeastRequest", "Random", "RoundRobin"]},
+            endpointOverride=record("extractFrom", extractFrom=many(record("header", header=TEXT))),
+        ),
+    ),
+    ("gateway.envoyproxy.io/v1alpha1", "ClientTrafficPolicy"): record(
+        "targetRefs",
+        targetRefs=many(TARGET),
+        headers=record(
+            earlyRequestHeaders=record(set=many(CHANGED_HEADER), add=many(CHANGED_HEADER), remove=many(TEXT))
+        ),
+    ),
     ("inference.networking.k8s.io/v1", "InferencePool"): record(
         "selector",
         "targetPorts",

@@ -126,7 +126,7 @@ _VALUES: dict[str, Values] = {
     "gateway pods": {"gateway": POD},
     "context-manager pods": {"contextManager": POD},
     "envoy pods": {"envoy": POD},
-    "engine pods": merged(ENGINE, {"engine": POD}),
+    "engine pods": merged(ENGINE, {"engine": {**POD, "resources": {"limits": {"memory": "64Gi"}}}}),
     "injector pods": merged(INJECTOR, {"injector": POD}),
     "no spread": {
         "gateway": {"topologySpread": False},
@@ -207,12 +207,14 @@ _VALUES: dict[str, Values] = {
     "sidecar settings": merged(
         ENGINE,
         {
+            "engine": {"shm": {"sizeLimit": "70Gi"}, "resources": {"limits": {"memory": "128Gi"}}},
             "sidecar": {
                 "settings": {"ioThreads": 8, "collectIntervalS": 10},
                 "memoryLimit": "64Gi",
                 "diskLimit": "900Gi",
+                "storage": {"size": "1Ti"},
                 "resources": {"requests": {"cpu": "2", "memory": "66Gi"}, "limits": {"memory": "66Gi"}},
-            }
+            },
         },
     ),
     "sidecars apart": merged(ENGINE, {"sidecar": {"peers": False}}),

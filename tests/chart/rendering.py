@@ -15,7 +15,8 @@ import yaml
 
 from deploy.chart.tools import HELM_3, HELM_4, Helm, fetch
 
-CHART = Path(__file__).resolve().parents[2] / "charts" / "context-cache"
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts" / "context-cache"
 HELM_S = 120
 """Seconds one call of Helm may take; it takes a tenth of one on an idle machine."""
 KUBE_VERSION = "1.32.0"

@@ -18,6 +18,7 @@ from tests.chart.releases import (
 from tests.chart.rendering import Document, Release, render
 
 NAMESPACE = "llm"
+INJECT = "context-cache.io/inject"
 APP = pod("app", "apps", {"app": "chat"})
 NEIGHBOUR = pod("neighbour", NAMESPACE, {"app": "somebody-s-own"})
 PROMETHEUS = pod("prometheus", "monitoring", {"app.kubernetes.io/name": "prometheus"})
@@ -128,7 +129,7 @@ def parties(documents: list[Document]) -> list[Party]:
     fullname = name_of(one(documents, "Service", "-engines")).removesuffix("-engines")
     ports = next((made.ports for made in pods(documents) if made.component == "engine"), {})
     own = [pod(made.component, NAMESPACE, made.labels, made.ports) for made in pods(documents)]
-    return [*own, pod("injected", NAMESPACE, {"app": "their-vllm", ENGINES: fullname}, ports)]
+    return [*own, pod("injected", NAMESPACE, {"app": "their-vllm", ENGINES: fullname, INJECT: "true"}, ports)]
 
 
 def flows(values: dict) -> set[Flow]:

@@ -10,9 +10,7 @@ import yaml
 
 from deploy.chart.tools import HELMS
 from tests.chart.releases import RELEASES
-from tests.chart.rendering import CHART, Release, helm_says, render, run_helm
-
-ROOT = CHART.parents[1]
+from tests.chart.rendering import CHART, ROOT, Release, helm_says, render, run_helm
 
 
 def chart_yaml() -> dict:

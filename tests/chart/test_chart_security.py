@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.chart.manifests import COMPONENT, Pod, env_of, identity, name_of, of_kind, pods
+from tests.chart.manifests import COMPONENT, Pod, env_of, identity, name_of, of_kind, pod_of, pods
 from tests.chart.releases import RELEASES
 from tests.chart.rendering import render
 
@@ -26,7 +26,7 @@ RIGHTS = {
     },
     "context-manager": {
         ("coordination.k8s.io", "leases", (), ("create",)),
-        ("coordination.k8s.io", "leases", ("FULLNAME-context-manager",), ("get", "update")),
+        ("coordination.k8s.io", "leases", ("FULLNAME-context-manager-sweeper",), ("get", "update")),
     },
 }
 """Everything that anything of ours may ask of the Kubernetes API, all of it in its own namespace."""
@@ -168,6 +168,16 @@ def test_rights_are_those_of_the_table_and_bound_to_their_own_account(documents)
         assert subject["kind"] == "ServiceAccount"
         assert used[subject["name"]] == component
         assert not accounts or subject["name"] in accounts
+
+
+def test_the_lease_in_the_rights_is_the_one_that_managers_ask_for():
+    documents = render(RELEASES["a long name"])
+    [container] = pod_of(documents, "context-manager").containers
+    role = next(role for role in of_kind(documents, "Role") if name_of(role).endswith("-context-manager"))
+
+    assert [rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule] == [
+        [env_of(container)["MANAGER_SWEEP_LEASE"]]
+    ]
 
 
 def test_without_rbac_and_accounts_none_is_made():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,11 +18,11 @@ from context_manager.settings import ManagerSettings
 from deploy.chart.chart_settings import CHART_SETTINGS
 from deploy.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
+from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
 from tests.chart.manifests import env_of, pod_of, pods
-from tests.chart.releases import ENGINE, REDIS, RELEASES, merged
-from tests.chart.rendering import CHART, Release, render
-from vllm_plugin.connector.settings import ConnectorSettings
+from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, merged
+from tests.chart.rendering import CHART, ROOT, Release, render
 from vllm_plugin.turn.settings import TurnSettings
 
 PROCESSES = {
@@ -30,8 +31,24 @@ PROCESSES = {
     "MANAGER_": (ManagerSettings, "contextManager.settings", "context-manager", "context-manager"),
     "SIDECAR_": (SidecarSettings, "sidecar.settings", "engine", "kv-sidecar"),
     "TURN_": (TurnSettings, "engine.turn", "engine", "vllm"),
+    "INJECTOR_": (InjectorSettings, "injector.settings", "injector", "injector"),
 }
-MAPS = {**{prefix: (one[0], one[1]) for prefix, one in PROCESSES.items()}, "ENVOY_": (EnvoySettings, "envoy.settings")}
+MAPS_WITHOUT_VARIABLES = {"ENVOY_": (EnvoySettings, "envoy.settings")}
+MAPS = {**{prefix: (one[0], one[1]) for prefix, one in PROCESSES.items()}, **MAPS_WITHOUT_VARIABLES}
+SETTINGS_OF_THE_CONNECTOR = ROOT / "vllm_plugin" / "connector" / "settings.py"
+
+
+def connector_settings() -> Any:
+    """Return the connector's settings without its package, which imports torch."""
+    spec = importlib.util.spec_from_file_location("connector_settings_alone", SETTINGS_OF_THE_CONNECTOR)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ConnectorSettings
+
+
+ConnectorSettings = connector_settings()
 SET_IN_THE_CLUSTER = {"fieldRef": "cc-pod-1", "secretKeyRef": "redis://user:password@redis:6379/0"}
 
 
@@ -82,7 +99,7 @@ def test_every_value_arrives_in_the_process_as_it_was_given(prefix, monkeypatch)
     settings, path, component, container = PROCESSES[prefix]
     given = sample(settings, prefix)
     section, key = path.split(".")
-    values = merged(REDIS, ENGINE, {section: {key: {camel(name): value for name, value in given.items()}}})
+    values = merged(REDIS, ENGINE, INJECTOR, {section: {key: {camel(name): value for name, value in given.items()}}})
     found = read(settings, prefix, container_of(Release(values), component, container), monkeypatch)
 
     assert json.loads(json.dumps({name: getattr(found, name) for name in given}, default=str)) == given
@@ -156,7 +173,7 @@ def test_what_both_ends_must_agree_on_they_agree_on(name, scheme, monkeypatch):
     assert vllm["readinessProbe"]["httpGet"].get("scheme", "HTTP") == scheme.upper()
 
 
-def connector_of(container: dict) -> ConnectorSettings:
+def connector_of(container: dict) -> Any:
     """Return the connector's settings in vLLM's arguments."""
     words = [*container.get("command", []), *container.get("args", [])]
     [text] = [
@@ -217,7 +234,7 @@ def test_the_generated_files_of_the_chart_are_up_to_date():
         [sys.executable, "-m", "deploy.chart", "--check"],
         capture_output=True,
         text=True,
-        cwd=CHART.parents[1],
+        cwd=ROOT,
         timeout=120,
         check=False,
     )

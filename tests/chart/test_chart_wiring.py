@@ -98,7 +98,9 @@ def test_every_selector_finds_pods_when_there_are_any(documents):
     for document in documents:
         for selector in selectors(document):
             labels = selector.get("matchLabels", {})
-            optional = ENGINES in labels or labels.get(COMPONENT) in {None, "engine"} or "matchExpressions" in selector
+            optional = (
+                ENGINES in labels or labels.get(COMPONENT) in {None, "engine", "test"} or "matchExpressions" in selector
+            )
 
             assert optional or any(matches(selector, pod.labels) for pod in present), identity(document)
 
