@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -18,6 +20,7 @@ from context_manager.redis_tls import redis_tls
 from context_manager.server import manager_server
 from context_manager.session_count import SessionCount
 from context_manager.settings import ManagerSettings
+from context_manager.sweep_lease import LeaseTerms, SweepLease
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import SystemClock
 from contextcache.metrics_server import health_page, metrics_server
@@ -53,8 +56,13 @@ async def serve(
         server = manager_server(
             manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer, tls=tls
         )
+        lease = _sweep_lease(settings, stack, metrics)
         sweeper = SessionSweeper(
-            manager, metrics=metrics, interval_s=settings.sweep_interval_s, limit=settings.sweep_limit
+            manager,
+            metrics=metrics,
+            interval_s=settings.sweep_interval_s,
+            limit=settings.sweep_limit,
+            may_sweep=(lambda: True) if lease is None else lease.may_sweep,
         )
         if settings.metrics_port:
             pages = {"/healthz": health_page(lambda: server.is_serving)}
@@ -62,6 +70,10 @@ async def serve(
             await stack.enter_async_context(listening)
         await server.start()
         stack.push_async_callback(server.stop, settings.drain_s)
+        if lease is not None:
+            lease.start()
+            # After the sweeper's end: whoever is given the Lease may sweep at once.
+            stack.push_async_callback(lease.stop)
         sweeper.start()
         stack.push_async_callback(sweeper.stop)
         count = SessionCount(manager, metrics=metrics)
@@ -72,6 +84,22 @@ async def serve(
             on_started(server.ports[0])
         await stop.wait()
         log.info("manager stopping")
+
+
+def _sweep_lease(settings: ManagerSettings, stack: AsyncExitStack, metrics: ManagerMetrics) -> SweepLease | None:
+    """Return the candidate that the settings ask for. Raises ValueError when there is no cluster to have it in."""
+    if not settings.sweep_lease:
+        return None
+    # The library costs 25 MiB, which only those pay who use it.
+    from contextcache.kubernetes_api import KubernetesApi
+
+    api = KubernetesApi.by_surroundings()
+    stack.push_async_callback(api.close)
+    # A container that starts again has the host name of the one before.
+    identity = f"{settings.sweep_lease_identity or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    namespace = settings.sweep_lease_namespace or api.namespace
+    terms = LeaseTerms(settings.sweep_lease, namespace, identity, settings.sweep_lease_duration_s)
+    return SweepLease(api, terms, metrics=metrics, clock=SystemClock())
 
 
 def main() -> None:

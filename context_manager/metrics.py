@@ -26,6 +26,14 @@ class ManagerMetrics:
         self.sessions_abandoned = counter("sessions_abandoned_total", "Reserved sessions whose lease ended unused")
         self.refusals = counter("refusals_total", "Calls refused, by operation and error code", ("operation", "code"))
         self.sweep_failures = counter("sweep_failures_total", "Sweeps that ended in an error")
+        self.sweep_lease_failures = counter(
+            "sweep_lease_failures_total", "Looks at the sweeper's Lease that failed, by reason", ("reason",)
+        )
+        self.sweep_lease_held = Gauge(
+            "contextcache_manager_sweep_lease_held_state",
+            "1 while this manager holds the sweeper's Lease, else 0; 0 without a Lease",
+            registry=registry,
+        )
         self.last_sweep = Gauge(
             "contextcache_manager_last_sweep_timestamp_seconds",
             "Unix time of this process's last whole sweep; 0: none yet, another manager may be the one that sweeps",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
@@ -17,9 +18,21 @@ log = logging.getLogger(__name__)
 class SessionSweeper:
     """Owns its task: `start` begins it, `stop` cancels and awaits it."""
 
-    def __init__(self, manager: ContextCacheManager, *, metrics: ManagerMetrics, interval_s: float, limit: int) -> None:
-        """`limit`: sessions in one call of `sweep`; a pass repeats it until none is due."""
+    def __init__(
+        self,
+        manager: ContextCacheManager,
+        *,
+        metrics: ManagerMetrics,
+        interval_s: float,
+        limit: int,
+        may_sweep: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`limit`: sessions in one call of `sweep`; a pass repeats it until none is due.
+
+        `may_sweep` is asked before each call: another manager may have taken over in the middle of a pass.
+        """
         self._manager = manager
+        self._may_sweep = may_sweep
         self._metrics = metrics
         self._interval_s = interval_s
         self._limit = limit
@@ -39,9 +52,10 @@ class SessionSweeper:
         await asyncio.wait([task])
 
     async def sweep_pass(self) -> int:
-        """Sweep until nothing is due and return how many sessions were buried."""
+        """Sweep until nothing is due, or another manager is to, and return how many sessions were buried."""
         total = 0
-        while (swept := await self._manager.sweep(self._limit)) > 0:
+        while self._may_sweep():
+            swept = await self._manager.sweep(self._limit)
             total += swept
             if swept < self._limit:
                 break
@@ -49,6 +63,9 @@ class SessionSweeper:
 
     async def _sweep_for_ever(self) -> None:
         while True:
+            if not self._may_sweep():
+                await asyncio.sleep(self._interval_s)
+                continue
             try:
                 num_swept = await self.sweep_pass()
             except Exception:

@@ -159,7 +159,7 @@ class Reflector(Generic[_Read]):
     def _fields(self, exc: Exception, *, refused: bool) -> dict[str, object]:
         fields: dict[str, object] = {"resource": self._resource.plural, "error": str(exc)}
         if refused:
-            fields["needs"] = "a Role, bound to this service account, with the verbs get, list and watch"
+            fields["needs"] = "a Role, bound to this service account, with the verbs list and watch"
             fields["needs_on"] = f"{self._resource.plural} of {self._resource.group_version}"
             fields["needs_in"] = self._selection.namespace
         return fields

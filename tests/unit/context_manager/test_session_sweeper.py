@@ -103,3 +103,39 @@ async def test_stopping_ends_the_task_and_may_be_repeated() -> None:
     await rig.sweeper.stop()
 
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "session-sweeper"]
+
+
+async def test_a_pass_ends_when_another_manager_has_taken_over() -> None:
+    rig = Rig(limit=10)
+    answers = [True, True, False]
+    rig.sweeper = SessionSweeper(
+        rig.manager,
+        metrics=ManagerMetrics(CollectorRegistry()),
+        interval_s=5.0,
+        limit=10,
+        may_sweep=lambda: answers.pop(0),
+    )
+    for number in range(35):
+        await rig.reserve(f"ctx_{number}")
+    rig.clock.advance(s=60)
+
+    assert await rig.sweeper.sweep_pass() == 20
+
+
+@pytest.mark.looptime
+async def test_who_may_not_sweep_does_nothing_until_it_may() -> None:
+    rig = Rig()
+    holds = False
+    rig.sweeper = SessionSweeper(
+        rig.manager, metrics=rig.manager._metrics, interval_s=5.0, limit=10, may_sweep=lambda: holds
+    )
+    await rig.reserve("ctx_1")
+    rig.clock.advance(s=60)
+    rig.sweeper.start()
+    await asyncio.sleep(60)
+    assert rig.sample("sessions_abandoned") == 0
+    holds = True
+    await asyncio.sleep(5)
+
+    assert rig.sample("sessions_abandoned") == 1
+    await rig.sweeper.stop()
