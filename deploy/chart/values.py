@@ -24,6 +24,7 @@ from deploy.chart.gateway_values import GatewayValues
 from deploy.chart.injector_values import InjectorValues
 from deploy.chart.kubernetes_values import FreeObject, Labels, Strings
 from deploy.chart.manager_values import ContextManagerValues
+from deploy.chart.monitoring_values import MonitoringValues
 from deploy.chart.network_values import NetworkPolicyValues
 from deploy.chart.redis_values import RedisValues, ValkeyValues
 from deploy.chart.section import Section
@@ -95,6 +96,10 @@ class ChartValues(Section):
     tls: Tls = Field(default_factory=Tls, description="mutual TLS between the parts")
     network_policy: NetworkPolicyValues = Field(
         default_factory=NetworkPolicyValues, description="default deny, and then exactly the flows that are needed"
+    )
+    monitoring: MonitoringValues = Field(
+        default_factory=MonitoringValues,
+        description="PodMonitors, alert rules and a dashboard for the Prometheus operator and Grafana",
     )
     tracing: TracingValues = Field(default_factory=TracingValues, description="OpenTelemetry traces")
     tests: TestsValues = Field(default_factory=TestsValues, description="helm test")
