@@ -115,7 +115,7 @@ class Engine(Pod):
         description="GiB of KV cache of an engine without GPUs; part of its memory limit",
     )
     extra_args: list[str] = Field(
-        default_factory=list, description="more arguments of `vllm serve`, each one a list item (--flag=value)"
+        default_factory=list, description="more arguments of vLLM, each one a list item (--flag=value)"
     )
     gpu: Gpu = Field(default_factory=Gpu, description="accelerators")
     runtime_class_name: SecretName = Field("", description="RuntimeClass, such as nvidia; empty: the cluster's default")

@@ -2,10 +2,10 @@
 The chart's own vLLM container: what injected pods bring themselves. All take the root.
 */}}
 
-{{/* Arguments of `vllm serve`. */}}
+{{/* Arguments of vLLM. */}}
 {{- define "context-cache.engine.args" -}}
 {{- $engine := .Values.engine }}
-- {{ $engine.model | quote }}
+- {{ printf "--model=%s" $engine.model | quote }}
 - --host=0.0.0.0
 - --port={{ .Values.discovery.port }}
 {{- with $engine.servedModelName }}
