@@ -20,6 +20,8 @@ from kv_sidecar.store import BlockStore, Buffer, TierUsage
 
 INCOMING = "incoming"
 """Where the engine leaves files for the sidecar to take over."""
+_INCOMING_MODE = 0o2770
+"""What lands there gets this process's group, so that it can be read also where the engine runs as root."""
 _BLOCKS = "blocks"
 _WRITING = "writing"
 
@@ -44,6 +46,7 @@ class MemoryStore(BlockStore):
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.iterdir():
                 path.unlink(missing_ok=True)
+        (self.shared_directory / INCOMING).chmod(_INCOMING_MODE)
 
     @override
     def put(self, key: BlockKey, data: Buffer) -> None:
