@@ -104,7 +104,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             rates=_rates(settings, clock),
             metrics=metrics,
         )
-        ready_state = ReadyState(gateway, endpoints)
+        ready_state = ReadyState(gateway, endpoints, metrics=metrics)
         budget = BodyBudget(settings.max_buffered_bytes)
         front = HttpFront(
             gateway=gateway,

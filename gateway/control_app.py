@@ -29,7 +29,8 @@ contexts = APIRouter(tags=["contexts"])
 class ReadyState:
     """Whether this gateway takes requests: everything it needs is there, and it is not on its way out."""
 
-    def __init__(self, gateway: Gateway, endpoints: EndpointDirectory) -> None:
+    def __init__(self, gateway: Gateway, endpoints: EndpointDirectory, *, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics
         self._gateway = gateway
         self._endpoints = endpoints
         self.draining = False
@@ -42,6 +43,8 @@ class ReadyState:
             missing.append("ready endpoint")
         if self.draining:
             missing.append("time: the gateway is draining")
+        if self._metrics is not None:
+            self._metrics.ready.set(not missing)
         return {
             "ready": not missing,
             "missing": missing,

@@ -115,6 +115,11 @@ class Metrics:
             "Probe rounds that failed by a fault of our own.",
             registry=registry,
         )
+        self.ready = Gauge(
+            "contextcache_gateway_ready_state",
+            "1 when this gateway said that it is ready, 0 when not, as `/readyz` was last answered; 0 before that.",
+            registry=registry,
+        )
         self.lost_spans = Counter(
             "contextcache_gateway_lost_spans_total",
             "Spans of traces that did not reach the collector.",
