@@ -31,8 +31,9 @@ Labels = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "propertyNames": {"pattern": _LABEL_KEY, "not": {"pattern": _OWN_LABELS}},
-            "additionalProperties": {"type": "string", "maxLength": 63},
+            # Not propertyNames: Helm 4 reports what those refuse without saying where.
+            "patternProperties": {_LABEL_KEY: {"type": "string", "maxLength": 63}, _OWN_LABELS: False},
+            "additionalProperties": False,
         }
     ),
 ]
@@ -46,8 +47,16 @@ LabelSelector = Annotated[
             "type": "object",
             "additionalProperties": False,
             "properties": {
-                "matchLabels": {"type": "object", "additionalProperties": {"type": "string"}},
-                "matchExpressions": {"type": "array", "items": {"type": "object"}},
+                "matchLabels": {
+                    "type": "object",
+                    "additionalProperties": {"type": "string"},
+                    "description": "labels that must be there",
+                },
+                "matchExpressions": {
+                    "type": "array",
+                    "items": {"type": "object"},
+                    "description": "requirements of labels",
+                },
             },
         }
     ),
@@ -64,7 +73,11 @@ Resources = Annotated[
         {
             "type": "object",
             "additionalProperties": False,
-            "properties": {"requests": _AMOUNTS, "limits": _AMOUNTS, "claims": {"type": "array"}},
+            "properties": {
+                "requests": {**_AMOUNTS, "description": "what is set aside"},
+                "limits": {**_AMOUNTS, "description": "the most it may take"},
+                "claims": {"type": "array", "description": "ResourceClaims of the pod that it uses"},
+            },
         }
     ),
 ]
