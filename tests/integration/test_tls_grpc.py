@@ -1,0 +1,366 @@
+"""Mutual TLS of every gRPC port, over real connections: who is let in, and what a change of files costs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+import contextcache.grpc_server
+from context_manager.client import ContextManagerClient
+from context_manager.manager import ContextCacheManager
+from context_manager.memory_store import MemorySessionStore
+from context_manager.metrics import ManagerMetrics
+from context_manager.server import manager_server
+from contextcache.clock import SystemClock
+from contextcache.errors import CacheRefNotFound, ContextNotFound, SidecarUnavailable, StoreUnavailable
+from contextcache.model import new_cache_ref
+from contextcache.rpc import CHANNEL_OPTIONS
+from contextcache.tls import WatchedTls
+from gateway.auth import SingleTenant
+from gateway.envoy_front import EnvoyFront
+from gateway.exchange import BodyBudget
+from gateway.ext_proc_server import ExtProcServer
+from gateway.http_front import FrontLimits
+from kv_sidecar.client import KVSidecarClient
+from kv_sidecar.peer import PeerSidecar
+from kv_sidecar.server import serve
+from tests.helpers.certificates import NAME, CertificateFiles
+from tests.helpers.gateway_parts import GatewayParts
+from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+
+DEADLINE_S = 30
+PARTS = ("manager", "sidecar", "external processor")
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    return CertificateFiles(tmp_path / "tls")
+
+
+@asynccontextmanager
+async def running_manager(tls):
+    manager = ContextCacheManager(
+        MemorySessionStore(), clock=SystemClock(), metrics=ManagerMetrics(CollectorRegistry())
+    )
+    server = manager_server(manager, listen="127.0.0.1:0", max_concurrent_rpcs=100, tls=tls)
+    await server.start()
+    yield server.ports[0]
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def running_sidecar(certificates, directory):
+    async with SidecarUnderTest(directory, clock=SystemClock(), **certificates.settings) as kv:
+        server = serve(kv.sidecar, ["127.0.0.1:0", f"unix://{directory}/s.sock"])
+        await server.start()
+        yield server.ports[0]
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def running_processor(tls):
+    parts = GatewayParts(SingleTenant())
+    front = EnvoyFront(
+        gateway=parts.gateway,
+        endpoints=parts.endpoints,
+        budget=BodyBudget(1 << 20),
+        limits=FrontLimits(),
+        metrics=parts.metrics,
+    )
+    server = ExtProcServer(front, listen="127.0.0.1:0", max_body_bytes=1 << 20, is_ready=lambda: True, tls=tls)
+    await server.start()
+    yield server.port
+    await server.stop(0)
+
+
+def running(part, certificates, tmp_path):
+    if part == "sidecar":
+        return running_sidecar(certificates, tmp_path)
+    tls = WatchedTls(certificates.files)
+    return running_manager(tls) if part == "manager" else running_processor(tls)
+
+
+async def asked(port: int, credentials: grpc.ChannelCredentials | None) -> grpc.StatusCode:
+    """Return how a health check of the server ends."""
+    target, options = f"127.0.0.1:{port}", [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NAME)]
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(target, credentials, options=options)
+    async with channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as exc:
+            return exc.code()
+    return grpc.StatusCode.OK
+
+
+def credentials_of(leaf: trustme.LeafCert | None, ca: trustme.CA) -> grpc.ChannelCredentials:
+    """Return credentials that believe `ca` and show `leaf`."""
+    if leaf is None:
+        return grpc.ssl_channel_credentials(ca.cert_pem.bytes())
+    chain = b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
+    return grpc.ssl_channel_credentials(ca.cert_pem.bytes(), leaf.private_key_pem.bytes(), chain)
+
+
+@pytest.mark.parametrize("part", PARTS)
+async def test_a_port_answers_certificates_of_the_deployment_only(part, certificates, tmp_path):
+    ca = certificates.ca
+    async with running(part, certificates, tmp_path) as port:
+        of_ours = await asked(port, credentials_of(ca.issue_cert(NAME), ca))
+        of_others = {
+            "none": await asked(port, credentials_of(None, ca)),
+            "another CA's": await asked(port, credentials_of(trustme.CA().issue_cert(NAME), ca)),
+            "another name": await asked(port, credentials_of(ca.issue_cert("somebody-else"), ca)),
+            "the name in front of another": await asked(port, credentials_of(ca.issue_cert(f"{NAME}.evil"), ca)),
+            "the name of no host": await asked(port, credentials_of(ca.issue_cert("x", common_name=NAME), ca)),
+            "plain text": await asked(port, None),
+        }
+
+    assert of_ours is grpc.StatusCode.OK
+    assert of_others == {
+        "none": grpc.StatusCode.UNAVAILABLE,
+        "another CA's": grpc.StatusCode.UNAVAILABLE,
+        "another name": grpc.StatusCode.PERMISSION_DENIED,
+        "the name in front of another": grpc.StatusCode.PERMISSION_DENIED,
+        "the name of no host": grpc.StatusCode.PERMISSION_DENIED,
+        "plain text": grpc.StatusCode.UNAVAILABLE,
+    }
+
+
+async def test_streams_are_refused_to_other_names_as_well(certificates, tmp_path):
+    stranger = CertificateFiles(tmp_path / "stranger", ca=certificates.ca)
+    stranger_leaf = certificates.ca.issue_cert("somebody-else")
+    async with running_sidecar(certificates, tmp_path) as port:
+        options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", NAME)]
+        credentials = credentials_of(stranger_leaf, stranger.ca)
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
+            codes = {}
+            for method in ("LoadBlocks", "SaveBlocks", "DeleteContext"):
+                path = f"/contextcache.v1.KVSidecarService/{method}"
+                kind = {"LoadBlocks": channel.unary_stream, "SaveBlocks": channel.stream_unary}
+                call = kind.get(method, channel.unary_unary)(path)
+                answer = call(iter([b""]) if method == "SaveBlocks" else b"", timeout=DEADLINE_S)
+                codes[method] = await answer.code()
+
+    assert set(codes.values()) == {grpc.StatusCode.PERMISSION_DENIED}, codes
+
+
+@pytest.mark.parametrize("server", ["another CA's", "another name", "plain text"])
+async def test_clients_refuse_servers_that_are_not_of_the_deployment(server, certificates, tmp_path):
+    theirs = CertificateFiles(tmp_path / "theirs", ca=certificates.ca)
+    tls = None
+    if server != "plain text":
+        ca = trustme.CA() if server == "another CA's" else certificates.ca
+        theirs = CertificateFiles(tmp_path / "server", ca=ca)
+        files = theirs.files
+        if server == "another name":
+            theirs.rotate(name="somebody-else")
+            files = type(files)(files.cert_file, files.key_file, files.ca_file, "somebody-else")
+        tls = WatchedTls(files)
+    ours = WatchedTls(certificates.files)
+    async with running_manager(tls) as port:
+        address = f"127.0.0.1:{port}"
+        manager = ContextManagerClient(address, timeout_s=DEADLINE_S, tls=ours)
+        sidecar = KVSidecarClient(address, timeout_s=DEADLINE_S, tls=ours)
+        peer = PeerSidecar(
+            address,
+            timeout_s=DEADLINE_S,
+            manifest_timeout_s=DEADLINE_S,
+            slots=asyncio.Semaphore(1),
+            limit_bytes=1,
+            tls=ours,
+        )
+
+        with pytest.raises(StoreUnavailable):
+            await manager.locate("demo", "ctx_1")
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.stats()
+        with pytest.raises(SidecarUnavailable):
+            await peer.manifest(TENANT, new_cache_ref())
+        assert not await manager.is_serving()
+        for client in (manager, sidecar, peer):
+            await client.close()
+
+
+async def test_parts_of_a_deployment_understand_each_other(certificates, tmp_path):
+    ours = WatchedTls(certificates.files)
+    async with running_manager(ours) as manager_port, running_sidecar(certificates, tmp_path) as sidecar_port:
+        manager = ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=DEADLINE_S, tls=ours)
+        sidecar = KVSidecarClient(f"127.0.0.1:{sidecar_port}", timeout_s=DEADLINE_S, tls=ours)
+        in_the_pod = KVSidecarClient(f"unix://{tmp_path}/s.sock", timeout_s=DEADLINE_S, tls=ours)
+        peer = PeerSidecar(
+            f"127.0.0.1:{sidecar_port}",
+            timeout_s=DEADLINE_S,
+            manifest_timeout_s=DEADLINE_S,
+            slots=asyncio.Semaphore(1),
+            limit_bytes=1,
+            tls=ours,
+        )
+
+        assert await manager.is_serving()
+        with pytest.raises(ContextNotFound):
+            await manager.locate("demo", "ctx_1")
+        for client in (sidecar, in_the_pod):
+            assert (await client.stats()).num_contexts == 0
+        with pytest.raises(CacheRefNotFound):
+            await peer.manifest(TENANT, new_cache_ref())
+        for client in (manager, sidecar, in_the_pod, peer):
+            await client.close()
+
+
+async def test_a_sidecar_pulls_from_a_peer_of_its_deployment_and_from_no_other(certificates, tmp_path):
+    stranger = CertificateFiles(tmp_path / "stranger")
+    async with (
+        running_node(certificates, tmp_path / "there") as there,
+        running_node(stranger, tmp_path / "elsewhere") as elsewhere,
+        running_node(certificates, tmp_path / "here") as here,
+    ):
+        new = await there.kv.save(tuple(range(10)))
+        refused = await elsewhere.kv.save(tuple(range(10)))
+        assert await here.client.pull_context(TENANT, [new.cache_ref], peer=there.address) == "started"
+        assert await here.client.pull_context(TENANT, [refused.cache_ref], peer=elsewhere.address) == "started"
+        async with asyncio.timeout(DEADLINE_S):
+            while (await here.client.stats()).num_pulls:
+                await asyncio.sleep(0.01)
+
+        manifest, tier = await here.client.get_manifest(TENANT, new.cache_ref)
+        assert (manifest.token_ids, tier) == (tuple(range(10)), "peer")
+        with pytest.raises(CacheRefNotFound):
+            await here.client.get_manifest(TENANT, refused.cache_ref)
+
+
+@dataclass
+class Node:
+    """A sidecar that others pull from."""
+
+    kv: SidecarUnderTest
+    address: str
+    client: KVSidecarClient
+
+
+@asynccontextmanager
+async def running_node(certificates, directory):
+    settings = {"peers": ("127.0.0.0/8",), "pull_manifest_timeout_s": 20, "pull_timeout_s": 30, **certificates.settings}
+    async with SidecarUnderTest(directory, clock=SystemClock(), **settings) as kv:
+        server = serve(kv.sidecar, ["127.0.0.1:0"])
+        await server.start()
+        kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+        address = f"127.0.0.1:{server.ports[0]}"
+        client = KVSidecarClient(address, timeout_s=DEADLINE_S, tls=kv.sidecar.tls)
+        yield Node(kv, address, client)
+        await client.close()
+        await kv.sidecar.pulls.close()
+        await server.stop(0)
+
+
+async def test_certificates_and_their_ca_change_under_load_without_one_lost_call(certificates, tmp_path):
+    both_cas = trustme.CA()
+    now_s = [0.0]
+    server_tls = WatchedTls(certificates.files, monotonic_s=lambda: now_s[0])
+    client_tls = WatchedTls(certificates.files, monotonic_s=lambda: now_s[0])
+    seen: set[bytes] = set()
+    async with running_manager(server_tls) as port:
+        client = ContextManagerClient(f"127.0.0.1:{port}", timeout_s=DEADLINE_S, tls=client_tls)
+        stop = asyncio.Event()
+        answers = []
+
+        async def ask_again_and_again():
+            while not stop.is_set():
+                with pytest.raises(ContextNotFound):
+                    await client.locate("demo", "ctx_1")
+                answers.append(client_tls.current().certificate)
+
+        asking = [asyncio.create_task(ask_again_and_again()) for _ in range(8)]
+
+        async def until_answered_with_new_files():
+            certificate = certificates.files.cert_file.read_bytes()
+            already = answers.count(certificate)
+            async with asyncio.timeout(DEADLINE_S):
+                while answers.count(certificate) < already + 50:
+                    assert not any(task.done() for task in asking)
+                    await asyncio.sleep(0.01)
+            seen.add(await asyncio.to_thread(certificate_shown, port, certificates))
+
+        await until_answered_with_new_files()
+        for change in ("certificate", "both CAs", "new CA"):
+            if change == "certificate":
+                certificates.rotate()
+            elif change == "both CAs":
+                # As a CA is replaced: first everybody believes both, then certificates change, then the old one goes.
+                old = certificates.files
+                ca = certificates.ca.cert_pem.bytes() + both_cas.cert_pem.bytes()
+                certificates.replace(old.cert_file.read_bytes(), old.key_file.read_bytes(), ca)
+            else:
+                leaf = both_cas.issue_cert(NAME)
+                chain = b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
+                ca = certificates.ca.cert_pem.bytes() + both_cas.cert_pem.bytes()
+                certificates.replace(chain, leaf.private_key_pem.bytes(), ca)
+            now_s[0] += 60
+            await until_answered_with_new_files()
+        stop.set()
+        await asyncio.gather(*asking)
+        await client.close()
+
+    assert len(seen) == 3, "a new connection is shown the new certificate"
+
+
+def certificate_shown(port: int, certificates: CertificateFiles) -> bytes:
+    """Return the certificate that a new connection is shown."""
+    files = certificates.files
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(files.ca_file)
+    context.load_cert_chain(files.cert_file, files.key_file)
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as plain,
+        context.wrap_socket(plain, server_hostname=NAME) as connection,
+    ):
+        return connection.getpeercert(binary_form=True)
+
+
+async def test_who_connects_and_shows_nothing_is_gone_at_the_deadline(certificates, tmp_path, monkeypatch):
+    options = dict(contextcache.grpc_server.SERVER_OPTIONS)
+    assert options["grpc.server_handshake_timeout_ms"] == 10_000
+    options["grpc.server_handshake_timeout_ms"] = 200
+    monkeypatch.setattr(contextcache.grpc_server, "SERVER_OPTIONS", list(options.items()))
+    async with running_manager(WatchedTls(certificates.files)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_connections_are_bounded_and_those_that_go_make_room(certificates, monkeypatch):
+    options = dict(contextcache.grpc_server.SERVER_OPTIONS)
+    options["grpc.max_allowed_incoming_connections"] = 4
+    options["grpc.server_handshake_timeout_ms"] = 600_000
+    monkeypatch.setattr(contextcache.grpc_server, "SERVER_OPTIONS", list(options.items()))
+    tls = WatchedTls(certificates.files)
+    async with running_manager(tls) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(end.done() for end in ends) < 8:
+                await asyncio.sleep(0.01)
+        assert sum(end.done() for end in ends) == 8
+
+        for _, writer in silent:
+            writer.close()
+        await asyncio.gather(*ends, return_exceptions=True)
+        client = ContextManagerClient(f"127.0.0.1:{port}", timeout_s=DEADLINE_S, tls=tls)
+        async with asyncio.timeout(DEADLINE_S):
+            while not await client.is_serving():
+                await asyncio.sleep(0.1)
+        await client.close()

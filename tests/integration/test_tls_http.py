@@ -1,0 +1,313 @@
+"""TLS of the gateway's HTTP: who may speak to its front, which pods it speaks to, and its plain port for probes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import trustme
+
+import gateway.http_server
+from context_manager.server import manager_server
+from contextcache.tls import WatchedTls
+from gateway.__main__ import serve
+from tests.helpers.certificates import NAME, CertificateFiles
+from tests.helpers.gateway_parts import KEY
+from tests.helpers.gateway_server import RunningManager, settings_for
+from tests.helpers.stub_engine import StubEngine
+from tests.helpers.valkey import free_port
+
+DEADLINE_S = 60
+ROOT = Path(__file__).parents[2]
+REFUSED = "refused"
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    return CertificateFiles(tmp_path / "tls")
+
+
+class TlsManager(RunningManager):
+    """A manager of the same deployment."""
+
+    def __init__(self, tls: WatchedTls) -> None:
+        super().__init__()
+        self._tls = tls
+
+    async def start(self) -> None:
+        self._server = manager_server(self.manager, listen="127.0.0.1:0", max_concurrent_rpcs=100, tls=self._tls)
+        self.port = self._server.ports[0]
+        await self._server.start()
+
+
+@pytest.fixture
+async def manager(certificates):
+    manager = TlsManager(WatchedTls(certificates.files))
+    await manager.start()
+    yield manager
+    await manager.stop()
+
+
+def server_context(leaf: trustme.LeafCert, *, clients: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_REQUIRED
+    clients.configure_trust(context)
+    leaf.configure_cert(context)
+    return context
+
+
+def client_context(ca: trustme.CA, leaf: trustme.LeafCert | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ca.configure_trust(context)
+    if leaf is not None:
+        leaf.configure_cert(context)
+    return context
+
+
+@asynccontextmanager
+async def running_pod(leaf: trustme.LeafCert, ca: trustme.CA):
+    pod = StubEngine(tls=server_context(leaf, clients=ca))
+    await pod.start()
+    yield pod
+    await pod.stop()
+
+
+@asynccontextmanager
+async def running_front(tmp_path, certificates, engine, manager, *, probe_interval_s=0.05, **more):
+    """Return the port of a gateway's front and of its probes."""
+    metrics_port = free_port()
+    settings = settings_for(
+        tmp_path,
+        {"pod-a": engine},
+        manager_port=manager.port,
+        metrics_port=metrics_port,
+        **{"probe_timeout_s": 15, **certificates.settings, **more},
+    )
+    settings = settings.model_copy(update={"probe_interval_s": probe_interval_s})
+    stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(settings, stop, on_started=started.set_result))
+    await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
+    try:
+        yield started.result().http, metrics_port
+    finally:
+        stop.set()
+        await asyncio.wait_for(serving, DEADLINE_S)
+
+
+async def got(url: str, *, tls: ssl.SSLContext | None = None, http: aiohttp.ClientSession | None = None):
+    """Return status and body of a GET, or that there was no answer."""
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    arguments = {} if tls is None else {"ssl": tls, "server_hostname": NAME}
+    session = http or aiohttp.ClientSession()
+    try:
+        async with session.get(url, timeout=timeout, **arguments) as answer:
+            return answer.status, await answer.text()
+    except aiohttp.ClientError:
+        return REFUSED
+    finally:
+        if http is None:
+            await session.close()
+
+
+async def completed(port: int, tls: ssl.SSLContext) -> int:
+    """Return the status of a completion that a pod answers."""
+    body, headers = json.dumps({"prompt": "x"}), {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+        url = f"https://127.0.0.1:{port}/v1/completions"
+        async with http.post(url, data=body, headers=headers, ssl=tls, server_hostname=NAME) as answer:
+            await answer.read()
+            return answer.status
+
+
+async def test_the_front_answers_certificates_of_the_deployment_only(tmp_path, certificates, engine, manager):
+    ca = certificates.ca
+    leaves = {
+        "ours": ca.issue_cert(NAME),
+        "none": None,
+        "another CA's": trustme.CA().issue_cert(NAME),
+        "another name": ca.issue_cert("somebody-else"),
+    }
+    async with running_front(tmp_path, certificates, engine, manager) as (port, _):
+        url = f"https://127.0.0.1:{port}/healthz"
+        answers = {name: await got(url, tls=client_context(ca, leaf)) for name, leaf in leaves.items()}
+        answers["plain text"] = await got(f"http://127.0.0.1:{port}/healthz")
+        wrong_name = await asyncio.to_thread(raw_request, port, client_context(ca, leaves["another name"]))
+
+    assert answers.pop("ours")[0] == 200
+    assert set(answers.values()) == {REFUSED}, answers
+    assert wrong_name == b""
+
+
+def raw_request(port: int, context: ssl.SSLContext) -> bytes:
+    """Return all that a server says to a request."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as plain,
+        context.wrap_socket(plain, server_hostname=NAME) as connection,
+    ):
+        try:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            return b"".join(iter(lambda: connection.recv(4096), b""))
+        except OSError:
+            return b""
+
+
+async def test_without_tls_clients_whoever_has_an_api_key_is_served(tmp_path, certificates, engine, manager):
+    async with running_front(tmp_path, certificates, engine, manager, tls_clients="none") as (port, _):
+        anonymous, foreign = client_context(certificates.ca, None), client_context(trustme.CA(), None)
+
+        assert await completed(port, anonymous) == 200
+        assert await got(f"https://127.0.0.1:{port}/healthz", tls=foreign) == REFUSED
+
+
+async def test_probes_and_prometheus_need_no_certificate_on_their_own_port(tmp_path, certificates, engine, manager):
+    async with running_front(tmp_path, certificates, engine, manager) as (_, port):
+        url = f"http://127.0.0.1:{port}"
+        async with asyncio.timeout(DEADLINE_S):
+            while (await got(f"{url}/readyz"))[0] != 200:
+                await asyncio.sleep(0.05)
+        ready, health, page = [await got(url + path) for path in ("/readyz", "/healthz", "/metrics")]
+        other, posted = await got(f"{url}/v1/context"), await asyncio.to_thread(posted_to, port)
+
+    assert json.loads(ready[1])["ready"]
+    assert health == (200, "ok\n")
+    assert 'contextcache_gateway_certificate_expiry_timestamp_seconds{certificate="parts"}' in page[1]
+    assert other[0] == 404
+    assert posted.startswith(b"HTTP/1.1 405 ")
+
+
+def posted_to(port: int) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+        connection.sendall(b"POST /metrics HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+        return connection.recv(4096)
+
+
+async def test_a_pod_over_https_is_probed_and_spoken_to_by_the_name_in_its_certificate(tmp_path, certificates, manager):
+    ca = certificates.ca
+    async with (
+        running_pod(ca.issue_cert(NAME), ca) as pod,
+        running_front(tmp_path, certificates, pod, manager) as (port, probes),
+    ):
+        async with asyncio.timeout(DEADLINE_S):
+            while (await got(f"http://127.0.0.1:{probes}/readyz"))[0] != 200:
+                await asyncio.sleep(0.05)
+        assert await completed(port, client_context(ca, ca.issue_cert(NAME))) == 200
+        assert len(pod.turns) == 1
+
+
+@pytest.mark.parametrize("pods", ["another CA's", "another name"])
+async def test_a_pod_with_a_certificate_of_others_gets_no_request(tmp_path, certificates, manager, pods):
+    ca = certificates.ca
+    theirs = trustme.CA().issue_cert(NAME) if pods == "another CA's" else ca.issue_cert("somebody-else")
+    async with running_pod(theirs, ca) as pod, running_front(tmp_path, certificates, pod, manager) as (port, probes):
+        status, body = await got(f"http://127.0.0.1:{probes}/readyz")
+        assert (status, json.loads(body)["missing"]) == (503, ["ready endpoint"])
+        assert await completed(port, client_context(ca, ca.issue_cert(NAME))) == 503
+        assert not pod.received
+
+
+async def test_a_pod_that_was_ready_and_changes_its_name_gets_no_request(tmp_path, certificates, manager):
+    ca = certificates.ca
+    async with (
+        running_pod(ca.issue_cert(NAME), ca) as pod,
+        running_front(tmp_path, certificates, pod, manager, probe_interval_s=600) as (port, probes),
+    ):
+        ours = client_context(ca, ca.issue_cert(NAME))
+        async with asyncio.timeout(DEADLINE_S):
+            while (await got(f"http://127.0.0.1:{probes}/readyz"))[0] != 200:
+                await asyncio.sleep(0.05)
+        # Nobody probes it now: it is the request's own connection that has to notice.
+        await pod.stop()
+        pod.tls = server_context(ca.issue_cert("somebody-else"), clients=ca)
+        await pod.start()
+
+        assert await completed(port, ours) == 503
+        assert not pod.turns
+
+
+async def test_new_files_are_shown_to_new_connections_and_old_connections_go_on(
+    tmp_path, certificates, engine, manager, monkeypatch
+):
+    now_s = [0.0]
+    monkeypatch.setattr(
+        "contextcache.certificate_metrics.open_tls",
+        lambda files, on_failure: WatchedTls(files, on_failure=on_failure, monotonic_s=lambda: now_s[0]),
+    )
+    ca, next_ca = certificates.ca, trustme.CA()
+    async with running_front(tmp_path, certificates, engine, manager) as (port, _), aiohttp.ClientSession() as http:
+        url, ours = f"https://127.0.0.1:{port}/healthz", client_context(ca, ca.issue_cert(NAME))
+        assert (await got(url, tls=ours, http=http))[0] == 200
+
+        # All at once: certificate, key and CA.
+        certificates.ca = next_ca
+        certificates.rotate()
+        now_s[0] += 60
+        theirs = client_context(next_ca, next_ca.issue_cert(NAME))
+        assert await got(url, tls=ours) == REFUSED
+        assert (await got(url, tls=theirs))[0] == 200
+        assert await got(url, tls=client_context(next_ca, ca.issue_cert(NAME))) == REFUSED
+        assert (await got(url, tls=ours, http=http))[0] == 200
+
+
+async def test_a_client_that_never_shakes_hands_is_gone_at_the_deadline(
+    tmp_path, certificates, engine, manager, monkeypatch
+):
+    assert gateway.http_server.HANDSHAKE_TIMEOUT_S == 10
+    monkeypatch.setattr(gateway.http_server, "HANDSHAKE_TIMEOUT_S", 0.2)
+    async with running_front(tmp_path, certificates, engine, manager) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await reader.read() == b""
+        writer.close()
+
+
+def test_the_process_itself_keeps_to_it_on_its_own_event_loop(tmp_path, certificates):
+    """The process runs on uvloop, whose TLS is another one than asyncio's."""
+    settings = settings_for(tmp_path, {"pod-a": StubEngine(port=1)})
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GATEWAY_")} | {
+        "GATEWAY_PORT": "0",
+        "GATEWAY_MANAGER": "127.0.0.1:1",
+        "GATEWAY_ENDPOINTS": '[{"name": "pod-a", "url": "https://127.0.0.1:1"}]',
+        "GATEWAY_SECRET_FILE": str(settings.secret_file),
+        "GATEWAY_API_KEYS_FILE": str(settings.api_keys_file),
+        **{f"GATEWAY_{name}": value for name, value in certificates.environment.items()},
+    }
+    ca = certificates.ca
+    command = [sys.executable, "-m", "gateway"]
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = (json.loads(line) for line in process.stderr if line.startswith("{"))
+        port = next(line["port"] for line in lines if line["event"] == "gateway started")
+        assert raw_request(port, client_context(ca, ca.issue_cert(NAME))).startswith(b"HTTP/1.1 200 ")
+        assert raw_request(port, client_context(ca, ca.issue_cert("somebody-else"))) == b""
+        assert raw_request(port, client_context(ca, None)) == b""
+        certificates.ca = trustme.CA()
+        certificates.rotate()
+        renewed = client_context(certificates.ca, certificates.ca.issue_cert(NAME))
+        assert until_answered(port, renewed)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def until_answered(port: int, context: ssl.SSLContext) -> bool:
+    """Ask until the process has seen the new files; it looks once a second."""
+    ends_at_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < ends_at_s:
+        try:
+            return raw_request(port, context).startswith(b"HTTP/1.1 200 ")
+        except ssl.SSLCertVerificationError:
+            time.sleep(0.05)
+    return False
