@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import ssl
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class FakeKube:
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Verb and plural of each request that got as far as RBAC."""
     token: str = TOKEN
+    tls: ssl.SSLContext | None = None
     port: int = 0
     version: int = 100
     page_objects: int = 10_000
@@ -72,7 +74,7 @@ class FakeKube:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> FakeKube:
         await self.back()
@@ -87,7 +89,7 @@ class FakeKube:
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -144,7 +146,8 @@ class FakeKube:
         namespace, plural = parts[1], parts[2]
         name = parts[3] if len(parts) == 4 else ""
         verb = _verb(request, name)
-        if request.headers.get("Authorization") != f"Bearer {self.token}":
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if (scheme.lower(), token) != ("bearer", self.token):
             raise Refusal(401, "Unauthorized", "Unauthorized")
         self.requests.append((verb, plural))
         if not self.allows(verb, plural, namespace):
