@@ -74,6 +74,10 @@ class RedisTls:
         return tuple(None if path is None else file_version(path) for path in files)
 
     def _check(self) -> None:
+        for path in (self._ca_file, self._cert_file, self._key_file):
+            if path is not None:
+                # Here, because OpenSSL does not say which file it misses.
+                path.read_bytes()
         try:
             context = ssl.create_default_context(cafile=None if self._ca_file is None else str(self._ca_file))
         except ssl.SSLError as exc:
