@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from deploy.chart.dashboard import dashboard_json
 from deploy.chart.envoy_template import envoy_template
 from deploy.chart.generate_readme import readme
 from deploy.chart.generate_schema import values_schema
@@ -22,6 +23,7 @@ def generated() -> Mapping[str, str]:
         "values.schema.json": values_schema(ChartValues),
         "README.md": readme(ChartValues),
         "files/envoy.yaml": envoy_template(),
+        "files/dashboard.json": dashboard_json(),
     }
 
 

@@ -1,0 +1,397 @@
+"""The Grafana dashboard: rows of panels, each a few queries over metrics in docs/operations.md. Pure.
+
+Grafana 11's JSON model, as far as we use it: what is left out gets Grafana's defaults. The variables are a Prometheus
+data source and the release's namespace.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_WIDTH = 24
+_HEIGHT = 8
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_N = 'namespace=~"$namespace"'
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One expression and how its series are called; braces name labels."""
+
+    expr: str
+    legend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One graph, or one number."""
+
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    """Grafana's name for it: ops, s, bytes, percentunit, short."""
+    description: str = ""
+    kind: str = "timeseries"
+    width: int = 8
+    """In 24ths."""
+    stacked: bool = False
+
+
+def rate(metric: str, *, by: str = "", where: str = "") -> str:
+    """Return the sum of a counter's rates, by labels."""
+    matchers = f"{_N},{where}" if where else _N
+    grouped = f" by ({by})" if by else ""
+    return f"sum{grouped} (rate({metric}{{{matchers}}}[$__rate_interval]))"
+
+
+def quantile(share: float, metric: str, *, by: str = "", where: str = "") -> str:
+    """Return a quantile of a histogram, by labels."""
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', by=labels, where=where)})"
+
+
+def gauge(metric: str, *, by: str = "", how: str = "sum", where: str = "") -> str:
+    """Return a gauge put together over pods, by labels."""
+    matchers = f"{_N},{where}" if where else _N
+    grouped = f" by ({by})" if by else ""
+    return f"{how}{grouped} ({metric}{{{matchers}}})"
+
+
+_TIMED_SECONDS = "contextcache_turn_first_token_seconds_sum"
+_TIMED_TOKENS = "contextcache_turn_timed_prompt_tokens_total"
+_COLD = 'source=~"none|recompute"'
+_WARM = 'source!~"none|recompute"'
+_SECONDS_PER_TOKEN = f"({rate(_TIMED_SECONDS, where=_COLD)} / {rate(_TIMED_TOKENS, where=_COLD)})"
+"""What turns that reused nothing took for each token of their prompt, up to the first token of the answer."""
+_SECONDS_SAVED = f"{rate(_TIMED_TOKENS, where=_WARM)} * {_SECONDS_PER_TOKEN} - {rate(_TIMED_SECONDS, where=_WARM)}"
+"""What the other turns would have taken, less what they took."""
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Sessions": (
+        Panel(
+            "Live sessions",
+            (Query(gauge("contextcache_manager_sessions", how="max"), "sessions"),),
+            description="Every manager counts all of them: the largest count is shown.",
+        ),
+        Panel(
+            "Sessions begun and ended",
+            (
+                Query(rate("contextcache_manager_sessions_reserved_total"), "reserved"),
+                Query(rate("contextcache_manager_sessions_unregistered_total"), "deleted"),
+                Query(rate("contextcache_manager_sessions_expired_total"), "expired"),
+                Query(rate("contextcache_manager_sessions_abandoned_total"), "abandoned"),
+            ),
+            unit="ops",
+        ),
+        Panel(
+            "Turns",
+            (
+                Query(rate("contextcache_manager_turns_committed_total"), "committed"),
+                Query(rate("contextcache_manager_turns_aborted_total"), "aborted"),
+                Query(rate("contextcache_turn_refused_commits_total", by="reason"), "not committed: {{reason}}"),
+            ),
+            unit="ops",
+        ),
+    ),
+    "Hits by source": (
+        Panel(
+            "Turns that found their KV",
+            (
+                Query(
+                    rate("contextcache_turn_turns_total", where='kind="continue",verdict=~"hit|partial"')
+                    + " / "
+                    + rate("contextcache_turn_turns_total", where='kind="continue"'),
+                    "hit ratio",
+                ),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            "Turns by source",
+            (Query(rate("contextcache_turn_turns_total", by="source", where='kind="continue"'), "{{source}}"),),
+            unit="ops",
+            description="Where most cached tokens came from. device: the engine's own prefix cache.",
+            stacked=True,
+        ),
+        Panel(
+            "Prompt tokens",
+            (Query(rate("contextcache_turn_prompt_tokens_total", by="how"), "{{how}}"),),
+            unit="ops",
+            stacked=True,
+        ),
+        Panel(
+            "Loads, and why there was none",
+            (
+                Query(
+                    rate(
+                        "contextcache_connector_events_total",
+                        by="event, reason",
+                        where='event=~"loads|failed_loads|missed_loads|unneeded_loads"',
+                    ),
+                    "{{event}} {{reason}}",
+                ),
+            ),
+            unit="ops",
+            width=12,
+        ),
+        Panel(
+            "Saves, and why there was none",
+            (
+                Query(
+                    rate(
+                        "contextcache_connector_events_total", by="event, reason", where='event=~"saves|skipped_saves"'
+                    ),
+                    "{{event}} {{reason}}",
+                ),
+                Query(rate("contextcache_sidecar_refused_saves_total", by="code"), "refused by the sidecar: {{code}}"),
+            ),
+            unit="ops",
+            width=12,
+        ),
+    ),
+    "TTFT saved": (
+        Panel(
+            "Time to the first token, median, by source",
+            (Query(quantile(0.5, "contextcache_turn_first_token_seconds", by="source"), "{{source}}"),),
+            unit="s",
+            description="Streamed turns. none and recompute had nothing to reuse.",
+        ),
+        Panel(
+            "Seconds saved in each second (estimate)",
+            (Query(_SECONDS_SAVED, "saved"),),
+            unit="s",
+            description="What turns that reused something would have taken to the first token at the pace of those "
+            "that reused nothing, less what they took. Streamed turns only.",
+        ),
+        Panel(
+            "Restores, 95th percentile, by tier",
+            (Query(quantile(0.95, "contextcache_turn_restore_seconds", by="source"), "{{source}}"),),
+            unit="s",
+        ),
+    ),
+    "Bytes by tier and tenant": (
+        Panel("KV by tier", (Query(gauge("contextcache_sidecar_bytes", by="tier"), "{{tier}}"),), unit="bytes"),
+        Panel(
+            "How full each disk is",
+            (
+                Query(
+                    f'contextcache_sidecar_bytes{{{_N},tier="disk"}} / '
+                    f'(contextcache_sidecar_limit_bytes{{{_N},tier="disk"}} > 0)',
+                    "{{pod}}",
+                ),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            "KV by tenant",
+            (Query(gauge("contextcache_sidecar_tenant_bytes", by="tenant"), "{{tenant}}"),),
+            unit="bytes",
+            description="The largest by name, all others under an empty one.",
+            stacked=True,
+        ),
+        Panel(
+            "Bytes in and out",
+            (
+                Query(rate("contextcache_sidecar_taken_bytes_total"), "saved"),
+                Query(rate("contextcache_sidecar_pulled_bytes_total"), "pulled from peers"),
+                Query(rate("contextcache_sidecar_freed_bytes_total"), "freed"),
+                Query(rate("contextcache_connector_loaded_bytes_total"), "loaded into engines"),
+            ),
+            unit="Bps",
+            width=12,
+        ),
+        Panel(
+            "Blocks handed out by tier",
+            (Query(rate("contextcache_sidecar_served_blocks_total", by="tier"), "{{tier}}"),),
+            unit="ops",
+            width=12,
+        ),
+    ),
+    "Errors": (
+        Panel(
+            "Requests by status",
+            (Query(rate("contextcache_gateway_requests_total", by="status"), "{{status}}"),),
+            unit="ops",
+            description="`routed`: sent on by Envoy, whose answer the gateway does not see.",
+        ),
+        Panel(
+            "Envoy's answers by class",
+            (
+                Query(
+                    rate("envoy_http_downstream_rq_xx", by="envoy_response_code_class"),
+                    "{{envoy_response_code_class}}xx",
+                ),
+            ),
+            unit="ops",
+        ),
+        Panel(
+            "Refusals of the manager",
+            (Query(rate("contextcache_manager_refusals_total", by="operation, code"), "{{operation}}: {{code}}"),),
+            unit="ops",
+        ),
+        Panel(
+            "Broken exchanges and deletes",
+            (
+                Query(rate("contextcache_gateway_broken_exchanges_total", by="reason"), "{{reason}}"),
+                Query(rate("contextcache_gateway_unreachable_deletes_total"), "delete did not arrive"),
+                Query(rate("contextcache_turn_aborts_total", by="reason"), "turn aborted: {{reason}}"),
+            ),
+            unit="ops",
+        ),
+        Panel(
+            "Ready pods, as gateways see them",
+            (Query(gauge("contextcache_gateway_endpoint_ready_state", by="endpoint", how="min"), "{{endpoint}}"),),
+        ),
+        Panel(
+            "Faults that need a look",
+            (
+                Query(rate("contextcache_sidecar_quarantined_files_total"), "quarantined files"),
+                Query(rate("contextcache_sidecar_collector_failures_total"), "collector failures"),
+                Query(rate("contextcache_manager_sweep_failures_total"), "sweep failures"),
+                Query(rate("contextcache_gateway_auth_failures_total"), "auth failures"),
+                Query(rate("contextcache_gateway_discovery_failures_total"), "discovery failures"),
+            ),
+            unit="ops",
+        ),
+    ),
+    "Redis": (
+        Panel(
+            "Calls",
+            (Query(rate("contextcache_manager_store_duration_seconds_count", by="operation"), "{{operation}}"),),
+            unit="ops",
+        ),
+        Panel(
+            "Time of a call, 99th percentile",
+            (Query(quantile(0.99, "contextcache_manager_store_duration_seconds", by="operation"), "{{operation}}"),),
+            unit="s",
+        ),
+        Panel(
+            "Commands that failed",
+            (Query(rate("contextcache_manager_redis_errors_total", by="error"), "{{error}}"),),
+            unit="ops",
+        ),
+    ),
+    "Sidecar I/O": (
+        Panel(
+            "Bytes by operation and tier",
+            (Query(rate("contextcache_sidecar_io_bytes_total", by="operation, tier"), "{{operation}} {{tier}}"),),
+            unit="Bps",
+        ),
+        Panel(
+            "Time for one block, 95th percentile",
+            (Query(quantile(0.95, "contextcache_sidecar_io_seconds", by="operation, tier"), "{{operation}} {{tier}}"),),
+            unit="s",
+        ),
+        Panel(
+            "Pulls from peers",
+            (
+                Query(rate("contextcache_sidecar_pulls_total", by="outcome"), "{{outcome}}"),
+                Query(quantile(0.95, "contextcache_sidecar_pull_seconds"), "95th percentile, seconds"),
+            ),
+            unit="short",
+        ),
+    ),
+    "Gateway": (
+        Panel(
+            "Time the gateway adds, 99th percentile",
+            (Query(quantile(0.99, "contextcache_gateway_route_seconds", by="kind"), "{{kind}}"),),
+            unit="s",
+        ),
+        Panel(
+            "Why a pod was chosen",
+            (Query(rate("contextcache_gateway_choices_total", by="reason"), "{{reason}}"),),
+            unit="ops",
+            stacked=True,
+        ),
+        Panel(
+            "Requests of pods",
+            (
+                Query(
+                    gauge("contextcache_gateway_endpoint_load_requests", by="endpoint, state", how="max"),
+                    "{{endpoint}} {{state}}",
+                ),
+            ),
+        ),
+    ),
+}
+"""What is shown, from top to bottom."""
+
+
+def dashboard_json() -> str:
+    """Return the dashboard as Grafana imports it."""
+    return json.dumps(_dashboard(), indent=1) + "\n"
+
+
+def _dashboard() -> dict[str, Any]:
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for row, shown in ROWS.items():
+        panels.append(_row(row, len(panels) + 1, top))
+        top += 1
+        left = 0
+        for panel in shown:
+            if left + panel.width > _WIDTH:
+                top, left = top + _HEIGHT, 0
+            panels.append(_panel(panel, len(panels) + 1, left, top))
+            left += panel.width
+        top += _HEIGHT
+    return {
+        "uid": "context-cache",
+        "title": "context-cache",
+        "tags": ["context-cache", "vllm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "graphTooltip": 1,
+        "time": {"from": "now-6h", "to": "now"},
+        "refresh": "30s",
+        "templating": {"list": [_source_variable(), _namespace_variable()]},
+        "panels": panels,
+    }
+
+
+def _row(title: str, number: int, top: int) -> dict[str, Any]:
+    place = {"h": 1, "w": _WIDTH, "x": 0, "y": top}
+    return {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+
+
+def _panel(panel: Panel, number: int, left: int, top: int) -> dict[str, Any]:
+    custom = {"fillOpacity": 20, "stacking": {"mode": "normal"}} if panel.stacked else {"fillOpacity": 0}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": _SOURCE,
+        "gridPos": {"h": _HEIGHT, "w": panel.width, "x": left, "y": top},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": _SOURCE, "expr": query.expr, "legendFormat": query.legend}
+            for index, query in enumerate(panel.queries)
+        ],
+    }
+
+
+def _source_variable() -> dict[str, Any]:
+    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0}
+
+
+def _namespace_variable() -> dict[str, Any]:
+    query = "label_values(contextcache_gateway_ext_proc_streams, namespace)"
+    return {
+        "name": "namespace",
+        "label": "Namespace",
+        "type": "query",
+        "datasource": _SOURCE,
+        "definition": query,
+        "query": {"query": query, "refId": "namespace"},
+        "refresh": 2,
+        "includeAll": True,
+        # Also what has no namespace, as outside Kubernetes.
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+        "multi": False,
+        "sort": 1,
+    }
