@@ -281,7 +281,7 @@ def test_pod_monitors_name_ports_of_their_pods():
         found = [pod for pod in pods(documents) if matches(monitor["spec"]["selector"], pod.labels)]
         for pod, endpoint in itertools.product(found, monitor["spec"]["podMetricsEndpoints"]):
             if endpoint["port"] in pod.ports:
-                scraped.add((pod.component, endpoint["port"]))
+                scraped.add((pod.component, _scraped_port(endpoint, pod.ports)))
 
     assert scraped == {
         ("gateway", "metrics"),
@@ -291,6 +291,15 @@ def test_pod_monitors_name_ports_of_their_pods():
         ("engine", "http"),
         ("engine", "kv-metrics"),
     }
+
+
+def _scraped_port(endpoint, ports):
+    """The name of the port asked; vLLM's has others in injected pods, so the sidecar's finds it and its number is."""
+    for rule in endpoint.get("relabelings", []):
+        if rule["targetLabel"] == "__address__":
+            number = int(rule["replacement"].removeprefix("$1:"))
+            return next(name for name, other in ports.items() if other == number)
+    return endpoint["port"]
 
 
 def test_engines_are_found_by_one_label_that_their_service_carries_too():
