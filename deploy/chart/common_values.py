@@ -71,7 +71,9 @@ class SigningValues(Section):
     """The secret that gateways sign identities with and pods verify them with."""
 
     existing_secret: SecretName = Field(
-        "", description="Secret with 32 bytes or more; empty: made once and kept, with the same warning as for auth"
+        "",
+        description="Secret with 32 bytes or more; empty: made once and kept, with the same warning as for auth. It is "
+        "read at start: after a change restart gateways and vLLM pods",
     )
     secret_key: SecretKey = Field("secret", description="its key")
 
@@ -95,7 +97,13 @@ class TestsValues(Section):
         "is none, and no test, unless this names one",
     )
     api_key_secret_key: SecretKey = Field("api-key", description="its key")
-    timeout_s: int = Field(300, ge=10, description="seconds until the test pod is given up")
+    server_name: Annotated[
+        str, WithJsonSchema({"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"})
+    ] = Field("", description="with envoy.tls: name that its certificate carries, as the test uses the Service's name")
+    ca_secret: SecretName = Field(
+        "", description="with envoy.tls: Secret with ca.crt, who signed that certificate; empty: the system's CAs"
+    )
+    timeout_s: int = Field(300, ge=60, description="seconds until the test pod is given up")
 
 
 def restricted_pod() -> dict[str, Any]:
