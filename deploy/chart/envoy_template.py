@@ -220,8 +220,8 @@ def _without_marks(text: str) -> str:
     text = text.replace(f"path: {_PATH}", "path: {{ toJson $path }}")
     for mark, name in _STRINGS.items():
         text = text.replace(mark, f"{{{{ toJson $settings.{name} }}}}")
-    ratio = "{{ round (mulf $settings.tracesSampleRatio 100) 4 }}"
-    text = text.replace(str(round(_RATIO * 100, 4)), ratio)
+    ratio = "{{ round (mulf $settings.tracesSampleRatio 1000000) 0 | int }}"
+    text = text.replace(f"numerator: {round(_RATIO * 1_000_000)}", f"numerator: {ratio}")
     for name, number in {**_PORTS, **{to_camel(name): number for name, number in _number_marks().items()}}.items():
         duration = f'{{{{ include "context-cache.envoy.duration" $settings.{name} }}}}'
         text = re.sub(rf"\b{number}s\b", duration, text)

@@ -23,18 +23,35 @@ def tracing(settings: EnvoySettings) -> dict[str, Any]:
         return {}
     return {
         "tracing": {
-            "random_sampling": {"value": round(settings.traces_sample_ratio * 100, 4)},
             # A header of the client's is no order to keep its trace; its traceparent is.
             "client_sampling": {"value": 0},
+            # The sampler decides. This share would decide about the caller's traces too, against their own flag.
+            "random_sampling": {"value": 100},
             "provider": {
                 "name": "envoy.tracers.opentelemetry",
                 "typed_config": {
                     "@type": f"{TYPE}config.trace.v3.OpenTelemetryConfig",
                     "grpc_service": {"envoy_grpc": {"cluster_name": TRACES}, "timeout": "5s"},
                     "service_name": "envoy",
+                    "sampler": _sampler(settings),
                 },
             },
         }
+    }
+
+
+def _sampler(settings: EnvoySettings) -> dict[str, Any]:
+    """Keep what the caller keeps, and of other traces the share that the settings say."""
+    samplers = "envoy.tracers.opentelemetry.samplers"
+    types = f"{TYPE}extensions.tracers.opentelemetry.samplers.v3"
+    share = {"numerator": round(settings.traces_sample_ratio * 1_000_000), "denominator": "MILLION"}
+    by_ratio = {"@type": f"{types}.TraceIdRatioBasedSamplerConfig", "sampling_percentage": share}
+    return {
+        "name": f"{samplers}.parent_based",
+        "typed_config": {
+            "@type": f"{types}.ParentBasedSamplerConfig",
+            "wrapped_sampler": {"name": f"{samplers}.trace_id_ratio_based", "typed_config": by_ratio},
+        },
     }
 
 
