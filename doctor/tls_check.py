@@ -63,7 +63,7 @@ def certificate(
 ) -> Iterator[Finding]:
     """Say what is to be said of a front's certificate."""
     if isinstance(outcome, ssl.SSLError):
-        reason = getattr(outcome, "verify_message", "") or outcome.reason or "the handshake failed"
+        reason = getattr(outcome, "verify_message", "") or getattr(outcome, "reason", "") or "the handshake failed"
         hint = "Its CA: --ca-file; a name that is not the URL's host: --server-name; files of the release: --tls-dir."
         yield failed("certificate", f"is not believed: {reason}", hint)
         return
