@@ -15,7 +15,11 @@ _JSON_TYPES: dict[str, dict[str, Any]] = {
     "str": {"type": "string"},
     "bool": {"type": "boolean"},
 }
-CHART_CONNECTOR_KEYS = {"sidecar": "the socket in the pod", "secret_file": "signing"}
+CHART_CONNECTOR_KEYS = {
+    "sidecar": "the socket in the pod",
+    "secret_file": "signing",
+    "traces_endpoint": "tracing.endpoint",
+}
 """Keys that the chart sets, and from what."""
 
 

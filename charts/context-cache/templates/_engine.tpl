@@ -176,6 +176,7 @@ volumeClaimTemplate:
 {{/* The value of --kv-transfer-config. A load that fails costs time, never an answer: recompute. */}}
 {{- define "context-cache.engine.transferConfig" -}}
 {{- $own := dict "sidecar" "unix:///run/context-cache/sidecar.sock" "secret_file" "/etc/context-cache/signing/secret" }}
+{{- with .Values.tracing.endpoint }}{{ $_ := set $own "traces_endpoint" . }}{{ end }}
 {{- dict
   "kv_connector" "ContextCacheConnector"
   "kv_connector_module_path" "vllm_plugin.connector"
