@@ -1,0 +1,31 @@
+"""docs/injector.md lists every reason and every metric, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from injector.metrics import InjectorMetrics
+from injector.not_injected import Reason
+
+DOC = (Path(__file__).parents[3] / "docs" / "injector.md").read_text()
+
+
+def test_the_page_lists_every_reason():
+    table = DOC.partition("## When a pod is left alone")[2].partition("\n## ")[0]
+    listed = {
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall("`([a-z-]+)`", row)
+    }
+
+    # Who did not ask is not told.
+    assert listed == {reason.value for reason in Reason} - {"opted-out"}
+
+
+def test_the_page_lists_every_metric():
+    registry = CollectorRegistry()
+    InjectorMetrics(registry)
+    found = {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
+
+    assert set(re.findall(r"^\| `(contextcache_injector_\w+)`", DOC, re.MULTILINE)) == found
