@@ -42,10 +42,13 @@ def listening(address: str) -> socket.socket:
 class Relay:
     """Serves a listening socket until `stop`; `admin_file` holds Envoy's admin address once it has one."""
 
-    def __init__(self, listener: socket.socket, admin_file: Path, *, drains: Callable[[], bool]) -> None:
+    def __init__(
+        self, listener: socket.socket, admin_file: Path, *, drains: Callable[[], bool], deadline_s: float = DEADLINE_S
+    ) -> None:
         self._listener = listener
         self._admin_file = admin_file
         self._drains = drains
+        self._deadline_s = deadline_s
         self._num_connections = 0
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
@@ -74,7 +77,7 @@ class Relay:
         self._num_connections += 1
         try:
             if self._num_connections <= MAX_CONNECTIONS:
-                async with asyncio.timeout(DEADLINE_S):
+                async with asyncio.timeout(self._deadline_s):
                     await self._exchange(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as exc:
             log.debug("the relay broke off", extra={"error": str(exc)})

@@ -168,7 +168,8 @@ class EnvoySettings(BaseModel):
     @classmethod
     def _url_or_nothing(cls, text: str) -> str:
         url = urlsplit(text)
-        if text and (url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query):
+        right = url.scheme in ("http", "https") and url.hostname and url.port != 0
+        if text and (not right or url.path.strip("/") or url.query):
             raise ValueError(f"{text!r} is not http://host:port or https://host:port")
         return text
 

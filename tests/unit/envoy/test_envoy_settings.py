@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -11,7 +12,8 @@ from pydantic import ValidationError
 from deploy.envoy.__main__ import main
 from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.keeper import KeeperSettings, envoy_command
-from deploy.envoy.settings import EnvoySettings
+from deploy.envoy.settings import EnvoySettings, duration
+from deploy.envoy.tls import secrets
 
 NEEDED = {"gateways": ["127.0.0.1:1,127.0.0.1:2"], "pods": ["127.0.0.1:3"]}
 OPTIONS = ["--gateways", "127.0.0.1:1,127.0.0.1:2", "--pods", "127.0.0.1:3"]
@@ -119,3 +121,94 @@ def test_a_file_that_is_no_bootstrap_of_ours_is_named(tmp_path, text):
 
     with pytest.raises(ValueError, match=r"envoy\.yaml is not a bootstrap"):
         KeeperSettings.of(path)
+
+
+TLS = {"tls_cert_file": "/a/tls.crt", "tls_key_file": "/a/tls.key", "tls_ca_file": "/b/ca.crt"}
+LISTEN = {"listen_cert_file": "/c/tls.crt", "listen_key_file": "/c/tls.key"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tls_cert_file": "/a/tls.crt"}, "belong together"),
+        (TLS | {"tls_ca_file": ""}, "belong together"),
+        ({"listen_key_file": "/a/tls.key"}, "belong together"),
+        (TLS | {"tls_key_file": "/elsewhere/tls.key"}, "two folders"),
+        (TLS | {"tls_key_file": "a/tls.key"}, "not an absolute path"),
+        ({"metrics_listen": "9090"}, "not host:port"),
+        ({"traces_endpoint": "otel:4317"}, "not http://host:port"),
+        ({"traces_endpoint": "http://otel:4317/v1/traces"}, "not http://host:port"),
+        ({"traces_endpoint": "http://otel:70000"}, "Port out of range"),
+    ],
+)
+def test_files_and_addresses_that_cannot_be_right_are_refused(more, message):
+    with pytest.raises(ValidationError, match=message):
+        EnvoySettings(**NEEDED, **more)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5s"), (0.5, "0.5s"), (600.0, "600s"), (1234567, "1234567s"), (0.0625, "0.062s")]
+)
+def test_a_duration_is_as_envoy_reads_it(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_every_cluster_of_ours_gets_certificates_and_each_secret_a_file():
+    settings = EnvoySettings(**NEEDED, **TLS, **LISTEN, sds_dir="/sds")
+    protocols = {
+        name: cluster(name, settings)["transport_socket"]["typed_config"]["common_tls_context"]["alpn_protocols"]
+        for name in ("pods", "plugin", "gateway_http")
+    }
+    files = secrets(settings)
+    named = set(re.findall(r"/sds/([a-z-]+\.yaml)", json.dumps(bootstrap(settings))))
+
+    assert protocols == {"pods": ["http/1.1"], "plugin": ["h2"], "gateway_http": ["http/1.1"]}
+    assert named == set(files) == {"own-certificate.yaml", "trusted-ca.yaml", "listen-certificate.yaml"}
+    assert all(len(file["resources"]) == 1 for file in files.values())
+
+
+def test_each_certificate_is_read_again_when_its_own_folder_changes():
+    found = [file["resources"][0] for file in secrets(EnvoySettings(**NEEDED, **TLS, **LISTEN)).values()]
+    watched = [
+        next(part["watched_directory"]["path"] for part in secret.values() if isinstance(part, dict))
+        for secret in found
+    ]
+
+    assert watched == ["/a", "/b", "/c"]
+
+
+def test_without_certificates_there_is_no_tls_anywhere():
+    assert secrets(EnvoySettings(**NEEDED)) == {}
+    assert "transport_socket" not in json.dumps(bootstrap(EnvoySettings(**NEEDED)))
+
+
+def test_a_folder_gets_the_bootstrap_and_what_it_names(tmp_path):
+    options = [word for name, path in TLS.items() for word in (f"--{name.replace('_', '-')}", path)]
+
+    assert main(["bootstrap", *OPTIONS, *options, "--out", str(tmp_path)]) == 0
+    expected = EnvoySettings(**NEEDED, **TLS, sds_dir=str(tmp_path))
+    written = {path.name: yaml.safe_load(path.read_text()) for path in tmp_path.iterdir()}
+    assert written == {"envoy.yaml": bootstrap(expected), **secrets(expected)}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "port", "tls"),
+    [
+        ("http://otel", "otel", 4317, False),
+        ("https://otel.example:443", "otel.example", 443, True),
+        ("http://[::1]:4318", "::1", 4318, False),
+    ],
+)
+def test_a_collector_is_where_its_address_says(endpoint, host, port, tls):
+    found = cluster("traces", EnvoySettings(**NEEDED, traces_endpoint=endpoint))
+    (member,) = found["load_assignment"]["endpoints"][0]["lb_endpoints"]
+
+    assert member["endpoint"]["address"]["socket_address"] == {"address": host, "port_value": port}
+    assert ("transport_socket" in found) is tls
+
+
+def test_without_a_collector_nothing_is_traced():
+    text = json.dumps(bootstrap(EnvoySettings(**NEEDED)))
+
+    assert "tracing" not in text
+    assert "opentelemetry" not in text
