@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from context_manager.metrics import ManagerMetrics
 from gateway.metrics import Metrics as GatewayMetrics
+from injector.metrics import InjectorMetrics
 from kv_sidecar.metrics import SidecarMetrics
 from vllm_plugin.turn.metrics import TurnMetrics
 
@@ -17,6 +18,7 @@ PREFIXES = {
     "manager": ManagerMetrics,
     "sidecar": SidecarMetrics,
     "turn": TurnMetrics,
+    "injector": InjectorMetrics,
 }
 
 

@@ -1,0 +1,159 @@
+"""Alerts and dashboard ask for metrics that exist and say what to do: files of the chart against the processes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from context_manager.metrics import ManagerMetrics
+from deploy.chart.dashboard import ROWS, dashboard_json
+from gateway.metrics import Metrics as GatewayMetrics
+from injector.metrics import InjectorMetrics
+from kv_sidecar.metrics import SidecarMetrics
+from vllm_plugin.turn.metrics import TurnMetrics
+
+ROOT = Path(__file__).parents[3]
+FILES = ROOT / "charts" / "context-cache" / "files"
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+ENVOY = {"envoy_http_downstream_rq_xx", "envoy_cluster_membership_healthy"}
+"""Metrics of Envoy's own that we rely on; tests/integration sees them on a real one."""
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+FUNCTIONS = {"absent", "by", "group_left", "histogram_quantile", "increase", "label_values", "max", "min", "on", "or"}
+FUNCTIONS |= {"rate", "sum", "time", "unless", "vector", "le"}
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in json.loads((FILES / "dashboard.json").read_text())["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[str]:
+    asked = [rule["expr"] for rule in alerts()]
+    return asked + [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def series() -> dict[str, set[str]]:
+    """Every series that our processes can show, with the labels that queries may use."""
+    found: dict[str, set[str]] = {}
+    for made in (GatewayMetrics, ManagerMetrics, TurnMetrics, SidecarMetrics, InjectorMetrics):
+        registry = CollectorRegistry()
+        metrics = made(registry)
+        if isinstance(metrics, SidecarMetrics):
+            metrics.watch({}, lambda: 0)
+        for collector in set(registry._collector_to_names):
+            for family in collector.collect():
+                labels = set(getattr(collector, "_labelnames", ("tenant",)))
+                for suffix in SUFFIXES[family.type]:
+                    found[family.name + suffix] = labels
+    return found | connector_series()
+
+
+def connector_series() -> dict[str, set[str]]:
+    """What the connector adds to vLLM's metrics, read from its source: vLLM is not imported here."""
+    tree = ast.parse((ROOT / "vllm_plugin" / "connector" / "stats.py").read_text())
+    names = [
+        keyword.value.value
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "name" and isinstance(keyword.value, ast.Constant)
+    ]
+    assert names
+    return {f"{name}_total": {"event", "reason"} for name in names}
+
+
+def selectors(expression: str) -> list[tuple[str, str]]:
+    """Return each metric name and the matchers behind it, `{__name__=~"…"}` included."""
+    return re.findall(r"([a-z_][a-zA-Z0-9_:]*)?\{([^}]*)\}", expression)
+
+
+def test_every_query_is_about_metrics_and_labels_that_exist():
+    known = series()
+    for expression in expressions():
+        assert selectors(expression), expression
+        for name, matchers in selectors(expression):
+            asked = dict(re.findall(r'(\w+)(?:=~|!~|!=|=)"([^"]*)"', matchers))
+            pattern = asked.pop("__name__", name)
+            names = {one for one in known.keys() | ENVOY if re.fullmatch(pattern, one)}
+            assert names, f"{pattern} in {expression}"
+            for one in names - ENVOY:
+                assert asked.keys() - {"namespace", "pod"} <= known[one], f"labels of {one} in {expression}"
+
+
+def test_every_query_is_about_one_release_s_namespace():
+    for expression in expressions():
+        bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|(?:by|on) \([^)]*\)', "", expression)
+        words = set(re.findall(r"[a-z_]{3,}", bare)) - FUNCTIONS
+        assert all('namespace="$namespace"' in m or 'namespace=~"$namespace"' in m for _, m in selectors(expression))
+        assert all(f"{word}{{" in expression for word in words), words
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_brackets_and_quotes_are_closed(expression):
+    closing, open_ones = {")": "(", "]": "[", "}": "{"}, []
+    for letter in re.sub(r'"[^"]*"', "", expression):
+        if letter in "([{":
+            open_ones.append(letter)
+        elif letter in closing:
+            assert open_ones, expression
+            assert open_ones.pop() == closing[letter]
+    assert not open_ones
+    assert expression.count('"') % 2 == 0
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_says_how_bad_what_and_where_to_read_on(rule):
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert len(rule["annotations"]["summary"]) < 60
+    assert rule["annotations"]["description"].endswith(".")
+    assert rule["annotations"]["runbook_url"] == f"$runbooks#{rule['alert'].lower()}"
+
+
+def test_each_alert_has_a_runbook_and_each_runbook_an_alert():
+    sections = re.findall(r"^### (ContextCache\w+)$", OPERATIONS, re.MULTILINE)
+
+    assert sorted(sections) == sorted(rule["alert"] for rule in alerts())
+
+
+def test_a_runbook_says_what_it_means_and_what_to_do():
+    parts = re.split(r"^### (ContextCache\w+)$", OPERATIONS, flags=re.MULTILINE)[1:]
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        body = re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0]
+        assert "**Means.**" in body, name
+        assert "**Do.**" in body, name
+
+
+def test_the_dashboard_is_the_one_that_is_generated():
+    assert (FILES / "dashboard.json").read_text() == dashboard_json()
+
+
+def test_the_dashboard_has_the_rows_an_operator_asks_for():
+    wanted = {"Sessions", "Hits by source", "TTFT saved", "Bytes by tier and tenant", "Errors", "Redis", "Sidecar I/O"}
+
+    assert wanted <= ROWS.keys()
+
+
+def test_panels_neither_overlap_nor_leave_the_page():
+    places = [(p["gridPos"]["y"], p["gridPos"]["x"], p["gridPos"]["w"]) for p in panels()]
+    for (y, x, w), (next_y, next_x, _) in pairwise(sorted(places)):
+        assert next_y > y or next_x >= x + w
+    assert all(x + w <= 24 for _, x, w in places)
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+
+
+def test_the_page_lists_the_connector_s_counters():
+    listed = set(re.findall(r"^\| `(contextcache_connector_\w+)`", OPERATIONS, re.MULTILINE))
+
+    assert listed == connector_series().keys()
