@@ -7,7 +7,6 @@ deadline, a bound on what is read, and an answer that is checked before it is be
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -20,13 +19,16 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import incluster_config
 
+from contextcache.kubernetes_answers import (
+    answered_error,
+    checked,
+    checked_page,
+    json_object,
+    resource_version_of,
+    status_error,
+)
 from contextcache.kubernetes_objects import (
     KubernetesAnswerInvalid,
-    KubernetesConflict,
-    KubernetesError,
-    KubernetesExpired,
-    KubernetesForbidden,
-    KubernetesNotFound,
     KubernetesObject,
     KubernetesUnauthorized,
     KubernetesUnavailable,
@@ -44,14 +46,6 @@ _GRACE_S = 10.0
 _PAGE_OBJECTS = 500
 _PAGES_MAX = 200
 _BODY_BYTES_MAX = 64 << 20
-_MESSAGE_LENGTH_MAX = 300
-_ERRORS: dict[int, type[KubernetesError]] = {
-    401: KubernetesUnauthorized,
-    403: KubernetesForbidden,
-    404: KubernetesNotFound,
-    409: KubernetesConflict,
-    410: KubernetesExpired,
-}
 _SERVICE_ACCOUNT = Path(incluster_config.SERVICE_TOKEN_FILENAME).parent
 
 Access = Callable[[], Awaitable[Configuration]]
@@ -101,14 +95,11 @@ class KubernetesApi:
         query = {"labelSelector": selection.label_selector, "limit": str(_PAGE_OBJECTS)}
         for _ in range(_PAGES_MAX):
             page = await self._json("GET", resource.path(selection.namespace), query=query, timeout_s=_LIST_S)
-            # Anything else with status 200 must not pass for "there is nothing"; Go writes that as null too.
-            items = page.get("items", "absent")
-            if page.get("kind") != f"{resource.kind}List" or not (items is None or isinstance(items, list)):
-                raise KubernetesAnswerInvalid(f"the answer is no {resource.kind}List")
+            items = checked_page(resource, page)
             metadata = page.get("metadata") or {}
-            objects += items or []
+            objects += items
             if not metadata.get("continue"):
-                return Listing(tuple(objects), _resource_version(page))
+                return Listing(tuple(objects), resource_version_of(page))
             query = query | {"continue": metadata["continue"]}
         raise KubernetesAnswerInvalid(f"a {resource.kind}List of more than {_PAGES_MAX} pages")
 
@@ -133,13 +124,13 @@ class KubernetesApi:
 
     async def get(self, resource: Resource, *, namespace: str, name: str, timeout_s: float) -> KubernetesObject:
         """Return the object; see KubernetesLeases."""
-        return _checked(resource, await self._json("GET", resource.path(namespace, name), timeout_s=timeout_s))
+        return checked(resource, await self._json("GET", resource.path(namespace, name), timeout_s=timeout_s))
 
     async def create(
         self, resource: Resource, body: KubernetesObject, *, namespace: str, timeout_s: float
     ) -> KubernetesObject:
         """Store a new object; see KubernetesLeases."""
-        return _checked(resource, await self._json("POST", resource.path(namespace), body=body, timeout_s=timeout_s))
+        return checked(resource, await self._json("POST", resource.path(namespace), body=body, timeout_s=timeout_s))
 
     async def replace(
         self, resource: Resource, body: KubernetesObject, *, namespace: str, timeout_s: float
@@ -147,7 +138,7 @@ class KubernetesApi:
         """Store the object unless it has changed; see KubernetesLeases."""
         assert body["metadata"].get("resourceVersion"), "without it the server would overwrite what others wrote"
         path = resource.path(namespace, body["metadata"]["name"])
-        return _checked(resource, await self._json("PUT", path, body=body, timeout_s=timeout_s))
+        return checked(resource, await self._json("PUT", path, body=body, timeout_s=timeout_s))
 
     async def _json(
         self,
@@ -159,7 +150,7 @@ class KubernetesApi:
         body: KubernetesObject | None = None,
     ) -> dict[str, Any]:
         async with self._answer(method, path, query=query or {}, body=body, timeout_s=timeout_s) as answer:
-            return _object(await _whole(answer))
+            return json_object(await _whole(answer))
 
     @asynccontextmanager
     async def _answer(
@@ -182,7 +173,7 @@ class KubernetesApi:
                 raw = await client.rest_client.request(method, url, headers, body, _request_timeout=timeout)
                 async with raw.response as answer:
                     if answer.status >= 300:
-                        raise _error(answer.status, await _whole(answer))
+                        raise answered_error(answer.status, await _whole(answer))
                     yield answer
         except KubernetesUnauthorized:
             # The credentials may have been replaced: read them again for the next call.
@@ -237,12 +228,12 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[WatchEvent, 
             raise KubernetesAnswerInvalid("a watch event of more than any object's size") from exc
         if not line:
             return
-        event = _object(line)
+        event = json_object(line)
         kind, subject = event.get("type"), event.get("object")
         if not isinstance(subject, dict):
             raise KubernetesAnswerInvalid("a watch event without an object")
         if kind == "ERROR":
-            raise _status_error(subject.get("code"), subject)
+            raise status_error(subject.get("code"), subject)
         if kind in {"ADDED", "MODIFIED", "DELETED", "BOOKMARK"}:
             yield WatchEvent(kind, subject)
 
@@ -256,40 +247,3 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytes:
         if size_bytes > _BODY_BYTES_MAX:
             raise KubernetesAnswerInvalid(f"an answer of more than {_BODY_BYTES_MAX} bytes")
     return b"".join(pieces)
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(raw)
-    except (RecursionError, ValueError) as exc:
-        raise KubernetesAnswerInvalid("the answer is no JSON") from exc
-    if not isinstance(found, dict):
-        raise KubernetesAnswerInvalid("the answer is no object")
-    return found
-
-
-def _checked(resource: Resource, found: dict[str, Any]) -> dict[str, Any]:
-    if found.get("kind") != resource.kind:
-        raise KubernetesAnswerInvalid(f"the answer is no {resource.kind}")
-    _resource_version(found)
-    return found
-
-
-def _resource_version(found: KubernetesObject) -> str:
-    version = (found.get("metadata") or {}).get("resourceVersion")
-    if not isinstance(version, str) or not version:
-        raise KubernetesAnswerInvalid("the answer has no resource version")
-    return version
-
-
-def _error(status: int, raw: bytes) -> KubernetesError:
-    try:
-        return _status_error(status, _object(raw))
-    except KubernetesAnswerInvalid:
-        return _status_error(status, {})
-
-
-def _status_error(status: object, body: KubernetesObject) -> KubernetesError:
-    message = str(body.get("message") or "")[:_MESSAGE_LENGTH_MAX]
-    cls = _ERRORS.get(status, KubernetesUnavailable) if isinstance(status, int) else KubernetesUnavailable
-    return cls(f"{status}: {message}" if message else f"the API server answered {status}")

@@ -71,7 +71,7 @@ class Reflector(Generic[_Read]):
         """Where to go on; empty: list first."""
         self._list_at = 0.0
         self._num_failures = 0
-        self._failing_since: type[Exception] | None = None
+        self._failing_with: type[Exception] | None = None
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -139,8 +139,8 @@ class Reflector(Generic[_Read]):
 
     def _works(self) -> None:
         self._num_failures = 0
-        if self._failing_since is not None:
-            self._failing_since = None
+        if self._failing_with is not None:
+            self._failing_with = None
             log.info("discovery works again", extra={"resource": self._resource.plural})
 
     def _failed(self, exc: Exception, reason: str) -> None:
@@ -148,12 +148,12 @@ class Reflector(Generic[_Read]):
         self._num_failures += 1
         self.tried.set()
         refused = isinstance(exc, KubernetesForbidden | KubernetesUnauthorized)
-        if refused or isinstance(exc, KubernetesExpired) or self._num_failures >= _RELIST_FAILURES:
-            # Who may list and not watch lives by lists.
+        if isinstance(exc, KubernetesExpired) or self._num_failures >= _RELIST_FAILURES:
+            # So who may list and not watch lives by lists.
             self._resource_version = ""
-        if isinstance(exc, KubernetesExpired) or self._failing_since is type(exc):
+        if isinstance(exc, KubernetesExpired) or self._failing_with is type(exc):
             return
-        self._failing_since = type(exc)
+        self._failing_with = type(exc)
         log.warning("discovery fails, the last known pods stay", extra=self._fields(exc, refused=refused))
 
     def _fields(self, exc: Exception, *, refused: bool) -> dict[str, object]:

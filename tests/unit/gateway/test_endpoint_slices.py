@@ -139,6 +139,15 @@ def test_a_dual_stack_pod_is_one_endpoint_by_ipv4_in_whatever_order_the_slices_c
     assert {discovered(*order) for order in permutations(slices)} == {(A,)}
 
 
+def test_ipv4_is_preferred_also_where_only_the_other_family_has_the_sidecar():
+    slices = [
+        slice_object("s6", slice_entry("a", "2001:db8::1"), address_type="IPv6"),
+        slice_object("s4", slice_entry("a", "10.0.0.1"), sidecar_port=None),
+    ]
+
+    assert discovered(*slices) == (Endpoint("a", A.url, "[2001:db8::1]:50061"),)
+
+
 def test_a_pod_in_two_services_is_one_endpoint_with_the_sidecar_that_one_of_them_knows():
     slices = [
         slice_object("plain", slice_entry("a", "10.0.0.1"), sidecar_port=None),
