@@ -21,7 +21,7 @@ from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoint_file import EndpointFile
 from gateway.endpoint_slices import SliceRules
-from gateway.endpoints import Source, StaticEndpoints
+from gateway.endpoints import Source, WatchedEndpoints
 from gateway.exchange import BodyBudget
 from gateway.fairness import TenantRates
 from gateway.flows import Gateway, GatewayRules
@@ -51,7 +51,7 @@ class GatewayApp:
     front: HttpFront
     gateway: Gateway
     """For another front on the same core, with all below."""
-    endpoints: StaticEndpoints
+    endpoints: WatchedEndpoints
     budget: BodyBudget
     limits: FrontLimits
     metrics: Metrics
@@ -121,10 +121,10 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
 
 async def _watched_endpoints(
     settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics, tls: WatchedTls | None
-) -> StaticEndpoints:
+) -> WatchedEndpoints:
     listed, source = await _listed_endpoints(settings, stack, metrics)
     probing = await stack.enter_async_context(aiohttp.ClientSession())
-    endpoints = StaticEndpoints(
+    endpoints = WatchedEndpoints(
         listed,
         HttpProbe(probing, timeout_s=settings.probe_timeout_s, tls=tls),
         metrics=metrics,
@@ -176,7 +176,7 @@ async def _discovered_endpoints(
 async def _watched_sidecars(
     settings: GatewaySettings,
     stack: AsyncExitStack,
-    endpoints: StaticEndpoints,
+    endpoints: WatchedEndpoints,
     metrics: Metrics,
     tls: WatchedTls | None,
 ) -> Sidecars:

@@ -1,4 +1,4 @@
-"""The pods named in the settings or in a file: which are ready, what they serve, how much each has to do.
+"""The pods that settings, a file or Kubernetes list: which are ready, what they serve, how much each has to do.
 
 Asks through a probe, in the background: no request waits for any of this.
 """
@@ -78,8 +78,8 @@ class _Pod:
         return self._state
 
 
-class StaticEndpoints:
-    """The pods somebody listed, probed by `run`, which its owner cancels."""
+class WatchedEndpoints:
+    """The pods a source lists, probed by `run`, which its owner cancels."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from contextcache.errors import ContextCacheError
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from gateway.endpoints import StaticEndpoints
+from gateway.endpoints import WatchedEndpoints
 from gateway.metrics import Metrics
 from gateway.ports import KVSidecar
 from kv_sidecar.client import TIER_NAMES
@@ -36,7 +36,7 @@ class Sidecars(Mapping[str, KVSidecar]):
 
     def __init__(
         self,
-        endpoints: StaticEndpoints,
+        endpoints: WatchedEndpoints,
         connect: Callable[[str], SidecarClient],
         *,
         metrics: Metrics,

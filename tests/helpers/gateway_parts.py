@@ -15,7 +15,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import StoreUnavailable
 from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnCommit
 from gateway.auth import hash_key
-from gateway.endpoints import Health, StaticEndpoints
+from gateway.endpoints import Health, WatchedEndpoints
 from gateway.fakes import MemorySidecar
 from gateway.flows import Gateway, GatewayRules
 from gateway.holders import Holders
@@ -86,7 +86,7 @@ class GatewayParts:
         self.probe = Pods()
         self.sidecars = {name: MemorySidecar() for name in pods}
         endpoints = [Endpoint(name, f"http://{name}:8001", name) for name in pods]
-        self.endpoints = StaticEndpoints(endpoints, self.probe, metrics=self.metrics)
+        self.endpoints = WatchedEndpoints(endpoints, self.probe, metrics=self.metrics)
         self.gateway = Gateway(
             authenticator=authenticator,
             directory=self.directory,

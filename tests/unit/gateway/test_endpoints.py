@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.endpoints import Health, StaticEndpoints
+from gateway.endpoints import Health, WatchedEndpoints
 from gateway.metrics import Metrics
 from gateway.ports import Endpoint, EngineLoad
 from tests.helpers.gateway_parts import Pods
@@ -27,7 +27,7 @@ def metrics():
 
 @pytest.fixture
 def endpoints(pods, metrics):
-    return StaticEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], pods, metrics=metrics)
+    return WatchedEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], pods, metrics=metrics)
 
 
 def ready(endpoints):
@@ -143,7 +143,7 @@ async def test_an_answer_from_a_pods_old_address_says_nothing_of_the_new_one(met
         await answer.wait()
         return Health(healthy=True)
 
-    endpoints = StaticEndpoints([Endpoint("a", "http://a")], probe, metrics=metrics)
+    endpoints = WatchedEndpoints([Endpoint("a", "http://a")], probe, metrics=metrics)
     probing = asyncio.create_task(endpoints.probe_all())
     await asked.wait()
     endpoints.follow([Endpoint("a", "http://a2")])
@@ -196,7 +196,7 @@ async def test_a_changed_list_is_followed_in_the_next_round(metrics):
         asked.put_nowait(endpoint.name)
         return Health(healthy=True)
 
-    endpoints = StaticEndpoints(
+    endpoints = WatchedEndpoints(
         [Endpoint("a", "http://a")],
         probe,
         metrics=metrics,
@@ -219,7 +219,7 @@ async def test_a_fault_of_one_probe_costs_the_others_nothing(metrics):
             await asyncio.sleep(0)
         return Health(healthy=True)
 
-    endpoints = StaticEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], probe, metrics=metrics)
+    endpoints = WatchedEndpoints([Endpoint("a", "http://a"), Endpoint("b", "http://b")], probe, metrics=metrics)
     with pytest.raises(RuntimeError, match="a fault"):
         await endpoints.probe_all()
 
@@ -247,7 +247,7 @@ async def test_the_probing_goes_on_after_a_fault_of_its_own(metrics):
         asked.set()
         return Health(healthy=True)
 
-    endpoints = StaticEndpoints([Endpoint("a", "http://a")], probe, metrics=metrics, interval_s=0)
+    endpoints = WatchedEndpoints([Endpoint("a", "http://a")], probe, metrics=metrics, interval_s=0)
     task = asyncio.create_task(endpoints.run())
     await asked.wait()
     task.cancel()

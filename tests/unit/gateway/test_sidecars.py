@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.endpoints import StaticEndpoints
+from gateway.endpoints import WatchedEndpoints
 from gateway.fakes import MemorySidecar
 from gateway.metrics import Metrics
 from gateway.ports import Endpoint
@@ -24,7 +24,7 @@ def metrics():
 
 @pytest.fixture
 def endpoints(metrics):
-    return StaticEndpoints([A, B, BARE], Pods(), metrics=metrics)
+    return WatchedEndpoints([A, B, BARE], Pods(), metrics=metrics)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_doors_to_pods_that_are_gone_are_closed(sidecars, endpoints, opene
 
 
 async def test_the_asking_goes_on_after_a_fault_of_its_own(metrics):
-    endpoints = StaticEndpoints([A], Pods(), metrics=metrics)
+    endpoints = WatchedEndpoints([A], Pods(), metrics=metrics)
     asked = asyncio.Event()
     faults = [RuntimeError("a fault")]
 
