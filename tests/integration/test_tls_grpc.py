@@ -21,8 +21,10 @@ from context_manager.manager import ContextCacheManager
 from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
+from contextcache.channel import Connection
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound, ContextNotFound, SidecarUnavailable, StoreUnavailable
+from contextcache.grpc_server import bind
 from contextcache.model import new_cache_ref
 from contextcache.rpc import CHANNEL_OPTIONS
 from contextcache.tls import WatchedTls
@@ -314,6 +316,41 @@ async def test_certificates_and_their_ca_change_under_load_without_one_lost_call
         await client.close()
 
     assert len(seen) == 3, "a new connection is shown the new certificate"
+
+
+async def test_a_client_shows_its_new_certificate_while_calls_on_the_old_one_run_to_their_end(certificates):
+    now_s = [0.0]
+    tls = WatchedTls(certificates.files, monotonic_s=lambda: now_s[0])
+    arrived, release = asyncio.Event(), asyncio.Event()
+
+    async def who(request: bytes, context) -> bytes:
+        if request == b"wait":
+            arrived.set()
+            await release.wait()
+        return context.auth_context()["x509_pem_cert"][0]
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(who)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Who", {"Call": method}),))
+    port = bind(server, "127.0.0.1:0", tls=tls)
+    await server.start()
+    connection = Connection(f"127.0.0.1:{port}", tls=tls)
+
+    async def called(request: bytes) -> bytes:
+        return await connection.channel().unary_unary("/test.Who/Call")(request, timeout=DEADLINE_S)
+
+    first = certificates.files.cert_file.read_bytes()
+    waiting = asyncio.create_task(called(b"wait"))
+    await arrived.wait()
+    certificates.rotate()
+    now_s[0] += 60
+    shown = [await called(b""), await called(b"")]
+    release.set()
+
+    assert await waiting == first
+    assert shown == [certificates.files.cert_file.read_bytes()] * 2
+    await connection.close()
+    await server.stop(0)
 
 
 def certificate_shown(port: int, certificates: CertificateFiles) -> bytes:
