@@ -318,7 +318,10 @@ async def test_certificates_and_their_ca_change_under_load_without_one_lost_call
     assert len(seen) == 3, "a new connection is shown the new certificate"
 
 
-async def test_a_client_shows_its_new_certificate_while_calls_on_the_old_one_run_to_their_end(certificates):
+async def test_a_client_shows_its_new_certificate_while_calls_on_the_old_one_run_to_their_end(
+    certificates, monkeypatch
+):
+    monkeypatch.setattr("contextcache.channel._SETTLING_S", 0)
     now_s = [0.0]
     tls = WatchedTls(certificates.files, monotonic_s=lambda: now_s[0])
     arrived, release = asyncio.Event(), asyncio.Event()
@@ -345,6 +348,8 @@ async def test_a_client_shows_its_new_certificate_while_calls_on_the_old_one_run
     certificates.rotate()
     now_s[0] += 60
     shown = [await called(b""), await called(b"")]
+    closed, _ = await asyncio.wait(connection._leftovers, timeout=0.2)
+    assert not closed, "there is a call on it"
     release.set()
 
     assert await waiting == first
