@@ -132,7 +132,7 @@ spec:
         - path: {type: Exact, value: {{ $path | quote }}}
         {{- end }}
       timeouts:
-        request: {{ printf "%.0fs" ($settings.totalTimeoutS | default 3600 | float64) }}
+        request: {{ printf "%.0fs" (min 99999 ($settings.totalTimeoutS | default 3600) | float64) }}
       backendRefs:
         - {{- toYaml .backend | nindent 10 }}
 {{- end }}
