@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from contextcache.process import run_part, settings_or_exit, wants_help
-from injector.payload import copy_payload, make_shared_directory
+from injector.payload import copy_payload
 from injector.server import serve
 from injector.settings import InjectorSettings
 
 PURPOSE = (
     "injector: the mutating webhook that adds the kv-sidecar and the plugin to vLLM pods that ask for it by label.\n"
-    "`injector payload DIR [--share DIR]` copies the plugin into DIR, in an init container of such a pod."
+    "`injector payload DIR` copies the plugin into DIR, in an init container of such a pod."
 )
 
 
@@ -31,12 +31,9 @@ def main() -> None:
 def _payload(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="context-cache injector payload")
     parser.add_argument("directory", type=Path, help="where to put the plugin")
-    parser.add_argument("--share", type=Path, help="directory of shared memory to make for engine and sidecar")
     parsed = parser.parse_args(arguments)
     try:
         copy_payload(parsed.directory)
-        if parsed.share is not None:
-            make_shared_directory(parsed.share)
     except OSError as exc:
         print(f"the plugin cannot be copied: {exc}", file=sys.stderr)
         sys.exit(1)

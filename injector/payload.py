@@ -17,8 +17,6 @@ START = "start"
 """Goes on PYTHONPATH."""
 PACKAGES = "packages"
 """Appended to the search path by START/sitecustomize.py."""
-_SHARED_MODE = 0o2775
-"""Set-group-id: files that the engine's root writes here belong to the sidecar's group, which reads them."""
 
 
 def copy_payload(target: Path, *, source: Path = SOURCE) -> None:
@@ -37,14 +35,6 @@ def copy_payload(target: Path, *, source: Path = SOURCE) -> None:
         shutil.rmtree(target / name, ignore_errors=True)
         (incoming / name).rename(target / name)
     incoming.rmdir()
-
-
-def make_shared_directory(path: Path) -> None:
-    """Create a directory whose files belong to its group; one that somebody else made is left as it is."""
-    if path.exists():
-        return
-    path.mkdir(parents=True)
-    path.chmod(_SHARED_MODE)
 
 
 def _let_everybody_read(folder: Path) -> None:

@@ -33,7 +33,7 @@ CONFIG_FILE_ANNOTATION = "context-cache.io/config-file"
 _PYTHON_PATH = "PYTHONPATH"
 _FILE_MODE = 0o444
 _GROUP = 65532
-"""Group of the sidecar's files: also an engine whose image has another user than root may read them."""
+"""Group of the sidecar's files, and of those that the engine leaves it in shared memory."""
 _RESTRICTED = {
     "runAsNonRoot": True,
     "runAsUser": 65532,
@@ -100,7 +100,7 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
     )
     ours = [copy.deepcopy(dict(container)) for container in (parts.payload, parts.sidecar)]
     _share_user(spec, ours, sidecar_user(pod, engine))
-    volumes = _share_memory(pod, engine, ours, parts)
+    volumes = _share_memory(pod, engine, ours[-1], parts)
     command.append(engine, parts.arguments)
     _add_env(engine, parts)
     _add_mounts(engine, parts, {volume["name"] for volume in volumes})
@@ -129,7 +129,7 @@ def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[in
 
 
 def _share_memory(
-    pod: Mapping[str, Any], engine: Mapping[str, Any], ours: list[dict[str, Any]], parts: PatchParts
+    pod: Mapping[str, Any], engine: Mapping[str, Any], sidecar: dict[str, Any], parts: PatchParts
 ) -> list[dict[str, Any]]:
     """Return the volumes to add; a /dev/shm of the pod's own takes the place of ours."""
     volumes = [_readable(volume) for volume in parts.volumes]
@@ -142,9 +142,9 @@ def _share_memory(
     mount = own_mount(pod, engine)
     if mount is None:
         return volumes
-    unused = {use_mount(container, mount) for container in ours}
-    fit_memory_limit(ours[-1], volume_of(pod, mount))
-    return [volume for volume in volumes if volume["name"] not in unused]
+    unused = use_mount(sidecar, mount)
+    fit_memory_limit(sidecar, volume_of(pod, mount))
+    return [volume for volume in volumes if volume["name"] != unused]
 
 
 def _readable(volume: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def volume_of(pod: Mapping[str, Any], mount: Mapping[str, Any]) -> dict[str, Any
 
 
 def use_mount(container: dict[str, Any], mount: Mapping[str, Any]) -> str | None:
-    """Mount the engine's /dev/shm in a container of ours, in place of its own; return the volume no longer used."""
+    """Mount the engine's /dev/shm in the sidecar, in place of ours; return the volume no longer used."""
     mounts = container.get("volumeMounts") or []
     replaced = next((item["name"] for item in mounts if _is_shared_memory(item)), None)
     container["volumeMounts"] = [dict(mount) if _is_shared_memory(item) else item for item in mounts]

@@ -22,10 +22,7 @@ def make_parts(**changes: Any) -> PatchParts:
             "image": "context-cache:0.1.0",
             "args": ["injector", "payload", "/payload"],
             "securityContext": {"allowPrivilegeEscalation": False},
-            "volumeMounts": [
-                {"name": "payload", "mountPath": "/payload"},
-                {"name": "kv-shm", "mountPath": "/dev/shm"},
-            ],
+            "volumeMounts": [{"name": "payload", "mountPath": "/payload"}],
         },
         "sidecar": {
             "name": "kv-sidecar",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import ssl
+from contextlib import suppress
 
 import pytest
 import trustme
@@ -28,12 +30,27 @@ def files(tmp_path):
 
 def issue(files, *, not_after=END):
     made = trustme.CA().issue_cert("cc-injector.llm.svc", not_after=not_after)
-    files[0].write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
+    files[0].write_bytes(made.cert_chain_pems[0].bytes())
     made.private_key_pem.write_to_path(str(files[1]))
 
 
 def value(metrics, name):
     return metrics.registry.get_sample_value(f"contextcache_injector_certificate_{name}")
+
+
+def shown(certificate):
+    """Return what the next handshake shows, as PEM."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    client = context.wrap_bio(to_client, to_server)
+    waiting = [client, certificate.context.wrap_bio(to_server, to_client, server_side=True)]
+    while waiting:
+        for side in list(waiting):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                waiting.remove(side)
+    return ssl.DER_cert_to_PEM_cert(client.getpeercert(binary_form=True)).encode()
 
 
 def test_a_certificate_says_when_it_ends(files, metrics):
@@ -55,7 +72,7 @@ def test_new_files_are_read(files, metrics):
     assert certificate.reload() is False
 
 
-@pytest.mark.parametrize("damage", ["text", "other key", "missing"])
+@pytest.mark.parametrize("damage", ["text", "other key", "other certificate", "missing"])
 def test_broken_files_are_counted_tried_again_and_not_used(files, metrics, tmp_path, damage):
     certificate = Certificate(*files, metrics)
     good = [file.read_bytes() for file in files]
@@ -63,11 +80,14 @@ def test_broken_files_are_counted_tried_again_and_not_used(files, metrics, tmp_p
         files[0].write_text("not a certificate")
     elif damage == "missing":
         files[0].unlink()
-    else:
+    elif damage == "other key":
         issue((tmp_path / "other.crt", files[1]))
+    else:
+        issue((files[0], tmp_path / "other.key"))
 
     assert [certificate.reload(), certificate.reload()] == [False, False]
     assert value(metrics, "reload_failures_total") == 2
+    assert shown(certificate) == good[0]
     for file, content in zip(files, good, strict=True):
         file.write_bytes(content)
     assert certificate.reload() is True

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from injector.payload import copy_payload, make_shared_directory
+from injector.payload import copy_payload
 
 
 @pytest.fixture
@@ -106,16 +106,3 @@ def test_a_second_run_replaces_what_an_interrupted_one_left(tmp_path, source):
 def test_an_image_without_the_payload_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="without the payload"):
         copy_payload(tmp_path / "copy", source=tmp_path / "nothing")
-
-
-def test_files_in_the_shared_directory_belong_to_its_group(tmp_path):
-    make_shared_directory(tmp_path / "shm" / "context-cache")
-
-    assert (tmp_path / "shm" / "context-cache").stat().st_mode & 0o7777 == 0o2775
-
-
-def test_a_shared_directory_that_is_there_is_left_as_it_is(tmp_path):
-    tmp_path.chmod(0o700)
-    make_shared_directory(tmp_path)
-
-    assert tmp_path.stat().st_mode & 0o7777 == 0o700
