@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -161,6 +161,9 @@ class _OtlpSpan(Span):
 
     @override
     def child(self, name: str, kind: Kind, attributes: Attributes) -> AbstractContextManager[Span]:
+        if not self._span.get_span_context().trace_flags.sampled:
+            # Nothing below a trace that is not kept is kept either: the name of this span is all anybody needs.
+            return nullcontext(self)
         context = trace.set_span_in_context(self._span, Context())
         return _running(self._tracer, name, kind, context, attributes)
 
