@@ -37,8 +37,10 @@ from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.peer import PeerSidecar
 from kv_sidecar.server import serve
 from tests.helpers.certificates import NAME, CertificateFiles
-from tests.helpers.gateway_parts import GatewayParts
+from tests.helpers.gateway_parts import SECRET, GatewayParts
 from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from vllm_plugin.turn.app import compose_story
+from vllm_plugin.turn.settings import TurnSettings
 
 DEADLINE_S = 30
 PARTS = ("manager", "sidecar", "external processor")
@@ -406,3 +408,23 @@ async def test_connections_are_bounded_and_those_that_go_make_room(certificates,
             while not await client.is_serving():
                 await asyncio.sleep(0.1)
         await client.close()
+
+
+async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(certificates, tmp_path, monkeypatch):
+    monkeypatch.setattr("prometheus_client.REGISTRY", CollectorRegistry())
+    (tmp_path / "secret").write_bytes(SECRET)
+    ours = WatchedTls(certificates.files)
+    async with running_manager(ours) as manager_port, running_sidecar(certificates, tmp_path) as sidecar_port:
+        settings = TurnSettings(
+            manager=f"127.0.0.1:{manager_port}",
+            sidecar=f"127.0.0.1:{sidecar_port}",
+            secret_file=tmp_path / "secret",
+            rpc_deadline_ms=DEADLINE_S * 1000,
+            **certificates.settings,
+        )
+        story = compose_story(settings, SECRET)
+
+        with pytest.raises(ContextNotFound):
+            await story._manager.abort_turn("demo", "ctx_1", lease_id="l")
+        assert await story._sidecar.delete_context(TENANT, session_id="ctx_1") == 0
+        await story.close()
