@@ -274,32 +274,31 @@ def test_a_rollout_of_what_serves_takes_nobody_away_first(documents):
             assert update["maxUnavailable"] == 0, identity(deployment)
 
 
-def test_pod_monitors_name_ports_of_their_pods():
+def test_pod_monitors_find_every_port_with_metrics():
     documents = render(RELEASES["monitoring"])
     scraped = set()
     for monitor in of_kind(documents, "PodMonitor"):
         found = [pod for pod in pods(documents) if matches(monitor["spec"]["selector"], pod.labels)]
         for pod, endpoint in itertools.product(found, monitor["spec"]["podMetricsEndpoints"]):
             if endpoint["port"] in pod.ports:
-                scraped.add((pod.component, _scraped_port(endpoint, pod.ports)))
+                scraped.add((pod.component, asked_port(endpoint, pod.ports), endpoint["path"]))
 
     assert scraped == {
-        ("gateway", "metrics"),
-        ("context-manager", "metrics"),
-        ("envoy", "metrics"),
-        ("injector", "metrics"),
-        ("engine", "http"),
-        ("engine", "kv-metrics"),
+        ("gateway", 9090, "/metrics"),
+        ("context-manager", 9090, "/metrics"),
+        ("envoy", 9090, "/stats/prometheus"),
+        ("injector", 9090, "/metrics"),
+        ("engine", 8000, "/metrics"),
+        ("engine", 9091, "/metrics"),
     }
 
 
-def _scraped_port(endpoint, ports):
-    """The name of the port asked; vLLM's has others in injected pods, so the sidecar's finds it and its number is."""
-    for rule in endpoint.get("relabelings", []):
-        if rule["targetLabel"] == "__address__":
-            number = int(rule["replacement"].removeprefix("$1:"))
-            return next(name for name, other in ports.items() if other == number)
-    return endpoint["port"]
+def asked_port(endpoint, ports):
+    """Return the port that Prometheus asks, after what an endpoint says about the address."""
+    for change in endpoint.get("relabelings", []):
+        if change.get("targetLabel") == "__address__":
+            return int(change["replacement"].rpartition(":")[2])
+    return ports[endpoint["port"]]
 
 
 def test_engines_are_found_by_one_label_that_their_service_carries_too():

@@ -1,0 +1,352 @@
+"""What values do: no key is without an effect, and each arrives where it belongs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.chart.tools import HELMS
+from tests.chart.manifests import env_of, of_kind, one, pod_of, pods
+from tests.chart.releases import (
+    DIGEST,
+    ENGINE,
+    ENVOY_GATEWAY,
+    EVERYTHING,
+    INJECTOR,
+    NO_ENVOY,
+    POD,
+    REDIS,
+    RELEASES,
+    TLS_SECRET,
+    Values,
+    merged,
+)
+from tests.chart.rendering import CHART, Release, helm_says, render, run_helm
+
+KEDA: Values = {"gateway": {"keda": {"enabled": True, "prometheusServer": "http://prometheus:9090"}}}
+BASES: list[Values] = [
+    {**EVERYTHING, "redis": {"url": ""}},
+    merged(REDIS, ENGINE, INJECTOR, KEDA, {"redis": {"tlsSecret": "t"}}),
+    merged(REDIS, ENVOY_GATEWAY, TLS_SECRET, {"envoy": {"parentRefs": [{"name": "here"}]}}),
+    merged(REDIS, NO_ENVOY, {"auth": {"existingSecret": "keys"}, "tests": {"apiKeySecret": "key"}}),
+    merged(REDIS, {"signing": {"existingSecret": "s"}, "networkPolicy": {"clients": [{"podSelector": {}}]}}),
+    merged(
+        ENGINE,
+        {
+            "redis": {"url": "", "existingSecret": "r"},
+            "engine": {"modelCache": {"existingClaim": "m"}, "hfTokenSecret": {"name": "hf"}, "gpu": {"count": 0}},
+            "envoy": {"tls": {"existingSecret": "f"}, "service": {"type": "LoadBalancer"}},
+            "sidecar": {"storage": {"type": "existingClaim", "existingClaim": "c"}},
+        },
+    ),
+    merged(REDIS, INJECTOR, {"injector": {"tls": {"existingSecret": "w", "caBundle": "YQ=="}}}),
+]
+WITHOUT_EFFECT = {
+    "global": "for umbrella charts",
+    "valkey.topologySpread": "it is one pod",
+    "auth.tenant": "inside a Secret: test_chart_install.py",
+}
+SAMPLES: dict[str, Any] = {
+    "commonLabels": {"example.org/a": "b"},
+    "clusterDomain": "corp.internal",
+    "logLevel": "DEBUG",
+    "fullnameOverride": "other",
+    "nameOverride": "other",
+    "redis.url": "redis://other:6379/0",
+    "tracing.sampleRatio": 0.5,
+    "tracing.endpoint": "http://other:4317",
+    "engine.model": "other",
+    "envoy.parentRefs": [{"name": "other"}],
+    "envoy.hostnames": ["other.example.org"],
+    "envoy.service.loadBalancerSourceRanges": ["10.1.0.0/16"],
+    "gateway.keda.prometheusServer": "http://other:9090",
+    "gateway.keda.threshold": "7",
+    "image.digest": DIGEST,
+    "image.pullSecrets": ["other"],
+    "injector.tls.caBundle": "Yg==",
+    "monitoring.prometheusRule.runbookUrl": "https://other",
+    "networkPolicy.apiServer.cidrs": ["10.1.0.0/16"],
+    "networkPolicy.apiServer.ports": [8443],
+    "networkPolicy.dns.ports": [5353],
+    "sidecar.peerNetworks": ["10.1.0.0/16"],
+    "sidecar.storage.type": "ephemeral",
+    "sidecar.diskLimit": "10Gi",
+    "sidecar.memoryLimit": "1Gi",
+    "sidecar.storage.size": "500Gi",
+    "engine.shm.sizeLimit": "9Gi",
+    "engine.extraArgs": ["--other"],
+    "engine.modelCache.mountPath": "/other",
+    "engine.modelCache.size": "7Gi",
+    "engine.tensorParallelSize": 2,
+    "engine.gpu.count": 2,
+    "engine.blockSize": 32,
+    "engine.terminationGracePeriodSeconds": 900,
+    "gateway.terminationGracePeriodSeconds": 900,
+    "contextManager.terminationGracePeriodSeconds": 900,
+    "valkey.maxMemory": "100mb",
+    "valkey.storage.size": "9Gi",
+    "tls.certManager.duration": "1000h",
+    "tls.certManager.renewBefore": "10h",
+    "tls.serverName": "other",
+}
+"""Values for keys whose schema does not say enough."""
+BESIDE: dict[str, Values] = {
+    "engine.tensorParallelSize": {"engine": {"gpu": {"count": 2}}},
+    "engine.enabled": {"engine": {"model": "some"}},
+    "redis.existingSecret": {"redis": {"url": ""}, "valkey": {"enabled": False}},
+    "valkey.enabled": {"redis": {"url": "", "existingSecret": ""}},
+    "gateway.keda.enabled": {"gateway": {"keda": {"prometheusServer": "http://p"}}},
+    "tls.enabled": {"tls": {"existingSecret": "parts"}},
+    "tls.certManager.enabled": {
+        "tls": {"enabled": True, "existingSecret": "", "certManager": {"issuerRef": {"name": "ca"}}}
+    },
+}
+"""What some keys need beside them."""
+WITHOUT = {
+    # What a key takes the place of.
+    "redis.existingSecret": {"redis": {"url": "redis://a:6379/0"}},
+    "valkey.enabled": {"redis": {"url": "redis://a:6379/0"}},
+    "tls.certManager.enabled": {"tls": {"enabled": True, "existingSecret": "parts"}},
+}
+RANDOM = re.compile(
+    r"^ +(secret|api-key|api-keys\.json|password|redis-url|valkey\.conf|tls\.crt|tls\.key|checksum/secret): .*$"
+    r"|^ +caBundle: .{200,}$",
+    re.MULTILINE,
+)
+"""Lines with what is random."""
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of the values."""
+    return json.loads((CHART / "values.schema.json").read_text())
+
+
+def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]:
+    """Return every key that has no keys of its own."""
+    if "$ref" in node:
+        node = {**root["$defs"][node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
+    inner = node.get("properties")
+    settings = path.rpartition(".")[2] in {"settings", "turn", "connector", "resources", "payloadResources", "affinity"}
+    if inner is None or settings or path.endswith("namespaceSelector"):
+        yield path, node
+        return
+    for key, value in inner.items():
+        yield from leaves(root, value, f"{path}.{key}" if path else key)
+
+
+KEYS = dict(leaves(schema(), schema())) if (CHART / "values.schema.json").exists() else {}
+
+
+def other_values(path: str, node: dict, default: Any) -> list[Any]:
+    """Return values for a key that are not its default."""
+    last = path.rpartition(".")[2]
+    by_name: dict[str, Any] = {
+        "settings": {"logLevel": "DEBUG"},
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "tolerations": [{"key": "other", "operator": "Exists"}],
+        "resources": {"limits": {"memory": "900Gi"}},
+        "payloadResources": {"limits": {"memory": "900Gi"}},
+        "extraEnv": [{"name": "OTHER", "value": "1"}],
+        "turn": {"replayThreshold": 0.5},
+        "connector": {"load_threads": 7},
+        "interval": "7s",
+        "digest": DIGEST,
+        "podSecurityContext": {"runAsUser": 7},
+        "containerSecurityContext": {"privileged": False},
+        "namespaceSelector": {"matchLabels": {"other": "other"}},
+        "maxUnavailable": 2,
+    }
+    settings = {
+        "gateway.settings": {"tenantBurst": 7},
+        "contextManager.settings": {"sweepLimit": 7},
+        "sidecar.settings": {"ioThreads": 7},
+        "envoy.settings": {"concurrency": 7},
+        "injector.settings": {"maxRequests": 7},
+    }
+    if path in SAMPLES:
+        return [SAMPLES[path]]
+    if path in settings or last in by_name:
+        return [settings.get(path, by_name.get(last))]
+    if "enum" in node:
+        return [value for value in node["enum"] if value != default]
+    if path.startswith("networkPolicy.extra"):
+        return [[{"ports": [{"port": 7}]}]]
+    kind = node.get("type")
+    if kind == "array":
+        return [[{"podSelector": {"matchLabels": {"other": "other"}}}]]
+    by_type = {"boolean": not default, "object": {"other": "other"}, "string": "other"}
+    if kind in by_type:
+        return [by_type[kind]]
+    return [(default or 0) + 1]
+
+
+def nested(path: str, value: Any) -> Values:
+    """Return values in which one key is set."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+@functools.cache
+def settled(values: str) -> str | None:
+    """Return a rendering without what is random, or nothing where the values are refused."""
+    status, output, _ = helm_says(Release(json.loads(values)))
+    return None if status != 0 else RANDOM.sub("", output)
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Values:
+    """The defaults of the values."""
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", [path for path in KEYS if path not in WITHOUT_EFFECT])
+def test_every_value_has_an_effect(path, defaults):
+    default: Any = defaults
+    for key in path.split("."):
+        default = default.get(key) if isinstance(default, dict) else None
+    beside = BESIDE.get(path, {})
+    for value in other_values(path, KEYS[path], default):
+        for base in BASES:
+            before = settled(json.dumps(merged(base, WITHOUT.get(path, beside))))
+            after = settled(json.dumps(merged(base, beside, nested(path, value))))
+            if before is not None and after is not None and after != before:
+                return
+    pytest.fail(f"{path}: nothing changes, whatever it is")
+
+
+def test_the_bases_render():
+    assert [helm_says(Release(base))[2] for base in BASES] == [""] * len(BASES)
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "release"),
+    [
+        ("gateway", "gateway", "gateway pods"),
+        ("context-manager", "contextManager", "context-manager pods"),
+        ("envoy", "envoy", "envoy pods"),
+        ("engine", "engine", "engine pods"),
+        ("injector", "injector", "injector pods"),
+    ],
+)
+def test_the_block_of_a_pod_arrives_in_it_and_in_no_other(component, key, release):
+    documents = render(RELEASES[release])
+    pod = pod_of(documents, component)
+    container = next(one for one in pod.spec["containers"] if "resources" in one)
+    wanted = RELEASES[release].values[key]
+
+    assert POD["podAnnotations"].items() <= pod.annotations.items()
+    assert POD["podLabels"].items() <= pod.labels.items()
+    for field in ("nodeSelector", "affinity", "priorityClassName", "tolerations"):
+        assert pod.spec[field] == POD[field], field
+    assert env_of(container)["TZ"] == "UTC"
+    assert container["resources"]["limits"]["memory"] == wanted["resources"]["limits"]["memory"]
+    others = [other for other in pods(documents) if other.component != component]
+    assert not [other.owner for other in others if "priorityClassName" in other.spec or "TZ" in str(other.spec)]
+
+
+@pytest.mark.parametrize("helm", HELMS, ids=lambda helm: helm.version)
+def test_the_packaged_chart_renders_the_same(helm, tmp_path):
+    packed = run_helm(helm, "package", str(CHART), "--destination", str(tmp_path))
+    assert packed.returncode == 0, packed.stderr
+    [archive] = tmp_path.glob("context-cache-*.tgz")
+    values = {**REDIS, "auth": {"existingSecret": "k"}, "signing": {"existingSecret": "s"}}
+    texts = [
+        run_helm(helm, "template", "cc", where, "--values", "-", stdin=json.dumps(values)).stdout
+        for where in (str(CHART), str(archive))
+    ]
+
+    assert texts[0] == texts[1] != ""
+
+
+def test_images_come_from_where_the_values_say():
+    images = {container["image"] for pod in pods(render(RELEASES["own registry"])) for container in pod.containers}
+    fixed = {container["image"] for pod in pods(render(RELEASES["images by digest"])) for container in pod.containers}
+
+    assert {image.partition(":5000/")[0] for image in images} == {"registry.example.org"}
+    assert fixed == {f"context-cache@{DIGEST}", f"context-cache-vllm@{DIGEST}"}
+
+
+def vllm_of(release: str) -> tuple[dict, list[str]]:
+    """Return vLLM's pod and its words."""
+    pod = pod_of(render(RELEASES[release]), "engine")
+    vllm = next(one for one in pod.spec["containers"] if one["name"] == "vllm")
+    return {**vllm, "pod": pod}, [*vllm.get("command", []), *vllm.get("args", [])]
+
+
+@pytest.mark.parametrize(
+    ("release", "resource", "count"),
+    [
+        ("engine", "nvidia.com/gpu", 1),
+        ("engine on four gpus", "nvidia.com/gpu", 4),
+        ("engine on amd", "amd.com/gpu", 8),
+    ],
+)
+def test_the_engine_asks_for_its_gpus(release, resource, count):
+    vllm, _ = vllm_of(release)
+
+    assert vllm["resources"]["limits"][resource] == count
+
+
+def test_an_engine_without_gpu_asks_for_none():
+    vllm, _ = vllm_of("engine without gpu")
+
+    assert not [name for name in vllm["resources"]["limits"] if "gpu" in name]
+
+
+def test_vllm_is_told_what_the_values_say():
+    _, words = vllm_of("engine settings")
+    _, on_four = vllm_of("engine on four gpus")
+    text = " ".join(words)
+
+    for part in (
+        "--served-model-name",
+        "llama",
+        "--block-size",
+        "32",
+        "--enable-chunked-prefill",
+        "--shutdown-timeout",
+    ):
+        assert part in text, part
+    assert "vllm_plugin.turn.middleware.TurnMiddleware" in text
+    assert "--enable-prompt-tokens-details" in words
+    assert "--tensor-parallel-size" in " ".join(on_four)
+
+
+def test_the_disk_of_the_sidecar_is_what_the_values_say():
+    def volume(release: str) -> dict:
+        pod = pod_of(render(RELEASES[release]), "engine")
+        sidecar = next(one for one in pod.containers if one["name"] == "kv-sidecar")
+        name = next(m["name"] for m in sidecar["volumeMounts"] if m["mountPath"] == "/var/lib/context-cache")
+        return next(volume for volume in pod.spec["volumes"] if volume["name"] == name)
+
+    ephemeral = volume("sidecar on ephemeral volumes")["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert volume("engine")["emptyDir"]["sizeLimit"] == "100Gi"
+    assert ephemeral["storageClassName"] == "local-nvme"
+    assert ephemeral["resources"]["requests"]["storage"] == "1Ti"
+    assert volume("sidecar on a claim")["persistentVolumeClaim"]["claimName"] == "kv"
+
+
+def test_keda_counts_what_all_gateways_have_in_hand():
+    [scaled] = of_kind(render(RELEASES["keda"]), "ScaledObject")
+    [trigger] = scaled["spec"]["triggers"]
+
+    assert trigger["type"] == "prometheus"
+    assert trigger["metadata"]["serverAddress"] == "http://prometheus.monitoring.svc:9090"
+    assert "contextcache_gateway_requests_in_flight" in trigger["metadata"]["query"]
+    assert 'namespace="llm"' in trigger["metadata"]["query"].replace(" ", "")
+
+
+def test_the_load_balancer_is_as_the_values_say():
+    service = one(render(RELEASES["load balancer"]), "Service", "-envoy")
+
+    assert service["spec"]["type"] == "LoadBalancer"
+    assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
+    assert service["spec"]["ports"][0]["port"] == 8080
+    assert service["metadata"]["annotations"]["example.org/lb"] == "internal"
