@@ -1,4 +1,4 @@
-"""files/envoy.yaml of the chart: what `deploy.envoy` writes, with holes for values. Nothing of Envoy is said twice.
+"""files/envoy.yaml of the chart, and the defaults of its values: what `deploy.envoy` writes, with holes. Nothing is said twice.
 
 The bootstrap is made from settings that are marks: a number or a name that occurs nowhere else, and after dumping each
 mark becomes a template expression. What is there only with an option (TLS, traces, an access log) is found by making
@@ -43,8 +43,7 @@ _STRINGS = {
 _PORTS = {"podsPort": _PODS_PORT, "tracesPort": _TRACES_PORT, "listenPort": _LISTEN_PORT}
 _HEAD = """\
 {{/* Generated from deploy/envoy by `python -m deploy.chart`; not to be edited. The data of Envoy's ConfigMap. */}}
-{{- $settings := fromJson `%s` }}
-{{- range $name, $value := .settings }}{{ $_ := set $settings $name $value }}{{ end }}
+{{- $settings := .settings }}
 """
 
 Settings = Mapping[str, Any]
@@ -69,8 +68,7 @@ class Option:
 
 def envoy_template() -> str:
     """Return the template: one key a file of the ConfigMap. Its context is a dict with `settings`, see _envoy.tpl."""
-    defaults = json.dumps({to_camel(name): _default(name) for name in _left_to_user()}, indent=2)
-    text = _HEAD % defaults
+    text = _HEAD
     for name, tree in _files().items():
         body = "".join(f"  {line}\n" for line in _dumped(_unwrapped(tree)).splitlines())
         block = f"{name}: |\n{body}"
@@ -78,6 +76,17 @@ def envoy_template() -> str:
             block = f"{{{{- if {tree.condition} }}}}\n{block}{{{{- end }}}}\n"
         text += block
     return text
+
+
+def envoy_defaults() -> str:
+    """Return what counts where no value says otherwise, as JSON: the defaults of the settings left to the user."""
+    elsewhere = {"engine_paths", "max_body_bytes"}
+    defaults = {
+        to_camel(name): field.get_default()
+        for name, field in EnvoySettings.model_fields.items()
+        if name not in CHART_SETTINGS["ENVOY_"] or name in elsewhere
+    }
+    return json.dumps(defaults, indent=2) + "\n"
 
 
 def _files() -> dict[str, Any]:
@@ -140,16 +149,6 @@ def _number_marks() -> dict[str, int]:
         if field.annotation in (int, float) and name not in chosen
     ]
     return {name: (1 << 28) + 64_001 + number for number, name in enumerate(names)}
-
-
-def _left_to_user() -> list[str]:
-    """Return the settings whose default counts when no value says otherwise."""
-    elsewhere = {"engine_paths", "max_body_bytes"}
-    return [name for name in EnvoySettings.model_fields if name not in CHART_SETTINGS["ENVOY_"] or name in elsewhere]
-
-
-def _default(name: str) -> Any:
-    return EnvoySettings.model_fields[name].get_default()
 
 
 def _merged(tree: Any, without: Any, made: Any, condition: str) -> Any:

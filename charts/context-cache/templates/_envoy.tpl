@@ -8,11 +8,14 @@ Envoy in its four modes. The bootstrap itself is files/envoy.yaml, made from dep
 {{- end }}
 
 {{/*
-Settings of the bootstrap that are not the defaults, as JSON: those in the values, and what the chart knows better. Names
+Settings of the bootstrap as JSON: the defaults of deploy/envoy, then the values, then what the chart knows better. Names
 end in a dot: they are complete, and Envoy looks them up once a second without trying search domains.
 */}}
 {{- define "context-cache.envoy.settings" -}}
-{{- $settings := deepCopy .Values.envoy.settings }}
+{{- $settings := .Files.Get "files/envoy-defaults.json" | fromJson }}
+{{- range $key, $value := .Values.envoy.settings }}
+{{- $_ := set $settings $key $value }}
+{{- end }}
 {{- range $key := list "maxBodyBytes" "enginePaths" }}
 {{- if hasKey $.Values.gateway.settings $key }}
 {{- $_ := set $settings $key (get $.Values.gateway.settings $key) }}
@@ -128,11 +131,11 @@ spec:
         - path: {type: Exact, value: /v1/context}
           method: POST
         - path: {type: PathPrefix, value: /v1}
-        {{- range $path := $settings.enginePaths | default (list "/health" "/version" "/ping" "/tokenize" "/detokenize" "/score" "/rerank" "/v2/rerank" "/classify") }}
+        {{- range $path := $settings.enginePaths }}
         - path: {type: Exact, value: {{ $path | quote }}}
         {{- end }}
       timeouts:
-        request: {{ printf "%.0fs" (min 99999 ($settings.totalTimeoutS | default 3600) | float64) }}
+        request: {{ printf "%.0fs" (minf 99999 $settings.totalTimeoutS) }}
       backendRefs:
         - {{- toYaml .backend | nindent 10 }}
 {{- end }}
