@@ -64,6 +64,9 @@ _REFUSAL_TIMEOUT_S = 5.0
 class Stream(Protocol):
     """The messages of one request. Both calls raise ClientGone once the stream has ended."""
 
+    traceparent: str
+    """Span of the proxy that this stream belongs to; empty: it makes none, and the request's own header counts."""
+
     async def read(self) -> pb.ProcessingRequest:
         """Return the next message."""
         ...
@@ -150,7 +153,8 @@ class EnvoyFront:
                     # A copy to look at, or a phase that is not ours: Envoy goes on without an answer.
                     return
                 call = _call_of(first, stream, deadline)
-                parent = call.head.headers.get(TRACEPARENT, "")
+                # A proxy that traces writes its own header last, over ours: then we stand beside the pod, below it.
+                parent = stream.traceparent or call.head.headers.get(TRACEPARENT, "")
                 with self._tracer.span("gateway request", kind="server", parent=parent) as span:
                     span.set("contextcache.request_id", call.minted_id)
                     await self._answer(call, subset=messages.allowed_subset(first.metadata_context))

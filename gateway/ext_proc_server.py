@@ -23,6 +23,7 @@ from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.grpc_server import bind
 from contextcache.grpc_tls import CONNECTION_OPTIONS, NamedPeers
 from contextcache.tls import WatchedTls
+from contextcache.tracing import TRACEPARENT
 from gateway.envoy_front import EnvoyFront
 from gateway.exchange import ClientGone
 
@@ -105,6 +106,8 @@ class _GrpcStream:
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
+        metadata: Any = context.invocation_metadata() or ()
+        self.traceparent = next((value for key, value in metadata if key == TRACEPARENT), "")
 
     async def read(self) -> pb.ProcessingRequest:
         """Return the next message. Raises ClientGone."""

@@ -126,6 +126,8 @@ class Answer:
 class ScriptedStream:
     """A stream whose messages are known beforehand; afterwards the other end is gone, or silent for ever."""
 
+    traceparent = ""
+
     def __init__(self, *script: pb.ProcessingRequest, silent=False):
         self._script = list(script)
         self._silent = silent
