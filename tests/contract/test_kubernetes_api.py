@@ -21,7 +21,7 @@ from contextcache.kubernetes_objects import (
 )
 from tests.helpers.fake_kube import FakeKube
 from tests.helpers.kube_objects import DEADLINE_S, LABELS, SELECTOR, KubeAdmin, pod_object, slice_entry, slice_object
-from tests.helpers.kube_servers import SERVERS, client_of, empty, running_server
+from tests.helpers.kube_servers import SERVERS, client_of, emptied_server
 
 
 @pytest.fixture
@@ -39,11 +39,8 @@ async def fake_admin(kube, tmp_path, monkeypatch):
 
 @pytest.fixture(params=SERVERS)
 async def admin(request, tmp_path, monkeypatch):
-    async with running_server(request.param, tmp_path) as (_, kubeconfig):
-        admin = client_of(kubeconfig, monkeypatch)
-        await empty(admin)
+    async with emptied_server(request.param, tmp_path, monkeypatch) as (_, admin):
         yield admin
-        await admin.close()
 
 
 def slices_of(admin: KubeAdmin) -> Selection:

@@ -18,7 +18,7 @@ from gateway.metrics import Metrics
 from gateway.ports import Endpoint
 from tests.helpers.fake_kube import FakeKube
 from tests.helpers.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
-from tests.helpers.kube_servers import SERVERS, client_of, empty, running_server
+from tests.helpers.kube_servers import SERVERS, client_of, emptied_server
 
 DEADLINE_S = 90
 A = Endpoint("a", "http://10.0.0.1:8000", "10.0.0.1:50061")
@@ -92,32 +92,26 @@ async def fake_admin(kube, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_pods_come_drain_and_go(kind, tmp_path, monkeypatch):
-    async with running_server(kind, tmp_path) as (_, kubeconfig):
-        admin = client_of(kubeconfig, monkeypatch)
-        await empty(admin)
-        async with discovery_of(admin) as discovery:
-            await admin.add(PODS, pod_object("a"))
-            await admin.add(ENDPOINT_SLICES, slice_object("s", slice_entry("a", "10.0.0.1")))
-            await discovery.until(A)
-            await admin.annotate(PODS, "a", annotations={"context-cache.io/drain": "true"})
-            await discovery.until(Endpoint("a", A.url, A.sidecar, draining=True))
-            await admin.annotate(PODS, "a", annotations={})
-            await discovery.until(A)
-            await admin.annotate(PODS, "a", finalizers=["context-cache.io/test"])
-            await admin.remove(PODS, "a")
-            await discovery.until(Endpoint("a", A.url, A.sidecar, draining=True))
-            await admin.annotate(PODS, "a", finalizers=[])
-            await admin.change(ENDPOINT_SLICES, "s", endpoints=[])
-            await discovery.until()
-        await admin.close()
+    async with emptied_server(kind, tmp_path, monkeypatch) as (_, admin), discovery_of(admin) as discovery:
+        await admin.add(PODS, pod_object("a"))
+        await admin.add(ENDPOINT_SLICES, slice_object("s", slice_entry("a", "10.0.0.1")))
+        await discovery.until(A)
+        await admin.annotate(PODS, "a", annotations={"context-cache.io/drain": "true"})
+        await discovery.until(Endpoint("a", A.url, A.sidecar, draining=True))
+        await admin.annotate(PODS, "a", annotations={})
+        await discovery.until(A)
+        await admin.annotate(PODS, "a", finalizers=["context-cache.io/test"])
+        await admin.remove(PODS, "a")
+        await discovery.until(Endpoint("a", A.url, A.sidecar, draining=True))
+        await admin.annotate(PODS, "a", finalizers=[])
+        await admin.change(ENDPOINT_SLICES, "s", endpoints=[])
+        await discovery.until()
 
 
 @pytest.mark.parametrize("kind", SERVERS)
 async def test_after_two_hundred_slices_churned_the_state_is_what_the_server_has(kind, tmp_path, monkeypatch):
     """With connections broken off and versions forgotten all the while, where the server can be made to."""
-    async with running_server(kind, tmp_path) as (kube, kubeconfig):
-        admin = client_of(kubeconfig, monkeypatch)
-        await empty(admin)
+    async with emptied_server(kind, tmp_path, monkeypatch) as (kube, admin):
         async with discovery_of(admin) as discovery:
             await churn(admin, kube, random.Random(4))
             slices, pods = (
@@ -133,7 +127,6 @@ async def test_after_two_hundred_slices_churned_the_state_is_what_the_server_has
             assert discovery.failures("endpointslices", "expired") > 0
             assert discovery.failures("endpointslices", "unavailable") > 0
             assert discovery.failures("endpointslices", "internal") == 0
-        await admin.close()
 
 
 async def churn(admin, kube, rng) -> None:

@@ -11,18 +11,15 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.sweep_lease import LeaseTerms, SweepLease
 from contextcache.clock import SystemClock
 from contextcache.kubernetes_objects import LEASES, KubernetesError
-from tests.helpers.kube_servers import SERVERS, client_of, empty, running_server
+from tests.helpers.kube_servers import SERVERS, emptied_server
 
 DEADLINE_S = 60
 
 
 @pytest.fixture(params=SERVERS)
 async def server(request, tmp_path, monkeypatch):
-    async with running_server(request.param, tmp_path) as (kube, kubeconfig):
-        admin = client_of(kubeconfig, monkeypatch)
-        await empty(admin)
+    async with emptied_server(request.param, tmp_path, monkeypatch) as (kube, admin):
         yield kube, admin
-        await admin.close()
 
 
 @pytest.fixture

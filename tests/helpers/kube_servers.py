@@ -41,6 +41,20 @@ async def running_server(kind: str, directory: Path) -> AsyncIterator[tuple[Fake
         yield kube, kube.write_kubeconfig(directory / "kubeconfig")
 
 
+@asynccontextmanager
+async def emptied_server(
+    kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[FakeKube | None, KubeAdmin]]:
+    """Give the fake, where it is one, and a client of the server, on which nothing is left of earlier tests."""
+    async with running_server(kind, directory) as (kube, kubeconfig):
+        admin = client_of(kubeconfig, monkeypatch)
+        try:
+            await empty(admin)
+            yield kube, admin
+        finally:
+            await admin.close()
+
+
 async def empty(admin: KubeAdmin) -> None:
     """Remove what a test before has left."""
     for resource in (ENDPOINT_SLICES, PODS, LEASES):
