@@ -1,4 +1,4 @@
-"""files/envoy.yaml of the chart, and the defaults of its values: what `deploy.envoy` writes, with holes. Nothing is said twice.
+"""files/envoy.yaml of the chart and the defaults of its values: what `deploy.envoy` writes, with holes in it.
 
 The bootstrap is made from settings that are marks: a number or a name that occurs nowhere else, and after dumping each
 mark becomes a template expression. What is there only with an option (TLS, traces, an access log) is found by making
