@@ -55,8 +55,8 @@ class InjectorValues(Pod):
     )
     namespace_selector: LabelSelector = Field(
         default_factory=dict,
-        description="namespaces whose pods may be injected; {}: the release's own. Others need the signing Secret, "
-        "with tls.enabled the TLS Secret too, and NetworkPolicies that let both sides through",
+        description="namespaces whose pods may be injected; {}: the release's own. Its gateways find pods there only; "
+        "pods elsewhere need the signing Secret, the TLS Secret and a front of their own",
     )
     timeout_seconds: int = Field(5, ge=1, le=30, description="seconds the API server waits for an answer")
     tls: InjectorTls = Field(default_factory=InjectorTls, description="the webhook's certificate")
