@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from context_manager.settings import ManagerSettings
 from deploy.chart.chart_settings import CHART_SETTINGS
+from deploy.chart.connector_values import CHART_CONNECTOR_KEYS
 from deploy.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
 from injector.settings import InjectorSettings
@@ -78,10 +79,11 @@ def test_each_setting_is_a_value_or_set_by_the_chart_and_nothing_else_is(prefix)
     assert set(schema_at(path)["properties"]) == {camel(field) for field in fields - set(CHART_SETTINGS[prefix])}
 
 
-def test_the_connector_s_keys_are_values_but_for_the_two_that_the_chart_sets():
+def test_the_connector_s_keys_are_values_but_for_those_that_the_chart_sets():
     fields = set(ConnectorSettings.__dataclass_fields__)
 
-    assert set(schema_at("engine.connector")["properties"]) == fields - {"sidecar", "secret_file"}
+    assert set(CHART_CONNECTOR_KEYS) <= fields
+    assert set(schema_at("engine.connector")["properties"]) == fields - set(CHART_CONNECTOR_KEYS)
 
 
 def sample(settings: type, prefix: str) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def test_the_connector_reads_what_the_chart_says_and_finds_the_sidecar():
     sample_ = {
         name: field.default
         for name, field in ConnectorSettings.__dataclass_fields__.items()
-        if name not in {"sidecar", "secret_file"} and field.default != ""
+        if name not in CHART_CONNECTOR_KEYS and field.default != ""
     }
     release = Release(merged(REDIS, ENGINE, {"engine": {"connector": {**sample_, "weights_epoch": "7"}}}))
     vllm = container_of(release, "engine", "vllm")
