@@ -97,6 +97,12 @@ async def test_the_relay_holds_no_more_connections_than_it_may(relay_before_admi
     assert refused == b""
 
 
+async def test_the_relay_of_a_draining_envoy_is_not_ready_whatever_admin_says(tmp_path, relay_before_admin):
+    with serving_relay(tmp_path / "admin", drains=lambda: True) as port:
+        assert (await asked(port, "GET /ready HTTP/1.1"))[:12] == b"HTTP/1.1 503"
+        assert (await asked(port, "GET /healthz HTTP/1.1"))[:12] == b"HTTP/1.1 200"
+
+
 async def test_a_request_that_never_ends_is_let_go(tmp_path):
     with serving_relay(tmp_path / "admin", drains=lambda: False, deadline_s=0.1) as port:
         assert await asked_raw(port, b"GET /ready HTTP/1.1\r\n") == b""
