@@ -110,7 +110,7 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     key, operator, values = expression["key"], expression["operator"], expression.get("values", [])
     answers = {
         "In": labels.get(key) in values,
-        "NotIn": key not in labels or labels[key] not in values,
+        "NotIn": key not in labels or labels[key] not in values,  # codespell:ignore notin
         "Exists": key in labels,
         "DoesNotExist": key not in labels,
     }

@@ -14,7 +14,7 @@ GPU = merged(ENGINE, {"engine": {"gpu": {"count": 4}}})
 
 # Values, and the words that the complaint must have.
 WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
-    "an unknown key": ({"gatway": {"replicas": 3}}, ("gatway",)),
+    "an unknown key": ({"gateways": {"replicas": 3}}, ("gateways",)),
     "an unknown key in a section": ({"gateway": {"replica": 3}}, ("gateway", "replica")),
     "an unknown key deep down": (merged(ENGINE, {"engine": {"gpu": {"type": "H100"}}}), ("gpu", "type")),
     "no pods": ({"gateway": {"replicas": 0}}, ("gateway", "replicas")),
@@ -148,8 +148,8 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         ("resources", "memory"),
     ),
     "a toleration with a field that there is not": (
-        {"envoy": {"tolerations": [{"key": "a", "operater": "Exists"}]}},
-        ("tolerations", "operater"),
+        {"envoy": {"tolerations": [{"key": "a", "op": "Exists"}]}},
+        ("tolerations", "op"),
     ),
     "no evictions at all": ({"gateway": {"pdb": {"maxUnavailable": 0}}}, ("pdb", "maxUnavailable")),
     "a monitor's interval of nonsense": ({"monitoring": {"podMonitor": {"interval": "often"}}}, ("interval",)),
