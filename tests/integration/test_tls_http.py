@@ -91,7 +91,7 @@ async def running_front(tmp_path, certificates, engine, manager, *, probe_interv
         {"pod-a": engine},
         manager_port=manager.port,
         metrics_port=metrics_port,
-        **{"probe_timeout_s": 15, **certificates.settings, **more},
+        **{"probe_timeout_s": 15, "connect_timeout_s": 30, "manager_timeout_s": 30, **certificates.settings, **more},
     )
     settings = settings.model_copy(update={"probe_interval_s": probe_interval_s})
     stop, started = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -175,9 +175,9 @@ async def test_probes_and_prometheus_need_no_certificate_on_their_own_port(tmp_p
     async with running_front(tmp_path, certificates, engine, manager) as (_, port):
         url = f"http://127.0.0.1:{port}"
         async with asyncio.timeout(DEADLINE_S):
-            while (await got(f"{url}/readyz"))[0] != 200:
+            while (ready := await got(f"{url}/readyz"))[0] != 200:
                 await asyncio.sleep(0.05)
-        ready, health, page = [await got(url + path) for path in ("/readyz", "/healthz", "/metrics")]
+        health, page = [await got(url + path) for path in ("/healthz", "/metrics")]
         other, posted = await got(f"{url}/v1/context"), await asyncio.to_thread(posted_to, port)
 
     assert json.loads(ready[1])["ready"]
