@@ -129,6 +129,10 @@ class Cluster:
         pod = next((pod for pod in pods if pod.ready), pods[0])
         return f"{pod.address}:{_target(entry, pod)}"
 
+    def secret(self, name: str, key: str) -> str:
+        """Return one value of a Secret, the chart's or one given to it."""
+        return self._objects.value("Secret", name, key)
+
     def publish(self) -> None:
         """Bring DNS and the API up to date."""
         services = self._services()
@@ -222,7 +226,11 @@ def _object_of(pod: Pod) -> dict[str, Any]:
     metadata = {"name": pod.name, "labels": dict(pod.labels), "annotations": dict(pod.metadata.get("annotations", {}))}
     if pod.terminating:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    return {"metadata": metadata, "spec": dict(pod.spec), "status": {"podIP": pod.address, "terminating": pod.terminating}}
+    return {
+        "metadata": metadata,
+        "spec": dict(pod.spec),
+        "status": {"podIP": pod.address, "terminating": pod.terminating},
+    }
 
 
 def allowed_by(documents: Iterable[Document]) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from subprocess import Popen
@@ -90,6 +92,18 @@ class Container:
             probe = probe | {"exec": {"command": [self._change(word) for word in probe["exec"]["command"]]}}
         return probes.passes(probe, address=self.address, ports=self.ports, env=self._env)
 
+    def stray_files(self) -> set[Path]:
+        """Return the files outside of its writable mounts that a process of it has open for writing."""
+        writable = [
+            self.mounts[mount["mountPath"]] for mount in self.spec["volumeMounts"] if not mount.get("readOnly", False)
+        ]
+        return {
+            path
+            for pid in self.pids
+            for path in _open_for_writing(pid)
+            if path != self.log and not any(folder in path.parents for folder in writable)
+        }
+
     def last_words(self) -> str:
         """Return the end of its log."""
         return self.log.read_text(errors="replace")[-_LOG_BYTES:]
@@ -98,3 +112,18 @@ class Container:
 def expanded(text: str, env: Mapping[str, str]) -> str:
     """Return the text with $(NAME) replaced as Kubernetes does: unknown names stay, $$ is one $."""
     return _REFERENCE.sub(lambda found: "$" if found[1] is None else env.get(found[1], found[0]), text)
+
+
+def _open_for_writing(pid: int) -> set[Path]:
+    """Return regular files, also those that have no name any more."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").glob("*"):
+        try:
+            path, flags = link.readlink(), (link.parents[1] / "fdinfo" / link.name).read_text()
+            is_file = stat.S_ISREG(link.stat().st_mode)
+        except FileNotFoundError:
+            continue
+        mode = int(next(line.split()[1] for line in flags.splitlines() if line.startswith("flags:")), 8)
+        if is_file and mode & os.O_ACCMODE and not str(path).startswith("/memfd:"):
+            found.add(path)
+    return found

@@ -85,8 +85,13 @@ class Pod:
 
     def observe(self) -> None:
         """Look at the readiness of every container; no container is asked before it is started."""
-        serving = all(one.name in self._started and one.passes("readiness") for one in self.running)
-        self.ready = serving
+        self.ready = all(one.name in self._started and self._is_ready(one) for one in self.running)
+
+    def _is_ready(self, container: Container) -> bool:
+        """One success makes it ready; to lose that, it fails as often in a row as its probe says."""
+        probe = container.spec.get("readinessProbe", {})
+        tries = probe.get("failureThreshold", 3) if self.ready else 1
+        return any(container.passes("readiness") for _ in range(tries))
 
     def run(self, within_s: float) -> int:
         """Run a pod that ends, and return the exit status of its only container."""
@@ -105,12 +110,13 @@ class Pod:
         preStop hooks, then SIGTERM, then SIGKILL when the grace period is over; native sidecars last, in reverse.
         """
         ends_at_s = time.monotonic() + self.spec["terminationGracePeriodSeconds"]
-        killed = []
         for one in self.containers:
             self._before_stop(one)
-        for one in [*self.containers, *reversed(self.sidecars)]:
-            if not one.terminate(max(0.0, ends_at_s - time.monotonic())):
-                killed.append(one.name)
+        killed = [
+            one.name
+            for one in [*self.containers, *reversed(self.sidecars)]
+            if not one.terminate(max(0.0, ends_at_s - time.monotonic()))
+        ]
         self._volumes.remove()
         return killed
 

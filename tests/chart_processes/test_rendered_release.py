@@ -1,0 +1,255 @@
+"""The processes run from the rendered manifests: commands, arguments, environment and files as the chart gives them.
+
+tests/helpers/rendered/substitutions.py lists what has to differ on one machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.helpers.rendered.front import READY_S, Front
+from tests.helpers.rendered.monitors import scraped
+from tests.helpers.rendered.notes import run_notes
+from tests.helpers.rendered.scenario import MODEL
+from tests.helpers.vllm_answers import ids_of_length, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+PROMPT = "Say this is a test"
+NUM_ANSWERS = 12
+"""What traffic must get through before, during and after a rollout."""
+
+
+class _RenderedRelease:
+    """Told of each release; the classes below say of which."""
+
+    tls: bool
+
+    def test_every_probe_of_every_container_succeeds(self, cluster):
+        failed = [
+            (pod.name, one.name, kind)
+            for pod in cluster.pods
+            for one in pod.running
+            for kind in ("startup", "liveness", "readiness")
+            if not one.passes(kind) and not one.passes(kind)
+        ]
+
+        assert failed == []
+        assert {one.name for pod in cluster.pods for one in pod.running} == {
+            "context-manager",
+            "envoy",
+            "gateway",
+            "kv-sidecar",
+            "valkey",
+            "vllm",
+        }
+
+    def test_a_gateway_that_has_started_is_not_ready_before_an_engine_is(self, cluster):
+        before = [seen for seen in cluster.history if not seen["engine"][1]]
+
+        assert any(seen["gateway"][0] for seen in before)
+        assert not any(seen["gateway"][1] for seen in before)
+
+    def test_the_story_create_ask_append_stream_chat_delete(self, cluster, front):
+        created = front.create(prompt=PROMPT, ttl=3600)
+        session_id = created["session_id"]
+        asked = front.complete(prompt=PROMPT, session_id=session_id)
+        appended = front.complete(prompt=" And once more", session_id=session_id)
+        streamed = front.stream(prompt=" and on", session_id=session_id)
+        chat_id = front.create(messages=[{"role": "user", "content": "My name is Ada."}])["session_id"]
+        talked = front.chat(messages=[{"role": "user", "content": "And yours?"}], session_id=chat_id)
+        generations = [front.read(each)["generation"] for each in (session_id, chat_id)]
+        front.delete_all()
+        gone = [
+            front.ask("GET", f"/v1/context/{session_id}"),
+            front.ask("DELETE", f"/v1/context/{session_id}"),
+            front.ask("POST", "/v1/completions", {"model": MODEL, "prompt": PROMPT, "session_id": session_id}),
+        ]
+
+        assert created["usage"]["prompt_tokens"] == 5
+        assert asked["usage"]["prompt_tokens"] == 1
+        assert asked["usage"]["context"]["source"] != "recompute"
+        assert asked["choices"][0]["text"] == created["choices"][0]["text"]
+        for answer in (appended, streamed[-1], talked):
+            assert answer["usage"]["context"]["committed"]
+            assert answer["usage"]["context"]["source"] != "recompute"
+        # Creating is the first; the same prompt again adds nothing that was not there.
+        assert generations == [4, 2]
+        assert [(answer.status_code, answer.json()["error"]["code"]) for answer in gone] == [
+            (404, "context_not_found")
+        ] * 3
+        assert stored_bytes(cluster) == 0
+
+    def test_after_a_kill_of_vllm_and_sidecar_the_next_turn_is_restored_from_disk(self, cluster, front):
+        (pod,) = cluster.of("engine")
+        prompt = ids_of_length(600, seed=7)
+        first = front.create(prompt=prompt)
+        front.wait_sealed(first["session_id"])
+
+        for name in ("vllm", "kv-sidecar"):
+            pod[name].kill()
+        cluster.observe()
+        was_ready = pod.ready
+        wait_until(
+            lambda: not any(gateway["gateway"].passes("readiness") for gateway in cluster.of("gateway")),
+            within_s=READY_S,
+        )
+        for name in ("kv-sidecar", "vllm"):
+            pod.restart(pod[name])
+        cluster.wait_ready()
+        front.wait_served()
+        answer = front.complete(prompt=" go on", session_id=first["session_id"])
+
+        assert not was_ready
+        assert answer["usage"]["context"]["source"] == "disk"
+        assert answer["usage"]["context"]["cached_tokens"] >= len(prompt)
+        front.delete(first["session_id"])
+
+    @pytest.mark.parametrize("component", ["gateway", "context-manager"])
+    def test_a_rollout_fails_no_request(self, cluster, front, component):
+        old = cluster.of(component)
+        with traffic(front) as counted:
+            wait_until(lambda: counted.total() >= NUM_ANSWERS, within_s=READY_S)
+            killed = [name for pod in old for name in cluster.replace(pod)]
+            answered = counted.total()
+            wait_until(lambda: counted.total() >= answered + NUM_ANSWERS, within_s=READY_S)
+
+        assert {what for what in counted if what[1] != 200} == set()
+        assert {what[0] for what in counted} == {"turn", "stateless", "read"}
+        assert killed == []
+        assert not set(old) & set(cluster.of(component))
+
+    def test_helm_test_passes(self, cluster, front):
+        pod = cluster.test_pod()
+        status = pod.run(READY_S)
+        said = pod.containers[0].last_words()
+
+        assert status == 0, said
+        assert "hit: " in said
+
+    def test_what_pod_monitors_scrape_is_there(self, cluster, front):
+        found = scraped(cluster)
+
+        metrics = {
+            "context-manager": {"contextcache_manager_sessions"},
+            "engine": {"contextcache_sidecar_bytes", "contextcache_turn_turns_total", "vllm:num_requests_running"},
+            "envoy": {"envoy_http_downstream_rq_total"},
+            "gateway": {"contextcache_gateway_ready_state"},
+        }
+        for component, wanted in metrics.items():
+            for pod in cluster.of(component):
+                assert wanted <= found[pod.name], pod.name
+
+    def test_the_notes_commands_do_what_they_say(self, cluster, scene, front, tmp_path):
+        created, asked, deleted = run_notes(cluster.made, front, scene.front_ca, tmp_path)
+
+        assert created["usage"]["prompt_tokens"] == 5
+        assert asked["usage"]["prompt_tokens"] == 1
+        assert deleted["status"] == "success"
+
+    def test_one_manager_holds_the_sweepers_lease(self, cluster):
+        def holder() -> str:
+            (lease,) = [found for key, found in cluster.kube.objects.items() if key[0] == "leases"]
+            return (lease["spec"].get("holderIdentity") or "").rpartition("_")[0]
+
+        wait_until(lambda: holder() in {pod.name for pod in cluster.of("context-manager")}, within_s=READY_S)
+
+    def test_containers_with_a_read_only_root_write_to_mounted_volumes_only(self, cluster):
+        strays = {
+            (one.name, path)
+            for pod in cluster.pods
+            for one in pod.running
+            if one.spec["securityContext"]["readOnlyRootFilesystem"]
+            for path in one.stray_files()
+        }
+
+        assert strays == set()
+
+    def test_no_log_shows_a_secret(self, cluster, front):
+        secrets = {
+            front.key,
+            cluster.made.secret("-signing", "secret"),
+            cluster.made.secret("-valkey", "password"),
+        }
+        shown = {
+            (one.name, secret[:3])
+            for pod in cluster.pods
+            for one in pod.running
+            for secret in secrets
+            if secret in one.log.read_text(errors="replace")
+        }
+
+        assert shown == set()
+
+
+class TestPlain(_RenderedRelease):
+    """Without TLS."""
+
+    tls = False
+
+
+class TestMutualTls(_RenderedRelease):
+    """Mutual TLS between the parts, HTTPS to vLLM and for clients."""
+
+    tls = True
+
+    def test_no_part_answers_without_tls(self, cluster, front):
+        """Probes' and metrics' ports excepted: kubelets and Prometheus have no certificate."""
+        ports = {"gateway": ["http"], "envoy": ["http"], "engine": ["http"]}
+        for component, names in ports.items():
+            (pod, *_) = cluster.of(component)
+            for name in names:
+                assert not answers_plainly(pod.address, pod.ports[name]), (component, name)
+
+
+def answers_plainly(address: str, port: int) -> bool:
+    """Return whether HTTP without TLS gets a good answer."""
+    try:
+        return httpx.get(f"http://{address}:{port}/health", timeout=READY_S).status_code < 400
+    except httpx.TransportError:
+        return False
+
+
+def stored_bytes(cluster) -> int:
+    """Return the bytes of blocks and manifests on disk and in shared memory."""
+    (pod,) = cluster.of("engine")
+    mounts = pod["kv-sidecar"].mounts
+    data, shared = mounts["/var/lib/context-cache"], mounts["/dev/shm"] / "context-cache"
+    folders = [*(data / kind for kind in ("blocks", "tails", "manifests")), shared]
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+
+
+@contextmanager
+def traffic(front: Front) -> Iterator[Counter]:
+    """Three clients that ask without a pause until the block ends; counts kinds and statuses of answers."""
+    counted: Counter = Counter()
+    stop = threading.Event()
+    session_id = front.create(prompt="one two three four five six seven", max_tokens=1)["session_id"]
+    turn = {"model": MODEL, "prompt": " and", "max_tokens": 1, "session_id": session_id}
+    calls = {
+        "turn": ("POST", "/v1/completions", turn),
+        "stateless": ("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi", "max_tokens": 1}),
+        "read": ("GET", f"/v1/context/{session_id}", None),
+    }
+
+    def ask(kind: str) -> None:
+        while not stop.is_set():
+            answer = front.ask(*calls[kind])
+            counted[kind, answer.status_code if answer.status_code == 200 else answer.text] += 1
+            stop.wait(0.1 if kind == "read" else 0)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        clients = [pool.submit(ask, kind) for kind in calls]
+        try:
+            yield counted
+        finally:
+            stop.set()
+    for client in clients:
+        client.result()
+    front.delete(session_id)
