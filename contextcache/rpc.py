@@ -39,16 +39,26 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 
 def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:
-    """Return the error the other end raised; `unavailable` when it never answered or spoke of nothing of ours."""
+    """Return the error the other end raised; `unavailable` when it never answered or spoke of nothing of ours.
+
+    Raise it `from exc`: what gRPC says of a failed connection names inner addresses, so only `cause_of` tells it.
+    """
     pairs: Any = exc.trailing_metadata() or ()
     metadata: dict[str, str | bytes] = dict(pairs)
     code = metadata.get(CODE_KEY)
     error_class = ERRORS_BY_CODE.get(code) if isinstance(code, str) else None
-    message = exc.details() or exc.code().name
     if error_class is None:
-        return unavailable(f"{exc.code().name.lower()}: {message}", retry_after_s=1)
+        return unavailable(f"an inner service gave no answer: {exc.code().name.lower()}", retry_after_s=1)
     detail = _detail(metadata.get(DETAIL_KEY))
-    return error_class(message, param=detail.get("param"), retry_after_s=detail.get("retry_after_s"))
+    return error_class(
+        exc.details() or exc.code().name, param=detail.get("param"), retry_after_s=detail.get("retry_after_s")
+    )
+
+
+def cause_of(error: ContextCacheError) -> str:
+    """Return what gRPC said of the call that failed, for our own log and never for a client; empty for other errors."""
+    cause = error.__cause__
+    return str(cause.details() or "") if isinstance(cause, grpc.RpcError) else ""
 
 
 def error_metadata(error: ContextCacheError) -> tuple[tuple[str, str | bytes], ...]:

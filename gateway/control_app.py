@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from contextcache.error_body import error_body
 from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.model import MAX_LIST_LIMIT, TenantId
+from contextcache.rpc import cause_of
 from gateway.api_document import DESCRIPTION, EXAMPLE_ERROR, carried_paths
 from gateway.context_object import ContextDeleted, ContextList, ContextObject
 from gateway.exchange import answer_headers
@@ -21,6 +23,8 @@ from gateway.flows import Gateway
 from gateway.metrics import Metrics
 from gateway.paths import MethodNotAllowed, PathNotFound
 from gateway.ports import EndpointDirectory, EndpointState
+
+log = logging.getLogger(__name__)
 
 DEFAULT_LIST_LIMIT = 20
 contexts = APIRouter(tags=["contexts"])
@@ -143,6 +147,8 @@ def _add_health(app: FastAPI, ready_state: ReadyState, metrics: Metrics) -> None
 async def _typed_error(request: Request, exc: Exception) -> Response:
     del request
     assert isinstance(exc, ContextCacheError)
+    if exc.http_status >= 500:
+        log.warning("request refused", extra={"code": exc.code, "error": exc.message, "cause": cause_of(exc)})
     return Response(error_body(exc), status_code=exc.http_status, headers=dict(answer_headers(exc)))
 
 

@@ -26,6 +26,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint
 from contextcache.extproc.v3 import external_processor_pb2 as pb
+from contextcache.rpc import cause_of
 from contextcache.tracing import NO_TRACER, TRACEPARENT, Tracer, current_span, trace_headers
 from gateway import ext_proc_messages as messages
 from gateway.exchange import (
@@ -300,7 +301,12 @@ class EnvoyFront:
             return
         call.status = str(error.http_status)
         if error.http_status >= 500:
-            fields = {"request_id": call.request_id, "code": error.code, "error": error.message}
+            fields = {
+                "request_id": call.request_id,
+                "code": error.code,
+                "error": error.message,
+                "cause": cause_of(error),
+            }
             log.warning("request refused", extra=fields)
         try:
             async with asyncio.timeout(_REFUSAL_TIMEOUT_S):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from contextcache.errors import ContextCacheError, NoReadyEndpoint
+from contextcache.rpc import cause_of
 from contextcache.tracing import NO_TRACER, TRACEPARENT, Span, Tracer, current_span
 from gateway.carrier import Broken, Carrier, ConnectFailed
 from gateway.exchange import BodyBudget, ClientGone, Exchange
@@ -163,7 +164,12 @@ class HttpFront:
 
     async def _send_error(self, exchange: Exchange, error: ContextCacheError) -> None:
         if error.http_status >= 500:
-            fields = {"request_id": exchange.request_id, "code": error.code, "error": error.message}
+            fields = {
+                "request_id": exchange.request_id,
+                "code": error.code,
+                "error": error.message,
+                "cause": cause_of(error),
+            }
             log.warning("request refused", extra=fields)
         if exchange.status is None:
             await exchange.send_error(error)

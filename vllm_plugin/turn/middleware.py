@@ -17,6 +17,7 @@ from contextcache.json_body import parse_object
 from contextcache.logs import show_logs_of
 from contextcache.request_body import is_opaque, remove_forbidden_keys
 from contextcache.request_headers import joined_headers
+from contextcache.rpc import cause_of
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
 from contextcache.settings import read_secret
 from contextcache.tracing import TRACEPARENT
@@ -160,6 +161,8 @@ class TurnMiddleware:
 
     @staticmethod
     async def _refuse(error: ContextCacheError, started: _Started) -> None:
+        if error.http_status >= 500:
+            log.warning("turn refused", extra={"code": error.code, "error": error.message, "cause": cause_of(error)})
         if started.value:
             return  # the answer has begun; it ends without its end
         headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
