@@ -95,7 +95,12 @@ def _metrics_served(app: GatewayApp, settings: GatewaySettings) -> AbstractAsync
         found = await app.ready_state.describe()
         return Page(json.dumps(found).encode(), 200 if found["ready"] else 503, "application/json")
 
-    pages = {"/healthz": health_page(lambda: True), "/readyz": readyz}
+    async def serving() -> Page:
+        # Asked for its gauge: nobody else may be asking.
+        await app.ready_state.describe()
+        return await health_page(lambda: not app.ready_state.draining)()
+
+    pages = {"/healthz": health_page(lambda: True), "/readyz": readyz, "/serving": serving}
     return metrics_server(settings.metrics_host, settings.metrics_port, registry=app.metrics.registry, pages=pages)
 
 

@@ -69,7 +69,10 @@ class GatewaySettings(TlsSettings, TracingSettings):
     )
     metrics_host: str = Field("127.0.0.1", description="address of GATEWAY_METRICS_PORT")
     metrics_port: int = Field(
-        0, ge=0, le=65535, description="port of /metrics, /healthz and /readyz without TLS, for probes; 0: none"
+        0,
+        ge=0,
+        le=65535,
+        description="port of /metrics, /healthz, /readyz and /serving without TLS, for probes; 0: none",
     )
     ext_proc_listen: str = Field(
         "",
