@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
-from deploy.chart.kubernetes_values import NetworkPolicyPeers, Port, Quantity, Resources, SecretKey, SecretName
+from deploy.chart.kubernetes_values import NetworkPolicyPeers, Quantity, Resources, SecretKey, SecretName
 from deploy.chart.pod_values import ImageReference, Pod, Repository, Tag, resources
 from deploy.chart.section import Section
 
@@ -16,7 +16,11 @@ _URL = r"^((redis|rediss|redis\+cluster|rediss\+cluster|redis\+sentinel|rediss\+
 class RedisEgress(Section):
     """Where the store is, for the NetworkPolicy."""
 
-    port: Port = Field(6379, description="its port")
+    port: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 65535})] = Field(
+        0,
+        description="its port, after address translation; 0: the one in redis.url, else 6379. Sentinels' ports in "
+        "redis.url are open too; those in a Secret nobody sees: networkPolicy.extraEgress.contextManager",
+    )
     to: NetworkPolicyPeers = Field(default_factory=list, description="NetworkPolicyPeers; []: any address on that port")
 
 

@@ -200,6 +200,27 @@ def test_peers_apart_reach_no_other_sidecar():
     assert not {flow for flow in found if flow[0] in {"engine", "injected"} and flow[2] == 50061}
 
 
+@pytest.mark.parametrize(
+    ("redis", "ports"),
+    [
+        ({"url": "rediss://redis.data.svc:6380/0"}, {6380}),
+        ({"url": "redis://redis.data.svc/0"}, {6379}),
+        ({"url": "redis://[fd00::5]:7000"}, {7000}),
+        ({"url": "", "existingSecret": "redis"}, {6379}),
+        ({"url": "redis://redis.data.svc:80/0", "egress": {"port": 6379}}, {6379}),
+        ({"url": "redis+sentinel://s1:26379,s2,s3:26380/primary"}, {26379, 26380, 6379}),
+        ({"url": "redis+sentinel://s1/primary", "egress": {"port": 6390}}, {26379, 6390}),
+    ],
+)
+def test_the_store_is_reached_on_the_port_that_its_address_names(redis, ports):
+    policy = one(
+        render(Release({"redis": redis, "contextManager": {"sweepLease": False}})), "NetworkPolicy", "-manager"
+    )
+    opened = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
+
+    assert opened - {53} == ports
+
+
 def test_a_model_may_be_fetched_by_the_engine_alone():
     values = merged(NARROW, ENGINE, INJECTOR, {"networkPolicy": {"modelDownload": {"enabled": True}}})
     found = flows(values) - flows(merged(NARROW, ENGINE, INJECTOR))

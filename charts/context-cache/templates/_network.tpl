@@ -121,6 +121,26 @@ pod is named beside clients, who may be few.
     {{- include "context-cache.network.pods" (dict "root" . "component" "context-manager") | nindent 4 }}
 {{- end }}
 
+{{/*
+Ports of the store, a JSON list: those in redis.url unless redis.egress.port says another. Sentinels only say where the
+store is, so its own port is open beside theirs. Takes the root.
+*/}}
+{{- define "context-cache.network.redisPorts" -}}
+{{- $url := .Values.redis.url }}
+{{- $sentinels := contains "+sentinel://" $url }}
+{{- $named := list }}
+{{- range regexReplaceAll "^[a-z+]+://([^/?]*).*$" $url "${1}" | splitList "," }}
+{{- $port := regexFind "[0-9]+$" (regexFind ":[0-9]+$" .) | default (ternary "26379" "6379" $sentinels) }}
+{{- $named = append $named ($port | int) }}
+{{- end }}
+{{- $own := .Values.redis.egress.port | int }}
+{{- if $sentinels }}
+{{- append $named ($own | default 6379) | uniq | toJson }}
+{{- else }}
+{{- ternary (list $own) $named (gt $own 0) | toJson }}
+{{- end }}
+{{- end }}
+
 {{/* Rules out of the values: dict "rules" .Values.networkPolicy.extraEgress "component" "contextManager". */}}
 {{- define "context-cache.network.extra" -}}
 {{- with get .rules .component }}
