@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from deploy.chart.kubernetes_values import FreeObject, SecretKey, SecretName, Strings
-from deploy.chart.pod_values import ImageReference, Tag
+from deploy.chart.pod_values import ImageReference, Registry, Tag
 from deploy.chart.section import Section
 
 USER = 65532
@@ -23,7 +23,7 @@ PullSecrets = Annotated[
 class Image(ImageReference):
     """The image of every process of ours."""
 
-    registry: str = Field(
+    registry: Registry = Field(
         "", description="host of the registry, also of images that name none; empty: the nodes' default"
     )
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
@@ -81,8 +81,8 @@ class SigningValues(Section):
 class TracingValues(Section):
     """OpenTelemetry: one trace per turn, through every part."""
 
-    endpoint: Annotated[str, WithJsonSchema({"type": "string", "pattern": "^(https?://[^/@]+)?$"})] = Field(
-        "", description="OTLP/gRPC address of a collector, http://host:4317; empty: no traces"
+    endpoint: Annotated[str, WithJsonSchema({"type": "string", "pattern": "^(https?://[^/@]+:[0-9]+)?$"})] = Field(
+        "", description="OTLP/gRPC address of a collector with its port, http://host:4317; empty: no traces"
     )
     sample_ratio: float = Field(0.1, ge=0, le=1, description="share of the traces begun here that are kept")
 

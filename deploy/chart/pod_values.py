@@ -24,6 +24,13 @@ Tag = Annotated[str, WithJsonSchema({"type": "string", **_NOT_FLOATING})]
 """An image's tag; floating ones are refused."""
 Digest = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^(sha256:[a-f0-9]{64})?$"})]
 """An image's digest, or nothing."""
+Registry = Annotated[
+    str,
+    WithJsonSchema(
+        {"type": "string", "pattern": r"^([A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?)?$", "not": {"pattern": "//"}}
+    ),
+]
+"""Host of a registry, with a path where it has one; without https:// and a slash at the end."""
 Repository = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[a-z0-9]+([._/-]+[a-z0-9]+)*$"})]
 """Path of an image in its registry."""
 
@@ -31,7 +38,7 @@ Repository = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[a-z
 class ImageReference(Section):
     """Where an image is."""
 
-    registry: str = Field("", description="host of the registry; empty: image.registry")
+    registry: Registry = Field("", description="host of the registry; empty: image.registry")
     repository: Repository = Field("context-cache", description="path in the registry")
     tag: Tag = Field("", description="tag; empty: the chart's appVersion; floating tags (latest) are refused")
     digest: Digest = Field("", description="sha256:…; when set it decides, whatever the tag")

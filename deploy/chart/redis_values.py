@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, WithJsonSchema
 
 from deploy.chart.kubernetes_values import NetworkPolicyPeers, Quantity, Resources, SecretKey, SecretName
-from deploy.chart.pod_values import ImageReference, Pod, Repository, Tag, resources
+from deploy.chart.pod_values import ImageReference, Pod, Registry, Repository, Tag, resources
 from deploy.chart.section import Section
 
 _URL = r"^((redis|rediss|redis\+cluster|rediss\+cluster|redis\+sentinel|rediss\+sentinel)://[^@\s]+)?$"
@@ -44,7 +44,7 @@ class RedisValues(Section):
 class ValkeyImage(ImageReference):
     """Valkey's own image."""
 
-    registry: str = Field("docker.io", description="host of the registry; empty: image.registry")
+    registry: Registry = Field("docker.io", description="host of the registry; empty: image.registry")
     repository: Repository = Field("valkey/valkey", description="path in the registry")
     tag: Tag = Field("8.1.4", description="tag; floating tags (latest) are refused")
 
