@@ -11,6 +11,7 @@ from deploy.chart.envoy_template import envoy_defaults, envoy_template
 from deploy.chart.generate_readme import readme
 from deploy.chart.generate_schema import values_schema
 from deploy.chart.generate_values import values_yaml
+from deploy.chart.sections import sections_json
 from deploy.chart.values import ChartValues
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "context-cache"
@@ -22,6 +23,7 @@ def generated() -> Mapping[str, str]:
         "values.yaml": values_yaml(ChartValues),
         "values.schema.json": values_schema(ChartValues),
         "README.md": readme(ChartValues),
+        "files/sections.json": sections_json(ChartValues),
         "files/envoy.yaml": envoy_template(),
         "files/envoy-defaults.json": envoy_defaults(),
         "files/dashboard.json": dashboard_json(),

@@ -350,3 +350,25 @@ def test_the_load_balancer_is_as_the_values_say():
     assert service["spec"]["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
     assert service["spec"]["ports"][0]["port"] == 8080
     assert service["metadata"]["annotations"]["example.org/lb"] == "internal"
+
+
+NULLS: Values = {
+    "commonLabels": None,
+    "commonAnnotations": None,
+    "podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+    "gateway": {"resources": None, "tolerations": None, "podAnnotations": None, "extraEnv": None},
+    "engine": {"resources": None, "tolerations": None, "nodeSelector": None, "extraArgs": None},
+    "sidecar": {"resources": None, "peerNetworks": None},
+    "networkPolicy": {"clients": None, "dns": {"to": None}, "extraEgress": {"engine": None}},
+    "image": {"pullSecrets": None},
+}
+"""What files of values say to empty a list or map, or to leave the choice of a user to OpenShift."""
+
+
+@pytest.mark.parametrize("helm", HELMS, ids=lambda helm: helm.version)
+def test_nulls_empty_what_may_be_empty(helm):
+    made = list(pods(render(Release(merged(REDIS, ENGINE, INJECTOR, NULLS)), helm)))
+
+    assert {pod.spec["securityContext"].get("runAsUser") for pod in made} == {None}
+    assert {pod.spec["securityContext"]["runAsNonRoot"] for pod in made} == {True}
+    assert not [pod.owner for pod in made if pod.spec.get("tolerations")]

@@ -202,7 +202,7 @@ pods.
 {{- if and (ne .Values.sidecar.storage.type "existingClaim") (ge $disk $size) }}
 {{- fail (printf "sidecar.diskLimit (%v) must be less than sidecar.storage.size (%v): manifests and unfinished files need room too" .Values.sidecar.diskLimit .Values.sidecar.storage.size) }}
 {{- end }}
-{{- with dig "limits" "memory" "" .Values.sidecar.resources }}
+{{- with dig "limits" "memory" "" (.Values.sidecar.resources | default dict) }}
 {{- if le (include "context-cache.bytes" (dict "name" "sidecar.resources.limits.memory" "value" .) | float64) $memory }}
 {{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v), whose pages it counts: the sidecar would be killed" . $.Values.sidecar.memoryLimit) }}
 {{- end }}

@@ -50,7 +50,7 @@ app.kubernetes.io/component: {{ . }}
 
 {{/* The annotations block of an object: dict "root" $ "annotations" (dict …), the latter optional; or nothing. */}}
 {{- define "context-cache.annotations" -}}
-{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations -}}
+{{- with merge (dict) (.annotations | default dict) (.root.Values.commonAnnotations | default dict) -}}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}

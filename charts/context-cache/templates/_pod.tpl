@@ -11,10 +11,10 @@ version is not among the labels: a new chart that changes nothing restarts nothi
 labels:
   {{- include "context-cache.selectorLabels" . | nindent 2 }}
   app.kubernetes.io/part-of: context-cache
-  {{- with merge (dict) (.labels | default dict) (.values.podLabels | default dict) .root.Values.commonLabels }}
+  {{- with merge (dict) (.labels | default dict) (.values.podLabels | default dict) (.root.Values.commonLabels | default dict) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with merge (dict) (.annotations | default dict) (.values.podAnnotations | default dict) .root.Values.commonAnnotations }}
+{{- with merge (dict) (.annotations | default dict) (.values.podAnnotations | default dict) (.root.Values.commonAnnotations | default dict) }}
 annotations:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -100,7 +100,7 @@ readinessProbe:
 
 {{/* Resources of vLLM's container, the accelerators among them: limit and request of these are always equal. */}}
 {{- define "context-cache.engine.resources" -}}
-{{- $resources := deepCopy .Values.engine.resources }}
+{{- $resources := .Values.engine.resources | default dict | deepCopy }}
 {{- with .Values.engine.gpu }}
 {{- if gt (int .count) 0 }}
 {{- $gpus := dict .resource (.count | int) }}
@@ -145,7 +145,7 @@ rollingUpdate:
 {{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
 {{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0, no pod could be replaced" }}
 {{- end }}
-{{- with dig "limits" "memory" "" $engine.resources }}
+{{- with dig "limits" "memory" "" ($engine.resources | default dict) }}
 {{- if le (include "context-cache.bytes" (dict "name" "engine.resources.limits.memory" "value" .) | float64) (include "context-cache.bytes" (dict "name" "engine.shm.sizeLimit" "value" $engine.shm.sizeLimit) | float64) }}
 {{- fail (printf "engine.resources.limits.memory (%v) must exceed engine.shm.sizeLimit (%v), whose pages it counts: vLLM would be killed" . $engine.shm.sizeLimit) }}
 {{- end }}
