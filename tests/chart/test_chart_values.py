@@ -372,3 +372,21 @@ def test_nulls_empty_what_may_be_empty(helm):
     assert {pod.spec["securityContext"].get("runAsUser") for pod in made} == {None}
     assert {pod.spec["securityContext"]["runAsNonRoot"] for pod in made} == {True}
     assert not [pod.owner for pod in made if pod.spec.get("tolerations")]
+
+
+def test_what_an_operator_selects_by_wins_over_common_labels():
+    labels = {"release": "prometheus", "app.kubernetes.io/part-of": "monitoring"}
+    values = {
+        "commonLabels": {"release": "llm", "grafana_dashboard": "no"},
+        "monitoring": {
+            "podMonitor": {"enabled": True, "labels": labels},
+            "prometheusRule": {"enabled": True, "labels": labels},
+            "dashboard": {"enabled": True},
+        },
+    }
+    documents = render(Release(merged(REDIS, values)))
+    dashboard = one(documents, "ConfigMap", "-dashboard")["metadata"]["labels"]
+
+    for document in [*of_kind(documents, "PodMonitor"), *of_kind(documents, "PrometheusRule")]:
+        assert labels.items() <= document["metadata"]["labels"].items()
+    assert (dashboard["release"], dashboard["grafana_dashboard"]) == ("llm", "1")
