@@ -84,6 +84,14 @@ def test_a_name_in_extra_env_replaces_what_the_chart_would_say():
     assert env_of(container(engine_pod(values), "vllm"))["VLLM_CPU_KVCACHE_SPACE"] == "9"
 
 
+def test_a_token_in_extra_env_takes_the_place_of_the_secret_s():
+    own = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "own", "key": "hub"}}}
+    values = {"engine": {"hfTokenSecret": {"name": "hub"}, "extraEnv": [own]}}
+    given = [item for item in container(engine_pod(values), "vllm")["env"] if item["name"] == "HF_TOKEN"]
+
+    assert given == [own]
+
+
 def test_with_tls_vllm_and_its_probes_speak_https():
     vllm = container(engine_pod(TLS_SECRET), "vllm")
     files = {mount["mountPath"] for mount in vllm["volumeMounts"]}

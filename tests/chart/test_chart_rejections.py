@@ -25,6 +25,27 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "a registry with a scheme": ({"image": {"registry": "https://registry.example.org"}}, ("image", "registry")),
     "a registry with a slash at its end": ({"image": {"registry": "registry.example.org/"}}, ("image", "registry")),
     "a collector without a port": ({"tracing": {"endpoint": "http://otel.monitoring.svc"}}, ("tracing", "endpoint")),
+    "two ports of a pod that are one": (
+        merged(ENGINE, {"discovery": {"sidecarPort": 8000}}),
+        ("discovery.sidecarPort",),
+    ),
+    "the port of the sidecar's metrics": ({"discovery": {"port": 9091}}, ("discovery.port", "9091")),
+    "a model cache where something else is": (
+        merged(ENGINE, {"engine": {"modelCache": {"mountPath": "/dev/shm"}}}),
+        ("engine.modelCache.mountPath",),
+    ),
+    "an argument that is a value, in its short form": (
+        merged(ENGINE, {"engine": {"extraArgs": ["-tp=2"]}}),
+        ("engine.extraArgs", "-tp", ".tensorParallelSize"),
+    ),
+    "an argument that is a value, spelt with underscores": (
+        merged(ENGINE, {"engine": {"extraArgs": ["--block_size=32"]}}),
+        ("engine.extraArgs", "--block_size"),
+    ),
+    "a second connector": (
+        merged(ENGINE, {"engine": {"extraArgs": ["--kv-offloading-size=8"]}}),
+        ("engine.extraArgs", "--kv-offloading-size"),
+    ),
     "a component taken away by a null": ({"gateway": None}, ("gateway: null",)),
     "a store taken away by a null": ({"valkey": None}, ("valkey: null",)),
     "a section taken away by a null": (merged(ENGINE, {"engine": {"gpu": None}}), ("engine.gpu: null",)),

@@ -54,8 +54,10 @@ The chart's own vLLM container: what injected pods bring themselves. All take th
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
+{{- $given := list }}
+{{- range $engine.extraEnv }}{{ $given = append $given .name }}{{ end }}
 {{- with $engine.hfTokenSecret }}
-{{- if .name }}
+{{- if and .name (not (has "HF_TOKEN" $given)) }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
@@ -133,6 +135,9 @@ rollingUpdate:
 {{- if and (gt $gpus 0) (ne (mod $gpus $tp) 0) }}
 {{- fail (printf "engine.tensorParallelSize (%d) must divide into engine.gpu.count (%d): each rank needs a GPU of the pod" $tp $gpus) }}
 {{- end }}
+{{- if has (trimSuffix "/" $engine.modelCache.mountPath) (list "" "/tmp" "/dev/shm" "/run/context-cache" "/var/lib/context-cache" "/etc/context-cache/signing" "/etc/context-cache/tls") }}
+{{- fail (printf "engine.modelCache.mountPath (%s): something else is mounted there" $engine.modelCache.mountPath) }}
+{{- end }}
 {{- $tokens := get .Values.sidecar.settings "blockTokens" | default 256 | int }}
 {{- if ne (mod $tokens (int $engine.blockSize)) 0 }}
 {{- fail (printf "sidecar.settings.blockTokens (%d) must be a multiple of engine.blockSize (%d)" $tokens (int $engine.blockSize)) }}
@@ -151,7 +156,9 @@ rollingUpdate:
 {{- end }}
 {{- end }}
 {{- range $engine.extraArgs }}
-{{- if regexMatch "^--(host|port|model|tensor-parallel-size|block-size|kv-transfer-config|shutdown-timeout|ssl-[a-z]+|uds)(=|$)" . }}
+{{- /* vLLM takes --tensor_parallel_size and -tp for the same. */}}
+{{- $flag := splitList "=" . | first | replace "_" "-" }}
+{{- if regexMatch "^(-tp|--(host|port|model|tensor-parallel-size|block-size|kv-transfer-config(\\..*)?|kv-offloading-.*|shutdown-timeout|ssl-[a-z-]+|uds|headless))$" $flag }}
 {{- fail (printf "engine.extraArgs: %s is set from other values: engine.model, .tensorParallelSize, .blockSize, .connector, .shutdownTimeoutS, discovery.port, tls" (splitList "=" . | first)) }}
 {{- end }}
 {{- end }}
