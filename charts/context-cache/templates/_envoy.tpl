@@ -52,8 +52,10 @@ end in a dot: they are complete, and Envoy looks them up once a second without t
 
 {{/* Env items of a gateway that depend on who stands in front of it. Takes the root. */}}
 {{- define "context-cache.envoy.gatewayEnv" -}}
+{{- if ne .Values.envoy.mode "none" }}
 - name: GATEWAY_EXT_PROC_LISTEN
   value: 0.0.0.0:9002
+{{- end }}
 {{- if .Values.tls.enabled }}
 # Clients themselves have no certificate of the release's; a proxy in front has one.
 - name: GATEWAY_TLS_CLIENTS
