@@ -14,10 +14,11 @@ from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from contextcache.connection_limit import ConnectionLimit
+
 log = logging.getLogger(__name__)
 
 _CONNECTIONS_MAX = 64
-"""More are closed at once."""
 _HEAD_BYTES_MAX = 8 << 10
 _DEADLINE_S = 10.0
 """From connecting to the last byte of the answer; probes and scrapes give up sooner."""
@@ -72,15 +73,16 @@ def health_page(is_healthy: Callable[[], bool]) -> Answer:
 class _Connections:
     def __init__(self, pages: Mapping[str, Answer]) -> None:
         self._pages = pages
+        self._limit = ConnectionLimit(_CONNECTIONS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= _CONNECTIONS_MAX:
-            writer.transport.abort()
-            return
+        self._limit.admit(writer.transport)
         task = asyncio.create_task(self._serve(reader, writer), name="metrics request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Here, because a task that is cancelled before it begins ends nothing itself.
+        task.add_done_callback(lambda _: self._limit.end(writer.transport))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -89,16 +91,14 @@ class _Connections:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with suppress(OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
-                async with asyncio.timeout(_DEADLINE_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_message(await self._answer(head), with_body=not head.startswith(b"HEAD ")))
-                    await writer.drain()
-                    writer.close()
-                    await writer.wait_closed()
-        finally:
-            writer.transport.abort()
+        with suppress(OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_DEADLINE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                self._limit.note_asked(writer.transport)
+                writer.write(_message(await self._answer(head), with_body=not head.startswith(b"HEAD ")))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
 
     async def _answer(self, head: bytes) -> Page:
         method, _, rest = head.decode("latin-1").partition(" ")

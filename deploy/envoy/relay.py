@@ -7,7 +7,7 @@ keeper, asks it three fixed questions; nothing of a request but its path is look
     GET /ready              as admin answers it, and 503 from the first SIGTERM on
     GET /healthz            200 while admin answers anything at all
 
-Bounds: `MAX_CONNECTIONS` at one time, more are closed; `DEADLINE_S` from a connection's first byte to its end.
+Bounds: `MAX_CONNECTIONS` at one time, where a new one takes the place of the oldest silent one; `DEADLINE_S` for each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from contextcache.connection_limit import ConnectionLimit
 from deploy.envoy.settings import split_address
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Relay:
         self._admin_file = admin_file
         self._drains = drains
         self._deadline_s = deadline_s
-        self._num_connections = 0
+        self._limit = ConnectionLimit(MAX_CONNECTIONS)
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-relay", daemon=True)
@@ -74,19 +75,22 @@ class Relay:
         server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
+        self._limit.admit(writer.transport)
         try:
-            if self._num_connections <= MAX_CONNECTIONS:
-                async with asyncio.timeout(self._deadline_s):
-                    await self._exchange(reader, writer)
+            async with asyncio.timeout(self._deadline_s):
+                await self._exchange(reader, writer)
+                writer.close()
+                await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as exc:
             log.debug("the relay broke off", extra={"error": str(exc)})
         finally:
-            self._num_connections -= 1
-            writer.close()
+            # What was not read by now never leaves.
+            self._limit.end(writer.transport)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        method, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")[0].decode("latin-1").partition(" ")
+        head = await reader.readuntil(b"\r\n\r\n")
+        self._limit.note_asked(writer.transport)
+        method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
         path = rest.partition(" ")[0]
         if path not in _RELAYED:
             _reply(writer, "404 Not Found")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from yarl import URL
@@ -84,17 +84,46 @@ async def test_the_relay_outlives_nonsense(relay_before_admin, request_):
     assert (await asked(port, "GET /healthz HTTP/1.1"))[:12] == b"HTTP/1.1 200"
 
 
-async def test_the_relay_holds_no_more_connections_than_it_may(relay_before_admin):
+async def test_who_holds_connections_and_says_nothing_keeps_no_probe_out(relay_before_admin):
     port, _ = relay_before_admin
     held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
-    refused = await asked_raw(port, b"GET /ready HTTP/1.1\r\n\r\n")
+    probed = await asked(port, "GET /healthz HTTP/1.1")
+    async with asyncio.timeout(DEADLINE_S):
+        gave_way = await asyncio.gather(held[0][0].read(), return_exceptions=True)
     for _, writer in held:
         writer.close()
-    async with asyncio.timeout(DEADLINE_S):
-        while not (await asked(port, "GET /healthz HTTP/1.1")).startswith(b"HTTP/1.1 200"):
-            await asyncio.sleep(_POLL_S)
+    await asyncio.gather(*(writer.wait_closed() for _, writer in held), return_exceptions=True)
 
-    assert refused == b""
+    assert probed[:12] == b"HTTP/1.1 200"
+    assert not gave_way[0] or isinstance(gave_way[0], ConnectionError)
+
+
+async def test_a_client_that_does_not_read_is_let_go(tmp_path):
+    async def endless(reader, writer):
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+
+    async with await asyncio.start_server(endless, "127.0.0.1", 0) as admin:
+        (tmp_path / "admin").write_text(f"127.0.0.1:{admin.sockets[0].getsockname()[1]}")
+        with serving_relay(tmp_path / "admin", drains=lambda: False, deadline_s=0.2) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.write(b"GET /stats/prometheus HTTP/1.1\r\n\r\n")
+            with pytest.raises(ConnectionError):
+                # An end that was not waited for: what the client had not read would have come first.
+                await until_broken(writer)
+            writer.close()
+            await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+async def until_broken(writer):
+    """Write until the other end is gone."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(_POLL_S)
 
 
 async def test_the_relay_of_a_draining_envoy_is_not_ready_whatever_admin_says(tmp_path, relay_before_admin):
