@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.progress import Step, StepFailed, run_logged
+from deploy.local.progress import StepFailed, run_logged
 
 _TOOLS = {"buildah": "builds images", "mmdebstrap": "makes a small Debian to build on"}
 
@@ -56,6 +56,7 @@ class Buildah:
         given = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
         options = ["--isolation", "chroot", "--format", "docker", "--layers=false", "--tag", name, *given]
         self._logged("bud", *options, "--file", str(dockerfile), str(dockerfile.parent), what=f"image {name}")
+        self._output("rmi", "--prune")  # layers of the image that had this name before
 
     def run(self, name: str, command: Sequence[str], *, user: str = "") -> str:
         """Run a command in a container of an image and return what it prints. Raises StepFailed."""
@@ -84,6 +85,3 @@ class Buildah:
         if result.returncode != 0:
             raise StepFailed(f"buildah {words[0]} failed: {result.stderr.strip()[-500:]}")
         return result.stdout.strip()
-
-
-__all__ = ["Buildah", "Step", "ensure_tools"]
