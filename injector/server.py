@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from typing_extensions import override
 
 from contextcache.metrics_server import health_page, metrics_server
 from injector.certificate import Certificate
+from injector.https_listener import HttpsListener
 from injector.metrics import InjectorMetrics
 from injector.parts import read_parts
 from injector.settings import InjectorSettings
@@ -78,23 +79,21 @@ async def _https(webhook: Webhook, certificate: Certificate, settings: InjectorS
     handlers = runner.server
     assert handlers is not None
 
-    def accept() -> asyncio.Protocol:
-        return handlers() if len(handlers.connections) < settings.max_connections else _OneTooMany()
-
     try:
-        server = await asyncio.get_running_loop().create_server(
-            accept,
-            settings.host,
-            settings.port,
-            backlog=_LISTEN_BACKLOG,
-            ssl=certificate.context,
-            ssl_handshake_timeout=settings.handshake_timeout_s,
-            ssl_shutdown_timeout=settings.handshake_timeout_s,
+        listening = HttpsListener(
+            _listener(settings),
+            handlers,
+            is_busy=webhook.answering.__contains__,
+            context=certificate.context,
+            max_connections=settings.max_connections,
+            handshake_timeout_s=settings.handshake_timeout_s,
         )
+        accepting = asyncio.create_task(listening.run(), name="https listener")
         try:
-            yield server.sockets[0].getsockname()[1]
+            yield listening.port
         finally:
-            server.close()
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
     finally:
         await runner.cleanup()
 
@@ -108,9 +107,8 @@ async def _probes(webhook: Webhook, settings: InjectorSettings) -> AsyncIterator
         yield port
 
 
-class _OneTooMany(asyncio.Protocol):
-    """A connection that is closed at once."""
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+def _listener(settings: InjectorSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.create_server((settings.host, settings.port), family=family, backlog=_LISTEN_BACKLOG)
+    listener.setblocking(False)
+    return listener

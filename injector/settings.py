@@ -30,7 +30,9 @@ class InjectorSettings(ProcessSettings):
     max_requests: int = Field(
         32, ge=1, description="reviews answered at one time; more are 503, and the pods start without an injection"
     )
-    max_connections: int = Field(256, ge=1, description="connections held at one time; more are closed at once")
+    max_connections: int = Field(
+        64, ge=1, description="connections held at one time, TLS handshakes included; the oldest idle one gives way"
+    )
     request_timeout_s: float = Field(
         5.0, gt=0, description="seconds from a review's head to its answer; the API server's own deadline is as long"
     )

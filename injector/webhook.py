@@ -28,13 +28,14 @@ class Webhook:
     request_timeout_s: float
     draining: bool = False
     """Set when new connections should go elsewhere; what arrives is still answered."""
-    in_flight: int = field(default=0, init=False)
+    answering: set[asyncio.Protocol] = field(default_factory=set, init=False)
+    """Connections of the reviews that are read and answered."""
 
     async def mutate(self, request: web.BaseRequest) -> web.Response:
         """Answer one review; anything that is none gets a status that the API server takes for a failed webhook."""
-        if self.in_flight >= self.max_requests:
+        if len(self.answering) >= self.max_requests:
             return self._refused(503, "too many reviews at one time")
-        self.in_flight += 1
+        self.answering.add(request.protocol)
         try:
             with self.metrics.review_seconds.time():
                 async with asyncio.timeout(self.request_timeout_s):
@@ -47,7 +48,7 @@ class Webhook:
         except InvalidRequest as exc:
             return self._refused(400, exc.message)
         finally:
-            self.in_flight -= 1
+            self.answering.discard(request.protocol)
         self._tell(verdict)
         return web.json_response(verdict.response())
 

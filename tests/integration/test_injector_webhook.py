@@ -14,6 +14,7 @@ import trustme
 
 from injector.server import serve
 from injector.settings import InjectorSettings
+from injector.webhook import Webhook
 from tests.helpers.valkey import free_port
 from tests.unit.injector.pods import apply_patch, make_parts, make_pod
 
@@ -184,18 +185,58 @@ async def test_a_connection_that_shakes_no_hands_does_not_stay(injector):
     assert said == b""
 
 
-async def test_a_connection_too_many_is_closed(injector):
-    async with injector.running(max_connections=1), aiohttp.ClientSession() as http:
-        url, options = f"https://127.0.0.1:{injector.ports.https}/mutate", {"ssl": injector.trust()}
-        options |= {"server_hostname": HOST, "data": make_review(make_pod())}
-        async with http.post(url, **options) as answer:
-            kept = answer.status
-            await answer.read()
-        # The first connection is kept alive by its session.
-        with pytest.raises((aiohttp.ClientError, OSError)):
-            await injector.post(make_review(make_pod()))
+async def test_handshakes_that_nobody_finishes_keep_no_review_out_and_are_bounded(injector):
+    async with injector.running(max_connections=4):
+        held = [await asyncio.open_connection("127.0.0.1", injector.ports.https) for _ in range(300)]
+        status, _ = await injector.post(make_review(make_pod()))
+        async with asyncio.timeout(PATIENCE_S):
+            # All but the newest: the review took the place of one of them.
+            given_up = await asyncio.gather(*(reader.read() for reader, _ in held[:-4]), return_exceptions=True)
+        for _, writer in held:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for _, writer in held), return_exceptions=True)
 
-    assert kept == 200
+    assert status == 200
+    assert all(not found or isinstance(found, ConnectionError) for found in given_up)
+
+
+async def test_idle_connections_give_way(injector):
+    async with injector.running(max_connections=2):
+        port, shown = injector.ports.https, {"ssl": injector.trust(), "server_hostname": HOST}
+        held = [await asyncio.open_connection("127.0.0.1", port, **shown) for _ in range(2)]
+        statuses = [(await injector.post(make_review(make_pod())))[0] for _ in range(4)]
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(held[0][0].read(), return_exceptions=True)
+        for _, writer in held:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for _, writer in held), return_exceptions=True)
+
+    assert statuses == [200] * 4
+
+
+async def test_a_review_under_way_keeps_its_connection(injector, monkeypatch):
+    begun, more = asyncio.Event(), asyncio.Event()
+    mutate = Webhook.mutate
+
+    async def noted(webhook, request):
+        begun.set()
+        return await mutate(webhook, request)
+
+    async def slow():
+        yield b"{"
+        await more.wait()
+        yield b"}"
+
+    monkeypatch.setattr(Webhook, "mutate", noted)
+    async with injector.running(max_connections=2):
+        first = asyncio.create_task(injector.post(slow()))
+        async with asyncio.timeout(PATIENCE_S):
+            await begun.wait()
+        others = [(await injector.post(make_review(make_pod())))[0] for _ in range(4)]
+        more.set()
+        first_status, _ = await first
+
+    assert (first_status, others) == (400, [200] * 4)
 
 
 async def test_a_new_certificate_is_shown_without_a_restart(injector):
