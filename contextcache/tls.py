@@ -160,7 +160,7 @@ def _tried(files: TlsFiles) -> TlsMaterial:
     server = _context(ssl.PROTOCOL_TLS_SERVER, files)
     server.verify_mode = ssl.CERT_REQUIRED
     open_server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-    expires_at_s = _shake_hands(client, server, files)
+    expires_at_s = _checked(client, server, files)
     return TlsMaterial(certificate, key, ca, files.server_name, expires_at_s, client, server, open_server)
 
 
@@ -189,22 +189,29 @@ def _no_password() -> str:
     raise ValueError("the TLS key is encrypted; it must not be")
 
 
-def _shake_hands(client_context: ssl.SSLContext, server_context: ssl.SSLContext, files: TlsFiles) -> float:
-    """Connect a part to itself in memory, which checks all that others will check; return when it expires."""
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, *, server_name: str | None) -> float:
+    """Connect two contexts in memory, and return the Unix time at which the server's certificate ends.
+
+    Checks all that a client would check. Raises ssl.SSLError.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context.wrap_bio(to_client, to_server, server_hostname=files.server_name)
-    server = server_context.wrap_bio(to_server, to_client, server_side=True)
-    waiting = [client, server]
+    asking = client.wrap_bio(to_client, to_server, server_hostname=server_name)
+    waiting = [asking, server.wrap_bio(to_server, to_client, server_side=True)]
+    while waiting:
+        waiting = [side for side in waiting if not _is_through(side)]
+    shown = asking.getpeercert()
+    assert shown is not None
+    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
+
+
+def _checked(client: ssl.SSLContext, server: ssl.SSLContext, files: TlsFiles) -> float:
+    """Connect a part to itself, which checks all that others will check; return when its certificate expires."""
     try:
-        while waiting:
-            waiting = [side for side in (client, server) if not _is_through(side)]
+        return shake_hands(client, server, server_name=files.server_name)
     except ssl.SSLCertVerificationError as exc:
         raise ValueError(f"other parts would refuse {files.cert_file}: {exc.verify_message}") from exc
     except ssl.SSLError as exc:
         raise ValueError(f"other parts would refuse {files.cert_file}: {exc.reason or exc}") from exc
-    own = client.getpeercert()
-    assert own is not None
-    return float(ssl.cert_time_to_seconds(str(own["notAfter"])))
 
 
 def _is_through(side: ssl.SSLObject) -> bool:

@@ -8,6 +8,7 @@ import ssl
 from pathlib import Path
 
 from contextcache.file_version import file_version
+from contextcache.tls import shake_hands
 from injector.metrics import InjectorMetrics
 
 log = logging.getLogger(__name__)
@@ -72,20 +73,4 @@ def _expires_at_s(cert_file: Path, key_file: Path) -> float:
     client_context.check_hostname = False
     client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     client_context.load_verify_locations(cert_file)
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context.wrap_bio(to_client, to_server)
-    server = server_context.wrap_bio(to_server, to_client, server_side=True)
-    waiting = [client, server]
-    while waiting:
-        waiting = [side for side in waiting if not _is_through(side)]
-    own = client.getpeercert()
-    assert own is not None
-    return float(ssl.cert_time_to_seconds(str(own["notAfter"])))
-
-
-def _is_through(side: ssl.SSLObject) -> bool:
-    try:
-        side.do_handshake()
-    except ssl.SSLWantReadError:
-        return False
-    return True
+    return shake_hands(client_context, server_context, server_name=None)
