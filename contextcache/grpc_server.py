@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -52,7 +53,8 @@ class ErrorMapping(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(
                 _mapped(method.stream_unary), method.request_deserializer, method.response_serializer
             )
-        if method.unary_stream:
+        # Others write their answers themselves, as gRPC's own Health.Watch does.
+        if inspect.isasyncgenfunction(method.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
                 _mapped_stream(method.unary_stream), method.request_deserializer, method.response_serializer
             )

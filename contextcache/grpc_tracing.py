@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeAlias
@@ -44,7 +45,8 @@ class TracedCalls(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(
                 wrap.answering(method.stream_unary), method.request_deserializer, method.response_serializer
             )
-        if method.unary_stream:
+        # Others write their answers themselves, as gRPC's own Health.Watch does.
+        if inspect.isasyncgenfunction(method.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
                 wrap.streaming(method.unary_stream), method.request_deserializer, method.response_serializer
             )
