@@ -25,6 +25,7 @@ KINDS = {
     "batch/v1": ("Job",),
     "policy/v1": ("PodDisruptionBudget",),
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "coordination.k8s.io/v1": ("Lease",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
     "admissionregistration.k8s.io/v1": ("MutatingWebhookConfiguration",),

@@ -25,8 +25,7 @@ RIGHTS = {
         ("", "pods", (), ("list", "watch")),
     },
     "context-manager": {
-        ("coordination.k8s.io", "leases", (), ("create",)),
-        ("coordination.k8s.io", "leases", ("FULLNAME-context-manager-sweeper",), ("get", "update")),
+        ("coordination.k8s.io", "leases", ("FULLNAME-sweeper",), ("get", "update")),
     },
 }
 """Everything that anything of ours may ask of the Kubernetes API, all of it in its own namespace."""

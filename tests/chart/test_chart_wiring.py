@@ -333,3 +333,10 @@ def test_times_to_end_fit_into_one_another(documents):
             )
 
             assert asleep_s < grace_s, pod.owner
+
+
+def test_the_sweeper_s_lease_is_there_under_the_name_that_managers_know(release, documents):
+    manager = env_of(pod_of(documents, "context-manager").containers[0])
+    leases = {name_of(lease) for lease in of_kind(documents, "Lease")}
+
+    assert leases == ({manager["MANAGER_SWEEP_LEASE"]} if "MANAGER_SWEEP_LEASE" in manager else set())
