@@ -33,6 +33,9 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
         if settings.unix_socket is not None:
             remove_stale_socket(settings.unix_socket)
         server = serve(sidecar, settings.addresses(), tracer=tracer)
+        if settings.unix_socket is not None:
+            # Connecting needs the right to write: the engine may be another user of the sidecar's group.
+            settings.unix_socket.chmod(0o660)
         async with _metrics_served(settings, registry, server):
             await server.start()
             fields = {"addresses": settings.addresses(), "num_contexts": sidecar.catalog.num_contexts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -163,3 +164,9 @@ def test_help_names_every_setting() -> None:
     text = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=60).stdout
 
     assert "SIDECAR_MEMORY_LIMIT_BYTES" in text
+
+
+def test_the_socket_is_for_the_sidecar_s_user_and_group(sidecar: SidecarProcess) -> None:
+    sidecar.start()
+
+    assert stat.S_IMODE((sidecar.root / "s.sock").stat().st_mode) == 0o660
