@@ -40,8 +40,6 @@ def _examine(plan: Plan, *, as_lines: bool) -> list[Finding]:
 
 
 def _plan(parsed: argparse.Namespace) -> Plan:
-    if not parsed.url.startswith(("http://", "https://")):
-        raise ValueError("the URL must begin with http:// or https://")
     key = None
     if parsed.api_key_file is not None:
         key = SecretStr(parsed.api_key_file.read_text().strip())
@@ -72,9 +70,20 @@ def _own_version() -> str:
         return "unknown"
 
 
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError("must begin with http:// or https://")
+    if "@" in text.partition("://")[2].partition("/")[0]:
+        # It is printed, and a password is not.
+        raise argparse.ArgumentTypeError("must not hold a user or a password; API keys go into --api-key-file")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="context-cache doctor", description=__doc__)
-    parser.add_argument("--url", required=True, help="where clients reach the deployment, https://llm.example.org")
+    parser.add_argument(
+        "--url", required=True, type=_url, help="where clients reach the deployment, https://llm.example.org"
+    )
     parser.add_argument("--api-key-file", type=Path, help="file with an API key in plain text; it is never printed")
     parser.add_argument("--story", action="store_true", help="create a context, ask it, delete it")
     parser.add_argument("--model", default="", help="model to ask; default: the first that is served")

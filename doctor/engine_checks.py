@@ -18,7 +18,9 @@ def model_names(front: Front) -> list[str]:
     """Return the models served; empty when that cannot be had. Raises Unreachable."""
     body = front.call("GET", "/v1/models").body
     entries = body.get("data") if isinstance(body, dict) else None
-    return [str(entry["id"]) for entry in entries or [] if isinstance(entry, dict) and "id" in entry]
+    if not isinstance(entries, list):
+        return []
+    return [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
 
 
 def models(front: Front, model: str) -> Iterator[Finding]:

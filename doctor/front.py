@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from pydantic import SecretStr
+
+from doctor.bounded_answer import EndlessAnswer, bounded, lines_of
 
 _ERROR_CHARS = 200
 
@@ -106,10 +108,11 @@ class Front:
         request = self._request(method, path, body, headers, key or (self.key if with_key else None))
         started_s = self._monotonic_s()
         try:
-            response = self._client.send(request)
-        except httpx.HTTPError as exc:
+            response = self._client.send(request, stream=True)
+            raw = self._read(response, started_s)
+        except (httpx.HTTPError, EndlessAnswer) as exc:
             raise self._unreachable(exc) from exc
-        return _answer(response, response.text, (self._monotonic_s() - started_s) * 1000)
+        return _answer(response, raw, (self._monotonic_s() - started_s) * 1000)
 
     def stream(self, path: str, body: Any) -> Stream:
         """Return a streamed answer with the times of its events. Raises Unreachable."""
@@ -121,17 +124,16 @@ class Front:
             response = self._client.send(request, stream=True)
             try:
                 if response.status_code != httpx.codes.OK:
-                    response.read()
-                    return Stream(_answer(response, response.text, 0))
-                for line in response.iter_lines():
-                    is_complete |= line == "data: [DONE]"
-                    if line.startswith("data:"):
+                    return Stream(_answer(response, self._read(response, started_s), 0))
+                for line in lines_of(self._pieces(response, started_s)):
+                    is_complete |= line == b"data: [DONE]"
+                    if line.startswith(b"data:"):
                         arrivals_s.append(self._monotonic_s() - started_s)
             finally:
                 response.close()
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, EndlessAnswer) as exc:
             raise self._unreachable(exc) from exc
-        return Stream(_answer(response, "", (self._monotonic_s() - started_s) * 1000), arrivals_s, is_complete)
+        return Stream(_answer(response, b"", (self._monotonic_s() - started_s) * 1000), arrivals_s, is_complete)
 
     def _request(
         self, method: str, path: str, body: Any, headers: Mapping[str, str] | None, key: SecretStr | None
@@ -141,7 +143,16 @@ class Front:
             sent["authorization"] = f"Bearer {key.get_secret_value()}"
         return self._client.build_request(method, path, json=body, headers=sent, extensions=self._extensions)
 
-    def _unreachable(self, exc: httpx.HTTPError) -> Unreachable:
+    def _read(self, response: httpx.Response, started_s: float) -> bytes:
+        try:
+            return b"".join(self._pieces(response, started_s))
+        finally:
+            response.close()
+
+    def _pieces(self, response: httpx.Response, started_s: float) -> Iterator[bytes]:
+        return bounded(response.iter_bytes(), until_s=started_s + self.timeout_s, monotonic_s=self._monotonic_s)
+
+    def _unreachable(self, exc: Exception) -> Unreachable:
         where = f"{self.url.host}:{self.url.port or (443 if self.url.scheme == 'https' else 80)}"
         return explain(exc, where=where, timeout_s=self.timeout_s)
 
@@ -156,6 +167,11 @@ def explain(exc: Exception, *, where: str, timeout_s: float) -> Unreachable:
 
 
 _REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
+    (
+        lambda exc, _: isinstance(exc, EndlessAnswer),
+        "{where} sends an answer that does not end within {timeout_s:g} s or is far too long",
+        "Something else than context-cache answers here, or a model that is slow: --timeout-s.",
+    ),
     (
         lambda exc, _: isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout),
         "{where} lets nobody connect within {timeout_s:g} s",
@@ -190,10 +206,11 @@ _REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
 """Whether an error is of a kind, what that means, and what to look at; the first that matches counts."""
 
 
-def _answer(response: httpx.Response, text: str, took_ms: float) -> Answer:
+def _answer(response: httpx.Response, raw: bytes, took_ms: float) -> Answer:
+    text = raw.decode(errors="replace")
     try:
         body = json.loads(text)
-    except ValueError:
+    except (RecursionError, ValueError):
         body = None
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Answer(response.status_code, headers, text, took_ms, body)

@@ -12,13 +12,20 @@ from doctor.finding import Finding, Level
 
 _SIGNS = {Level.OK: "✓", Level.WARNING: "!", Level.FAILED: "✗", Level.SKIPPED: "-"}
 _WIDTH = 120
+_TEXT_CHARS_MAX = 1000
 
 
 def lines_of(finding: Finding) -> Iterable[str]:
     """Yield one finding as lines of text: the sign, the check, what was found, and what to do."""
-    yield f"{_SIGNS[finding.level]} {finding.check:<15} {finding.text}"
+    yield f"{_SIGNS[finding.level]} {finding.check:<15} {_printable(finding.text)}"
     indent = " " * 18
     yield from textwrap.wrap(finding.hint, _WIDTH, initial_indent=f"{indent}→ ", subsequent_indent=f"{indent}  ")
+
+
+def _printable(text: str) -> str:
+    """Return text that others may have written as a terminal may get it: short, and none of it an order to it."""
+    shown = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return shown if len(shown) <= _TEXT_CHARS_MAX else f"{shown[:_TEXT_CHARS_MAX]}…"
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -40,7 +47,7 @@ def as_json(url: str, findings: Sequence[Finding]) -> str:
         "warnings": counts[Level.WARNING],
         "findings": [_entry(finding) for finding in findings],
     }
-    return json.dumps(report, indent=2, ensure_ascii=False)
+    return json.dumps(report, indent=2)
 
 
 def _entry(finding: Finding) -> dict[str, Any]:
