@@ -34,7 +34,8 @@ def started(scene: Scenario, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def cluster(started: Cluster) -> Cluster:
-    """The release, whole: every pod is ready."""
+    """The release, whole: every pod is ready, also when the test before has left it in pieces."""
+    started.restart_ended()
     started.wait_ready()
     return started
 

@@ -5,25 +5,30 @@ tests/helpers/rendered/substitutions.py lists what has to differ on one machine.
 
 from __future__ import annotations
 
+import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import httpx
 import pytest
 
+from tests.chart.manifests import COMPONENT
+from tests.helpers.rendered.cluster import Cluster
 from tests.helpers.rendered.front import READY_S, Front
 from tests.helpers.rendered.monitors import scraped
 from tests.helpers.rendered.notes import run_notes
-from tests.helpers.rendered.scenario import MODEL
+from tests.helpers.rendered.scenario import FRONT_NAME, MODEL, PARTS_NAME
 from tests.helpers.vllm_answers import ids_of_length, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 PROMPT = "Say this is a test"
 NUM_ANSWERS = 12
 """What traffic must get through before, during and after a rollout."""
+
+PORTS_WITHOUT_TLS = {"metrics", "kv-metrics", "redis"}
 
 
 class _RenderedRelease:
@@ -50,11 +55,12 @@ class _RenderedRelease:
             "vllm",
         }
 
-    def test_a_gateway_that_has_started_is_not_ready_before_an_engine_is(self, cluster):
-        before = [seen for seen in cluster.history if not seen["engine"][1]]
+    def test_gateways_serve_while_the_engine_loads_and_the_engine_is_ready_when_it_serves(self, cluster):
+        before = [seen for seen in cluster.history if not seen["engine"].ready]
 
-        assert any(seen["gateway"][0] for seen in before)
-        assert not any(seen["gateway"][1] for seen in before)
+        assert any(seen["gateway"].ready for seen in before)
+        assert any(seen["engine"].alive and not seen["engine"].passes for seen in before)
+        assert not any(seen["engine"].passes for seen in before if not seen["engine"].started)
 
     def test_the_story_create_ask_append_stream_chat_delete(self, cluster, front):
         created = front.create(prompt=PROMPT, ttl=3600)
@@ -96,10 +102,8 @@ class _RenderedRelease:
             pod[name].kill()
         cluster.observe()
         was_ready = pod.ready
-        wait_until(
-            lambda: not any(gateway["gateway"].passes("readiness") for gateway in cluster.of("gateway")),
-            within_s=READY_S,
-        )
+        wait_until(lambda: front.ask("GET", "/readyz").status_code == 503, within_s=READY_S)
+        refused = front.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi"})
         for name in ("kv-sidecar", "vllm"):
             pod.restart(pod[name])
         cluster.wait_ready()
@@ -107,23 +111,14 @@ class _RenderedRelease:
         answer = front.complete(prompt=" go on", session_id=first["session_id"])
 
         assert not was_ready
+        assert all(gateway.ready for gateway in cluster.of("gateway"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_ready_endpoint")
         assert answer["usage"]["context"]["source"] == "disk"
         assert answer["usage"]["context"]["cached_tokens"] >= len(prompt)
         front.delete(first["session_id"])
 
-    @pytest.mark.parametrize("component", ["gateway", "context-manager"])
-    def test_a_rollout_fails_no_request(self, cluster, front, component):
-        old = cluster.of(component)
-        with traffic(front) as counted:
-            wait_until(lambda: counted.total() >= NUM_ANSWERS, within_s=READY_S)
-            killed = [name for pod in old for name in cluster.replace(pod)]
-            answered = counted.total()
-            wait_until(lambda: counted.total() >= answered + NUM_ANSWERS, within_s=READY_S)
-
-        assert {what for what in counted if what[1] != 200} == set()
-        assert {what[0] for what in counted} == {"turn", "stateless", "read"}
-        assert killed == []
-        assert not set(old) & set(cluster.of(component))
+    def test_a_rollout_of_the_gateways_fails_no_request(self, cluster, front):
+        assert_a_rollout_fails_no_request(cluster, front, "gateway")
 
     def test_helm_test_passes(self, cluster, front):
         pod = cluster.test_pod()
@@ -193,26 +188,61 @@ class TestPlain(_RenderedRelease):
 
     tls = False
 
+    def test_a_rollout_of_the_managers_fails_no_request(self, cluster, front):
+        assert_a_rollout_fails_no_request(cluster, front, "context-manager")
+
 
 class TestMutualTls(_RenderedRelease):
     """Mutual TLS between the parts, HTTPS to vLLM and for clients."""
 
     tls = True
 
-    def test_no_part_answers_without_tls(self, cluster, front):
-        """Probes' and metrics' ports excepted: kubelets and Prometheus have no certificate."""
-        ports = {"gateway": ["http"], "envoy": ["http"], "engine": ["http"]}
-        for component, names in ports.items():
-            (pod, *_) = cluster.of(component)
-            for name in names:
-                assert not answers_plainly(pod.address, pod.ports[name]), (component, name)
+    def test_every_port_shows_a_certificate_but_those_of_probes_metrics_and_valkey(self, cluster, scene, front):
+        signers = {PARTS_NAME: cluster.secret("parts-tls", "ca.crt"), FRONT_NAME: scene.front_ca.decode()}
+        shown = {
+            (pod.labels[COMPONENT], port): FRONT_NAME if port == "https" else PARTS_NAME
+            for pod in cluster.pods
+            for port in pod.ports.keys() - PORTS_WITHOUT_TLS
+        }
+
+        assert set(shown) == {
+            ("context-manager", "grpc"),
+            ("engine", "http"),
+            ("engine", "kv-grpc"),
+            ("envoy", "https"),
+            ("gateway", "ext-proc"),
+            ("gateway", "http"),
+        }
+        for (component, port), name in shown.items():
+            for pod in cluster.of(component):
+                assert shows_certificate(pod.address, pod.ports[port], signers[name], name), (pod.name, port)
 
 
-def answers_plainly(address: str, port: int) -> bool:
-    """Return whether HTTP without TLS gets a good answer."""
+def assert_a_rollout_fails_no_request(cluster: Cluster, front: Front, component: str) -> None:
+    """Replace every pod of a component while clients ask."""
+    old = cluster.of(component)
+    with traffic(front) as counted:
+        wait_until(lambda: counted.total() >= NUM_ANSWERS, within_s=READY_S)
+        killed = [name for pod in old for name in cluster.replace(pod)]
+        answered = counted.total()
+        wait_until(lambda: counted.total() >= answered + NUM_ANSWERS, within_s=READY_S)
+
+    assert {what for what in counted if what[1] != 200} == set()
+    assert {what[0] for what in counted} == {"turn", "stateless", "read"}
+    assert killed == []
+    assert not set(old) & set(cluster.of(component))
+
+
+def shows_certificate(address: str, port: int, ca: str, name: str) -> bool:
+    """Return whether a port shows a certificate that this CA signed for this name."""
+    context = ssl.create_default_context(cadata=ca)
     try:
-        return httpx.get(f"http://{address}:{port}/health", timeout=READY_S).status_code < 400
-    except httpx.TransportError:
+        with (
+            socket.create_connection((address, port), timeout=READY_S) as plain,
+            context.wrap_socket(plain, server_hostname=name),
+        ):
+            return True
+    except (ssl.SSLError, ConnectionError):
         return False
 
 

@@ -40,6 +40,24 @@ class Given:
     """Folders of PersistentVolumeClaims by name."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A pod at one moment."""
+
+    alive: bool
+    started: bool
+    passes: bool
+    """Its readiness probes do, whatever the kubelet makes of them."""
+    ready: bool
+
+    @classmethod
+    def of(cls, pod: Pod) -> Seen:
+        """Look at it. What changes meanwhile: a pod that was ready had started, and had passed."""
+        alive, ready = all(one.pids for one in pod.running), pod.ready
+        passes = all(one.passes("readiness") for one in pod.running)
+        return cls(alive, pod.started, passes, ready)
+
+
 class Cluster:
     """The pods of one installation."""
 
@@ -48,8 +66,8 @@ class Cluster:
     ) -> None:
         self.made, self.kube, self.names = made, kube, names
         self.pods: list[Pod] = []
-        self.history: list[dict[str, tuple[bool, bool]]] = []
-        """What `start` saw: component → whether its first pod had started, and whether it was ready."""
+        self.history: list[dict[str, Seen]] = []
+        """What `start` saw of the first pod of each component."""
         self._given, self._folder, self._portal = given, folder, portal
         self._objects = Objects([*of_kind(made.documents, "Secret", "ConfigMap"), *given.secrets])
         self._kubeconfig = kube.write_kubeconfig(folder / "kubeconfig", namespace=made.release.namespace)
@@ -59,6 +77,7 @@ class Cluster:
         for workload in of_kind(made.documents, "StatefulSet") + of_kind(made.documents, "Deployment"):
             for _ in range(workload["spec"]["replicas"]):
                 self.pods.append(self._pod(workload, workload["spec"]["template"]))
+        portal.call(self._apply_leases)
 
     def of(self, component: str) -> list[Pod]:
         """Return the pods of a component."""
@@ -71,8 +90,7 @@ class Cluster:
             try:
                 while not self._all_done(starts):
                     self.observe()
-                    parts = {pod.labels[COMPONENT]: pod for pod in reversed(self.pods)}
-                    self.history.append({part: (pod.started, pod.ready) for part, pod in parts.items()})
+                    self.history.append({pod.labels[COMPONENT]: Seen.of(pod) for pod in reversed(self.pods)})
                     time.sleep(_POLL_S)
             except BaseException:
                 # So that the other starts end too.
@@ -94,6 +112,13 @@ class Cluster:
             assert time.monotonic() < deadline_s, "\n".join(one.last_words() for one in waiting[0].running)
             time.sleep(_POLL_S)
             self.observe()
+
+    def restart_ended(self) -> None:
+        """Start containers again that have ended."""
+        for pod in self.pods:
+            for one in pod.running:
+                if one.exit_status() is not None:
+                    pod.restart(one)
 
     def replace(self, old: Pod) -> list[str]:
         """Do a rollout's step with maxUnavailable 0: a new pod, and when it is ready the end of the old one.
@@ -151,6 +176,10 @@ class Cluster:
         """Leave no process behind."""
         for pod in self.pods:
             pod.kill()
+
+    async def _apply_leases(self) -> None:
+        for lease in of_kind(self.made.documents, "Lease"):
+            await self.kube._create(("leases", self.made.release.namespace, name_of(lease)), lease)
 
     async def _store(self, wanted: dict[tuple[str, str], dict[str, Any]]) -> None:
         namespace = self.made.release.namespace
