@@ -2,7 +2,7 @@ r"""Finds simple commands in the script of `sh -c`, with the places where words 
 
 This is no shell. It splits a script into words and operators as POSIX sh does (quotes, `\`, comments, `$(…)`,
 backquotes), expands nothing, and gives up where a look at the text does not show what will run: here-documents,
-unbalanced quotes, a word `$@` or `$*`.
+process substitutions, unbalanced quotes, a word `$@` or `$*`.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ def _words(script: str) -> Iterator[Word | None]:
         elif redirection := _REDIRECTION.match(script, at):
             if redirection.group().lstrip("0123456789") in {"<<", "<<-"}:
                 raise UnreadableScript("it has a here-document")
+            if script.startswith("(", redirection.end()):
+                # A word of the command, not the end of its words: what comes before it may be an option of that value.
+                raise UnreadableScript("it has a process substitution")
             at, is_target = redirection.end(), True
         elif operator := _OPERATOR.match(script, at):
             at, is_target = operator.end(), False
@@ -99,6 +102,8 @@ def _word(script: str, start: int) -> Word:
         elif character == "\\":
             text.append(script[at + 1 : at + 2].replace("\n", ""))
             at += 2
+        elif script.startswith("$'", at):
+            raise UnreadableScript("it has a quote that not every shell reads alike")
         elif character in "$`":
             end = _expansion_end(script, at)
             text.append(script[at:end])

@@ -57,6 +57,9 @@ def test_commands_are_found_with_their_words(script, expected):
         "vllm serve `x",
         'vllm serve "$@"',
         "vllm serve ${*}",
+        "vllm serve m --chat-template <(cat x)",
+        "vllm serve m > >(tee log)",
+        "echo $'it\\'s; vllm serve m #'",
     ],
 )
 def test_what_cannot_be_read_safely_is_said(script):
