@@ -92,31 +92,6 @@ class _RenderedRelease:
         ] * 3
         assert stored_bytes(cluster) == 0
 
-    def test_after_a_kill_of_vllm_and_sidecar_the_next_turn_is_restored_from_disk(self, cluster, front):
-        (pod,) = cluster.of("engine")
-        prompt = ids_of_length(600, seed=7)
-        first = front.create(prompt=prompt)
-        front.wait_sealed(first["session_id"])
-
-        for name in ("vllm", "kv-sidecar"):
-            pod[name].kill()
-        cluster.observe()
-        was_ready = pod.ready
-        wait_until(lambda: front.ask("GET", "/readyz").status_code == 503, within_s=READY_S)
-        refused = front.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi"})
-        for name in ("kv-sidecar", "vllm"):
-            pod.restart(pod[name])
-        cluster.wait_ready()
-        front.wait_served()
-        answer = front.complete(prompt=" go on", session_id=first["session_id"])
-
-        assert not was_ready
-        assert all(gateway.ready for gateway in cluster.of("gateway"))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_ready_endpoint")
-        assert answer["usage"]["context"]["source"] == "disk"
-        assert answer["usage"]["context"]["cached_tokens"] >= len(prompt)
-        front.delete(first["session_id"])
-
     def test_a_rollout_of_the_gateways_fails_no_request(self, cluster, front):
         assert_a_rollout_fails_no_request(cluster, front, "gateway")
 
@@ -129,6 +104,9 @@ class _RenderedRelease:
         assert "hit: " in said
 
     def test_what_pod_monitors_scrape_is_there(self, cluster, front):
+        session_id = front.create(prompt=PROMPT)["session_id"]
+        front.complete(prompt=PROMPT, session_id=session_id)
+        front.delete(session_id)
         found = scraped(cluster)
 
         metrics = {
@@ -187,6 +165,31 @@ class TestPlain(_RenderedRelease):
     """Without TLS."""
 
     tls = False
+
+    def test_after_a_kill_of_vllm_and_sidecar_the_next_turn_is_restored_from_disk(self, cluster, front):
+        (pod,) = cluster.of("engine")
+        prompt = ids_of_length(600, seed=7)
+        first = front.create(prompt=prompt)
+        front.wait_sealed(first["session_id"])
+
+        for name in ("vllm", "kv-sidecar"):
+            pod[name].kill()
+        cluster.observe()
+        was_ready = pod.ready
+        wait_until(lambda: front.ask("GET", "/readyz").status_code == 503, within_s=READY_S)
+        refused = front.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi"})
+        for name in ("kv-sidecar", "vllm"):
+            pod.restart(pod[name])
+        cluster.wait_ready()
+        front.wait_served()
+        answer = front.complete(prompt=" go on", session_id=first["session_id"])
+
+        assert not was_ready
+        assert all(gateway.ready for gateway in cluster.of("gateway"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_ready_endpoint")
+        assert answer["usage"]["context"]["source"] == "disk"
+        assert answer["usage"]["context"]["cached_tokens"] >= len(prompt)
+        front.delete(first["session_id"])
 
     def test_a_rollout_of_the_managers_fails_no_request(self, cluster, front):
         assert_a_rollout_fails_no_request(cluster, front, "context-manager")
