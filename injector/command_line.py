@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from injector.engine_options import expand
+from injector.engine_options import expanded
 from injector.not_injected import NotInjected, Reason
 from injector.shell_script import SimpleCommand, UnreadableScript, simple_commands
 
@@ -56,11 +56,11 @@ def find_engine(container: Mapping[str, Any]) -> EngineCommand:
     command, args = list(container.get("command") or []), list(container.get("args") or [])
     env = {item["name"]: item.get("value", "") for item in container.get("env") or [] if "valueFrom" not in item}
     field = "args" if args or not command else "command"
-    words = [expand(word, env) for word in [*command, *args]]
     if (script := _script_index([*command, *args])) is not None:
         in_command = script < len(command)
         place = ("command", script) if in_command else ("args", script - len(command))
         return _in_script([*command, *args][script], env, *place)
+    words = expanded([*command, *args], env)
     if not command:
         return _behind_entry_point(words, field)
     if (found := _engine_arguments(words)) is None:
@@ -132,8 +132,8 @@ def _engine_of(command: SimpleCommand, env: Mapping[str, str]) -> tuple[tuple[st
     if found is None:
         return None
     options: list[str] = []
-    for word in command.words[found:]:
-        text = expand(word.text, env)
+    texts = expanded((word.text for word in command.words[found:]), env)
+    for word, text in zip(command.words[found:], texts, strict=True):
         # A variable without quotes may hold several options.
         options += text.split() if word.expands else [text]
     return tuple(options), command.words[-1].end

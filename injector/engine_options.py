@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from injector.not_injected import NotInjected, Reason
 
@@ -18,12 +18,28 @@ DEFAULT_PORT = 8000
 _OTHER_SERVERS = ("headless", "uds", "grpc")
 _CONNECTORS = ("kv-transfer-config", "kv-offloading-size", "kv-offloading-backend")
 _CERTIFICATES = ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs")
+_LENGTH_MAX = 2 << 20
+"""Of all arguments: execve's ARG_MAX, as long as nobody raises the limit of the stack."""
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)|\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
-def expand(word: str, env: Mapping[str, str]) -> str:
-    """Return a word with `$(NAME)`, `$NAME` and `${NAME}` replaced where the pod says what they are."""
-    return _VARIABLE.sub(lambda found: env.get(found[1] or found[2], found[0]), word)
+def expanded(words: Iterable[str], env: Mapping[str, str]) -> list[str]:
+    """Return words with `$(NAME)`, `$NAME` and `${NAME}` replaced where the pod says what they are.
+
+    Raises NotInjected when they get longer than any process's arguments may be: a few bytes could stand for gigabytes.
+    """
+    found: list[str] = []
+    left = _LENGTH_MAX
+    for word in words:
+        left -= len(word) + sum(len(env.get(_name(match), "")) for match in _VARIABLE.finditer(word))
+        if left < 0:
+            raise NotInjected(Reason.COMMAND_UNKNOWN, "the command line is longer than Linux takes")
+        found.append(_VARIABLE.sub(lambda match: env.get(_name(match), match[0]), word))
+    return found
+
+
+def _name(variable: re.Match[str]) -> str:
+    return variable[1] or variable[2]
 
 
 class EngineOptions:

@@ -16,6 +16,8 @@ _REDIRECTION = re.compile(r"[0-9]*(?:&>>|&>|<<<|<<-?|<>|<&|>>|>&|>\||<|>)")
 _BLANK = re.compile(r"(?:[ \t\r]|\\\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\+?=")
+_LENGTH_MAX = 128 << 10
+"""Of one argument: execve's MAX_ARG_STRLEN."""
 _KEYWORDS = frozenset({"then", "do", "else", "elif", "if", "while", "until", "{", "!", "time"})
 
 
@@ -44,6 +46,8 @@ class SimpleCommand:
 
 def simple_commands(script: str) -> list[SimpleCommand]:
     """Return the commands of a script in their order. Raises UnreadableScript."""
+    if len(script) > _LENGTH_MAX:
+        raise UnreadableScript("it is longer than Linux takes")
     commands: list[SimpleCommand] = []
     words: list[Word] = []
     for word in [*_words(script), None]:

@@ -40,7 +40,8 @@ class Webhook:
             with self.metrics.review_seconds.time():
                 async with asyncio.timeout(self.request_timeout_s):
                     body = await request.read()
-            verdict = review(_parsed(body), self.parts)
+            # In a thread: a pod of megabytes takes seconds, in which probes are to be answered.
+            verdict = await asyncio.to_thread(_judged, body, self.parts)
         except TimeoutError:
             return self._refused(408, "the review did not arrive in time")
         except web.HTTPRequestEntityTooLarge:
@@ -66,6 +67,10 @@ class Webhook:
     def _tell(self, verdict: Verdict) -> None:
         self.metrics.reviews.labels(verdict.outcome).inc()
         log.info("pod reviewed", extra={"uid": verdict.uid, "outcome": verdict.outcome, "warning": verdict.warning})
+
+
+def _judged(body: bytes, parts: PatchParts) -> Verdict:
+    return review(_parsed(body), parts)
 
 
 def _parsed(body: bytes) -> dict[str, object]:

@@ -6,12 +6,14 @@ import asyncio
 import base64
 import json
 import ssl
+import threading
 from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import pytest
 import trustme
 
+from injector import webhook
 from injector.server import serve
 from injector.settings import InjectorSettings
 from injector.webhook import Webhook
@@ -270,6 +272,23 @@ async def test_probes_and_metrics_are_on_a_port_of_their_own(injector):
     assert 'contextcache_injector_reviews_total{outcome="injected"} 1.0' in metrics
     assert 'contextcache_injector_refused_requests_total{status="400"} 1.0' in metrics
     assert "contextcache_injector_certificate_expiry_timestamp_seconds" in metrics
+
+
+async def test_probes_are_answered_while_a_review_takes_long(injector, monkeypatch):
+    release, judge = threading.Event(), webhook.review
+
+    def slow(*arguments):
+        assert release.wait(PATIENCE_S)
+        return judge(*arguments)
+
+    monkeypatch.setattr(webhook, "review", slow)
+    async with injector.running(metrics_port=free_port()):
+        reviewed = asyncio.create_task(injector.post(make_review(make_pod())))
+        healthy = [(await plain(injector, "/healthz"))[0] for _ in range(3)]
+        release.set()
+        status, _ = await reviewed
+
+    assert (healthy, status) == ([200] * 3, 200)
 
 
 async def plain(injector, path):

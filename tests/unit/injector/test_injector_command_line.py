@@ -196,3 +196,17 @@ def test_a_configuration_file_is_taken_when_its_owner_vouches_for_it():
 def test_a_certificate_of_their_own_and_one_of_the_release_exclude_each_other():
     with pytest.raises(NotInjected):
         check(["m", "--ssl-keyfile", "/k"], https=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "args"), [(SERVE, ["$(A)" * 30_000]), (SERVE, ["$(A)"] * 30_000), (None, ["serve", "$A" * 30_000])]
+)
+def test_a_few_bytes_that_stand_for_gigabytes_are_not_expanded(command, args):
+    engine = make_engine(command=command, args=args, env=[{"name": "A", "value": "z" * 100_000}])
+    with pytest.raises(NotInjected, match="longer than Linux takes"):
+        find_engine(engine)
+
+
+def test_a_script_that_no_process_could_be_given_is_not_read():
+    with pytest.raises(NotInjected, match="longer than Linux takes"):
+        find_engine(make_engine(command=["sh", "-c"], args=["vllm serve m " + "a " * 65_536]))
