@@ -157,7 +157,20 @@ async def test_a_body_that_does_not_arrive_ends_at_its_deadline(injector):
     assert status == 408
 
 
-async def test_more_reviews_than_are_served_at_one_time_are_refused_and_pods_start_without(injector):
+@pytest.fixture
+def begun(monkeypatch):
+    """Set once a review's head has come."""
+    found, mutate = asyncio.Event(), Webhook.mutate
+
+    async def noted(webhook, request):
+        found.set()
+        return await mutate(webhook, request)
+
+    monkeypatch.setattr(Webhook, "mutate", noted)
+    return found
+
+
+async def test_more_reviews_than_are_served_at_one_time_are_refused_and_pods_start_without(injector, begun):
     held = asyncio.Event()
 
     async def slow():
@@ -168,8 +181,8 @@ async def test_more_reviews_than_are_served_at_one_time_are_refused_and_pods_sta
     async with injector.running(max_requests=1):
         first = asyncio.create_task(injector.post(slow()))
         async with asyncio.timeout(PATIENCE_S):
-            while (refused := (await injector.post(make_review(make_pod())))[0]) == 200:
-                await asyncio.sleep(0.01)
+            await begun.wait()
+        refused, _ = await injector.post(make_review(make_pod()))
         held.set()
         first_status, _ = await first
         served = (await injector.post(make_review(make_pod())))[0]
@@ -216,20 +229,14 @@ async def test_idle_connections_give_way(injector):
     assert statuses == [200] * 4
 
 
-async def test_a_review_under_way_keeps_its_connection(injector, monkeypatch):
-    begun, more = asyncio.Event(), asyncio.Event()
-    mutate = Webhook.mutate
-
-    async def noted(webhook, request):
-        begun.set()
-        return await mutate(webhook, request)
+async def test_a_review_under_way_keeps_its_connection(injector, begun):
+    more = asyncio.Event()
 
     async def slow():
         yield b"{"
         await more.wait()
         yield b"}"
 
-    monkeypatch.setattr(Webhook, "mutate", noted)
     async with injector.running(max_connections=2):
         first = asyncio.create_task(injector.post(slow()))
         async with asyncio.timeout(PATIENCE_S):
