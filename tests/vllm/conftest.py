@@ -20,7 +20,7 @@ from tests.helpers.vllm_answers import wait_until
 
 MODEL = "smollm2-135m-instruct"
 KEY, OTHER_KEY = "test-key-1234567890", "test-key-other"
-TOMBSTONE_S = 8
+TOMBSTONE_S = 15
 both_fronts = pytest.mark.parametrize("front", ["envoy", "http"], indirect=True)
 """For what a front could spoil. The others go through Envoy, as production does."""
 
