@@ -13,6 +13,9 @@ from injector.metrics import InjectorMetrics
 
 log = logging.getLogger(__name__)
 
+_NO_PASSWORD = ""
+"""Without one OpenSSL would ask for it on the terminal, and wait."""
+
 
 class Certificate:
     """A TLS context whose next handshake shows the newest good certificate.
@@ -53,7 +56,7 @@ class Certificate:
     def _load(self) -> None:
         # First elsewhere: with a key that is another's the context in use would be left with half of each.
         expires_at_s = _expires_at_s(*self._files)
-        self.context.load_cert_chain(*self._files)
+        self.context.load_cert_chain(*self._files, password=_NO_PASSWORD)
         self._metrics.certificate_expiry.set(expires_at_s)
 
     def _seen(self) -> tuple[tuple[int, int, int] | None, ...]:
@@ -69,7 +72,7 @@ def _context(protocol: int) -> ssl.SSLContext:
 def _expires_at_s(cert_file: Path, key_file: Path) -> float:
     """Return the Unix time at which the certificate ends, which a client sees that believes nothing but it."""
     server_context, client_context = _context(ssl.PROTOCOL_TLS_SERVER), _context(ssl.PROTOCOL_TLS_CLIENT)
-    server_context.load_cert_chain(cert_file, key_file)
+    server_context.load_cert_chain(cert_file, key_file, password=_NO_PASSWORD)
     client_context.check_hostname = False
     client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     client_context.load_verify_locations(cert_file)

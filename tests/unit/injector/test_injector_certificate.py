@@ -8,6 +8,12 @@ from contextlib import suppress
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from prometheus_client import CollectorRegistry
 
 from injector.certificate import Certificate
@@ -91,6 +97,15 @@ def test_broken_files_are_counted_tried_again_and_not_used(files, metrics, tmp_p
     for file, content in zip(files, good, strict=True):
         file.write_bytes(content)
     assert certificate.reload() is True
+
+
+def test_nobody_is_asked_for_the_password_of_an_encrypted_key(files, metrics, capfd):
+    certificate = Certificate(*files, metrics)
+    key = load_pem_private_key(files[1].read_bytes(), None)
+    files[1].write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x")))
+
+    assert certificate.reload() is False
+    assert "pass phrase" not in "".join(capfd.readouterr())
 
 
 def test_an_expired_certificate_is_refused_at_the_start(files, metrics):
