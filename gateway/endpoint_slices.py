@@ -61,7 +61,7 @@ def addresses_of(endpoint_slice: KubernetesObject) -> tuple[Address, ...]:
     ports = {
         str(port.get("name") or ""): port["port"]
         for port in _entries(endpoint_slice, "ports")
-        if isinstance(port.get("port"), int) and port.get("protocol", "TCP") == "TCP"
+        if _is_port(port.get("port")) and port.get("protocol", "TCP") == "TCP"
     }
     found = (_address(entry, ports) for entry in _entries(endpoint_slice, "endpoints"))
     return tuple(address for address in found if address is not None)
@@ -134,6 +134,10 @@ def _address(entry: KubernetesObject, ports: Mapping[str, int]) -> Address | Non
         ip = ipaddress.ip_address(hosts[0])
     except ValueError:
         return None
+    plain = (ip.version == 6 and ip.ipv4_mapped) or ip
+    if plain.is_link_local or plain.is_multicast or plain.is_unspecified:
+        # Never a pod's, and 169.254.169.254 would be the cloud's; API servers refuse them as well.
+        return None
     conditions = entry.get("conditions") or {}
     is_ipv6 = ip.version == 6
     return Address(
@@ -145,6 +149,10 @@ def _address(entry: KubernetesObject, ports: Mapping[str, int]) -> Address | Non
         terminating=_condition(conditions, "terminating", unknown=False),
         ports=ports,
     )
+
+
+def _is_port(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 65535
 
 
 def _condition(conditions: KubernetesObject, name: str, *, unknown: bool) -> bool:

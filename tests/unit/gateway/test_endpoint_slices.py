@@ -118,7 +118,9 @@ def test_a_slice_without_the_port_lists_nobody():
 UDP = {"name": "http", "protocol": "UDP", "port": 8000}
 
 
-@pytest.mark.parametrize("ports", [None, [], [{"name": "http", "port": None}], [UDP]])
+@pytest.mark.parametrize(
+    "ports", [None, [], *([{"name": "http", "port": port}] for port in (None, True, -1, 0, 65536, "8000")), [UDP]]
+)
 def test_a_port_without_a_number_or_of_another_protocol_is_none(ports):
     assert discovered(slice_object("s", slice_entry("a", "10.0.0.1")) | {"ports": ports}) == ()
 
@@ -176,6 +178,11 @@ def test_of_two_entries_for_one_pod_the_one_that_serves_counts():
         {"addresses": []},
         {"addresses": None},
         {"addresses": ["pod.example"]},
+        {"addresses": ["169.254.169.254"]},
+        {"addresses": ["::ffff:169.254.169.254"]},
+        {"addresses": ["fe80::1"]},
+        {"addresses": ["0.0.0.0"]},
+        {"addresses": ["224.0.0.1"]},
     ],
 )
 def test_what_is_no_address_of_a_pod_is_left_out(change):
