@@ -105,7 +105,10 @@ class Engine(Pod):
     )
     dtype: str = Field("auto", min_length=1, description="vLLM's --dtype")
     block_size: int = Field(
-        16, ge=1, description="tokens in one of vLLM's KV blocks; sidecar.settings.blockTokens (256) is a multiple"
+        16,
+        ge=1,
+        description="tokens in one of vLLM's KV blocks; sidecar.settings.blockTokens (256) is a multiple; "
+        "without GPUs 32 or a multiple of it",
     )
     max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0: the model's own")
     cpu_kv_cache_gib: int = Field(

@@ -175,7 +175,9 @@ _VALUES: dict[str, Values] = {
         {"engine": {"tensorParallelSize": 4, "gpu": {"count": 4}, "dtype": "bfloat16", "replicas": 2, **GPU_POD}},
     ),
     "engine on amd": merged(ENGINE, {"engine": {"gpu": {"resource": "amd.com/gpu", "count": 8}}}),
-    "engine without gpu": merged(ENGINE, {"engine": {"gpu": {"count": 0}, "dtype": "float32", "maxModelLen": 2048}}),
+    "engine without gpu": merged(
+        ENGINE, {"engine": {"gpu": {"count": 0}, "blockSize": 32, "dtype": "float32", "maxModelLen": 2048}}
+    ),
     "engine with a runtime class": merged(
         ENGINE, {"engine": {"runtimeClassName": "nvidia", "shm": {"sizeLimit": "32Gi"}}}
     ),

@@ -77,7 +77,8 @@ def test_both_containers_of_the_engine_s_pod_run_as_one_user():
 
 
 def test_a_name_in_extra_env_replaces_what_the_chart_would_say():
-    values = {"engine": {"gpu": {"count": 0}, "extraEnv": [{"name": "VLLM_CPU_KVCACHE_SPACE", "value": "9"}]}}
+    own = {"name": "VLLM_CPU_KVCACHE_SPACE", "value": "9"}
+    values = {"engine": {"gpu": {"count": 0}, "blockSize": 32, "extraEnv": [own]}}
     names = [item["name"] for item in container(engine_pod(values), "vllm")["env"]]
 
     assert names.count("VLLM_CPU_KVCACHE_SPACE") == 1

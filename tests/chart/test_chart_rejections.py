@@ -119,6 +119,10 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"engine": {"blockSize": 48}}),
         ("engine.blockSize", "blockTokens"),
     ),
+    "blocks that attention on a CPU does not know": (
+        merged(ENGINE, {"engine": {"gpu": {"count": 0}}}),
+        ("engine.blockSize", "32", "engine.gpu.count"),
+    ),
     "an engine that is killed before it has drained": (
         merged(ENGINE, {"engine": {"shutdownTimeoutS": 600}}),
         ("engine.terminationGracePeriodSeconds",),

@@ -40,7 +40,12 @@ BASES: list[Values] = [
         ENGINE,
         {
             "redis": {"url": "", "existingSecret": "r"},
-            "engine": {"modelCache": {"existingClaim": "m"}, "hfTokenSecret": {"name": "hf"}, "gpu": {"count": 0}},
+            "engine": {
+                "modelCache": {"existingClaim": "m"},
+                "hfTokenSecret": {"name": "hf"},
+                "gpu": {"count": 0},
+                "blockSize": 32,
+            },
             "envoy": {"tls": {"existingSecret": "f"}, "service": {"type": "LoadBalancer"}},
             "sidecar": {"storage": {"type": "existingClaim", "existingClaim": "c"}},
         },

@@ -142,6 +142,9 @@ rollingUpdate:
 {{- if ne (mod $tokens (int $engine.blockSize)) 0 }}
 {{- fail (printf "sidecar.settings.blockTokens (%d) must be a multiple of engine.blockSize (%d)" $tokens (int $engine.blockSize)) }}
 {{- end }}
+{{- if and (eq $gpus 0) (ne (mod (int $engine.blockSize) 32) 0) }}
+{{- fail (printf "engine.blockSize (%d) must be a multiple of 32 with engine.gpu.count 0: vLLM's attention on CPUs knows no other" (int $engine.blockSize)) }}
+{{- end }}
 {{- $drain := get .Values.sidecar.settings "drainS" | default 5 | float64 | ceil | int }}
 {{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS $drain }}
 {{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
