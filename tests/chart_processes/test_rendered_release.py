@@ -60,7 +60,6 @@ class _RenderedRelease:
 
         assert any(seen["gateway"].ready for seen in before)
         assert any(seen["engine"].alive and not seen["engine"].passes for seen in before)
-        assert not any(seen["engine"].passes for seen in before if not seen["engine"].started)
 
     def test_the_story_create_ask_append_stream_chat_delete(self, cluster, front):
         created = front.create(prompt=PROMPT, ttl=3600)
