@@ -11,7 +11,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,8 @@ class _RenderedRelease:
             (404, "context_not_found")
         ] * 3
         assert stored_bytes(cluster) == 0
+        # The last turn's save may still be on its way, to be refused: the context is gone.
+        wait_until(lambda: staged_bytes(cluster) == 0, within_s=60)
 
     def test_a_rollout_of_the_gateways_fails_no_request(self, cluster, front):
         assert_a_rollout_fails_no_request(cluster, front, "gateway")
@@ -249,12 +252,26 @@ def shows_certificate(address: str, port: int, ca: str, name: str) -> bool:
 
 
 def stored_bytes(cluster) -> int:
-    """Return the bytes of blocks and manifests on disk and in shared memory."""
+    """Return the bytes of blocks and manifests on disk and in the sidecar's memory tier."""
     (pod,) = cluster.of("engine")
     mounts = pod["kv-sidecar"].mounts
     data, shared = mounts["/var/lib/context-cache"], mounts["/dev/shm"] / "context-cache"
-    folders = [*(data / kind for kind in ("blocks", "tails", "manifests")), shared]
-    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    return size_bytes(*(data / kind for kind in ("blocks", "tails", "manifests")), shared / "blocks")
+
+
+def staged_bytes(cluster) -> int:
+    """Return the bytes that the engine is handing over at this moment."""
+    (pod,) = cluster.of("engine")
+    return size_bytes(pod["kv-sidecar"].mounts["/dev/shm"] / "context-cache")
+
+
+def size_bytes(*folders: Path) -> int:
+    found = 0
+    for folder in folders:
+        for file in folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                found += file.stat().st_size if file.is_file() else 0
+    return found
 
 
 @contextmanager
