@@ -10,6 +10,7 @@ import httpx
 
 from tests.chart.manifests import name_of, of_kind
 from tests.helpers.rendered.cluster import Cluster
+from tests.helpers.rendered.pod import Pod
 from tests.helpers.rendered.scenario import FRONT_NAME, MODEL
 from tests.helpers.vllm_answers import wait_until
 
@@ -21,6 +22,7 @@ class Front:
     """The Service that clients use: one of its pods."""
 
     def __init__(self, cluster: Cluster, front_ca: bytes) -> None:
+        self._cluster = cluster
         (service,) = [
             found for found in of_kind(cluster.made.documents, "Service") if name_of(found).endswith("-envoy")
         ]
@@ -42,7 +44,8 @@ class Front:
         )
 
     def wait_served(self) -> None:
-        """Wait until requests reach a pod: Envoy looks names up and checks health once a second."""
+        """Wait until requests reach a pod: Envoy and each gateway look once a second, not at the same moment."""
+        wait_until(lambda: all(map(_has_all_it_needs, self._cluster.of("gateway"))), within_s=READY_S)
         wait_until(lambda: self.ask("GET", "/v1/models").status_code == 200, within_s=READY_S)
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
@@ -89,3 +92,10 @@ class Front:
     @staticmethod
     def _body(body: dict[str, Any]) -> dict[str, Any]:
         return {"model": MODEL, "temperature": 0, "max_tokens": 8} | body
+
+
+def _has_all_it_needs(gateway: Pod) -> bool:
+    try:
+        return httpx.get(f"http://{gateway.address}:9090/readyz", timeout=READY_S).status_code == 200
+    except httpx.TransportError:
+        return False
