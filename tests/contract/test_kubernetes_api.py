@@ -24,19 +24,6 @@ from tests.helpers.kube_objects import DEADLINE_S, LABELS, SELECTOR, KubeAdmin, 
 from tests.helpers.kube_servers import SERVERS, client_of, emptied_server
 
 
-@pytest.fixture
-async def kube():
-    async with FakeKube() as kube:
-        yield kube
-
-
-@pytest.fixture
-async def fake_admin(kube, tmp_path, monkeypatch):
-    admin = client_of(kube.write_kubeconfig(tmp_path / "kubeconfig"), monkeypatch)
-    yield admin
-    await admin.close()
-
-
 @pytest.fixture(params=SERVERS)
 async def admin(request, tmp_path, monkeypatch):
     async with emptied_server(request.param, tmp_path, monkeypatch) as (_, admin):

@@ -16,9 +16,8 @@ from gateway.endpoint_slices import SliceRules, addresses_of, endpoints_of, pod_
 from gateway.kubernetes_endpoints import KubernetesEndpoints
 from gateway.metrics import Metrics
 from gateway.ports import Endpoint
-from tests.helpers.fake_kube import FakeKube
 from tests.helpers.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
-from tests.helpers.kube_servers import SERVERS, client_of, emptied_server
+from tests.helpers.kube_servers import SERVERS, emptied_server
 
 DEADLINE_S = 90
 A = Endpoint("a", "http://10.0.0.1:8000", "10.0.0.1:50061")
@@ -75,19 +74,6 @@ def _soon(monkeypatch):
     for name in ("_DELAY_S", "_REFUSED_DELAY_S"):
         monkeypatch.setattr(reflector, name, 0.02)
     monkeypatch.setattr(reflector, "_DELAY_MAX_S", 0.1)
-
-
-@pytest.fixture
-async def kube():
-    async with FakeKube() as kube:
-        yield kube
-
-
-@pytest.fixture
-async def fake_admin(kube, tmp_path, monkeypatch):
-    admin = client_of(kube.write_kubeconfig(tmp_path / "kubeconfig"), monkeypatch)
-    yield admin
-    await admin.close()
 
 
 @pytest.mark.parametrize("kind", SERVERS)
