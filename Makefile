@@ -9,7 +9,7 @@ OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doc
 export TORCH_INDEX
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm chart up down status kill start drain undrain clean demo bench bench-front images ci
+.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm chart up down status kill start drain undrain clean demo torture soak bench bench-front images ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -64,6 +64,10 @@ clean: install ## stop it and remove sessions, KV, logs and secrets
 	@$(STACK) clean
 demo: install ## the story with figures, on the running stack or a new one; JSON=1
 	@$(STACK) demo $(SETTINGS) $(if $(JSON),--json)
+torture: install ## minutes of seeded faults, tenants and races against real parts, with a table; SEED=… TURNS=500 ONLY=<name>
+	@PYTHONPATH=. $(PY) -m tests.torture $(if $(SEED),--seed $(SEED)) $(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only $(ONLY))
+soak: install ## mixed load with faults, then the slopes of what must stay flat; MINUTES=20
+	@PYTHONPATH=. $(PY) -m tests.torture --only soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 bench: install ## time to first token: cold, prefix cache, restored after a restart
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM

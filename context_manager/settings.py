@@ -25,7 +25,19 @@ class ManagerSettings(TlsSettings, TracingSettings):
         "an ACL user and password as user:password@. Secret because of the password.",
     )
     redis_timeout_s: float = Field(
-        1.0, gt=0, description="seconds until a silent Redis is given up; below the clients' 2 s so that they hear why"
+        0.7, gt=0, description="seconds until a silent Redis is given up, so that clients hear of it within a second"
+    )
+    redis_wait_replicas: int = Field(
+        0,
+        ge=0,
+        description="replicas that must have a commit before it is acknowledged (WAIT); with fewer in time the commit "
+        "counts as not made; 0: Redis' own promise",
+    )
+    redis_wait_timeout_s: float = Field(
+        0.3, gt=0, description="seconds to wait for those replicas; below MANAGER_REDIS_TIMEOUT_S"
+    )
+    tenant_contexts_max: int = Field(
+        0, ge=0, description="contexts one tenant may have; one more is 429 context_quota_exceeded; 0: no limit"
     )
     redis_max_connections: int = Field(
         32, ge=1, description="connections to each Redis node; calls beyond them wait within the timeout"

@@ -161,6 +161,15 @@ class TenantRateExceeded(ContextCacheError):
     openai_type = "rate_limit_error"
 
 
+class TooManyInFlight(ContextCacheError):
+    """The tenant has as many requests, or bytes of them, in hand as it may at one time."""
+
+    code = "too_many_in_flight"
+    http_status = 429
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    openai_type = "rate_limit_error"
+
+
 class EndpointsSaturated(ContextCacheError):
     """Every pod that could take the request has more waiting than it may."""
 

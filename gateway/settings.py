@@ -92,6 +92,15 @@ class GatewaySettings(TlsSettings, TracingSettings):
         0.0, ge=0, description="requests a second of one tenant through this process; more is 429; 0: no limit"
     )
     tenant_burst: int = Field(20, ge=1, description="requests a tenant that was idle may make at once")
+    tenant_in_flight_max: int = Field(
+        0,
+        ge=0,
+        description="requests of one tenant that the HTTP front carries at one time; more is 429 too_many_in_flight; "
+        "0: no limit. Behind Envoy the pod counts (TURN_TENANT_TURNS_MAX)",
+    )
+    tenant_buffered_bytes_max: int = Field(
+        0, ge=0, description="bytes of one tenant's request bodies held at one time; more is 429; 0: no limit"
+    )
     saturated_waiting: int = Field(
         32, ge=1, description="requests in a pod's queue from which turns go to another pod than their holder"
     )

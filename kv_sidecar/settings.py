@@ -40,6 +40,24 @@ class SidecarSettings(TlsSettings, TracingSettings):
     disk_limit_bytes: int = Field(
         32 << 30, ge=0, description="Bytes of blocks on disk, a hard limit: saves beyond it are refused; 0: none."
     )
+    tenant_limit_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of blocks one tenant may have on this disk, a hard limit: its saves beyond it are refused, "
+        "its new contexts get 429; 0: none.",
+    )
+    manager: str = Field(
+        "",
+        description="gRPC address of the context manager, asked which stored KV no session names any more; empty: such "
+        "KV goes by its TTL.",
+    )
+    manager_timeout_s: float = Field(2.0, gt=0, description="Seconds for one such question.")
+    orphan_after_s: int = Field(
+        300,
+        ge=1,
+        description="Seconds after its seal from which KV that no session names is freed; longer than a create waits "
+        "for its seal and its commit.",
+    )
     block_tokens: int = Field(
         256, ge=1, le=65536, description="Tokens in one block; a multiple of the engine's block size."
     )

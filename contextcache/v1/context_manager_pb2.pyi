@@ -902,3 +902,69 @@ class ListSessionsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["has_more", b"has_more", "sessions", b"sessions"]) -> None: ...
 
 Global___ListSessionsResponse: typing_extensions.TypeAlias = ListSessionsResponse
+
+@typing.final
+class HeldCacheRef(google.protobuf.message.Message):
+    """HeldCacheRef is one KV that a sidecar has."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    session_id: builtins.str
+    """Session it was saved for."""
+    cache_ref: builtins.str
+    """Name of the KV."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        session_id: builtins.str = ...,
+        cache_ref: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+
+Global___HeldCacheRef: typing_extensions.TypeAlias = HeldCacheRef
+
+@typing.final
+class CheckCacheRefsRequest(google.protobuf.message.Message):
+    """CheckCacheRefsRequest names KVs, at most 500."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: builtins.int
+    @property
+    def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HeldCacheRef]:
+        """What the sidecar has."""
+
+    def __init__(
+        self,
+        *,
+        held: collections.abc.Iterable[Global___HeldCacheRef] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["held", b"held"]) -> None: ...
+
+Global___CheckCacheRefsRequest: typing_extensions.TypeAlias = CheckCacheRefsRequest
+
+@typing.final
+class CheckCacheRefsResponse(google.protobuf.message.Message):
+    """CheckCacheRefsResponse says which are nobody's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORPHANS_FIELD_NUMBER: builtins.int
+    @property
+    def orphans(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Positions in `held` that no session names."""
+
+    def __init__(
+        self,
+        *,
+        orphans: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orphans", b"orphans"]) -> None: ...
+
+Global___CheckCacheRefsResponse: typing_extensions.TypeAlias = CheckCacheRefsResponse

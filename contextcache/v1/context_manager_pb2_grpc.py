@@ -86,6 +86,11 @@ class ContextManagerServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.UnregisterSessionCacheRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.UnregisterSessionCacheResponse.FromString,
                 _registered_method=True)
+        self.CheckCacheRefs = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/CheckCacheRefs',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsResponse.FromString,
+                _registered_method=True)
         self.ListSessions = channel.unary_unary(
                 '/contextcache.v1.ContextManagerService/ListSessions',
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.ListSessionsRequest.SerializeToString,
@@ -171,6 +176,14 @@ class ContextManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckCacheRefs(self, request, context):
+        """CheckCacheRefs says which of these KVs no session names any more, so that a sidecar can free what a lost delete or a
+        crash left behind. A KV whose session is being created, or has a turn in flight, counts as named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSessions(self, request, context):
         """ListSessions pages through a tenant's live sessions, newest first.
         """
@@ -230,6 +243,11 @@ def add_ContextManagerServiceServicer_to_server(servicer, server):
                     servicer.UnregisterSessionCache,
                     request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.UnregisterSessionCacheRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_context__manager__pb2.UnregisterSessionCacheResponse.SerializeToString,
+            ),
+            'CheckCacheRefs': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckCacheRefs,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsResponse.SerializeToString,
             ),
             'ListSessions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSessions,
@@ -509,6 +527,33 @@ class ContextManagerService(object):
             '/contextcache.v1.ContextManagerService/UnregisterSessionCache',
             contextcache_dot_v1_dot_context__manager__pb2.UnregisterSessionCacheRequest.SerializeToString,
             contextcache_dot_v1_dot_context__manager__pb2.UnregisterSessionCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckCacheRefs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/CheckCacheRefs',
+            contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -190,6 +190,22 @@ _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
     ],
 )
 
+_ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
+    '_ContextManagerServiceCheckCacheRefsType',
+    grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+        contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+        contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+        contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
+    ],
+)
+
 _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     '_ContextManagerServiceListSessionsType',
     grpc.UnaryUnaryMultiCallable[
@@ -206,7 +222,7 @@ _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
-class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceListSessionsType]):
+class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
     """ContextManagerService is the only writer of session state. Every state change is atomic and idempotent
     for the same lease_id.
     """
@@ -252,6 +268,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
             contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+            contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.ListSessionsRequest,
@@ -302,6 +322,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+            contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.ListSessionsRequest,
             contextcache.v1.context_manager_pb2.ListSessionsResponse,
         ],
@@ -341,6 +365,11 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
     UnregisterSessionCache: _ContextManagerServiceUnregisterSessionCacheType
     """UnregisterSessionCache removes a session for good. The EP's unregister_session_cache: metadata only,
     the caller deletes the KV at the holders named in the answer.
+    """
+
+    CheckCacheRefs: _ContextManagerServiceCheckCacheRefsType
+    """CheckCacheRefs says which of these KVs no session names any more, so that a sidecar can free what a lost delete or a
+    crash left behind. A KV whose session is being created, or has a turn in flight, counts as named.
     """
 
     ListSessions: _ContextManagerServiceListSessionsType
@@ -386,6 +415,10 @@ ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServ
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+        contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
@@ -482,6 +515,16 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse]]:
         """UnregisterSessionCache removes a session for good. The EP's unregister_session_cache: metadata only,
         the caller deletes the KV at the holders named in the answer.
+        """
+
+    @abc.abstractmethod
+    def CheckCacheRefs(
+        self,
+        request: contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.CheckCacheRefsResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.CheckCacheRefsResponse]]:
+        """CheckCacheRefs says which of these KVs no session names any more, so that a sidecar can free what a lost delete or a
+        crash left behind. A KV whose session is being created, or has a turn in flight, counts as named.
         """
 
     @abc.abstractmethod

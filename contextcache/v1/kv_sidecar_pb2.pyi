@@ -882,6 +882,46 @@ class PullContextResponse(google.protobuf.message.Message):
 Global___PullContextResponse: typing_extensions.TypeAlias = PullContextResponse
 
 @typing.final
+class GetTenantUsageRequest(google.protobuf.message.Message):
+    """GetTenantUsageRequest names a tenant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Tenant."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tenant", b"tenant"]) -> None: ...
+
+Global___GetTenantUsageRequest: typing_extensions.TypeAlias = GetTenantUsageRequest
+
+@typing.final
+class GetTenantUsageResponse(google.protobuf.message.Message):
+    """GetTenantUsageResponse is what the tenant holds on this sidecar."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    size_bytes: builtins.int
+    """Bytes of its block files on disk, those being written included; a block of several contexts counts once."""
+    limit_bytes: builtins.int
+    """The most it may hold; 0: no limit."""
+    def __init__(
+        self,
+        *,
+        size_bytes: builtins.int = ...,
+        limit_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["limit_bytes", b"limit_bytes", "size_bytes", b"size_bytes"]) -> None: ...
+
+Global___GetTenantUsageResponse: typing_extensions.TypeAlias = GetTenantUsageResponse
+
+@typing.final
 class StatsRequest(google.protobuf.message.Message):
     """StatsRequest is empty."""
 

@@ -95,6 +95,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.FromString,
                 _registered_method=True)
+        self.GetTenantUsage = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/GetTenantUsage',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/Stats',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.StatsRequest.SerializeToString,
@@ -194,6 +199,13 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTenantUsage(self, request, context):
+        """GetTenantUsage says how much of its quota a tenant has used here, so that a create can be refused before it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Stats counts contexts, blocks and bytes by tier.
         """
@@ -263,6 +275,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.PullContext,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.SerializeToString,
+            ),
+            'GetTenantUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTenantUsage,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -595,6 +612,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/PullContext',
             contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTenantUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/GetTenantUsage',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -222,6 +222,22 @@ _KVSidecarServicePullContextType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
+    '_KVSidecarServiceGetTenantUsageType',
+    grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+    ],
+)
+
 _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     '_KVSidecarServiceStatsType',
     grpc.UnaryUnaryMultiCallable[
@@ -238,7 +254,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -290,6 +306,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.PullContextRequest,
             contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+            contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -348,6 +368,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.PullContextResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+            contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.StatsRequest,
             contextcache.v1.kv_sidecar_pb2.StatsResponse,
         ],
@@ -396,6 +420,9 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
     refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
     """
+
+    GetTenantUsage: _KVSidecarServiceGetTenantUsageType
+    """GetTenantUsage says how much of its quota a tenant has used here, so that a create can be refused before it runs."""
 
     Stats: _KVSidecarServiceStatsType
     """Stats counts contexts, blocks and bytes by tier."""
@@ -448,6 +475,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+        contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -561,6 +592,14 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
         refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
         """
+
+    @abc.abstractmethod
+    def GetTenantUsage(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse]]:
+        """GetTenantUsage says how much of its quota a tenant has used here, so that a create can be refused before it runs."""
 
     @abc.abstractmethod
     def Stats(

@@ -63,6 +63,7 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "share_data_dir": _FIXED,
         "memory_limit_bytes": "sidecar.memoryLimit",
         "disk_limit_bytes": "sidecar.diskLimit",
+        "manager": "the release's context managers",
         "peers": "sidecar.peers, sidecar.peerNetworks",
         "log_level": "logLevel",
     },

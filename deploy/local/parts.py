@@ -184,6 +184,7 @@ def _sidecar(settings: StackSettings, number: int) -> Part:
             "SIDECAR_UNIX_SOCKET": str(paths.sidecar_socket(name)),
             "SIDECAR_DATA_DIR": str(paths.sidecar_data(name)),
             "SIDECAR_SHARED_DIR": str(paths.shared_blocks(name)) if limit else "",
+            "SIDECAR_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
             "SIDECAR_PEERS": json.dumps(peers),
         },
     )

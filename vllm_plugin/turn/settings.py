@@ -25,6 +25,12 @@ class TurnSettings(TlsSettings, TracingSettings):
         "", description="serve requests without an identity header as this tenant; empty: leave them alone"
     )
     max_body_bytes: int = Field(32 << 20, description="bytes; larger request bodies get 413", gt=0)
+    tenant_turns_max: int = Field(
+        0, description="turns of one tenant in flight in this pod; more get 429 too_many_in_flight; 0: no limit", ge=0
+    )
+    tenant_bytes_max: int = Field(
+        0, description="bytes of one tenant's request bodies in hand in this pod; more get 429; 0: no limit", ge=0
+    )
     lease_ttl_ms: int = Field(
         15_000, description="ms; a turn whose process died blocks its session for at most this long", ge=1000
     )

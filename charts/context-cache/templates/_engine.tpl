@@ -48,6 +48,8 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
       value: {{ include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | quote }}
     - name: SIDECAR_DISK_LIMIT_BYTES
       value: {{ include "context-cache.bytes" (dict "name" "sidecar.diskLimit" "value" .Values.sidecar.diskLimit) | quote }}
+    - name: SIDECAR_MANAGER
+      value: {{ include "context-cache.manager.address" . | quote }}
     - name: SIDECAR_PEERS
       value: {{ include "context-cache.sidecar.peers" . | quote }}
     - name: SIDECAR_METRICS_HOST
