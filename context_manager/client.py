@@ -6,7 +6,7 @@ failure is a ContextCacheError.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -14,13 +14,23 @@ import grpc
 from contextcache.channel import Connection
 from contextcache.convert import (
     commit_to_pb,
+    held_to_pb,
     mode_to_pb,
     policy_to_pb,
     segments_from_pb,
     session_from_pb,
 )
 from contextcache.errors import InvalidRequest, StoreUnavailable
-from contextcache.model import CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TtlPolicy, TurnCommit
+from contextcache.model import (
+    CacheSessionMetadata,
+    HeldCacheRef,
+    NewSession,
+    Segment,
+    SessionId,
+    TenantId,
+    TtlPolicy,
+    TurnCommit,
+)
 from contextcache.rpc import error_from_rpc
 from contextcache.tls import WatchedTls
 from contextcache.tracing import child_span, trace_metadata
@@ -171,6 +181,13 @@ class ContextManagerClient:
             lambda: pb.ListSessionsRequest(tenant=tenant, limit=limit, after=after, model_id=model_id),
         )
         return tuple(session_from_pb(session) for session in reply.sessions), reply.has_more
+
+    async def check_cache_refs(self, held: Sequence[HeldCacheRef]) -> tuple[int, ...]:
+        """See ContextCacheManager.check_cache_refs."""
+        reply = await self._call(
+            lambda stub: stub.CheckCacheRefs, lambda: pb.CheckCacheRefsRequest(held=[held_to_pb(one) for one in held])
+        )
+        return tuple(reply.orphans)
 
     async def is_serving(self) -> bool:
         """Return whether the manager says it serves (grpc.health.v1). Never raises."""

@@ -5,7 +5,7 @@ Tenant and ids end up in Redis keys, so their patterns are what keeps one tenant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
@@ -19,6 +19,7 @@ from contextcache.model import (
     MIN_TTL_S,
     SESSION_ID_PATTERN,
     TENANT_PATTERN,
+    HeldCacheRef,
     NewSession,
     TurnCommit,
 )
@@ -30,6 +31,9 @@ MAX_NAME_CHARS = 256
 """Longest model id and holder."""
 MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
+
+MAX_HELD_REFS = 500
+"""In one question of a sidecar: one round trip, and a few ms of Redis' time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +115,13 @@ def check_page(tenant: str, limit: int, after: str) -> None:
         raise InvalidRequest(f"limit must be 1 to {MAX_LIST_LIMIT}", param="limit")
     if after and not SESSION_ID_PATTERN.fullmatch(after):
         raise InvalidRequest("after is not a session id", param="after")
+
+
+def check_held(held: Sequence[HeldCacheRef]) -> None:
+    """Raise InvalidRequest for more KVs than one question may name, or for one that no session could name."""
+    if len(held) > MAX_HELD_REFS:
+        raise InvalidRequest(f"one question names at most {MAX_HELD_REFS} KVs", param="held")
+    for one in held:
+        check_session(one.tenant, one.session_id)
+        if not CACHE_REF_PATTERN.fullmatch(one.cache_ref):
+            raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")

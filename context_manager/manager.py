@@ -8,11 +8,12 @@ has one. What is checked before the store is asked: limits.py; what the store pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from context_manager.limits import (
     TtlBounds,
     check_commit,
+    check_held,
     check_lease,
     check_metadata,
     check_new_session,
@@ -23,7 +24,16 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
-from contextcache.model import CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TtlPolicy, TurnCommit
+from contextcache.model import (
+    CacheSessionMetadata,
+    HeldCacheRef,
+    NewSession,
+    Segment,
+    SessionId,
+    TenantId,
+    TtlPolicy,
+    TurnCommit,
+)
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +176,15 @@ class ContextCacheManager:
             return await self._store.list_sessions(
                 tenant, limit=limit, after=after, model_id=model_id, now_ms=self._clock.now_ms()
             )
+
+    async def check_cache_refs(self, held: Sequence[HeldCacheRef]) -> tuple[int, ...]:
+        """Return the positions in `held` (at most 500) that no session names: KV that can be freed.
+
+        A session that is being created, or has a turn in flight, names everything saved for it.
+        """
+        check_held(held)
+        with self._metrics.store_call("check_refs"):
+            return await self._store.check_refs(held, now_ms=self._clock.now_ms())
 
     async def count_sessions(self) -> int:
         """Return how many sessions live, those due and not swept yet included."""

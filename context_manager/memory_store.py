@@ -5,7 +5,7 @@ Each method runs without awaiting in between, so it is atomic in its event loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from typing_extensions import override
@@ -16,6 +16,7 @@ from context_manager.session_row import SessionRow, Standing, existing_row, new_
 from context_manager.store import SessionKey, SessionStore, Swept, shard_of
 from contextcache.model import (
     CacheSessionMetadata,
+    HeldCacheRef,
     NewSession,
     Segment,
     SessionId,
@@ -189,6 +190,15 @@ class MemorySessionStore(SessionStore):
                     self._rows[key] = SessionRow(row.session, is_tombstone=True)
                 taken.append(Swept(key, is_abandoned=abandoned))
         return tuple(taken)
+
+    @override
+    async def check_refs(self, held: Sequence[HeldCacheRef], *, now_ms: int) -> tuple[int, ...]:
+        rows = (self._rows.get(SessionKey(one.tenant, one.session_id)) for one in held)
+        return tuple(
+            position
+            for position, (one, row) in enumerate(zip(held, rows, strict=True))
+            if row is None or not row.names(one.cache_ref, now_ms=now_ms, tombstone_ms=self._tombstone_ms)
+        )
 
     @override
     async def count_sessions(self) -> int:

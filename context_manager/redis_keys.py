@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from context_manager.session_row import SessionRow, row_from_fields
 from context_manager.store import SessionKey, shard_of
 from contextcache.model import TenantId
+
+NAMING_FIELDS = (
+    *("state", "created_at_ms", "expires_at_ms", "lease_id", "lease_until_ms"),
+    *("cache_ref", "previous_cache_ref"),
+)
+"""What it takes to tell which KV a row names: a client's metadata, the large part of a row, stays where it is."""
 
 
 def session_key(key: SessionKey) -> str:
@@ -52,6 +58,13 @@ def row_of_reply(key: SessionKey, reply: Any) -> SessionRow:
     pairs = reply.items() if isinstance(reply, Mapping) else zip(reply[::2], reply[1::2], strict=True)
     fields = {name.decode(): value.decode() for name, value in pairs}
     return row_from_fields(key.tenant, key.session_id, fields)
+
+
+def row_of_values(key: SessionKey, values: Sequence[bytes | None]) -> SessionRow | None:
+    """Return what an HMGET of NAMING_FIELDS tells of a row; None where there is none."""
+    pairs = zip(NAMING_FIELDS, values, strict=True)
+    fields = {name: value.decode() for name, value in pairs if value is not None}
+    return row_from_fields(key.tenant, key.session_id, fields) if fields else None
 
 
 def _tag(shard: int) -> str:

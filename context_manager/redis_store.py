@@ -14,10 +14,12 @@ from typing_extensions import override
 from context_manager import refusals
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_keys import (
+    NAMING_FIELDS,
     expiry_key,
     key_of_member,
     member,
     row_of_reply,
+    row_of_values,
     script_keys,
     session_key,
     tenant_key,
@@ -31,6 +33,7 @@ from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionSt
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
     CacheSessionMetadata,
+    HeldCacheRef,
     NewSession,
     Segment,
     SessionId,
@@ -178,6 +181,18 @@ class RedisSessionStore(SessionStore):
             Swept(key_of_member(name), is_abandoned=kind == b"abandoned")
             for name, kind in zip(taken[::2], taken[1::2], strict=True)
         )
+
+    @override
+    async def check_refs(self, held: Sequence[HeldCacheRef], *, now_ms: int) -> tuple[int, ...]:
+        keys = list(dict.fromkeys(SessionKey(one.tenant, one.session_id) for one in held))
+        replies = await self._redis.batch([("HMGET", session_key(key), *NAMING_FIELDS) for key in keys])
+        rows = {key: row_of_values(key, values) for key, values in zip(keys, replies, strict=True)}
+        orphans: list[int] = []
+        for position, one in enumerate(held):
+            row = rows[SessionKey(one.tenant, one.session_id)]
+            if row is None or not row.names(one.cache_ref, now_ms=now_ms, tombstone_ms=self._tombstone_ms):
+                orphans.append(position)
+        return tuple(orphans)
 
     @override
     async def count_sessions(self) -> int:

@@ -10,6 +10,7 @@ from typing_extensions import override
 from context_manager.manager import ContextCacheManager
 from contextcache.convert import (
     commit_from_pb,
+    held_from_pb,
     new_session_from_pb,
     policy_from_pb,
     segment_to_pb,
@@ -106,6 +107,11 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
     ) -> pb.UnregisterSessionCacheResponse:
         session = await self._manager.unregister_session_cache(request.tenant, request.session_id)
         return pb.UnregisterSessionCacheResponse(session=session_to_pb(session))
+
+    @override
+    async def CheckCacheRefs(self, request: pb.CheckCacheRefsRequest, context: Context) -> pb.CheckCacheRefsResponse:
+        orphans = await self._manager.check_cache_refs([held_from_pb(one) for one in request.held])
+        return pb.CheckCacheRefsResponse(orphans=orphans)
 
     @override
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:

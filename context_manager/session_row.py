@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from context_manager import refusals
-from contextcache.model import CacheSessionMetadata, NewSession, SessionMode, SessionState, TtlPolicy
+from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, SessionMode, SessionState, TtlPolicy
 
 TOMBSTONE = "tombstone"
 
@@ -59,6 +59,17 @@ class SessionRow:
         if self.is_tombstone or expires_at_ms <= now_ms:
             return Standing.EXPIRED if now_ms < expires_at_ms + tombstone_ms else Standing.ABSENT
         return Standing.CREATING if creating else Standing.LIVE
+
+    def names(self, cache_ref: CacheRef, *, now_ms: int, tombstone_ms: int) -> bool:
+        """Return whether the session needs this KV, or may soon: one that a turn writes to names all saved for it.
+
+        A lease that ended names nothing more, although its turn may still commit while nobody takes the row: a turn
+        commits right after its KV is sealed, and only KV that was sealed long ago is asked about.
+        """
+        standing = self.standing(now_ms, tombstone_ms)
+        if standing is Standing.CREATING:
+            return True
+        return standing is Standing.LIVE and (self.lease_lives(now_ms) or cache_ref in self.session.cache_refs)
 
     def metadata_at(self, now_ms: int) -> CacheSessionMetadata:
         """Return what a caller sees at `now_ms`: BUSY while a lease on a ready row lives."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
 from contextcache.model import (
     CacheSessionMetadata,
+    HeldCacheRef,
     NewSession,
     Segment,
     SessionId,
@@ -137,6 +138,13 @@ class SessionStore(Protocol):
         """Take up to `limit` due sessions of one shard; of callers at the same time each session goes to one.
 
         An expired session becomes a tombstone, an abandoned CREATING row is removed. Never raises not found.
+        """
+        ...
+
+    async def check_refs(self, held: Sequence[HeldCacheRef], *, now_ms: int) -> tuple[int, ...]:
+        """Return the positions in `held` that no session names (SessionRow.names); not atomic over the sessions.
+
+        Never raises not found: a session that is absent, expired or a tombstone names nothing.
         """
         ...
 

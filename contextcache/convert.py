@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from contextcache.model import (
     CacheSessionMetadata,
+    HeldCacheRef,
     Manifest,
     NewSession,
     Segment,
@@ -158,6 +159,16 @@ def commit_from_pb(message: pb.TurnCommit) -> TurnCommit:
         cache_ref=message.cache_ref,
         holder=message.holder,
     )
+
+
+def held_to_pb(held: HeldCacheRef) -> pb.HeldCacheRef:
+    """Return the message of a KV that a sidecar has."""
+    return pb.HeldCacheRef(tenant=held.tenant, session_id=held.session_id, cache_ref=held.cache_ref)
+
+
+def held_from_pb(message: pb.HeldCacheRef) -> HeldCacheRef:
+    """Return the KV of a message."""
+    return HeldCacheRef(message.tenant, message.session_id, message.cache_ref)
 
 
 def manifest_to_pb(manifest: Manifest) -> sidecar_pb.Manifest:

@@ -138,6 +138,15 @@ class TurnCommit:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldCacheRef:
+    """One KV that a sidecar has, and the session it was saved for."""
+
+    tenant: TenantId
+    session_id: SessionId
+    cache_ref: CacheRef
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a `cache_ref` is: which tokens have KV, in which blocks, under which fingerprint, until when."""
 

@@ -19,6 +19,7 @@ from contextcache.errors import (
 )
 from contextcache.model import (
     CacheSessionMetadata,
+    HeldCacheRef,
     NewSession,
     Segment,
     SegmentKind,
@@ -714,3 +715,55 @@ class SessionStoreContract:
         assert len(taken) == len(set(taken))
         taken += [swept.key.session_id for swept in await self.sweep(store, now_ms=NOW + TTL_MS)]
         assert sorted(taken) == sorted(names)
+
+    # Which KV is still named.
+
+    async def orphans(self, store: SessionStore, *refs: str, key: SessionKey = KEY, now_ms: int = NOW) -> list[str]:
+        held = [HeldCacheRef(key.tenant, key.session_id, ref) for ref in refs]
+        return [refs[position] for position in await store.check_refs(held, now_ms=now_ms)]
+
+    async def test_a_session_names_its_kv_and_the_one_before(self, store: SessionStore) -> None:
+        await self.create(store)
+        assert await self.orphans(store, REF_1, REF_2, REF_3) == [REF_2, REF_3]
+        for number, ref in ((1, REF_2), (2, REF_3)):
+            await self.begin(store, f"turn-{number}")
+            await store.commit_turn(turn_commit(f"turn-{number}", generation=number, cache_ref=ref), now_ms=NOW)
+
+        assert await self.orphans(store, REF_1, REF_2, REF_3) == [REF_1]
+
+    async def test_a_session_being_created_names_all_that_is_saved_for_it(self, store: SessionStore) -> None:
+        """Seen to fail with CREATING taken for a row that names its two refs: the create's own KV was an orphan."""
+        await self.reserve(store)
+
+        assert await self.orphans(store, REF_1, REF_2) == []
+        assert await self.orphans(store, REF_1, now_ms=NOW + LEASE_MS) == [REF_1]
+
+    async def test_a_turn_in_flight_names_all_that_is_saved_for_it(self, store: SessionStore) -> None:
+        """Seen to fail without the look at the lease: what the turn had sealed and not committed was an orphan."""
+        await self.create(store)
+        await self.begin(store)
+
+        assert await self.orphans(store, REF_1, REF_2) == []
+        assert await self.orphans(store, REF_1, REF_2, now_ms=NOW + LEASE_MS) == [REF_2]
+        await store.abort_turn(KEY, lease_id="turn", now_ms=NOW)
+        assert await self.orphans(store, REF_1, REF_2) == [REF_2]
+
+    async def test_who_is_not_there_names_nothing(self, store: SessionStore) -> None:
+        await self.create(store)
+        assert await self.orphans(store, REF_1, now_ms=NOW + TTL_MS - 1) == []
+        assert await self.orphans(store, REF_1, now_ms=NOW + TTL_MS) == [REF_1]
+        assert await self.orphans(store, REF_1, key=SessionKey("other", KEY.session_id)) == [REF_1]
+        assert await self.orphans(store, REF_1, key=SessionKey(KEY.tenant, "ctx_2")) == [REF_1]
+        await self.sweep(store, now_ms=NOW + TTL_MS)
+
+        assert await self.orphans(store, REF_1, now_ms=NOW + TTL_MS) == [REF_1]
+
+    async def test_five_hundred_kvs_of_many_sessions_are_told_in_one_answer(self, store: SessionStore) -> None:
+        held = []
+        for number in range(250):
+            name = f"ctx_{number}"
+            await self.create(store, replace(NEW, session_id=name))
+            held += [HeldCacheRef("demo", name, REF_1), HeldCacheRef("demo", name, REF_2)]
+
+        assert await store.check_refs(held, now_ms=NOW) == tuple(range(1, 500, 2))
+        assert await store.check_refs([], now_ms=NOW) == ()

@@ -32,6 +32,7 @@ from contextcache.errors import (
     TtlOutOfRange,
 )
 from contextcache.model import (
+    HeldCacheRef,
     NewSession,
     Segment,
     SegmentKind,
@@ -115,7 +116,10 @@ async def test_a_conversation_over_the_wire(client: ContextManagerClient) -> Non
     touched = await client.touch("demo", first.session_id, ttl_s=120, ttl_policy=TtlPolicy.FIXED, metadata={})
     assert (touched.ttl_s, touched.ttl_policy, touched.metadata) == (120, TtlPolicy.FIXED, {})
     assert await client.list_sessions("demo", limit=10, model_id="smol") == ((touched,), False)
+    held = [HeldCacheRef("demo", first.session_id, ref) for ref in (first.cache_ref, new_cache_ref())]
+    assert await client.check_cache_refs(held) == (1,)
     assert await client.unregister_session_cache("demo", first.session_id) == touched
+    assert await client.check_cache_refs(held) == (0, 1)
     assert await client.list_sessions("demo", limit=10) == ((), False)
 
 

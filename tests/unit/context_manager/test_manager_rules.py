@@ -22,7 +22,7 @@ from contextcache.errors import (
     LeaseLost,
     TtlOutOfRange,
 )
-from contextcache.model import NewSession, Segment, SegmentKind, SessionState, TurnCommit, new_cache_ref
+from contextcache.model import HeldCacheRef, NewSession, Segment, SegmentKind, SessionState, TurnCommit, new_cache_ref
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2), text="hello")
 ANSWER = Segment(SegmentKind.ANSWER, (3,), text=" you")
@@ -247,3 +247,21 @@ async def test_what_happens_is_counted(manager: ContextCacheManager, registry: C
     assert sample("turns_aborted_total") == 1
     assert sample("refusals_total", operation="begin_turn", code="context_busy") == 1
     assert sample("store_duration_seconds_count", operation="begin_turn") == 2
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [HeldCacheRef("demo", "ctx_1", new_cache_ref())] * 501,
+        [HeldCacheRef("a:b", "ctx_1", new_cache_ref())],
+        [HeldCacheRef("demo", "*", new_cache_ref())],
+        [HeldCacheRef("demo", "ctx_1", "../etc")],
+    ],
+    ids=["too many", "tenant", "session", "ref"],
+)
+async def test_a_question_for_kv_that_nobody_can_have_is_refused(
+    manager: ContextCacheManager, held: list[HeldCacheRef]
+) -> None:
+    with pytest.raises(InvalidRequest):
+        await manager.check_cache_refs(held)
+    assert await manager.check_cache_refs(held[:0]) == ()
