@@ -14,9 +14,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 
 from contextcache.clock import Clock
+from contextcache.crash_points import crash_point
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, CorruptBlock, InvalidRequest
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.block_key import BlockKey
+from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.fingerprint import require_fingerprint
 from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.limits import CatalogLimits
@@ -46,6 +48,10 @@ class Removed:
     num_manifests: int
     freed_bytes: int
     """Of block files on disk."""
+
+    def __add__(self, other: Removed) -> Removed:
+        """Return both together."""
+        return Removed(self.num_manifests + other.num_manifests, self.freed_bytes + other.freed_bytes)
 
 
 class ContextCatalog:
@@ -131,7 +137,9 @@ class ContextCatalog:
             return True
         save = self._saving.is_last_rank(cache_ref, rank)
         if save is not None:
+            crash_point(BEFORE_SEAL)
             await self._threads.finish(self._saving.publish(save))
+            crash_point(AFTER_SEAL)
         return save is not None
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
@@ -241,6 +249,17 @@ class ContextCatalog:
         """Free what is reachable from no live manifest and no save in flight."""
         return await self._threads.finish(self._collect())
 
+    def sealed(self) -> list[ManifestRecord]:
+        """Return the records of all sealed manifests, expired ones too."""
+        return self._manifests.index.records()
+
+    async def drop(self, records: Sequence[ManifestRecord]) -> Removed:
+        """Remove those manifests that are still what they were, then all blocks nobody else holds.
+
+        What was touched or sealed anew meanwhile stays. Unlike after `delete`, the names may be saved under again.
+        """
+        return await self._threads.finish(self._drop(records))
+
     def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
         is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None
         self._pulled.discard((cache_ref, rank))
@@ -281,6 +300,12 @@ class ContextCatalog:
         self._spared.forget_old(now_ms)
         orphans = await self._threads.run(self._orphans)
         return Removed(len(records), await self._free([*_keys_of(records), *keys, *orphans]))
+
+    async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:
+        index = self._manifests.index
+        records = await self._manifests.remove(lambda: [r for r in doomed if index.get(r.cache_ref) == r])
+        self._metrics.orphaned.inc(len(records))
+        return Removed(len(records), await self._free(_keys_of(records)))
 
     def _orphans(self) -> list[BlockKey]:
         return [key for key in self._tiers.all_keys() if not self._is_wanted(key)]

@@ -1,7 +1,7 @@
 """The directory on disk: durable writing, putting aside, leftovers, and the lock that keeps a second process out.
 
-Every change goes temp -> fsync -> rename -> fsync of the directory. `step` is called with a name before each step, so
-that tests can stop the world between any two.
+Every change goes temp -> fsync -> rename -> fsync of the directory. `step` is called with `<verb> <file name>` before
+each step and after the last, so that tests can stop the world between any two; in a real process it is a crash point.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contextcache.errors import StorageFull
+from kv_sidecar.crash_points import at_step
 from kv_sidecar.store import Buffer
 
 Step = Callable[[str], None]
@@ -22,14 +23,10 @@ MAX_QUARANTINED = 32
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
-def _no_step(name: str) -> None:
-    """Do nothing: a real process stops nowhere."""
-
-
 class DataDirectory:
     """`blocks/`, `tails/`, `manifests/`, `quarantine/` and `tmp/` under one root, owned by one process."""
 
-    def __init__(self, root: Path, *, step: Step = _no_step) -> None:
+    def __init__(self, root: Path, *, step: Step = at_step) -> None:
         self.root = root
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"
@@ -72,21 +69,23 @@ class DataDirectory:
             if exc.errno in _NO_ROOM:
                 raise StorageFull("the disk is full") from exc
             raise
-        self._step(f"fsync directory of {final.name}")
+        self._step(f"sync {final.name}")
         try:
             _fsync_directory(final.parent)
         except OSError:
             # Nobody was told that the file is there, so it must not be.
             final.unlink(missing_ok=True)
             raise
+        self._step(f"published {final.name}")
 
     def remove(self, path: Path, *, durable: bool) -> None:
         """Remove a file if it is there; `durable`: it cannot come back after a crash."""
         self._step(f"unlink {path.name}")
         path.unlink(missing_ok=True)
         if durable:
-            self._step(f"fsync directory of {path.name}")
+            self._step(f"sync-unlink {path.name}")
             _fsync_directory(path.parent)
+            self._step(f"unlinked {path.name}")
 
     def put_aside(self, path: Path) -> None:
         """Move a bad file into `quarantine/`, where at most `MAX_QUARANTINED` are kept."""

@@ -20,10 +20,12 @@ from itertools import takewhile
 from typing import Literal, Protocol, TypeAlias
 
 from contextcache.clock import Clock
+from contextcache.crash_points import crash_point
 from contextcache.errors import CacheRefNotFound, ContextCacheError, CorruptBlock, FingerprintMismatch, InvalidRequest
 from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, TenantId
 from contextcache.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.engine_ranks import EngineRanks
 from kv_sidecar.limits import PullLimits
 from kv_sidecar.metrics import SidecarMetrics
@@ -248,6 +250,7 @@ class Pulls:
                 async for block_index, data in files:
                     size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, data)
                     self._metrics.pulled_bytes.inc(size_bytes)
+                    crash_point(BETWEEN_PULLED_BLOCKS)
         self._catalog.mark_pulled(new.cache_ref, new.rank)
         await self._catalog.seal(new.cache_ref, new.rank)
 

@@ -45,13 +45,17 @@ class EngineRank:
 
     def save(self, token_ids: tuple[int, ...], *, session_id: str = "ctx_1") -> NewSave:
         new = new_save(token_ids, now_ms=SystemClock().now_ms(), session_id=session_id)
+        self.send(new)
+        return new
+
+    def send(self, new: NewSave) -> None:
+        """Announce a save, send what is missing and seal it."""
         prepared = self.prepare(new)
         tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
         wanted = [*prepared.missing_blocks, *tail]
         taken = self.client.save_blocks(self.requests(new, wanted), timeout_s=60)
         assert taken.num_blocks == len(wanted)
         assert self.client.seal(new.cache_ref, new.rank)
-        return new
 
     def requests(self, new: NewSave, wanted: list[int]) -> Iterator[pb.SaveBlocksRequest]:
         manifest = new.manifest(block_tokens=self.terms.block_tokens)

@@ -16,8 +16,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from contextcache.errors import CacheRefNotFound
+from contextcache.clock import SystemClock
+from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from tests.helpers.engine_rank import EngineRank
+from tests.helpers.kv_blocks import new_save
 from tests.helpers.valkey import free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -170,3 +172,31 @@ def test_the_socket_is_for_the_sidecar_s_user_and_group(sidecar: SidecarProcess)
     sidecar.start()
 
     assert stat.S_IMODE((sidecar.root / "s.sock").stat().st_mode) == 0o660
+
+
+@pytest.mark.parametrize("point", ["sidecar.tail.rename", "sidecar.manifest.sync", "sidecar.seal.after"])
+def test_a_sidecar_dies_at_a_named_point_and_holds_whole_contexts_or_none_afterwards(
+    sidecar: SidecarProcess, point: str
+) -> None:
+    armed = sidecar.root / "crash"
+    sidecar.start(CONTEXT_CACHE_CRASH_FILE=str(armed))
+    rank = EngineRank(sidecar.address)
+    kept = rank.save((50, 51, 52, 53, 54), session_id="ctx_2")
+    armed.write_text(point)
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms())
+
+    with pytest.raises(SidecarUnavailable):
+        rank.send(new)
+    rank.close()
+    assert sidecar.process is not None
+    assert sidecar.process.wait(30) == -signal.SIGKILL
+    sidecar.start(CONTEXT_CACHE_CRASH_FILE=str(armed))
+    rank = EngineRank(sidecar.address)
+
+    assert rank.load(kept)
+    if point == "sidecar.tail.rename":
+        with pytest.raises(CacheRefNotFound):
+            rank.load(new)
+    else:
+        assert rank.load(new)
+    rank.close()

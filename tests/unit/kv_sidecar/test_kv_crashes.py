@@ -158,10 +158,10 @@ async def test_blocks_are_durable_before_the_manifest_and_it_goes_before_them(tm
     _, _, deleted, _ = await die_after(tmp_path / "delete", 1 << 30, delete_other, with_other=True)
     manifest = f"{OTHER_REF}.safetensors"
 
-    assert [step for step in saved if manifest in step] == saved[-3:]
-    assert saved[-4].startswith("fsync directory")
-    assert deleted[:2] == [f"unlink {manifest}", f"fsync directory of {manifest}"]
-    assert not any(manifest in step for step in deleted[2:])
+    assert [step for step in saved if manifest in step] == saved[-4:]
+    assert saved[-5].startswith("published")
+    assert deleted[:3] == [f"unlink {manifest}", f"sync-unlink {manifest}", f"unlinked {manifest}"]
+    assert not any(manifest in step for step in deleted[3:])
 
 
 async def test_a_new_context_can_be_saved_after_any_death(tmp_path: Path) -> None:

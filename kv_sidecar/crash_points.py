@@ -1,0 +1,38 @@
+"""Where a sidecar can be told to die: every step on disk, around a seal, between the blocks of a pull.
+
+A step of data_directory.py is told as `<verb> <file name>`; its point is `sidecar.<kind>.<verb>`.
+"""
+
+from __future__ import annotations
+
+from contextcache.crash_points import crash_point
+from kv_sidecar.block_key import BlockKey
+
+_PUBLISHED = ("write", "rename", "sync", "published")
+"""Before the write, between it and the rename, between that and the sync of the directory, after all."""
+_BLOCK_STEPS = (*_PUBLISHED, "unlink", "quarantine")
+_MANIFEST_STEPS = (*_PUBLISHED, "unlink", "sync-unlink", "unlinked", "quarantine")
+BEFORE_SEAL = "sidecar.seal.before"
+AFTER_SEAL = "sidecar.seal.after"
+BETWEEN_PULLED_BLOCKS = "sidecar.pull.between-blocks"
+
+POINTS: tuple[str, ...] = (
+    *(f"sidecar.{kind}.{step}" for kind in ("block", "tail") for step in _BLOCK_STEPS),
+    *(f"sidecar.manifest.{step}" for step in _MANIFEST_STEPS),
+    BEFORE_SEAL,
+    AFTER_SEAL,
+    BETWEEN_PULLED_BLOCKS,
+)
+"""All of them; a block or tail without a manifest may come back after a crash, so its removal has no sync."""
+
+
+def at_step(step: str) -> None:
+    """Die at a step on disk, if a test says so: the `step` of a real process's DataDirectory."""
+    crash_point(point_of(step))
+
+
+def point_of(step: str) -> str:
+    """Return the point of a step."""
+    verb, _, file_name = step.partition(" ")
+    key = BlockKey.from_file_name(file_name)
+    return f"sidecar.{'manifest' if key is None else key.kind}.{verb}"
