@@ -109,6 +109,10 @@ class KVSidecarClient:
             return None
         return answer.report
 
+    async def tenant_usage(self, tenant: TenantId) -> pb.GetTenantUsageResponse:
+        """Return the bytes a tenant has here, and the most it may have (0: no limit)."""
+        return await self._call(self._stub().GetTenantUsage, pb.GetTenantUsageRequest(tenant=tenant), self._timeout_s)
+
     async def stats(self) -> pb.StatsResponse:
         """Return contexts, blocks and bytes by tier."""
         return await self._call(self._stub().Stats, pb.StatsRequest(), self._timeout_s)
