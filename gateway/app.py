@@ -12,17 +12,18 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 
 from context_manager.client import ContextManagerClient
+from contextcache.admission import TenantsInHand
 from contextcache.clock import Clock, SystemClock
 from contextcache.settings import read_secret
 from contextcache.tls import WatchedTls
 from contextcache.tracing import Tracer, tracer_of
 from gateway.auth import KeyFile, SingleTenant
+from gateway.body_budget import BodyBudget
 from gateway.carrier import Carrier, carrier_session
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoint_file import EndpointFile
 from gateway.endpoint_slices import SliceRules
 from gateway.endpoints import Source, WatchedEndpoints
-from gateway.exchange import BodyBudget
 from gateway.fairness import TenantRates
 from gateway.flows import Gateway, GatewayRules
 from gateway.holders import Holders
@@ -105,7 +106,8 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             metrics=metrics,
         )
         ready_state = ReadyState(gateway, endpoints, metrics=metrics)
-        budget = BodyBudget(settings.max_buffered_bytes)
+        tenants = _tenants(settings, metrics)
+        budget = BodyBudget(settings.max_buffered_bytes, tenants=tenants)
         front = HttpFront(
             gateway=gateway,
             endpoints=endpoints,
@@ -114,6 +116,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             budget=budget,
             limits=limits,
             metrics=metrics,
+            tenants=tenants,
             tracer=tracer,
         )
         yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state, tracer, tls)
@@ -221,6 +224,14 @@ def _rates(settings: GatewaySettings, clock: Clock) -> TenantRates | None:
     if not settings.tenant_rate_per_s:
         return None
     return TenantRates(clock=clock, rate_per_s=settings.tenant_rate_per_s, burst=settings.tenant_burst)
+
+
+def _tenants(settings: GatewaySettings, metrics: Metrics) -> TenantsInHand:
+    return TenantsInHand(
+        requests_max=settings.tenant_in_flight_max,
+        bytes_max=settings.tenant_buffered_bytes_max,
+        on_refused=lambda limit: metrics.tenant_refusals.labels(limit).inc(),
+    )
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -18,8 +18,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol
 
 import grpc
 from google.protobuf.struct_pb2 import Struct
@@ -29,11 +28,10 @@ from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.rpc import cause_of
 from contextcache.tracing import NO_TRACER, TRACEPARENT, Tracer, current_span, trace_headers
 from gateway import ext_proc_messages as messages
+from gateway.body_budget import BodyBudget, HeldBody, body_too_large
 from gateway.exchange import (
     REQUEST_ID_HEADER,
-    BodyBudget,
     ClientGone,
-    body_too_large,
     mint_request_id,
     plain_request_id,
 )
@@ -224,7 +222,7 @@ class EnvoyFront:
         message = await call.stream.read()
         if not message.HasField("request_body"):
             raise InvalidRequest("the request has trailers and no body")
-        with _HeldBody(self._budget, self._limits.max_body_bytes) as held:
+        with self._held(admission) as held:
             held.add(message.request_body.body)
             forward = await self._route(call, admission, held.whole())
             mutation, metadata = self._changes(call, forward)
@@ -233,7 +231,7 @@ class EnvoyFront:
 
     async def _answer_pieces(self, call: _Call, admission: Admission) -> None:
         """Collect the body, answer the head, and send the body back."""
-        with _HeldBody(self._budget, self._limits.max_body_bytes) as held:
+        with self._held(admission) as held:
             has_trailers = await _collect(call.stream, held)
             body = held.whole()
             forward = await self._route(call, admission, body)
@@ -244,6 +242,9 @@ class EnvoyFront:
             if has_trailers:
                 await call.stream.write(messages.request_trailers_answer())
         await self._send_back(call)
+
+    def _held(self, admission: Admission) -> HeldBody:
+        return self._budget.hold(admission.tenant, limit_bytes=self._limits.max_body_bytes)
 
     async def _send_back(self, call: _Call, *, request_ended: bool = True) -> None:
         """Send back what is left of the request's body, and the answer where it is shown, to their ends.
@@ -315,37 +316,7 @@ class EnvoyFront:
             self._metrics.broken_exchanges.labels("client_gone").inc()
 
 
-class _HeldBody:
-    """Pieces of one body, counted against the process's budget for the length of a `with` block."""
-
-    def __init__(self, budget: BodyBudget, limit_bytes: int) -> None:
-        self._budget = budget
-        self._limit_bytes = limit_bytes
-        self._pieces: list[bytes] = []
-        self._size_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._budget.give_back(self._size_bytes)
-
-    def add(self, piece: bytes) -> None:
-        """Hold another piece. Raises BodyTooLarge, NoReadyEndpoint."""
-        if self._size_bytes + len(piece) > self._limit_bytes:
-            raise body_too_large(self._limit_bytes)
-        self._budget.take(len(piece))
-        self._size_bytes += len(piece)
-        self._pieces.append(piece)
-
-    def whole(self) -> bytes:
-        """Return the body."""
-        return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-
-
-async def _collect(stream: Stream, held: _HeldBody) -> bool:
+async def _collect(stream: Stream, held: HeldBody) -> bool:
     """Read pieces to the end of the body; return whether trailers follow."""
     while True:
         message = await stream.read()

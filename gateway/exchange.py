@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from contextcache.error_body import error_body, error_headers
-from contextcache.errors import BodyTooLarge, ContextCacheError, InvalidRequest, NoReadyEndpoint
+from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.request_headers import joined_headers
 from gateway.auth import AUTHENTICATE
+from gateway.body_budget import HeldBody
 from gateway.paths import MethodNotAllowed
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -22,24 +23,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 class ClientGone(Exception):
     """The client closed the connection; nobody is left to answer."""
-
-
-class BodyBudget:
-    """Bytes of request bodies held at one time, over all requests."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._held_bytes = 0
-
-    def take(self, size_bytes: int) -> None:
-        """Count bytes as held. Raises NoReadyEndpoint when they are too many."""
-        if self._held_bytes + size_bytes > self._limit_bytes:
-            raise NoReadyEndpoint("the gateway holds as many request bodies as it may", retry_after_s=1)
-        self._held_bytes += size_bytes
-
-    def give_back(self, size_bytes: int) -> None:
-        """Count bytes as free again."""
-        self._held_bytes -= size_bytes
 
 
 class Exchange:
@@ -72,23 +55,20 @@ class Exchange:
         path = raw.partition(b"?")[0].decode("latin-1")
         return f"{path}?{query.decode('latin-1')}" if query else path
 
-    async def read_body(self, *, limit_bytes: int, idle_timeout_s: float, budget: BodyBudget) -> bytes:
-        """Return the whole body; the caller gives its length back to `budget`.
+    async def read_body(self, held: HeldBody, *, idle_timeout_s: float) -> bytes:
+        """Return the whole body, which is in `held` then.
 
-        Raises BodyTooLarge, InvalidRequest when it stops coming, NoReadyEndpoint, ClientGone.
+        Raises BodyTooLarge, InvalidRequest when it stops coming, NoReadyEndpoint, TooManyInFlight, ClientGone.
         """
         declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit_bytes:
-            raise body_too_large(limit_bytes)
-        chunks: list[bytes] = []
-        try:
-            async for chunk in self._chunks(limit_bytes, idle_timeout_s):
-                budget.take(len(chunk))
-                chunks.append(chunk)
-        except BaseException:
-            budget.give_back(sum(map(len, chunks)))
-            raise
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if declared.isdecimal():
+            held.expect(int(declared))
+        more = True
+        while more:
+            message = await self._receive_within(idle_timeout_s)
+            held.add(message.get("body", b""))
+            more = message.get("more_body", False)
+        return held.whole()
 
     async def disconnected(self) -> None:
         """Return when the client has closed the connection. Only after the body is read."""
@@ -113,18 +93,6 @@ class Exchange:
         headers = [(name.encode(), value.encode()) for name, value in answer_headers(error)]
         await self.start(error.http_status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.send({"type": "http.response.body", "body": body})
-
-    async def _chunks(self, limit_bytes: int, idle_timeout_s: float) -> AsyncIterator[bytes]:
-        size_bytes = 0
-        more = True
-        while more:
-            message = await self._receive_within(idle_timeout_s)
-            chunk: bytes = message.get("body", b"")
-            more = message.get("more_body", False)
-            size_bytes += len(chunk)
-            if size_bytes > limit_bytes:
-                raise body_too_large(limit_bytes)
-            yield chunk
 
     async def _receive_within(self, timeout_s: float) -> MutableMapping[str, Any]:
         try:
@@ -158,11 +126,6 @@ def plain_request_id(headers: Mapping[str, str]) -> str:
     """Return the client's own name for a request; empty when there is none, or not a plain one."""
     asked = headers.get(REQUEST_ID_HEADER, "")
     return asked if _REQUEST_ID.fullmatch(asked) else ""
-
-
-def body_too_large(limit_bytes: int) -> BodyTooLarge:
-    """Return the error of a body over the limit."""
-    return BodyTooLarge(f"the request body is over the limit of {limit_bytes} bytes")
 
 
 def header_text(value: bytes) -> str:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from contextcache.admission import TenantsInHand
 from contextcache.errors import ContextCacheError, NoReadyEndpoint
 from contextcache.rpc import cause_of
 from contextcache.tracing import NO_TRACER, TRACEPARENT, Span, Tracer, current_span
+from gateway.body_budget import BodyBudget
 from gateway.carrier import Broken, Carrier, ConnectFailed
-from gateway.exchange import BodyBudget, ClientGone, Exchange
+from gateway.exchange import ClientGone, Exchange
 from gateway.flows import Admission, Forward, Gateway
 from gateway.metrics import Metrics
 from gateway.paths import Kind
@@ -52,9 +54,11 @@ class HttpFront:
         budget: BodyBudget,
         limits: FrontLimits,
         metrics: Metrics,
+        tenants: TenantsInHand | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`budget` is the process's: the other front takes from the same one."""
+        """`budget` is the process's, for the other front too; `tenants`: what each may have in flight."""
+        self._tenants = TenantsInHand() if tenants is None else tenants
         self._tracer = tracer
         self._gateway = gateway
         self._endpoints = endpoints
@@ -132,14 +136,11 @@ class HttpFront:
         admission = self._gateway.admit(kind, exchange.headers, request_id=exchange.minted_id)
         if self._in_flight > self._limits.max_in_flight:
             raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=1)
-        body = await exchange.read_body(
-            limit_bytes=self._limits.max_body_bytes, idle_timeout_s=self._limits.body_timeout_s, budget=self._budget
-        )
-        try:
+        held = self._budget.hold(admission.tenant, limit_bytes=self._limits.max_body_bytes)
+        with self._tenants.request(admission.tenant), held:
+            body = await exchange.read_body(held, idle_timeout_s=self._limits.body_timeout_s)
             forward = await self._route(admission, body)
             await self._carry_to_any(forward, body, exchange)
-        finally:
-            self._budget.give_back(len(body))
         return forward.kind.value
 
     async def _route(self, admission: Admission, body: bytes) -> Forward:

@@ -29,6 +29,12 @@ class Metrics:
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
+        self.tenant_refusals = Counter(
+            "contextcache_gateway_tenant_refusals_total",
+            "Requests refused because their tenant has as much in hand as it may, by limit: requests, bytes.",
+            ["limit"],
+            registry=registry,
+        )
         self.choices = Counter(
             "contextcache_gateway_choices_total",
             "Pods chosen, by reason: holder, holder_away, holder_draining, holder_saturated, affinity, least_loaded, "

@@ -158,6 +158,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
             )
         if self.ext_proc_listen and self.api_keys_file is None and not is_loopback(host_of(self.ext_proc_listen)):
             raise ValueError("without GATEWAY_API_KEYS_FILE the external processor listens on loopback only")
+        if 0 < self.tenant_buffered_bytes_max < self.max_body_bytes:
+            # A body between the two would be asked to come again for ever.
+            raise ValueError("GATEWAY_TENANT_BUFFERED_BYTES_MAX is 0 or at least GATEWAY_MAX_BODY_BYTES")
         names = [endpoint.name for endpoint in self.endpoints]
         if len(set(names)) != len(names):
             raise ValueError("two endpoints have the same name")

@@ -20,7 +20,7 @@ from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.auth import SingleTenant
 from gateway.envoy_front import EnvoyFront
-from gateway.exchange import BodyBudget
+from gateway.body_budget import BodyBudget
 from gateway.ext_proc_server import LIVENESS, READINESS, SERVICE_NAME, ExtProcServer
 from gateway.http_front import FrontLimits
 from tests.helpers.ext_proc import DUPLEX, Answer, ExtProcClient, body, head

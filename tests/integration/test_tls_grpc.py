@@ -29,8 +29,8 @@ from contextcache.model import new_cache_ref
 from contextcache.rpc import CHANNEL_OPTIONS
 from contextcache.tls import WatchedTls
 from gateway.auth import SingleTenant
+from gateway.body_budget import BodyBudget
 from gateway.envoy_front import EnvoyFront
-from gateway.exchange import BodyBudget
 from gateway.ext_proc_server import ExtProcServer
 from gateway.http_front import FrontLimits
 from kv_sidecar.client import KVSidecarClient
@@ -39,7 +39,7 @@ from kv_sidecar.server import serve
 from tests.helpers.certificates import NAME, CertificateFiles
 from tests.helpers.gateway_parts import SECRET, GatewayParts
 from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
-from vllm_plugin.turn.app import compose_story
+from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.settings import TurnSettings
 
 DEADLINE_S = 30
@@ -422,7 +422,7 @@ async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(cer
             rpc_deadline_ms=DEADLINE_S * 1000,
             **certificates.settings,
         )
-        story = compose_story(settings, SECRET)
+        story, _ = compose_turns(settings, SECRET)
 
         with pytest.raises(ContextNotFound):
             await story._manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)

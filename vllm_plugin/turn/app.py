@@ -10,7 +10,9 @@ from contextcache.model import CacheRef, SessionId, TenantId
 from contextcache.tracing import tracer_of
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
+from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.ports import TenantUsage
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 from vllm_plugin.turn.usage import LoadedKV
@@ -18,23 +20,26 @@ from vllm_plugin.turn.usage import LoadedKV
 _TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer", pb.TIER_OBJECT: "object"}
 
 
-def compose_story(settings: TurnSettings, secret: bytes) -> TurnStory:
-    """Return the story with real adapters; nothing is connected before the first turn.
+def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission]:
+    """Return the story and what guards it, with real adapters; nothing is connected before the first turn.
 
     Raises OSError or ValueError when the certificate files cannot serve.
     """
     timeout_s = settings.rpc_deadline_ms / 1000
     metrics = TurnMetrics(prometheus_client.REGISTRY)
     tls = metrics.certificates.open_tls(settings.tls)
-    return TurnStory(
+    clock = SystemClock()
+    sidecar = SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls))
+    story = TurnStory(
         settings,
         secret=secret,
         manager=ContextManagerClient(settings.manager, timeout_s=timeout_s, tls=tls),
-        sidecar=SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls)),
-        clock=SystemClock(),
+        sidecar=sidecar,
+        clock=clock,
         metrics=metrics,
         tracer=tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc),
     )
+    return story, TurnAdmission(settings, quotas=sidecar, clock=clock, metrics=metrics)
 
 
 class SidecarReports:
@@ -71,6 +76,11 @@ class SidecarReports:
     ) -> int:
         """See ports.KVSidecar."""
         return await self._client.delete_context(tenant, session_id=session_id, cache_refs=cache_refs)
+
+    async def tenant_usage(self, tenant: TenantId) -> TenantUsage:
+        """See ports.TenantQuotas."""
+        usage = await self._client.tenant_usage(tenant)
+        return TenantUsage(usage.size_bytes, usage.limit_bytes)
 
     async def close(self) -> None:
         """See ports.KVSidecar."""

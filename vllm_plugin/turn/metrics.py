@@ -33,7 +33,12 @@ class TurnMetrics:
         self.unsealed_creates = Counter(
             f"{_PREFIX}unsealed_creates_total", "Creates that answered before their KV was durable", registry=registry
         )
-
+        self.refusals = Counter(
+            f"{_PREFIX}tenant_refusals_total",
+            "Turns and creates refused because their tenant has as much as it may, by limit: requests, bytes, quota",
+            ["limit"],
+            registry=registry,
+        )
         self.first_token_seconds = Histogram(
             f"{_PREFIX}first_token_seconds",
             "Streamed turns: from the lease to the first token, by where most cached tokens came from",

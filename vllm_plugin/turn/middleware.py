@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from contextcache.admission import BodyInHand
 from contextcache.clock import Clock, SystemClock
 from contextcache.error_body import error_body, error_headers
 from contextcache.errors import BodyTooLarge, ContextCacheError, ContextNotFound, EngineFailed, InvalidRequest
@@ -21,7 +22,8 @@ from contextcache.rpc import cause_of
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
 from contextcache.settings import read_secret
 from contextcache.tracing import TRACEPARENT
-from vllm_plugin.turn.app import compose_story
+from vllm_plugin.turn.admission import TurnAdmission
+from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.request import (
     CHAT_PATH,
@@ -49,6 +51,7 @@ class TurnMiddleware:
         *,
         settings: TurnSettings | None = None,
         story: TurnStory | None = None,
+        admission: TurnAdmission | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Read the environment unless settings are given. Raises OSError, ValueError: no secret, no start."""
@@ -56,8 +59,11 @@ class TurnMiddleware:
         self._app = app
         self._settings = settings if settings is not None else TurnSettings()
         self._secret = read_secret(self._settings.secret_file)
-        self._story = story if story is not None else compose_story(self._settings, self._secret)
         self._clock = clock if clock is not None else SystemClock()
+        if story is None:
+            story, admission = compose_turns(self._settings, self._secret)
+        self._story = story
+        self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or run its turn."""
@@ -94,31 +100,41 @@ class TurnMiddleware:
 
     async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
         identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
-        raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes)
-        engine = Engine(self._app, scope)
+        tenant = self._settings.single_tenant if identity is None else identity.tenant
+        with self._admission.body(tenant) as held:
+            raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
+            await self._answer(scope, headers, identity, raw, client)
+
+    async def _answer(
+        self, scope: Scope, headers: dict[str, str], identity: Identity | None, raw: bytes, client: Client
+    ) -> None:
+        """Run the turn a whole request is, or pass it."""
         create = scope["path"] == CONTEXT_PATH
         claim = None
         if identity is None:
             identity = self._single_tenant(headers)
             claim = None if create else self._own_claim(raw, headers)
-        elif identity.session_id is not None:
+        elif identity.session_id is not None and not create:
             claim = SessionClaim(identity.session_id, binding=True)
         if not create and claim is None:
             await self._pass(scope, raw, client)
             return
         body = parse_object(raw)
         remove_forbidden_keys(body)
-        if identity.session_id is not None and not create:
+        if claim is not None and identity.session_id is not None:
             # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
             session_claim(body, identity.session_id)
         request = read_turn(scope["path"], body, headers)
-        if create:
+        engine = Engine(self._app, scope)
+        if claim is None:
             new = read_new_session(body, tenant=identity.tenant, model=request.model)
-            await self._story.create(engine, request, new, identity, client)
+            with self._admission.turn(identity.tenant):
+                await self._admission.check_quota(identity.tenant)
+                await self._story.create(engine, request, new, identity, client)
             return
-        assert claim is not None
         try:
-            await self._story.continue_turn(engine, request, claim.session_id, identity, client)
+            with self._admission.turn(identity.tenant):
+                await self._story.continue_turn(engine, request, claim.session_id, identity, client)
         except ContextNotFound:
             if claim.binding:
                 raise
@@ -188,15 +204,21 @@ def _may_concern_us(scope: Scope) -> bool:
     return scope["path"] in _PATHS or any(name.lower() == _UNROUTED for name, _ in scope["headers"])
 
 
-async def read_body(receive: Receive, *, limit_bytes: int) -> bytes:
-    """Return the whole request body. Raises BodyTooLarge, InvalidRequest when the client left before its end."""
+async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | None = None) -> bytes:
+    """Return the whole request body, counted in `held`.
+
+    Raises BodyTooLarge, TooManyInFlight, InvalidRequest when the client left before its end.
+    """
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise InvalidRequest("the client left before its body was complete")
-        body += message.get("body", b"")
-        if len(body) > limit_bytes:
+        chunk = message.get("body", b"")
+        if len(body) + len(chunk) > limit_bytes:
             raise BodyTooLarge(f"the body is over {limit_bytes} bytes")
+        if held is not None:
+            held.take(len(chunk))
+        body += chunk
         if not message.get("more_body", False):
             return bytes(body)

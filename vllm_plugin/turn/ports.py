@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TurnCommit
@@ -46,6 +47,23 @@ class SessionDirectory(Protocol):
 
     async def close(self) -> None:
         """End the connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """How much KV a tenant has on this pod's disk."""
+
+    size_bytes: int
+    limit_bytes: int
+    """The most it may have; 0: no limit."""
+
+
+class TenantQuotas(Protocol):
+    """Who knows how much a tenant has. Every failure is a ContextCacheError; every call has a deadline."""
+
+    async def tenant_usage(self, tenant: TenantId) -> TenantUsage:
+        """Return what the tenant has and may have."""
         ...
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.settings import TlsSettings, TracingSettings
@@ -31,6 +32,11 @@ class TurnSettings(TlsSettings, TracingSettings):
     tenant_bytes_max: int = Field(
         0, description="bytes of one tenant's request bodies in hand in this pod; more get 429; 0: no limit", ge=0
     )
+    quota_deadline_ms: int = Field(
+        200,
+        description="ms a create waits for the sidecar to say what the tenant has before it goes on",
+        gt=0,
+    )
     lease_ttl_ms: int = Field(
         15_000, description="ms; a turn whose process died blocks its session for at most this long", ge=1000
     )
@@ -44,3 +50,10 @@ class TurnSettings(TlsSettings, TracingSettings):
         50, description="ms to wait for the connector's load report before the receipt says less", ge=0, le=1000
     )
     rpc_deadline_ms: int = Field(2_000, description="ms for one call to the manager or the sidecar", gt=0)
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> Self:
+        if 0 < self.tenant_bytes_max < self.max_body_bytes:
+            # A body between the two would be asked to come again for ever.
+            raise ValueError("TURN_TENANT_BYTES_MAX is 0 or at least TURN_MAX_BODY_BYTES")
+        return self

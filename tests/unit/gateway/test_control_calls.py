@@ -5,9 +5,9 @@ import json
 import httpx
 import pytest
 
+from gateway.body_budget import BodyBudget
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoints import Health
-from gateway.exchange import BodyBudget
 from gateway.http_front import FrontLimits, HttpFront
 from gateway.ports import EngineLoad
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, manifest_of

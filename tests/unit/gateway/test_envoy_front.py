@@ -8,9 +8,9 @@ import pytest
 from contextcache.errors import StoreUnavailable
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
+from gateway.body_budget import BodyBudget
 from gateway.endpoints import Health
 from gateway.envoy_front import EnvoyFront
-from gateway.exchange import BodyBudget
 from gateway.ext_proc_messages import PIECE_BYTES
 from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
 from gateway.http_front import FrontLimits
@@ -502,7 +502,7 @@ async def test_a_proxy_that_cancels_once_it_knows_the_pod_is_counted_and_leaves_
     budget = BodyBudget(100)
     with pytest.raises(asyncio.CancelledError):
         await front_of(parts, budget=budget).process(stream)
-    budget.take(100)
+    budget.take("demo", 100)
 
     assert counted(parts, "stateless", "routed") == 1
     assert parts.metrics.registry.get_sample_value("contextcache_gateway_ext_proc_streams") == 0

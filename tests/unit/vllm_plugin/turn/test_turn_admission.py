@@ -1,0 +1,177 @@
+"""What a pod takes on of one tenant, and what it asks its sidecar before a create."""
+
+import asyncio
+
+import pytest
+
+from contextcache.errors import ContextQuotaExceeded, InvalidRequest, SidecarUnavailable
+from tests.helpers.fake_vllm import FakeVllm
+from tests.helpers.turn_bench import Pod
+from vllm_plugin.turn.admission import TurnAdmission
+from vllm_plugin.turn.ports import TenantUsage
+
+
+class Quotas:
+    """Says what it is told, and counts who asked."""
+
+    def __init__(self, usage=None, *, fault=None, silent=False):
+        self.usage = usage
+        self.fault = fault
+        self.silent = silent
+        self.asked = []
+
+    async def tenant_usage(self, tenant):
+        self.asked.append(tenant)
+        if self.silent:
+            await asyncio.Event().wait()
+        if self.fault:
+            raise self.fault
+        return self.usage
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Two turns at a time, and 4 KiB of bodies."""
+    return Pod(tmp_path, FakeVllm(), tenant_turns_max=2, tenant_bytes_max=4096, max_body_bytes=4096)
+
+
+def guard(pod, quotas) -> TurnAdmission:
+    pod.app._admission = TurnAdmission(pod.settings, quotas=quotas, clock=pod.clock, metrics=pod.story._metrics)
+    return pod.app._admission
+
+
+async def until_paused(pod, number):
+    async with asyncio.timeout(30):
+        while len(pod.engine.generations()) < number:
+            await asyncio.sleep(0)
+
+
+def refusal(answer):
+    return answer.status, answer.json["error"]["code"], answer.headers.get("retry-after")
+
+
+async def test_a_tenant_with_as_many_turns_as_it_may_gets_429_and_others_do_not(pod):
+    """Seen failing without `self._admission.turn(...)` in the middleware: the third create is 200."""
+    guard(pod, None)
+    pod.engine.pause = asyncio.Event()
+    running = [asyncio.create_task(pod.create(prompt="x", stream=True)) for _ in range(2)]
+    await until_paused(pod, 2)
+    third = await pod.create(prompt="x")
+    other = asyncio.create_task(pod.create("other", prompt="x", stream=True))
+    await until_paused(pod, 3)
+    pod.engine.pause.set()
+    answers = [await task for task in (*running, other)]
+    after = await pod.create(prompt="x")
+
+    assert refusal(third) == (429, "too_many_in_flight", "1")
+    assert [answer.status for answer in answers] == [200] * 3
+    assert after.status == 200
+    assert pod.counted("tenant_refusals", limit="requests") == 1
+
+
+async def test_a_tenants_bodies_in_hand_are_bounded_and_given_back(pod):
+    """Seen failing without `held.take` in `read_body`: the second create is 200."""
+    guard(pod, None)
+    pod.engine.pause = asyncio.Event()
+    first = asyncio.create_task(pod.create(prompt="x" * 2500, stream=True))
+    await until_paused(pod, 1)
+    second = await pod.create(prompt="x" * 2500)
+    pod.engine.pause.set()
+    done = await first
+    third = await pod.create(prompt="x" * 2500)
+
+    assert (done.status, third.status) == (200, 200)
+    assert refusal(second) == (429, "too_many_in_flight", "1")
+    assert pod.counted("tenant_refusals", limit="bytes") == 1
+
+
+@pytest.mark.parametrize("way_out", ["error", "cancelled", "unreadable", "engine"])
+async def test_what_was_in_hand_comes_back_on_every_way_out(pod, way_out):
+    admission = guard(pod, None)
+    body = {"prompt": "x" * 100}
+    if way_out == "error":
+        pod.manager.reserve = None  # a fault of our own
+    elif way_out == "unreadable":
+        body["ttl"] = "long"
+    elif way_out == "engine":
+        body["stream"] = True
+        pod.engine.break_off_after = 0
+    if way_out == "cancelled":
+        pod.engine.pause = asyncio.Event()
+        task = asyncio.create_task(pod.create(stream=True, **body))
+        await until_paused(pod, 1)
+
+        assert admission._in_hand.held_by("demo")[0] == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        assert (await pod.create(**body)).status != 200
+
+    assert admission._in_hand.is_empty()
+
+
+async def test_a_create_over_the_kv_quota_is_429_and_reserves_nothing(pod):
+    """Seen failing without `check_quota` in the middleware: 200, and a session."""
+    quotas = Quotas(TenantUsage(size_bytes=100, limit_bytes=100))
+    guard(pod, quotas)
+    answer = await pod.create(prompt="x")
+
+    assert refusal(answer)[:2] == (429, "context_quota_exceeded")
+    assert quotas.asked == ["demo"]
+    assert pod.engine.requests == []
+    assert await pod.manager.list_sessions("demo", limit=10) == ((), False)
+    assert pod.counted("tenant_refusals", limit="quota") == 1
+
+
+async def test_a_turn_is_not_asked_about(pod):
+    """A context that is there may go on: its KV is refused, not its answer."""
+    quotas = Quotas(TenantUsage(size_bytes=0, limit_bytes=100))
+    guard(pod, quotas)
+    session_id = (await pod.create(prompt="x")).json["session_id"]
+    quotas.usage = TenantUsage(size_bytes=100, limit_bytes=100)
+
+    assert (await pod.ask(session_id, prompt="y")).status == 200
+    assert len(quotas.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("quotas", "asked"),
+    [
+        (Quotas(TenantUsage(10**12, 0)), 1),
+        (Quotas(fault=SidecarUnavailable("away")), 1),
+        (Quotas(fault=InvalidRequest("an older sidecar")), 1),
+        (Quotas(TenantUsage(1, 2)), 3),
+    ],
+    ids=["no quota", "away", "old", "room"],
+)
+async def test_a_sidecar_without_a_quota_or_away_admits_and_is_left_alone_for_a_while(pod, quotas, asked):
+    admission = guard(pod, quotas)
+    quotas.asked.clear()
+    for _ in range(3):
+        await admission.check_quota("demo")
+    first = len(quotas.asked)
+    pod.clock.advance(s=10)
+    await admission.check_quota("demo")
+
+    assert (first, len(quotas.asked)) == (asked, asked + 1)
+
+
+@pytest.mark.looptime
+async def test_a_sidecar_that_hangs_delays_a_create_by_its_deadline_and_not_the_next(pod, looptime):
+    admission = guard(pod, Quotas(silent=True))
+    await admission.check_quota("demo")
+    await admission.check_quota("demo")
+
+    assert looptime == pytest.approx(pod.settings.quota_deadline_ms / 1000)
+
+
+async def test_the_managers_own_quota_is_429_too(pod):
+    async def reserve(*args, **kwargs):
+        raise ContextQuotaExceeded("this tenant has as many contexts as it may")
+
+    guard(pod, None)
+    pod.manager.reserve = reserve
+    answer = await pod.create(prompt="x")
+
+    assert refusal(answer)[:2] == (429, "context_quota_exceeded")
