@@ -45,6 +45,13 @@ class ManifestStore:
         if path.parent.is_dir():
             self._directory.remove(path, durable=True)
 
+    def written_at_ms(self, cache_ref: CacheRef) -> int | None:
+        """Return when a manifest's file was written (Unix time in ms, at its seal or a later touch); None: no file."""
+        try:
+            return self._path(cache_ref).stat().st_mtime_ns // 1_000_000
+        except OSError:
+            return None
+
     def put_aside(self, cache_ref: CacheRef) -> None:
         """Move a manifest file that is not what was written into quarantine."""
         self._directory.put_aside(self._path(cache_ref))

@@ -36,6 +36,10 @@ class SidecarMetrics:
         self.misses = counter("misses", "Questions for a manifest that is not there, not any more, or not readable.")
         self.deletes = counter("deleted_contexts", "Manifests removed because somebody asked.")
         self.collected = counter("collected_contexts", "Manifests removed because their time was over.")
+        self.orphaned = counter("orphaned_contexts", "Manifests removed because no session names them any more.")
+        self.failed_questions = counter(
+            "failed_manager_questions", "Questions which KV is still named that had no usable answer."
+        )
         self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
         self.quarantined = counter("quarantined_files", "Files put aside because their bytes were wrong.")
         self.collector_failures = counter("collector_failures", "Collector passes that broke off.")

@@ -14,9 +14,11 @@ from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.engine_ranks import EngineRanks
 from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.load_reports import LoadReports
+from kv_sidecar.manager_questions import ManagerQuestions
 from kv_sidecar.manifest_store import ManifestStore
 from kv_sidecar.memory_store import MemoryStore
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.orphans import Manager, Orphans
 from kv_sidecar.peer import PeerSidecar
 from kv_sidecar.peer_rules import PeerRules
 from kv_sidecar.pulling import ConnectPeer, Pulls
@@ -36,8 +38,9 @@ class Sidecar:
         registry: CollectorRegistry,
         directory: DataDirectory | None = None,
         connect_peer: ConnectPeer | None = None,
+        manager: Manager | None = None,
     ) -> None:
-        """Take what tests replace: `directory` stops the world between two steps, `connect_peer` needs no wire.
+        """Take what tests replace: `directory` stops the world between two steps, the other two need no wire.
 
         Raises OSError or ValueError when the certificate files cannot serve.
         """
@@ -46,7 +49,12 @@ class Sidecar:
         self.metrics = SidecarMetrics(registry)
         self.tls = self.metrics.certificates.open_tls(settings.tls)
         self.directory = directory or DataDirectory(settings.data_dir)
-        self.disk = DiskStore(self.directory, limit_bytes=settings.disk_limit_bytes)
+        self.disk = DiskStore(
+            self.directory,
+            limit_bytes=settings.disk_limit_bytes,
+            tenant_limit_bytes=settings.tenant_limit_bytes,
+            block_bytes_max=settings.block_size_bytes_max,
+        )
         self.memory = MemoryStore(limit_bytes=settings.memory_limit_bytes, shared_directory=settings.shared_dir)
         self.threads = IoThreads(settings.io_threads)
         self.tiers = Tiers(
@@ -56,9 +64,10 @@ class Sidecar:
             metrics=self.metrics,
             prefetch_blocks=settings.prefetch_blocks,
         )
+        manifests = ManifestStore(self.directory)
         self.catalog = ContextCatalog(
             tiers=self.tiers,
-            manifests=SealedManifests(ManifestStore(self.directory), self.threads),
+            manifests=SealedManifests(manifests, self.threads),
             threads=self.threads,
             clock=clock,
             limits=settings.limits(),
@@ -82,6 +91,9 @@ class Sidecar:
             keep_ms=settings.report_s * 1000,
             max_waiters=settings.waiters_max,
         )
+        self._questions = self._ask_manager() if manager is None else None
+        asked = manager or self._questions
+        self._orphans = None if asked is None else self._orphans_of(asked, manifests)
         self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
 
@@ -94,19 +106,42 @@ class Sidecar:
         """End pulls, stop collecting, finish what was begun, give the data directory back."""
         await self.pulls.close()
         await self.collector.stop()
+        if self._questions is not None:
+            await self._questions.close()
         await self.threads.close()
         self.directory.close()
 
     async def collect(self) -> Removed:
-        """Make one pass: unreachable blocks and manifests, unannounced and unfinished files, reports nobody took."""
+        """Make one pass: unreachable blocks and manifests, unannounced and unfinished files, reports nobody took.
+
+        KV that no session names goes last: the manager may take its time, or be away.
+        """
         removed = await self.catalog.collect()
         before_ms = self._clock.now_ms() - self.settings.leftover_s * 1000
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         await self.threads.run(self.memory.remove_old_incoming, before_ms=before_ms)
         self.reports.forget_old()
+        if self._orphans is not None:
+            removed += await self.catalog.drop(await self._orphans.find(self.catalog.sealed()))
         found = await self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
         return removed
+
+    def _ask_manager(self) -> ManagerQuestions | None:
+        settings = self.settings
+        if not settings.manager:
+            return None
+        return ManagerQuestions(settings.manager, timeout_s=settings.manager_timeout_s, tls=self.tls)
+
+    def _orphans_of(self, manager: Manager, manifests: ManifestStore) -> Orphans:
+        return Orphans(
+            manager,
+            written_at_ms=manifests.written_at_ms,
+            threads=self.threads,
+            clock=self._clock,
+            after_s=self.settings.orphan_after_s,
+            metrics=self.metrics,
+        )
 
     def _connect_peer(self, address: str, timeout_s: float) -> PeerSidecar:
         return PeerSidecar(

@@ -17,6 +17,7 @@ from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, p
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.data_directory import DataDirectory, Step
 from kv_sidecar.manifest import block_meta
+from kv_sidecar.orphans import Manager
 from kv_sidecar.pulling import ConnectPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave
@@ -90,6 +91,7 @@ class SidecarUnderTest:
         shared: bool = True,
         step: Step | None = None,
         connect_peer: ConnectPeer | None = None,
+        manager: Manager | None = None,
         **settings: object,
     ) -> None:
         self.root = root
@@ -104,7 +106,12 @@ class SidecarUnderTest:
         directory = DataDirectory(self.settings.data_dir, **({"step": step} if step else {}))
         self.registry = CollectorRegistry()
         self.sidecar = Sidecar(
-            self.settings, clock=self.clock, registry=self.registry, directory=directory, connect_peer=connect_peer
+            self.settings,
+            clock=self.clock,
+            registry=self.registry,
+            directory=directory,
+            connect_peer=connect_peer,
+            manager=manager,
         )
         self.catalog = self.sidecar.catalog
         self.disk = self.sidecar.disk
