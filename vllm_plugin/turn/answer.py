@@ -11,13 +11,19 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from contextcache.errors import EngineFailed
+from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
+from vllm_plugin.turn.event_stream import Event, EventSplitter
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
 
-_EVENT_END = b"\n\n"
-_DATA = b"data: "
 _DONE = b"[DONE]"
-_MAX_EVENT_BYTES = 16 << 20
+_ANSWER_BYTES_MAX = 256 << 20
+"""Of a whole answer, and of what is held of a stream: some ten times a long one with 20 log-probabilities a token."""
+_TOOL_CALLS_MAX = 1024
+_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
+"""What reading JSON of any shape may raise."""
+_GIVEN_UP = frozenset({"abort", "error"})
+"""vLLM 0.32 v1/engine/__init__.py FINISH_REASON_STRINGS: the engine stopped before the answer's end, as it does with
+what runs, or comes, while it shuts down."""
 
 
 @dataclass(slots=True)
@@ -47,15 +53,23 @@ class AnswerResult:
             message["content"] = ""
         return message
 
+    def check_finished(self) -> None:
+        """Raise when the engine gave the answer up: NoReadyEndpoint before its first token, else EngineFailed."""
+        if self.finish_reason not in _GIVEN_UP:
+            return
+        if not self.token_ids:
+            raise NoReadyEndpoint("the engine takes no more turns", retry_after_s=1)
+        raise EngineFailed("the engine gave up before the answer's end")
+
     def take_usage(self, usage: dict[str, Any]) -> None:
         """Read the engine's usage object."""
-        self.prompt_tokens = usage.get("prompt_tokens", 0)
-        self.completion_tokens = usage.get("completion_tokens", 0) or 0
-        self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        self.prompt_tokens = _count(usage.get("prompt_tokens"))
+        self.completion_tokens = _count(usage.get("completion_tokens"))
+        self.cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
 
     def take_choice(self, choice: dict[str, Any]) -> None:
         """Read one choice of a whole answer or of one event."""
-        self.token_ids += choice.get("token_ids") or []
+        self.token_ids += [_count(token) for token in choice.get("token_ids") or []]
         part = choice.get("message") or choice.get("delta") or {}
         self.text += choice.get("text") or part.get("content") or ""
         for call in part.get("tool_calls") or []:
@@ -65,6 +79,8 @@ class AnswerResult:
 
     def _take_tool_call(self, call: dict[str, Any]) -> None:
         index = call.get("index", len(self.tool_calls))
+        if not 0 <= index < _TOOL_CALLS_MAX:
+            raise ValueError(index)
         while len(self.tool_calls) <= index:
             self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
         stored = self.tool_calls[index]
@@ -72,6 +88,22 @@ class AnswerResult:
         function = call.get("function") or {}
         stored["function"]["name"] = function.get("name") or stored["function"]["name"]
         stored["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _count(value: Any) -> int:
+    """Return a number that counts or names something; none is 0. Raises TypeError, ValueError."""
+    if value is None:
+        return 0
+    if type(value) is not int:
+        raise TypeError(value)
+    if not 0 <= value < 1 << 63:
+        raise ValueError(value)
+    return value
+
+
+def _only(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    (choice,) = choices
+    return choice
 
 
 def _without_output(choice: dict[str, Any]) -> None:
@@ -111,21 +143,24 @@ class JsonAnswer:
         self.result = AnswerResult()
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take bytes; nothing passes before the end."""
+        """Take bytes; nothing passes before the end. Raises EngineFailed for more than an answer can be."""
         self._body += chunk
+        if len(self._body) > _ANSWER_BYTES_MAX:
+            raise EngineFailed("the engine's answer has no end")
         return b""
 
     def complete(self) -> None:
-        """Read the body. Raises EngineFailed when it is not an answer."""
+        """Read the body. Raises EngineFailed when it is not an answer, NoReadyEndpoint when the engine gave it up."""
         try:
             self._answer = json.loads(bytes(self._body))
-            choice = self._answer["choices"][0]
+            choice = _only(self._answer["choices"])
             self.result.take_choice(choice)
             self.result.take_usage(self._answer["usage"])
-        except (ValueError, KeyError, IndexError, TypeError) as exc:
+            if self._request.prefill_only:
+                _without_output(choice)
+        except _UNREADABLE as exc:
             raise EngineFailed("the engine's answer cannot be read") from exc
-        if self._request.prefill_only:
-            _without_output(choice)
+        self.result.check_finished()
         _settle_result(self.result, self._request)
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -139,28 +174,28 @@ class SseAnswer:
 
     def __init__(self, request: TurnRequest) -> None:
         self._request = request
-        self._buffer = bytearray()
+        self._splitter = EventSplitter()
         self._finish_events: list[dict[str, Any]] = []
+        """The one with the finish reason, and whatever follows it."""
         self._usage_event: dict[str, Any] | None = None
+        self._held_bytes = 0
         self._done = False
         self.result = AnswerResult()
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes, return what may pass now. Raises EngineFailed for an event that cannot be read."""
-        self._buffer += chunk
-        passing = bytearray()
-        while (end := self._buffer.find(_EVENT_END)) >= 0:
-            event = bytes(self._buffer[:end])
-            del self._buffer[: end + len(_EVENT_END)]
-            passing += self._take_event(event)
-        if len(self._buffer) > _MAX_EVENT_BYTES:
-            raise EngineFailed("the engine sent an event without an end")
-        return bytes(passing)
+        try:
+            return b"".join(self._take_event(event) for event in self._splitter.feed(chunk))
+        except ContextCacheError:
+            raise
+        except _UNREADABLE as exc:
+            raise EngineFailed("the engine sent an event that cannot be read") from exc
 
     def complete(self) -> None:
-        """Check that the stream came to its proper end. Raises EngineFailed."""
+        """Check that the stream came to its proper end. Raises EngineFailed, NoReadyEndpoint."""
         if self.result.error:
             return
+        self.result.check_finished()
         if not self._done or not self._finish_events or self._usage_event is None:
             raise EngineFailed("the engine's stream broke off")
         _settle_result(self.result, self._request)
@@ -179,57 +214,66 @@ class SseAnswer:
             last = self._usage_event
             events.append(last)
         last |= {**session, "usage": usage}
-        return b"".join(_event(event) for event in events) + _DATA + _DONE + _EVENT_END
+        whole = (*(_json(event) for event in events), _DONE)
+        return b"".join(Event(b"", b"").with_data(data) for data in whole)
 
-    def _take_event(self, raw: bytes) -> bytes:
-        if not raw.startswith(_DATA):
-            return raw + _EVENT_END  # comments and keep-alives
-        data = raw[len(_DATA) :]
-        if data.strip() == _DONE:
+    def _take_event(self, event: Event) -> bytes:
+        if event.data is None:
+            return event.raw  # comments and keep-alives
+        if event.data.strip() == _DONE:
             self._done = True
-            return raw + _EVENT_END if self.result.error else b""
-        try:
-            event = json.loads(data)
-        except ValueError as exc:
-            raise EngineFailed("the engine sent an event that is not JSON") from exc
-        if "error" in event:
+            return event.raw if self.result.error else b""
+        if self._done:
+            raise EngineFailed("the engine went on after its end")
+        answer = json.loads(event.data)
+        if answer.get("error"):
             self.result.error = True
-            return raw + _EVENT_END
-        return self._take_answer_event(event)
+            return event.raw
+        return self._take_answer_event(event, answer)
 
-    def _take_answer_event(self, event: dict[str, Any]) -> bytes:
-        if event.get("usage"):
-            self.result.take_usage(event["usage"])
-        choices = event.get("choices") or []
+    def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
+        if answer.get("usage"):
+            self.result.take_usage(answer["usage"])
+        choices = answer.get("choices") or []
         if not choices:
-            self._usage_event = event
+            self._hold(event)
+            self._usage_event = answer
             return b""
-        choice = choices[0]
+        choice = _only(choices)
         self.result.take_choice(choice)
         finished = choice.get("finish_reason") is not None
         if self._request.prefill_only:
             _without_output(choice)
-        if finished:
-            self._finish_events.append(event)
+        if finished or self._finish_events:
+            self._hold(event)
+            self._finish_events.append(answer)
             return b""
         if self._request.prefill_only:
             return b""
-        _strip(event, keep_token_ids=self._request.wants_token_ids)
+        _strip(answer, keep_token_ids=self._request.wants_token_ids)
         if self._exists_for_us_only(choice):
             return b""
         if not self._request.wants_usage_chunk:
-            event.pop("usage", None)
-        return _event(event)
+            answer.pop("usage", None)
+        return event.with_data(_json(answer))
+
+    def _hold(self, event: Event) -> None:
+        self._held_bytes += len(event.raw)
+        if self._held_bytes > _ANSWER_BYTES_MAX:
+            raise EngineFailed("the engine's stream has no end")
 
     def _exists_for_us_only(self, choice: dict[str, Any]) -> bool:
         """Return whether this is an empty chat delta, sent only because token ids were asked for."""
         return (
             self._request.path == CHAT_PATH
             and not self._request.wants_token_ids
-            and not any(choice.get("delta", {}).values())
+            and not any((choice.get("delta") or {}).values())
             and not choice.get("logprobs")
         )
 
 
-def _event(event: dict[str, Any]) -> bytes:
-    return _DATA + json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode() + _EVENT_END
+def _json(answer: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair is no UTF-8: written as it came, escaped
+        return json.dumps(answer, separators=(",", ":")).encode()

@@ -1,0 +1,69 @@
+"""Server-sent events: bytes cut anywhere to whole events, and back. Pure.
+
+An event ends with an empty line; lines end with LF or CRLF. What has no `data` field (comments, keep-alives) is handed
+on as it came, byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from contextcache.errors import EngineFailed
+
+EVENT_BYTES_MAX = 16 << 20
+"""A longer event is no token; a stream without an empty line must not fill the memory."""
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+_END_BYTES_MAX = 4
+_FIELD = b"data:"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event as it came."""
+
+    raw: bytes
+    """With the empty line that ends it."""
+    data: bytes | None
+    """Its `data` fields, joined by line feeds; None: it has none."""
+    others: tuple[bytes, ...] = ()
+    """Its other lines."""
+
+    def with_data(self, data: bytes) -> bytes:
+        """Return the event's bytes with other data; `data` has no line feed."""
+        return b"".join(line + b"\n" for line in self.others) + _FIELD + b" " + data + b"\n\n"
+
+
+class EventSplitter:
+    """Collects bytes until events are whole."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+        """Bytes at the front that no event's end begins in."""
+
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """Take bytes, give the events they complete. Raises EngineFailed for an event without an end."""
+        self._buffer += chunk
+        while found := _EVENT_END.search(self._buffer, self._searched):
+            raw = bytes(self._buffer[: found.end()])
+            body = raw[: found.start()]
+            del self._buffer[: len(raw)], found
+            self._searched = 0
+            yield _event(raw, body)
+        self._searched = max(0, len(self._buffer) - _END_BYTES_MAX)
+        if len(self._buffer) > EVENT_BYTES_MAX:
+            raise EngineFailed("the engine sent an event without an end")
+
+
+def _event(raw: bytes, body: bytes) -> Event:
+    fields: list[bytes] = []
+    others: list[bytes] = []
+    for line in body.split(b"\n"):
+        text = line.removesuffix(b"\r")
+        if text.startswith(_FIELD):
+            fields.append(text[len(_FIELD) :].removeprefix(b" "))
+        else:
+            others.append(text)
+    return Event(raw, b"\n".join(fields), tuple(others)) if fields else Event(raw, None)
