@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from contextcache.clock import Clock
+from contextcache.crash_points import crash_point
 from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
 from contextcache.tracing import NO_TRACER, Span, Tracer, continued_span, current_span
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -26,6 +29,7 @@ from vllm_plugin.connector.reporting import LoadReporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import RankLink, Terms
 from vllm_plugin.connector.transfer import ResultBox
+from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,36 @@ class _Progress:
     tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
 
 
+class LoadEnd:
+    """Who says how a load has ended: the thread that carries it out, or the engine's when that thread hangs.
+
+    A disk can keep a reader for ever. The engine's blocks are then taken back, but never while somebody writes to them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.is_claimed = False
+        """Whether it was said."""
+
+    def claim(self) -> bool:
+        """Return True once, for the first; False while the load's thread is writing. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            is_first, self.is_claimed = not self.is_claimed, True
+            return is_first
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep the end from being claimed meanwhile. Raises SidecarUnavailable when it was."""
+        with self._lock:
+            if self.is_claimed:
+                raise SidecarUnavailable("the load was given up")
+            yield
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """A plan with what the worker adds to it."""
@@ -46,6 +80,7 @@ class Load:
     fence: Fence
     deadline_ms: int
     """On the worker's monotonic clock."""
+    end: LoadEnd = field(default_factory=LoadEnd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +154,12 @@ class Loader:
             self._succeed(load, progress)
 
     def fail(self, load: Load, reason: str) -> None:
-        """Hand the request back to be computed. Never waits: the engine's thread calls it for loads that never ran."""
+        """Hand the request back to be computed, unless its end was told or a thread is writing to its blocks.
+
+        Never waits: the engine's thread calls it for loads that never ran, or that hang.
+        """
+        if not load.end.claim():
+            return
         plan = load.plan
         self._counters.add("failed_loads", reason)
         current_span().fail(reason)
@@ -128,6 +168,8 @@ class Loader:
         self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)
 
     def _succeed(self, load: Load, progress: _Progress) -> None:
+        if not load.end.claim():
+            return
         self._counters.add("loads")
         self._counters.add("loaded_bytes", amount=progress.size_bytes)
         self._results.end_load(load.plan.engine_request_id)
@@ -136,6 +178,7 @@ class Loader:
 
     def _copy(self, load: Load, progress: _Progress) -> None:
         plan, terms = load.plan, self._link.terms()
+        crash_point(BEFORE_LOAD)
         pieces = {piece.block_index: piece for piece in plan.pieces()}
         request = pb.LoadBlocksRequest(
             tenant=plan.tenant,
@@ -153,6 +196,7 @@ class Loader:
             if piece is None:
                 raise CorruptBlock("the sidecar sent a block nobody asked for")
             self._inject(load, piece, arrival)
+            crash_point(BETWEEN_LOADED_BLOCKS)
             progress.tier = max(progress.tier, arrival.tier)
             progress.size_bytes += len(piece.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
         if pieces:
@@ -185,20 +229,28 @@ class Loader:
     def _read_disk(self, name: str, terms: Terms) -> BlockFile:
         """Read a block file of the sidecar's into this thread's buffer, which the next one overwrites.
 
-        Never mapped: a disk that fails under a map would kill the engine, a read only fails.
+        Never mapped: a disk that fails under a map would kill the engine, a read only fails. What is no plain file is
+        not waited for: a named pipe never ends.
         """
         path = Path(name)
         if terms.disk_directory is None or path.is_absolute() or ".." in path.parts:
             raise CorruptBlock("the sidecar named a file outside its data directory")
-        with (terms.disk_directory / path).open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > terms.block_size_bytes_max:
-                raise CorruptBlock("the sidecar named a file larger than a block")
-            view = self._scratch(size)
-            done = 0
-            while done < size and (count := file.readinto(view[done:])):
-                done += count
-        return parse_block_file(view[:done])
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(terms.disk_directory / path, flags)
+        try:
+            view = self._read_whole(descriptor, terms.block_size_bytes_max)
+        finally:
+            os.close(descriptor)
+        return parse_block_file(view)
+
+    def _read_whole(self, descriptor: int, size_bytes_max: int) -> memoryview:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > size_bytes_max:
+            raise CorruptBlock("the sidecar named what is no file of at most a block's size")
+        view, done = self._scratch(status.st_size), 0
+        while done < len(view) and (count := os.readv(descriptor, [view[done:]])):
+            done += count
+        return view[:done]
 
     def _scratch(self, size_bytes: int) -> memoryview:
         buffer: bytearray | None = getattr(self._buffers, "buffer", None)
@@ -226,7 +278,8 @@ class Loader:
         if block.pages.shape != (len(self._layers.shapes), pages, self._layers.page_bytes):
             raise CorruptBlock("the block's pages are not of this engine's shape")
         wanted = slice(piece.first_page, piece.first_page + len(piece.block_ids))
-        self._layers.scatter(piece.block_ids, block.pages[:, wanted], after=load.fence)
+        with load.end.writing():
+            self._layers.scatter(piece.block_ids, block.pages[:, wanted], after=load.fence)
         block.close()
 
     def _remaining_s(self, load: Load) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contextcache.clock import Clock
+from contextcache.crash_points import crash_point
 from contextcache.errors import ContextCacheError, SaveIncomplete, SidecarUnavailable, StorageFull
 from contextcache.rpc import FRAME_BYTES
 from contextcache.tracing import NO_TRACER, Attributes, Span, Tracer, continued_span, current_span
@@ -27,6 +28,7 @@ from vllm_plugin.connector.metadata import Piece, SavePlan
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import LazySidecar, RankLink, Terms
 from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
+from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS, COPIED_OUT
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class Save:
     """Whether the files lie in shared memory, where the sidecar takes them over."""
     files: list[_StagedFile] = field(default_factory=list)
     staged_bytes: int = 0
+    is_sealed: bool = False
+    """Whether every rank has sealed, this one the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Saver:
             self._drop_files(save)
             self.skip(save, fault)
             return
+        crash_point(COPIED_OUT)
         self._results.release_blocks(save.plan.engine_request_id)
         self._staged.add(save)
         if self._uploads.try_submit(lambda: self._finish(save)) is None:
@@ -118,10 +123,13 @@ class Saver:
         with self._span("connector save: hand over", save):
             fault = self._fault_of(self._hand_over, save)
         self._drop_files(save)
-        if fault is None:
-            self._counters.add("saves")
-        else:
+        if fault is not None:
             self._count_skip(save, fault)
+            return
+        self._counters.add("saves")
+        # Last: whoever hears that a save has ended finds it counted, and its files gone.
+        if save.is_sealed:
+            self._results.end_save(save.plan.cache_ref)
 
     def _fault_of(self, half: Callable[[Save], None], save: Save) -> str | None:
         """Run one half; return why it failed as a short fixed phrase, or None when it did not."""
@@ -221,6 +229,7 @@ class Saver:
 
     def _hand_over(self, save: Save) -> None:
         plan, rank, sidecar = save.plan, self._link.facts.rank, self._patient_sidecar.get()
+        crash_point(BEFORE_HAND_OVER)
         for file in save.files:
             file.writer.finish()
         if save.files:
@@ -228,8 +237,9 @@ class Saver:
             taken = sidecar.save_blocks(requests, self._settings.save_deadline_ms / 1000)
             if taken.num_blocks != len(save.files):
                 raise SaveIncomplete("the sidecar did not take every block")
-        if sidecar.seal(plan.cache_ref, rank):
-            self._results.end_save(plan.cache_ref)
+        crash_point(BEFORE_SEAL)
+        save.is_sealed = sidecar.seal(plan.cache_ref, rank)
+        crash_point(AFTER_SEAL)
 
     def _drop_files(self, save: Save) -> None:
         """Remove what the sidecar has not taken over, and give the staging bytes back. Harmless when repeated."""
@@ -259,6 +269,7 @@ def _by_name(save: Save, rank: int) -> Iterator[pb.SaveBlocksRequest]:
             shared_name=file.path.name,
             last_frame=True,
         )
+        crash_point(BETWEEN_HANDED_BLOCKS)
 
 
 def _in_frames(save: Save, rank: int) -> Iterator[pb.SaveBlocksRequest]:
@@ -275,3 +286,4 @@ def _in_frames(save: Save, rank: int) -> Iterator[pb.SaveBlocksRequest]:
                     frame=frame,
                     last_frame=remaining == 0,
                 )
+        crash_point(BETWEEN_HANDED_BLOCKS)

@@ -58,6 +58,8 @@ class WorkerSide:
         self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
         self._save_pool = TransferPool("saves", threads=settings.save_threads, queue_limit=limit)
         self._loads: list[tuple[Load, Future[None]]] = []
+        self._hanging: list[Future[None]] = []
+        """Loads given up while their thread was reading; each keeps its thread until the disk lets go."""
         self._saves: list[tuple[Save, Future[None]]] = []
         self._greeting: Future[None] | None = None
         self._stopping = threading.Event()
@@ -122,6 +124,10 @@ class WorkerSide:
         if not self._link.is_worth_trying():
             loader.fail(load, "sidecar_unavailable")
             return
+        if sum(not future.done() for future in self._hanging) >= self._settings.load_threads:
+            # Nothing would carry it out before its deadline.
+            loader.fail(load, "disk_hangs")
+            return
         future = self._load_pool.try_submit(lambda: loader.run(load))
         if future is None:
             loader.fail(load, "queue_full")
@@ -145,18 +151,27 @@ class WorkerSide:
         return self._results.take()
 
     def _give_up_late(self) -> None:
-        if not self._loads and not self._saves:
+        if not self._loads and not self._saves and not self._hanging:
             return
         now_ms = self._clock.now_ms()
         for load, future in self._loads:
-            # cancel() succeeds only for work no thread has begun: what runs reports itself.
-            if now_ms >= load.deadline_ms and future.cancel() and self._loader is not None:
-                self._loader.fail(load, "load_deadline")
+            if now_ms >= load.deadline_ms and not future.done():
+                self._give_up(load, future)
         for save, future in self._saves:
+            # cancel() succeeds only for work no thread has begun: what runs reports itself.
             if now_ms >= save.deadline_ms and future.cancel() and self._saver is not None:
                 self._saver.skip(save, "prepare_deadline")
-        self._loads = [entry for entry in self._loads if not entry[1].done()]
+        self._loads = [entry for entry in self._loads if not (entry[1].done() or entry[0].end.is_claimed)]
         self._saves = [entry for entry in self._saves if not entry[1].done()]
+        self._hanging = [future for future in self._hanging if not future.done()]
+
+    def _give_up(self, load: Load, future: Future[None]) -> None:
+        """Take a load's blocks back from a thread that does not end; one that is writing now is let finish."""
+        assert self._loader is not None, "it began a load"
+        was_queued = future.cancel()
+        self._loader.fail(load, "load_deadline")
+        if load.end.is_claimed and not was_queued:
+            self._hanging.append(future)
 
     def _greet(self) -> None:
         """Say hello to the sidecar in a thread, unless that is done, going on, or was tried a moment ago."""

@@ -1,0 +1,160 @@
+"""A load whose thread hangs, as a disk can make it: the request goes on, and the thread never writes again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector.loading import LoadEnd, Loader
+from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.sidecar_link import Terms
+
+A = cache_ref(1)
+PROMPT = list(range(1, 151))
+
+
+def start_hanging(engine: Engine, names: list[str]) -> threading.Event:
+    """Begin loads that hang before their first block; return what lets them go on."""
+    hang = engine.sidecar.hang["load_block"] = threading.Event()
+    for name in names:
+        engine.loop.add(name, PROMPT, params=transfer(load=(A,)))
+    for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
+        looking_up.result(30)
+    engine.loop.step()
+    engine.sidecar.wait_for("load_block")
+    return hang
+
+
+def step_to_end(engine: Engine, name: str) -> list[int]:
+    """Step without waiting for the threads."""
+    for _ in range(50):
+        if name in engine.loop.finished:
+            return engine.loop.finished[name]
+        engine.loop.step()
+    raise AssertionError("it did not finish")
+
+
+def test_a_load_that_hangs_is_taken_back_at_its_deadline_and_the_request_is_computed(engine: Engine) -> None:
+    """Seen failing with the give-up of running loads taken out of `_give_up_late`: the request never finished."""
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    hang = start_hanging(engine, ["again"])
+    engine.clock.advance(ms=4_000)
+    engine.loop.step()
+    assert "again" not in engine.loop.finished
+
+    engine.clock.advance(ms=2_000)
+
+    assert step_to_end(engine, "again") == answer
+    assert engine.loop.computed["again"] == 153
+    assert engine.counted("failed_loads", "load_deadline") == 1
+    hang.set()
+    engine.loop.settle()
+    # The thread has found out by itself, and says nothing more.
+    assert engine.counted("failed_loads") == 1
+    assert engine.counted("loads") == 0
+
+
+def test_a_thread_that_comes_back_late_never_writes_to_blocks_that_are_somebody_elses(
+    start_engine: Callable[..., Engine],
+) -> None:
+    """Seen failing with the check taken out of `LoadEnd.writing`: wrong KV was found in the other's blocks."""
+    engine = start_engine(num_blocks=16)
+    engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    hang = start_hanging(engine, ["again"])
+    engine.clock.advance(s=60)
+    step_to_end(engine, "again")
+    engine.loop.forget_prefixes()
+    engine.loop.add("other", [400 - i for i in range(150)], max_tokens=20)
+    for _ in range(3):
+        engine.loop.step()
+
+    hang.set()
+    engine.loop.settle()
+
+    engine.loop.run_to_end("other")  # checks every page at every step
+
+
+def test_while_every_thread_hangs_loads_fail_at_once_and_later_ones_work_again(
+    start_engine: Callable[..., Engine],
+) -> None:
+    """Seen failing with the check taken out of `_start_load`: the load was tried, and waited for its deadline."""
+    engine = start_engine(extra={"load_threads": 1})
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    hang = start_hanging(engine, ["first"])
+    engine.clock.advance(s=60)
+    step_to_end(engine, "first")
+    engine.loop.forget_prefixes()
+
+    engine.loop.add("second", PROMPT, params=transfer(load=(A,)))
+    for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
+        looking_up.result(30)
+    assert step_to_end(engine, "second") == answer
+    assert engine.counted("failed_loads", "disk_hangs") == 1
+
+    hang.set()
+    engine.loop.settle()
+    engine.loop.step()
+    engine.loop.forget_prefixes()
+    engine.loop.add("third", PROMPT, params=transfer(load=(A,)))
+    assert engine.loop.run_to_end("third") == answer
+    assert engine.loop.computed["third"] == 4
+
+
+def test_an_end_is_claimed_once_and_never_while_somebody_writes() -> None:
+    """Seen failing with a `claim` that takes no lock: it was True in the middle of the write."""
+    end = LoadEnd()
+    with end.writing():
+        assert not end.claim()
+
+    assert end.claim()
+    assert not end.claim()
+    with pytest.raises(SidecarUnavailable), end.writing():
+        raise AssertionError("nobody may write any more")
+
+
+@pytest.mark.parametrize("make", ["fifo", "directory", "link"])
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, make: str) -> None:
+    """Seen failing with a plain `open`: the thread waited in it for a writer of the pipe; the link was followed."""
+    path = tmp_path / "blocks" / "x"
+    path.parent.mkdir()
+    if make == "fifo":
+        os.mkfifo(path)
+    elif make == "directory":
+        path.mkdir()
+    else:
+        (tmp_path / "elsewhere").write_bytes(b"x" * 100)
+        path.symlink_to(tmp_path / "elsewhere")
+    nothing: Any = None
+    loader = Loader(
+        settings=ConnectorSettings(sidecar="", secret_file=""),
+        link=nothing,
+        layers=nothing,
+        results=nothing,
+        reporter=nothing,
+        counters=nothing,
+        clock=nothing,
+    )
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            loader._read_disk("blocks/x", Terms(256, None, 1 << 20, tmp_path))
+        except (ContextCacheError, OSError) as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(20)
+
+    assert not thread.is_alive()
+    assert isinstance(errors[0], OSError if make == "link" else CorruptBlock)
