@@ -23,6 +23,18 @@ from deploy.local.state import StackPaths
 
 KINDS = ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
 """What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
+LINKS = (
+    "manager-redis",
+    "gateway-manager",
+    "gateway-engine",
+    "gateway-sidecar",
+    "turn-manager",
+    "turn-sidecar",
+    "connector-sidecar",
+    "sidecar-manager",
+)
+"""Who asks whom; from the second engine on with its number, `turn-manager-1`. Sidecars ask each other at the address
+that the gateway knows, so `gateway-sidecar` is that link too; Envoy finds the engines by `gateway-engine`."""
 HOST_MEMORY_BYTES = 1 << 30
 """A sidecar's memory tier: some 20 contexts of 2 000 tokens of SmolLM2."""
 MIN_HOST_MEMORY_BYTES = 128 << 20
@@ -51,6 +63,19 @@ class StackSettings:
     """Laid over every part's environment; the prefixes keep parts apart."""
     connector: Mapping[str, Any] = field(default_factory=dict)
     """More of the connector's `kv_connector_extra_config`."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Where a part finds another, in place of that part's own address: one of `LINKS`, numbered like parts."""
+    part_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By part name, laid over that part's environment last."""
+
+    def __post_init__(self) -> None:
+        known = {numbered(link, number) for link in LINKS for number in range(self.engines)}
+        assert self.links.keys() <= known, f"no such links: {self.links.keys() - known}"
+        assert self.part_env.keys() <= set(part_names(self.engines)), f"no such parts among {self.part_env.keys()}"
+
+    def link(self, name: str, address: str) -> str:
+        """Return what stands in for `address` on this link, or `address` itself."""
+        return self.links.get(name, address)
 
     @property
     def ports(self) -> PortPlan:
@@ -112,8 +137,8 @@ def endpoints_of(settings: StackSettings) -> list[dict[str, Any]]:
     return [
         {
             "name": endpoint_name(number),
-            "url": f"http://{LOOPBACK}:{ports.engine(number)}",
-            "sidecar": f"{LOOPBACK}:{ports.sidecar(number)}",
+            "url": "http://" + _linked(settings, "gateway-engine", number, ports.engine(number)),
+            "sidecar": _linked(settings, "gateway-sidecar", number, ports.sidecar(number)),
             "draining": False,
         }
         for number in range(settings.engines)
@@ -128,7 +153,9 @@ def envoy_settings(settings: StackSettings) -> EnvoySettings:
         listen_port=ports.envoy,
         admin_port=ports.envoy_admin,
         gateways=(GatewayAddress(http=f"{LOOPBACK}:{ports.gateway}", ext_proc=f"{LOOPBACK}:{ports.ext_proc}"),),
-        pods=tuple(f"{LOOPBACK}:{ports.engine(number)}" for number in range(settings.engines)),
+        pods=tuple(
+            _linked(settings, "gateway-engine", number, ports.engine(number)) for number in range(settings.engines)
+        ),
         # Nobody in front has to notice that we go.
         drain_delay_s=0,
         drain_timeout_s=_DRAIN_S,
@@ -155,14 +182,15 @@ def _redis(settings: StackSettings) -> Part:
     command += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction", "--daemonize", "no"]
     url = f"redis://{LOOPBACK}:{port}/0"
     ready = partial(readiness.redis_answers, port)
-    return Part("redis", "redis", tuple(command), _environment(settings), (port,), url, ready, 20, 10)
+    return Part("redis", "redis", tuple(command), _environment(settings, "redis"), (port,), url, ready, 20, 10)
 
 
 def _manager(settings: StackSettings) -> Part:
     port = settings.ports.manager
     target = f"{LOOPBACK}:{port}"
     redis_url = f"redis://{LOOPBACK}:{settings.ports.redis}/0"
-    env = _environment(settings, own={"MANAGER_LISTEN": target, "MANAGER_REDIS_URL": redis_url})
+    own = {"MANAGER_LISTEN": target, "MANAGER_REDIS_URL": settings.link("manager-redis", redis_url)}
+    env = _environment(settings, "manager", own=own)
     ready = partial(readiness.grpc_serves, target)
     return Part("manager", "manager", _module("context_manager"), env, (port,), target, ready, 30, 10)
 
@@ -171,10 +199,11 @@ def _sidecar(settings: StackSettings, number: int) -> Part:
     name, paths = numbered("sidecar", number), settings.paths
     port = settings.ports.sidecar(number)
     target = f"{LOOPBACK}:{port}"
-    peers = [entry["sidecar"] for entry in endpoints_of(settings) if entry["sidecar"] != target]
+    peers = [entry["sidecar"] for entry in endpoints_of(settings) if entry["name"] != endpoint_name(number)]
     limit = host_memory_bytes(paths.shared_memory_free, sidecars=settings.engines)
     env = _environment(
         settings,
+        name,
         defaults={
             "SIDECAR_MEMORY_LIMIT_BYTES": str(limit or MIN_HOST_MEMORY_BYTES),
             "SIDECAR_SHARE_DATA_DIR": "1",
@@ -184,7 +213,7 @@ def _sidecar(settings: StackSettings, number: int) -> Part:
             "SIDECAR_UNIX_SOCKET": str(paths.sidecar_socket(name)),
             "SIDECAR_DATA_DIR": str(paths.sidecar_data(name)),
             "SIDECAR_SHARED_DIR": str(paths.shared_blocks(name)) if limit else "",
-            "SIDECAR_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
+            "SIDECAR_MANAGER": _linked(settings, "sidecar-manager", number, settings.ports.manager),
             "SIDECAR_PEERS": json.dumps(peers),
         },
     )
@@ -193,11 +222,12 @@ def _sidecar(settings: StackSettings, number: int) -> Part:
 
 
 def _engine(settings: StackSettings, number: int) -> Part:
-    port, paths = settings.ports.engine(number), settings.paths
+    name, port, paths = numbered("engine", number), settings.ports.engine(number), settings.paths
     socket = f"unix://{paths.sidecar_socket(numbered('sidecar', number))}"
     threads = max(1, min(len(os.sched_getaffinity(0)), 8) // settings.engines)
     env = _environment(
         settings,
+        name,
         defaults={
             # GiB: 2 hold 93 000 tokens of SmolLM2 in bfloat16.
             "VLLM_CPU_KVCACHE_SPACE": "2" if settings.engines == 1 else "1",
@@ -211,26 +241,26 @@ def _engine(settings: StackSettings, number: int) -> Part:
             "VLLM_HOST_IP": LOOPBACK,
             "VLLM_CACHE_ROOT": str(paths.root / "cache"),
             "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0",
-            "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
-            "TURN_SIDECAR": socket,
+            "TURN_MANAGER": _linked(settings, "turn-manager", number, settings.ports.manager),
+            "TURN_SIDECAR": settings.link(numbered("turn-sidecar", number), socket),
             "TURN_SECRET_FILE": str(paths.secret),
             "TURN_ENDPOINT_NAME": endpoint_name(number),
         },
     )
     url = f"http://{LOOPBACK}:{port}"
     ready = readiness.EngineReady(url, MODEL_NAME)
-    command = _engine_command(settings, port=port, socket=socket)
-    return Part(numbered("engine", number), "engine", command, env, (port,), url, ready, 600, 30)
+    command = _engine_command(settings, port, sidecar=settings.link(numbered("connector-sidecar", number), socket))
+    return Part(name, "engine", command, env, (port,), url, ready, 600, 30)
 
 
-def _engine_command(settings: StackSettings, *, port: int, socket: str) -> tuple[str, ...]:
+def _engine_command(settings: StackSettings, port: int, *, sidecar: str) -> tuple[str, ...]:
     transfer = {
         "kv_connector": "ContextCacheConnector",
         "kv_connector_module_path": "vllm_plugin.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "sidecar": socket,
+            "sidecar": sidecar,
             "secret_file": str(settings.paths.secret),
             **settings.connector,
         },
@@ -256,11 +286,12 @@ def _gateway(settings: StackSettings) -> Part:
     url = f"http://{LOOPBACK}:{ports.gateway}"
     env = _environment(
         settings,
+        "gateway",
         own={
             "GATEWAY_HOST": LOOPBACK,
             "GATEWAY_PORT": str(ports.gateway),
             "GATEWAY_EXT_PROC_LISTEN": f"{LOOPBACK}:{ports.ext_proc}",
-            "GATEWAY_MANAGER": f"{LOOPBACK}:{ports.manager}",
+            "GATEWAY_MANAGER": settings.link("gateway-manager", f"{LOOPBACK}:{ports.manager}"),
             "GATEWAY_ENDPOINTS": "[]",
             "GATEWAY_ENDPOINTS_FILE": str(paths.endpoints),
             "GATEWAY_SECRET_FILE": str(paths.secret),
@@ -277,7 +308,11 @@ def _envoy(settings: StackSettings) -> Part:
     command = (*_module("deploy.envoy"), "run", "--config", str(settings.paths.envoy))
     ready = readiness.EnvoyReady(url, f"http://{LOOPBACK}:{ports.envoy_admin}")
     both = (ports.envoy, ports.envoy_admin)
-    return Part("envoy", "envoy", command, _environment(settings), both, url, ready, 60, _DRAIN_S + 10)
+    return Part("envoy", "envoy", command, _environment(settings, "envoy"), both, url, ready, 60, _DRAIN_S + 10)
+
+
+def _linked(settings: StackSettings, link: str, number: int, port: int) -> str:
+    return settings.link(numbered(link, number), f"{LOOPBACK}:{port}")
 
 
 def _module(name: str) -> tuple[str, ...]:
@@ -285,8 +320,12 @@ def _module(name: str) -> tuple[str, ...]:
 
 
 def _environment(
-    settings: StackSettings, *, own: Mapping[str, str] | None = None, defaults: Mapping[str, str] | None = None
+    settings: StackSettings,
+    part: str,
+    *,
+    own: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     base = {"PYTHONUNBUFFERED": "1", **(defaults or {})}
     stack = {"TMPDIR": str(settings.paths.scratch), **(own or {})}
-    return base | dict(os.environ) | stack | dict(settings.env)
+    return base | dict(os.environ) | stack | dict(settings.env) | dict(settings.part_env.get(part, {}))

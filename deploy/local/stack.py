@@ -27,6 +27,7 @@ from deploy.local.model import MODEL_DIR, ROOT, prepare_model
 from deploy.local.parts import (
     Part,
     StackSettings,
+    endpoint_name,
     endpoints_of,
     envoy_settings,
     host_memory_bytes,
@@ -80,7 +81,7 @@ class Stack:
     """One local stack. What is not given is taken from its last start, else from the defaults.
 
     `env` is laid over every part's environment; `engine_args` are appended to vLLM's command line; `connector` is more
-    of its `kv_connector_extra_config`.
+    of its `kv_connector_extra_config`; `links` and `part_env` as StackSettings has them.
     """
 
     def __init__(  # noqa: PLR0913  # all that differs between stacks, by name
@@ -94,7 +95,9 @@ class Stack:
         dev: bool | None = None,
         engine_args: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
-        connector: Mapping[str, int] | None = None,
+        connector: Mapping[str, int | str] | None = None,
+        links: Mapping[str, str] | None = None,
+        part_env: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         if engines is not None and not 1 <= engines <= MAX_ENGINES:
             raise StepFailed(f"ENGINES={engines} is out of range: 1 to {MAX_ENGINES}")
@@ -108,6 +111,8 @@ class Stack:
             "engine_args": None if engine_args is None else list(engine_args),
             "env": None if env is None else dict(env),
             "connector": None if connector is None else dict(connector),
+            "links": None if links is None else dict(links),
+            "part_env": None if part_env is None else {part: dict(env) for part, env in part_env.items()},
         }
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -132,8 +137,7 @@ class Stack:
 
     def engine_named(self, endpoint: str) -> str:
         """Return the part that the gateway knows as `endpoint`."""
-        urls = {entry["name"]: entry["url"] for entry in endpoints_of(self._settings())}
-        return next(part.name for part in self._parts().values() if part.url == urls[endpoint])
+        return next(name for number, name in enumerate(self.names_of("engine")) if endpoint_name(number) == endpoint)
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -203,7 +207,7 @@ class Stack:
             gateway = self._parts()["gateway"]
             if gateway.name not in self._running():
                 raise StepFailed("the gateway does not run")
-            endpoint = next(entry["name"] for entry in endpoints_of(self._settings()) if entry["url"] == part.url)
+            endpoint = endpoint_name(self.names_of("engine").index(name))
             mark_draining(self.paths, endpoint, draining=draining)
 
             def is_known() -> bool:
@@ -361,6 +365,8 @@ class Stack:
             "engine_args": [],
             "env": {},
             "connector": {},
+            "links": {},
+            "part_env": {},
         }
         last = read_settings(self.paths) if remembered else {}
         return defaults | last | {key: value for key, value in self._asked.items() if value is not None}
@@ -377,6 +383,8 @@ class Stack:
             engine_args=tuple(values["engine_args"]),
             env=values["env"],
             connector=values["connector"],
+            links=values["links"],
+            part_env=values["part_env"],
         )
 
     def _parts(self) -> dict[str, Part]:

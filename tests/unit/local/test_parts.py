@@ -165,3 +165,49 @@ def test_the_sidecar_takes_at_most_half_of_the_shared_memory(free, limit):
 @pytest.mark.parametrize("free", [1 << 30, 2 << 30])
 def test_two_sidecars_take_no_more_of_it_than_one(free):
     assert 0 < 2 * host_memory_bytes(free, sidecars=2) <= free // 2
+
+
+def test_a_link_stands_in_for_a_parts_own_address_wherever_that_part_is_asked_there(make_settings, make_parts):
+    links = {
+        "manager-redis": "redis://127.0.0.1:1/0",
+        "gateway-manager": "127.0.0.1:2",
+        "gateway-engine-1": "127.0.0.1:3",
+        "gateway-sidecar-1": "127.0.0.1:4",
+        "turn-manager-1": "127.0.0.1:5",
+        "turn-sidecar-1": "unix:///6",
+        "connector-sidecar-1": "unix:///7",
+        "sidecar-manager-1": "127.0.0.1:8",
+    }
+    direct, parts = make_parts(engines=2), make_parts(engines=2, links=links)
+
+    assert parts["manager"].env["MANAGER_REDIS_URL"] == "redis://127.0.0.1:1/0"
+    assert parts["gateway"].env["GATEWAY_MANAGER"] == "127.0.0.1:2"
+    settings = make_settings(engines=2, links=links)
+    assert (endpoints_of(settings)[1]["url"], endpoints_of(settings)[1]["sidecar"]) == (
+        "http://127.0.0.1:3",
+        "127.0.0.1:4",
+    )
+    assert envoy_settings(settings).pods[1] == "127.0.0.1:3"
+    assert json.loads(parts["sidecar"].env["SIDECAR_PEERS"]) == ["127.0.0.1:4"]
+    assert (parts["engine-1"].env["TURN_MANAGER"], parts["engine-1"].env["TURN_SIDECAR"]) == (
+        "127.0.0.1:5",
+        "unix:///6",
+    )
+    assert transfer_config(parts["engine-1"])["kv_connector_extra_config"]["sidecar"] == "unix:///7"
+    assert parts["sidecar-1"].env["SIDECAR_MANAGER"] == "127.0.0.1:8"
+    # What is not linked is as it was, and a part listens where it did.
+    assert parts["engine"] == direct["engine"]
+    assert parts["sidecar-1"].env["SIDECAR_LISTEN"] == direct["sidecar-1"].env["SIDECAR_LISTEN"]
+
+
+def test_one_parts_environment_is_laid_over_that_part_alone(make_parts):
+    parts = make_parts(engines=2, env={"X": "all"}, part_env={"sidecar-1": {"X": "one"}})
+
+    assert parts.pop("sidecar-1").env["X"] == "one"
+    assert {part.env["X"] for part in parts.values()} == {"all"}
+
+
+@pytest.mark.parametrize("changes", [{"links": {"gateway-redis": "x"}}, {"part_env": {"sidecar-1": {}}}])
+def test_a_link_or_a_part_that_there_is_not_is_refused(make_settings, changes):
+    with pytest.raises(AssertionError, match="no such"):
+        make_settings(**changes)
