@@ -16,7 +16,7 @@ from contextcache.error_body import error_body
 from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.model import MAX_LIST_LIMIT, TenantId
 from contextcache.rpc import cause_of
-from gateway.api_document import DESCRIPTION, EXAMPLE_ERROR, carried_paths
+from gateway.api_document import DESCRIPTION, completed
 from gateway.context_object import ContextDeleted, ContextList, ContextObject
 from gateway.exchange import answer_headers
 from gateway.flows import Gateway
@@ -76,7 +76,6 @@ def control_app(gateway: Gateway, ready_state: ReadyState, metrics: Metrics) -> 
         description=DESCRIPTION,
         redirect_slashes=False,
         redoc_url=None,
-        responses={"4XX": {"description": "Error", "content": {"application/json": {"example": EXAMPLE_ERROR}}}},
     )
     app.state.gateway = gateway
     app.include_router(contexts)
@@ -84,7 +83,7 @@ def control_app(gateway: Gateway, ready_state: ReadyState, metrics: Metrics) -> 
     app.add_exception_handler(ContextCacheError, _typed_error)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
     app.add_exception_handler(HTTPException, _framework_error)
-    app.openapi = _with_carried_paths(app.openapi)  # type: ignore[method-assign] # FastAPI's documented way
+    app.openapi = _completed(app.openapi)  # type: ignore[method-assign] # FastAPI's documented way
     return app
 
 
@@ -97,7 +96,7 @@ def _tenant(request: Request) -> TenantId:
     return _gateway(request).authenticate({"authorization": request.headers.get("authorization", "")})
 
 
-@contexts.get("/v1/context")
+@contexts.get("/v1/context", operation_id="list_contexts")
 async def list_contexts(
     gateway: Annotated[Gateway, Depends(_gateway)],
     tenant: Annotated[TenantId, Depends(_tenant)],
@@ -109,7 +108,7 @@ async def list_contexts(
     return await gateway.list_contexts(tenant, limit=limit, after=after, model=model)
 
 
-@contexts.get("/v1/context/{session_id}")
+@contexts.get("/v1/context/{session_id}", operation_id="read_context")
 async def read_context(
     gateway: Annotated[Gateway, Depends(_gateway)], tenant: Annotated[TenantId, Depends(_tenant)], session_id: str
 ) -> ContextObject:
@@ -117,7 +116,7 @@ async def read_context(
     return await gateway.read(tenant, session_id)
 
 
-@contexts.delete("/v1/context/{session_id}")
+@contexts.delete("/v1/context/{session_id}", operation_id="delete_context")
 async def delete_context(
     gateway: Annotated[Gateway, Depends(_gateway)], tenant: Annotated[TenantId, Depends(_tenant)], session_id: str
 ) -> ContextDeleted:
@@ -166,11 +165,8 @@ async def _framework_error(request: Request, exc: Exception) -> Response:
     return await _typed_error(request, PathNotFound("no such path"))
 
 
-def _with_carried_paths(document: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def _completed(document: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     def openapi() -> dict[str, Any]:
-        described = document()
-        for path, operations in carried_paths().items():
-            described["paths"].setdefault(path, {}).update(operations)
-        return described
+        return completed(document())
 
     return openapi

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import aiohttp
@@ -20,8 +21,15 @@ START_DEADLINE_S = 90
 class GatewayProcess:
     """One replica: both fronts, on ports of its own that survive it."""
 
-    def __init__(self, directory: Path, settings: GatewaySettings, *, drain_delay_s: float = 0.0) -> None:
-        """Take pods, manager and files from `settings`; the ports are free ones."""
+    def __init__(
+        self,
+        directory: Path,
+        settings: GatewaySettings,
+        *,
+        drain_delay_s: float = 0.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take pods, manager and files from `settings`; the ports are free ones. `environment` is laid over it all."""
         self.http_port = free_port()
         self.ext_proc_port = free_port()
         self._log = directory / f"gateway-{self.http_port}.log"
@@ -40,8 +48,14 @@ class GatewayProcess:
             "GATEWAY_MANAGER_TIMEOUT_S": "15",
             "GATEWAY_DRAIN_DELAY_S": str(drain_delay_s),
             "GATEWAY_LOG_LEVEL": "WARNING",
+            **(environment or {}),
         }
         self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self._log.read_text()
 
     @property
     def process(self) -> asyncio.subprocess.Process:

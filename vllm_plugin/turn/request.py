@@ -89,6 +89,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
     if not isinstance(model, str) or not model:
         raise InvalidRequest("model must be a non-empty string", param="model")
     prompt = _prompt(path, body)
+    _check_is_text(prompt)
     _refuse_unsupported(body)
     fields = {key: value for key, value in body.items() if key not in _OURS | _NEVER_FROM_CLIENTS}
     for key in ("prompt", "messages"):
@@ -123,8 +124,8 @@ def read_new_session(body: dict[str, Any], *, tenant: TenantId, model: str) -> N
 
     The deployment's own ttl bounds are the manager's to check; here only what cannot be a ttl at all is refused.
     """
-    ttl_s = body.get("ttl", DEFAULT_TTL_S)
-    if not isinstance(ttl_s, int) or isinstance(ttl_s, bool):
+    ttl_s = _whole(body.get("ttl", DEFAULT_TTL_S))
+    if ttl_s is None:
         raise InvalidRequest("ttl must be a whole number of seconds", param="ttl")
     if not 0 < ttl_s <= _MAX_INTEGER:
         raise TtlOutOfRange("ttl is out of range", param="ttl")
@@ -179,9 +180,29 @@ def _token_ids(prompt: list[Any]) -> tuple[int, ...]:
         raise InvalidRequest("prompt must not be empty", param="prompt")
     if any(isinstance(item, str | list) for item in prompt):
         raise InvalidRequest("one context takes one prompt, not several", param="prompt")
-    if not all(type(item) is int and 0 <= item < 2**32 for item in prompt):
+    ids = prompt
+    if not all(type(item) is int for item in prompt):
+        ids = [_whole(item) for item in prompt]
+    if not all(item is not None and 0 <= item < 2**32 for item in ids):
         raise InvalidRequest("token ids must be whole numbers, 0 or more", param="prompt")
-    return tuple(prompt)
+    return tuple(ids)
+
+
+def _check_is_text(prompt: Prompt) -> None:
+    r"""Raise InvalidRequest for half a character (`\ud800`), which JSON can write and nothing can store."""
+    text = prompt.text if prompt.messages is None else messages_json(prompt.messages)
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as exc:
+        param = "prompt" if prompt.messages is None else "messages"
+        raise InvalidRequest(f"{param} holds half of a surrogate pair, which is no character", param=param) from exc
+
+
+def _whole(value: Any) -> int | None:
+    """Return a whole number, which JSON may write as 5.0 too, or None. `true` is none."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
 
 
 def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
