@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from contextcache.clock import Clock
 from contextcache.crash_points import crash_point
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, CorruptBlock, InvalidRequest
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.fingerprint import require_fingerprint
@@ -30,7 +30,6 @@ from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.sealed_manifests import SealedManifests
 from kv_sidecar.store import Buffer
-from kv_sidecar.tenant_bytes import bytes_by_tenant
 from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
@@ -91,12 +90,19 @@ class ContextCatalog:
         return len(self._manifests.index)
 
     async def bytes_by_tenant(self) -> Mapping[TenantId, int]:
-        """Return the bytes of block files on disk that each tenant's sealed contexts hold."""
-        return await self._threads.run(bytes_by_tenant, self._manifests.index.records(), self._tiers.disk.size_bytes)
+        """Return the bytes of block files on disk that each tenant has, those being written included."""
+        return self._tiers.disk.bytes_by_tenant()
+
+    def tenant_usage(self, tenant: TenantId) -> tuple[int, int]:
+        """Return the bytes a tenant has on disk and the most it may have; 0: no limit. Raises InvalidRequest."""
+        if not TENANT_PATTERN.fullmatch(tenant):
+            raise InvalidRequest("not a tenant", param="tenant")
+        return self._tiers.disk.tenant_bytes(tenant)
 
     async def start(self) -> None:
-        """Rebuild the index of manifests from the files."""
+        """Rebuild the index of manifests from the files, and what is known of their blocks from it."""
         await self._manifests.rebuild(is_stored=self._tiers.is_stored)
+        await self._threads.run(self._own_blocks)
 
     async def prepare_save(self, new: NewSave) -> PreparedSave:
         """Open the save of one rank and pin the blocks it counts on. Idempotent.
@@ -259,6 +265,11 @@ class ContextCatalog:
         What was touched or sealed anew meanwhile stays. Unlike after `delete`, the names may be saved under again.
         """
         return await self._threads.finish(self._drop(records))
+
+    def _own_blocks(self) -> None:
+        for record in self._manifests.index.records():
+            for key in record.keys:
+                self._tiers.disk.own(key, record.tenant)
 
     def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
         is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from contextcache.errors import StorageFull
 from kv_sidecar.crash_points import at_step
+from kv_sidecar.leftovers import entries, make_real_directory, remove_old, remove_whatever
 from kv_sidecar.store import Buffer
 
+log = logging.getLogger(__name__)
+
 Step = Callable[[str], None]
+_FAN_OUT = re.compile(r"[0-9a-f]{2}", re.ASCII)
 MAX_QUARANTINED = 32
 """Files put aside for a person to look at; the oldest go first."""
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DataDirectory:
@@ -38,16 +44,17 @@ class DataDirectory:
 
     def open(self) -> None:
         """Create what is missing, take the lock and remove unfinished writes. Raises OSError when it is locked."""
-        for directory in (self.root, self.tmp, self.quarantine):
-            directory.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = _open_lock(self.root / "lock")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             self.close()
             raise OSError(f"{self.root} belongs to another kv-sidecar that is running") from exc
-        for path in self.tmp.iterdir():
-            path.unlink()
+        make_real_directory(self.tmp)
+        make_real_directory(self.quarantine)
+        for entry in entries(self.tmp):
+            remove_whatever(Path(entry.path))
 
     def close(self) -> None:
         """Give the lock back."""
@@ -56,7 +63,7 @@ class DataDirectory:
             self._lock = None
 
     def publish(self, data: Buffer, final: Path) -> None:
-        """Make `data` appear at `final`, whole and durable, or not at all. Raises StorageFull."""
+        """Make `data` appear at `final`, whole and durable, or not at all. Raises StorageFull, OSError."""
         temporary = self._temporary_path(final)
         try:
             self._step(f"write {final.name}")
@@ -65,17 +72,15 @@ class DataDirectory:
             self._step(f"rename {final.name}")
             temporary.rename(final)
         except OSError as exc:
-            temporary.unlink(missing_ok=True)
-            if exc.errno in _NO_ROOM:
-                raise StorageFull("the disk is full") from exc
-            raise
-        self._step(f"sync {final.name}")
+            remove_whatever(temporary)
+            raise _full_or(exc) from exc
         try:
+            self._step(f"sync {final.name}")
             _fsync_directory(final.parent)
-        except OSError:
+        except OSError as exc:
             # Nobody was told that the file is there, so it must not be.
-            final.unlink(missing_ok=True)
-            raise
+            remove_whatever(final)
+            raise _full_or(exc) from exc
         self._step(f"published {final.name}")
 
     def remove(self, path: Path, *, durable: bool) -> None:
@@ -88,48 +93,91 @@ class DataDirectory:
             self._step(f"unlinked {path.name}")
 
     def put_aside(self, path: Path) -> None:
-        """Move a bad file into `quarantine/`, where at most `MAX_QUARANTINED` are kept."""
+        """Move a bad file, or whatever lies there, into `quarantine/`, where at most `MAX_QUARANTINED` are kept.
+
+        Raises OSError when it cannot be moved.
+        """
         self._step(f"quarantine {path.name}")
         aside = self.quarantine / path.name
+        if path.is_symlink() or path.exists():
+            remove_whatever(aside)
         try:
             path.rename(aside)
-            os.utime(aside)
+            os.utime(aside, follow_symlinks=False)
         except FileNotFoundError:
             return
         with self._count_lock:
             self.num_quarantined += 1
         kept = sorted(self.quarantine.iterdir(), key=_modified_ns)
         for old in kept[:-MAX_QUARANTINED]:
-            old.unlink(missing_ok=True)
+            remove_whatever(old)
 
     def remove_leftovers(self, *, before_ms: int) -> int:
         """Remove unfinished and quarantined files last written before a Unix time in ms; return their bytes."""
-        return remove_old_files(self.tmp, before_ms=before_ms) + remove_old_files(self.quarantine, before_ms=before_ms)
+        return remove_old(self.tmp, before_ms=before_ms) + remove_old(self.quarantine, before_ms=before_ms)
+
+    def fan_out_files(self, name: str, *, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
+        """Return the files of `<name>/<2 hex>/` that bear a name of ours, and the number of other things there.
+
+        What bears such a name and is no file, or lies where a directory of ours belongs, is put aside: it would be in
+        the way of a save for ever. Everything else is left alone. No link is followed. Raises OSError.
+        """
+        root = self.root / name
+        make_real_directory(root)
+        found: list[Path] = []
+        strangers = 0
+        for directory in entries(root):
+            if not _FAN_OUT.fullmatch(directory.name):
+                strangers += 1
+            elif not directory.is_dir(follow_symlinks=False):
+                self._put_aside_or_leave(Path(directory.path))
+            else:
+                files, others = self._files_of(Path(directory.path), is_ours)
+                found += files
+                strangers += others
+        return found, strangers
+
+    def _files_of(self, directory: Path, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
+        found: list[Path] = []
+        strangers = 0
+        for entry in entries(directory):
+            path = Path(entry.path)
+            if not is_ours(path):
+                strangers += 1
+            elif not entry.is_file(follow_symlinks=False):
+                self._put_aside_or_leave(path)
+            else:
+                found.append(path)
+        return found, strangers
+
+    def _put_aside_or_leave(self, path: Path) -> None:
+        log.warning("something else lay where a file or directory belongs", extra={"directory": path.parent.name})
+        try:
+            self.put_aside(path)
+        except OSError:
+            log.warning("it cannot be put aside", exc_info=True)
 
     def _temporary_path(self, final: Path) -> Path:
         return self.tmp / f"{final.name}.{os.urandom(8).hex()}"
 
 
+def _open_lock(path: Path) -> int:
+    """Open the lock file; a link or directory in its place can be nobody's lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if path.is_symlink() or path.is_dir():
+        remove_whatever(path)
+    return os.open(path, flags, 0o600)
+
+
+def _full_or(error: OSError) -> Exception:
+    return StorageFull("the disk is full") if error.errno in _NO_ROOM else error
+
+
 def _modified_ns(path: Path) -> int:
     try:
-        return path.stat().st_mtime_ns
+        return path.lstat().st_mtime_ns
     except FileNotFoundError:
         return 0  # another thread was faster
-
-
-def remove_old_files(directory: Path, *, before_ms: int) -> int:
-    """Remove the files of a directory last written before a Unix time in ms; return their bytes."""
-    removed_bytes = 0
-    for path in directory.iterdir():
-        try:
-            status = path.stat(follow_symlinks=False)
-            if status.st_mtime_ns // 1_000_000 < before_ms:
-                path.unlink()
-                removed_bytes += status.st_size
-        except OSError:
-            # Its owner was faster, or it is no file: the next pass looks again.
-            continue
-    return removed_bytes
 
 
 def _write_synced(path: Path, data: Buffer) -> None:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
 
-from contextcache.errors import StorageFull
+from contextcache.errors import CorruptBlock, StorageFull
+from contextcache.model import TenantId
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.data_directory import DataDirectory
+from kv_sidecar.regular_file import open_regular, regular_size
 from kv_sidecar.store import BlockStore, Buffer, TierUsage
+from kv_sidecar.tenant_quota import NOBODY, TenantQuota
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +31,18 @@ _DIRECTORIES = {"block": "blocks", "tail": "tails"}
 class DiskStore(BlockStore):
     """Block files in a DataDirectory. The limit counts block files, not manifests or what is in quarantine."""
 
-    def __init__(self, directory: DataDirectory, *, limit_bytes: int) -> None:
-        """`limit_bytes` 0: no limit but the disk's own."""
+    def __init__(
+        self, directory: DataDirectory, *, limit_bytes: int, tenant_limit_bytes: int = 0, block_bytes_max: int = 1 << 40
+    ) -> None:
+        """Limits of 0: none but the disk's own. A file larger than `block_bytes_max` is no block, and is not read."""
         self._directory = directory
         self._limit_bytes = limit_bytes
+        self._block_bytes_max = block_bytes_max
         self._lock = threading.Lock()
         self._sizes: dict[BlockKey, int] = {}
         self._used_bytes = 0
         """Bytes of all files and of those being written."""
+        self._tenants = TenantQuota(tenant_limit_bytes)
         self._scratch = threading.local()
         """One buffer a thread, as large as its largest block: memory that is faulted in once, not at every read."""
 
@@ -42,43 +51,55 @@ class DiskStore(BlockStore):
         sizes: dict[BlockKey, int] = {}
         strangers = 0
         for kind, name in _DIRECTORIES.items():
-            root = self._directory.root / name
-            root.mkdir(exist_ok=True)
-            for path in root.glob("*/*"):
+            files, others = self._directory.fan_out_files(name, is_ours=partial(_is_ours, kind))
+            strangers += others
+            for path in files:
                 key = BlockKey.from_file_name(path.name)
-                if key is None or key.kind != kind or key.fan_out != path.parent.name or not path.is_file():
-                    strangers += 1
-                    continue
-                sizes[key] = path.stat().st_size
+                size = regular_size(path)
+                if key is not None and size is not None:
+                    sizes[key] = size
         with self._lock:
             self._sizes = sizes
             self._used_bytes = sum(sizes.values())
         log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
 
+    def own(self, key: BlockKey, tenant: TenantId) -> None:
+        """Count a file that is there for its tenant, as a manifest names it. Never refused: it is there."""
+        with self._lock:
+            self._settle(key, owner=tenant)
+
     @override
-    def put(self, key: BlockKey, data: Buffer) -> None:
+    def put(self, key: BlockKey, data: Buffer, *, tenant: TenantId = NOBODY) -> None:
+        """See BlockStore. Raises ContextQuotaExceeded too, when the tenant may not have so much more."""
         size = len(data)
         with self._lock:
             if self._limit_bytes and self._used_bytes + size > self._limit_bytes:
                 raise StorageFull("the disk tier has reached its limit")
+            self._tenants.reserve(tenant, size)
             self._used_bytes += size
+        written = False
         try:
             self._directory.publish(data, self._path(key))
+            written = True
         finally:
             with self._lock:
                 self._used_bytes -= size
-                self._settle(key)
+                self._tenants.cancel(tenant, size)
+                self._settle(key, owner=tenant if written else None)
 
     @override
     def read(self, key: BlockKey) -> memoryview | None:
+        """See BlockStore. Raises CorruptBlock when no file of a block's size lies there, OSError."""
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor, size = open_regular(self._path(key))
         except FileNotFoundError:
             with self._lock:
                 self._settle(key)
             return None
         try:
-            view = self._buffer(os.fstat(descriptor).st_size)
+            if size > self._block_bytes_max:
+                raise CorruptBlock("the file is larger than a block")
+            view = self._buffer(size)
             return view[: _read_all(descriptor, view)].toreadonly()
         finally:
             os.close(descriptor)
@@ -110,21 +131,36 @@ class DiskStore(BlockStore):
         with self._lock:
             return TierUsage(len(self._sizes), sum(self._sizes.values()), self._limit_bytes)
 
-    def _settle(self, key: BlockKey) -> int:
+    def tenant_bytes(self, tenant: TenantId) -> tuple[int, int]:
+        """Return what a tenant's files have, those being written included, and the most they may have; 0: no limit."""
+        with self._lock:
+            return self._tenants.used_bytes(tenant), self._tenants.limit_bytes
+
+    def check_tenant(self, tenant: TenantId) -> None:
+        """Raise ContextQuotaExceeded when the tenant may not have another byte."""
+        with self._lock:
+            self._tenants.check(tenant, 1)
+
+    def bytes_by_tenant(self) -> Mapping[TenantId, int]:
+        """Return the bytes of every tenant's files."""
+        with self._lock:
+            return self._tenants.by_tenant()
+
+    def _settle(self, key: BlockKey, *, owner: TenantId | None = None) -> int:
         """Make the index say what the directory says, whoever came last; return the bytes freed. Called locked.
 
         A block that is there is never absent in between: `size_bytes` takes no lock.
         """
-        try:
-            now = self._path(key).stat().st_size
-        except FileNotFoundError:
-            now = 0
+        now = regular_size(self._path(key))
+        if now is None:
             before = self._sizes.pop(key, 0)
         else:
             before = self._sizes.get(key, 0)
             self._sizes[key] = now
-        self._used_bytes += now - before
-        return max(before - now, 0)
+        freed = before - (now or 0)
+        self._used_bytes -= freed
+        self._tenants.settle(key, before, now or 0, owner=owner)
+        return max(freed, 0)
 
     def relative_name(self, key: BlockKey) -> str:
         """Return the path of a block's file relative to the data directory."""
@@ -139,6 +175,11 @@ class DiskStore(BlockStore):
             buffer = bytearray(size)
             self._scratch.buffer = buffer
         return memoryview(buffer)[:size]
+
+
+def _is_ours(kind: str, path: Path) -> bool:
+    key = BlockKey.from_file_name(path.name)
+    return key is not None and key.kind == kind and key.fan_out == path.parent.name
 
 
 def _read_all(descriptor: int, view: memoryview) -> int:

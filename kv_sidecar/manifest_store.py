@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, TenantId
 from kv_sidecar.block_key import fan_out
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.manifest import decode_manifest, encode_manifest
+from kv_sidecar.regular_file import open_regular
 
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
+MAX_FILE_BYTES = 256 << 20
+"""Of a manifest: 4 bytes a token and about 35 a block file; one of ten million tokens is far below."""
 
 
 class ManifestStore:
@@ -29,11 +33,13 @@ class ManifestStore:
         self._directory.publish(encode_manifest(manifest), self._path(manifest.cache_ref))
 
     def read(self, cache_ref: CacheRef, tenant: TenantId | None = None) -> Manifest | None:
-        """Return a manifest, or None. Raises CorruptBlock when it is not what was written, or another's."""
+        """Return a manifest, or None. Raises CorruptBlock when it is not what was written, unreadable or another's."""
         try:
-            data = self._path(cache_ref).read_bytes()
+            data = _read_file(self._path(cache_ref))
         except FileNotFoundError:
             return None
+        except OSError as exc:
+            raise CorruptBlock("the manifest cannot be read") from exc
         manifest = decode_manifest(data)
         if manifest.cache_ref != cache_ref or tenant not in {None, manifest.tenant}:
             raise CorruptBlock("the manifest is another's")
@@ -58,19 +64,35 @@ class ManifestStore:
 
     def read_all(self) -> Iterator[Manifest]:
         """Yield every manifest; bad files are put aside and left out."""
-        self._root.mkdir(exist_ok=True)
-        for path in sorted(self._root.glob(f"*/*{_SUFFIX}")):
+        files, _ = self._directory.fan_out_files(self._root.name, is_ours=self._is_ours)
+        for path in sorted(files):
             cache_ref = path.name.removesuffix(_SUFFIX)
-            if not CACHE_REF_PATTERN.fullmatch(cache_ref) or path != self._path(cache_ref):
-                continue
             try:
                 manifest = self.read(cache_ref)
             except CorruptBlock:
-                log.warning("manifest put aside", extra={"cache_ref": cache_ref})
-                self.put_aside(cache_ref)
+                self._put_aside_or_leave(cache_ref)
                 continue
             if manifest is not None:
                 yield manifest
 
+    def _put_aside_or_leave(self, cache_ref: CacheRef) -> None:
+        log.warning("manifest put aside", extra={"cache_ref": cache_ref})
+        try:
+            self.put_aside(cache_ref)
+        except OSError:
+            log.warning("it cannot be put aside", extra={"cache_ref": cache_ref}, exc_info=True)
+
+    def _is_ours(self, path: Path) -> bool:
+        cache_ref = path.name.removesuffix(_SUFFIX)
+        return CACHE_REF_PATTERN.fullmatch(cache_ref) is not None and path == self._path(cache_ref)
+
     def _path(self, cache_ref: CacheRef) -> Path:
         return self._root / fan_out(cache_ref) / f"{cache_ref}{_SUFFIX}"
+
+
+def _read_file(path: Path) -> bytes:
+    descriptor, size = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if size > MAX_FILE_BYTES:
+            raise CorruptBlock("the file is larger than a manifest")
+        return file.read(size)

@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from contextcache.errors import InvalidRequest, StorageFull
 from kv_sidecar.block_key import BlockKey
-from kv_sidecar.data_directory import remove_old_files, write_all
+from kv_sidecar.data_directory import write_all
 from kv_sidecar.eviction import ByteLru
+from kv_sidecar.leftovers import entries, make_real_directory, remove_old, remove_whatever
 from kv_sidecar.store import BlockStore, Buffer, TierUsage
 
 INCOMING = "incoming"
@@ -43,9 +44,9 @@ class MemoryStore(BlockStore):
             return
         for name in (INCOMING, _BLOCKS, _WRITING):
             directory = self.shared_directory / name
-            directory.mkdir(parents=True, exist_ok=True)
-            for path in directory.iterdir():
-                path.unlink(missing_ok=True)
+            make_real_directory(directory)
+            for entry in entries(directory):
+                remove_whatever(Path(entry.path))
         (self.shared_directory / INCOMING).chmod(_INCOMING_MODE)
 
     @override
@@ -121,7 +122,7 @@ class MemoryStore(BlockStore):
         """Remove incoming files last written before a Unix time in ms that nobody announced; return their bytes."""
         if self.shared_directory is None:
             return 0
-        return remove_old_files(self.shared_directory / INCOMING, before_ms=before_ms)
+        return remove_old(self.shared_directory / INCOMING, before_ms=before_ms)
 
     def pins(self) -> Pins:
         """Return an empty set of pins."""

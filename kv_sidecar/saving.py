@@ -78,16 +78,18 @@ class Saving:
 
     def prepare(self, new: NewSave, manifest: Manifest) -> PreparedSave:
         """Open the save of one rank; see `ContextCatalog.prepare_save`."""
+        keys = rank_keys(manifest, new.rank)[: len(manifest.block_ids)]
+        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.is_stored(key))
         try:
             save = self._admit(new, manifest)
+            if missing or manifest.tail_tokens:
+                self._tiers.disk.check_tenant(new.tenant)
         except ContextCacheError as exc:
             self._give_up(new.cache_ref, exc)
             raise
         self._saves.prepare(save, new.rank)
         self._dropped.discard(new.cache_ref)
         self._metrics.saves.inc()
-        keys = rank_keys(manifest, new.rank)[: len(manifest.block_ids)]
-        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.is_stored(key))
         return PreparedSave(manifest.block_ids, missing, manifest.tail_tokens)
 
     def expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[SaveInFlight, BlockMeta]:

@@ -172,6 +172,11 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         return pb.PullContextResponse(outcome=PULL_OUTCOMES[reply.outcome], reason=reply.reason)
 
     @override
+    async def GetTenantUsage(self, request: pb.GetTenantUsageRequest, context: Context) -> pb.GetTenantUsageResponse:
+        size_bytes, limit_bytes = self._catalog.tenant_usage(request.tenant)
+        return pb.GetTenantUsageResponse(size_bytes=size_bytes, limit_bytes=limit_bytes)
+
+    @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         tiers = [_tier_stats("host", self._sidecar.memory.usage()), _tier_stats("disk", self._sidecar.disk.usage())]
         return pb.StatsResponse(

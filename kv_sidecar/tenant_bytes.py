@@ -1,35 +1,22 @@
-"""How many bytes on disk each tenant's contexts hold, for the metrics. Counted in the collector's pass, in a thread.
+"""How many bytes each tenant has on disk, for the metrics; counted in tenant_quota.py.
 
-Blocks are keyed by tenant, so each block belongs to one; those of several contexts of a tenant count once. Shown are
-the largest few tenants, the rest as `other`: a metric's labels must have a bound, whoever writes the key file.
+Shown are the largest few tenants, the rest under an empty name: a metric's labels must have a bound, whoever writes
+the key file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from contextcache.model import TenantId
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.manifest_index import ManifestRecord
 
 OTHERS = ""
 """Label of all tenants that are not shown by name; no tenant has this one."""
-
-
-def bytes_by_tenant(
-    records: Iterable[ManifestRecord], size_bytes: Callable[[BlockKey], int | None]
-) -> Mapping[TenantId, int]:
-    """Return the bytes of each tenant's block files, every file once."""
-    owners = {key: record.tenant for record in records for key in record.keys}
-    found: Counter[TenantId] = Counter()
-    for key, tenant in owners.items():
-        found[tenant] += size_bytes(key) or 0
-    return found
 
 
 class TenantBytes(Collector):

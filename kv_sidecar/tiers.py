@@ -235,7 +235,7 @@ class Tiers:
                 file.verify(expected)
                 count_bytes(file.size_bytes)
             with self._metrics.io("write", "disk") as count_bytes:
-                self.disk.put(expected.key, file.data)
+                self.disk.put(expected.key, file.data, tenant=expected.tenant)
                 count_bytes(file.size_bytes)
             self._keep_in_memory(expected.key, file, path)
             return file.size_bytes

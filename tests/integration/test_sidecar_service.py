@@ -276,3 +276,17 @@ async def test_health_is_told_and_an_absent_sidecar_is_unavailable(running: Runn
         engine.seal(new_cache_ref(), 0)
     with pytest.raises(SidecarUnavailable):
         next(engine.load_blocks(pb.LoadBlocksRequest(), 1))
+
+
+async def test_what_a_tenant_has_is_told_with_its_limit(running: Running) -> None:
+    rank = await running.rank()
+    before = await running.client.tenant_usage(TENANT)
+    await asyncio.to_thread(rank.save, PROMPT)
+    after = await running.client.tenant_usage(TENANT)
+    with pytest.raises(InvalidRequest):
+        await running.client.tenant_usage("../x")
+
+    assert (before.size_bytes, before.limit_bytes) == (0, 0)
+    assert after.size_bytes == running.kv.disk_bytes() > 0
+    assert (await running.client.tenant_usage("other")).size_bytes == 0
+    rank.close()
