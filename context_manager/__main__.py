@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import uuid
 from collections.abc import Callable
@@ -14,15 +15,16 @@ from prometheus_client import CollectorRegistry
 from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
-from context_manager.redis_connection import RedisConnection
+from context_manager.redis_connection import RedisConnection, ReplicaWait
 from context_manager.redis_store import RedisSessionStore
 from context_manager.redis_tls import redis_tls
 from context_manager.server import manager_server
 from context_manager.session_count import SessionCount
 from context_manager.settings import ManagerSettings
+from context_manager.store_clock import StoreClock
 from context_manager.sweep_lease import LeaseTerms, SweepLease
 from context_manager.sweeper import SessionSweeper
-from contextcache.clock import SystemClock
+from contextcache.clock import Clock, SystemClock
 from contextcache.metrics_server import health_page, metrics_server
 from contextcache.process import run_part, settings_or_exit, wants_help
 from contextcache.tracing import tracer_of
@@ -33,9 +35,16 @@ PURPOSE = "context-manager: sessions, transcripts and turns of context-cache, in
 
 
 async def serve(
-    settings: ManagerSettings, stop: asyncio.Event, *, on_started: Callable[[int], None] | None = None
+    settings: ManagerSettings,
+    stop: asyncio.Event,
+    *,
+    on_started: Callable[[int], None] | None = None,
+    wall: Clock | None = None,
 ) -> None:
-    """Serve until `stop` is set, then drain. `on_started` is told the port; Redis need not be there yet."""
+    """Serve until `stop` is set, then drain. `on_started` is told the port; Redis need not be there yet.
+
+    `wall`: what this machine believes the time to be; tests let it be wrong.
+    """
     registry = CollectorRegistry()
     metrics = ManagerMetrics(registry)
     async with AsyncExitStack() as stack:
@@ -47,12 +56,20 @@ async def serve(
             timeout_s=settings.redis_timeout_s,
             max_connections=settings.redis_max_connections,
             tls=redis_tls(settings, on_failure=metrics.certificates.reload_failures.inc),
+            wait=_replica_wait(settings),
             on_error=lambda name: metrics.redis_errors.labels(name).inc(),
         )
-        store = RedisSessionStore(connection, tombstone_s=settings.tombstone_s)
+        store = RedisSessionStore(
+            connection, tombstone_s=settings.tombstone_s, tenant_contexts_max=settings.tenant_contexts_max
+        )
         stack.push_async_callback(store.close)
+        clock = StoreClock(store.read_clock, metrics=metrics, wall=wall)
+        # So that the first call finds a clock; bounded, and Redis may be away.
+        await clock.measure()
+        clock.start()
+        stack.push_async_callback(clock.stop)
         bounds = TtlBounds(settings.min_ttl_s, settings.max_ttl_s)
-        manager = ContextCacheManager(store, clock=SystemClock(), metrics=metrics, ttl_bounds=bounds)
+        manager = ContextCacheManager(store, clock=clock, metrics=metrics, ttl_bounds=bounds)
         server = manager_server(
             manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer, tls=tls
         )
@@ -84,6 +101,12 @@ async def serve(
             on_started(server.ports[0])
         await stop.wait()
         log.info("manager stopping")
+
+
+def _replica_wait(settings: ManagerSettings) -> ReplicaWait | None:
+    if not settings.redis_wait_replicas:
+        return None
+    return ReplicaWait(settings.redis_wait_replicas, math.ceil(settings.redis_wait_timeout_s * 1000))
 
 
 def _sweep_lease(settings: ManagerSettings, stack: AsyncExitStack, metrics: ManagerMetrics) -> SweepLease | None:

@@ -54,7 +54,10 @@ class ContextCacheManager:
         self._ttl_bounds = ttl_bounds or TtlBounds()
 
     async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
-        """Create a session in state CREATING that dies with the lease. Raises ContextExists, TtlOutOfRange."""
+        """Create a session in state CREATING that dies with the lease.
+
+        Raises ContextExists, TtlOutOfRange, ContextQuotaExceeded.
+        """
         check_new_session(new, self._ttl_bounds)
         check_lease(lease_id, lease_ttl_ms)
         with self._metrics.store_call("reserve"):

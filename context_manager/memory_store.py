@@ -14,6 +14,7 @@ from context_manager import refusals
 from context_manager.segment_codec import pack_segment, unpack_segment
 from context_manager.session_row import SessionRow, Standing, existing_row, new_row
 from context_manager.store import SessionKey, SessionStore, Swept, shard_of
+from contextcache.clock import SystemClock
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
@@ -31,8 +32,12 @@ from contextcache.model import (
 class MemorySessionStore(SessionStore):
     """Sessions in dictionaries, transcripts as the same bytes that Redis would hold."""
 
-    def __init__(self, *, tombstone_s: int = 3600) -> None:
-        """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound."""
+    def __init__(self, *, tombstone_s: int = 3600, tenant_contexts_max: int = 0) -> None:
+        """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
+
+        `tenant_contexts_max`: 0 for no limit.
+        """
+        self._tenant_contexts_max = tenant_contexts_max
         self._tombstone_ms = tombstone_s * 1000
         self._rows: dict[SessionKey, SessionRow] = {}
         self._transcripts: dict[SessionKey, list[bytes]] = {}
@@ -46,6 +51,8 @@ class MemorySessionStore(SessionStore):
             return row.session
         if standing in (Standing.CREATING, Standing.LIVE):
             raise refusals.exists()
+        if 0 < self._tenant_contexts_max <= self._count_others(key):
+            raise refusals.too_many_contexts(self._tenant_contexts_max)
         row = new_row(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms, now_ms=now_ms)
         self._rows[key] = row
         self._transcripts[key] = []
@@ -205,9 +212,17 @@ class MemorySessionStore(SessionStore):
         return sum(not row.is_tombstone for row in self._rows.values())
 
     @override
+    async def read_clock(self) -> int:
+        return SystemClock().now_ms()
+
+    @override
     async def close(self) -> None:
         self._rows.clear()
         self._transcripts.clear()
+
+    def _count_others(self, key: SessionKey) -> int:
+        of_tenant = (other for other, row in self._rows.items() if other.tenant == key.tenant and not row.is_tombstone)
+        return sum(other != key for other in of_tenant)
 
     def _existing(self, key: SessionKey, now_ms: int) -> SessionRow:
         return existing_row(self._rows.get(key), now_ms=now_ms, tombstone_ms=self._tombstone_ms)

@@ -45,7 +45,14 @@ class ManagerMetrics:
             registry=registry,
         )
         self.redis_errors = counter(
-            "redis_errors_total", "Redis commands that failed, by the client library's name for the error", ("error",)
+            "redis_errors_total",
+            "Redis commands that failed, by the client library's name for the error; TooFewReplicas: WAIT",
+            ("error",),
+        )
+        self.clock_skew = Gauge(
+            "contextcache_manager_clock_skew_seconds",
+            "This machine's clock less Redis's, which is the one that counts",
+            registry=registry,
         )
         self.lost_spans = counter("lost_spans_total", "Spans of traces that did not reach the collector")
         self.certificates = CertificateMetrics("contextcache_manager", registry)

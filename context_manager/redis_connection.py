@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import (
     AskError,
@@ -27,16 +28,32 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from context_manager import refusals
 from context_manager.redis_scripts import Script
 from context_manager.redis_tls import RedisTls
-from context_manager.redis_url import RedisClients, open_clients
+from context_manager.redis_url import RedisClients, is_cluster, open_clients
 from contextcache.errors import ContextCacheError
 
 log = logging.getLogger(__name__)
 
+AnswerT = TypeVar("AnswerT")
 Command = tuple[Any, ...]
 
-_PASSING_ERRORS = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TryAgainError)
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWait:
+    """What makes a durable script's answer count: so many replicas within so many ms (Redis's WAIT)."""
+
+    num_replicas: int
+    timeout_ms: int
+
+
+class TooFewReplicas(RedisError):
+    """The master took it, too few replicas did in time: it may be there, and may be lost with the master."""
+
+
+_PASSING_ERRORS = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TooFewReplicas, TryAgainError)
 _PASSING_CODES = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
 """Refusals that go away by themselves or by an operator's hand: worth a retry, no fault of ours."""
+_LEAVING_S = 1.0
+"""Between two times that all connections are given up because a master became a replica."""
 _FOREIGN_ERRORS = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 
@@ -55,48 +72,69 @@ class RedisConnection:
         timeout_s: float,
         max_connections: int,
         tls: RedisTls | None = None,
+        wait: ReplicaWait | None = None,
         on_error: Callable[[str], object] = lambda _name: None,
     ) -> None:
         """Read the URL; connect nothing yet. Raises ValueError for a URL that is none of the forms above.
 
-        `on_error` is told the name of the client library's error for each command that failed.
+        `wait`: what `durable` scripts wait for; not for a Cluster. `on_error` is told the name of the client library's
+        error, or `TooFewReplicas`, for each command that failed.
         """
+        self.is_cluster = is_cluster(url)
+        """Whether keys of two shards may lie on two nodes."""
+        if wait is not None and self.is_cluster:
+            raise ValueError("waiting for replicas is not supported in a Redis Cluster")
+        self._wait = wait
         self._on_error = on_error
         self._open = partial(open_clients, url, timeout_s=timeout_s, max_connections=max_connections, tls=tls)
         self._tls = tls
         self._clients = self._open()
         self._timeout_s = timeout_s
         self._leftovers: set[asyncio.Task[None]] = set()
-        """Closing clients whose certificate was replaced."""
+        """Closing clients whose certificate was replaced, or whose master is none any more."""
+        self._left_master_s = -_LEAVING_S
         # redis-py's pools raise when they are empty; waiting here keeps bound and deadline in one place.
         self._free = asyncio.Semaphore(max_connections)
 
     async def call(self, *command: Any) -> Any:
         """Run one reading command; it is repeated once after a broken connection."""
-        return await self._within_deadline(command, repeatable=True)
+        return await self._within_deadline(lambda: self._send(command, repeatable=True))
 
-    async def script(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], *, repeatable: bool) -> Any:
+    async def script(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Any],
+        *,
+        repeatable: bool,
+        durable: bool = False,
+    ) -> Any:
         """Run a script by its SHA, or by its text where Redis does not know it (yet, or after SCRIPT FLUSH).
 
         `repeatable`: run it once more when the connection breaks, although the first may have taken effect.
+        `durable`: an answer that begins with `ok` counts only when enough replicas have what was written.
         """
         rest = (len(keys), *keys, *arguments)
-        try:
-            return await self._within_deadline(("EVALSHA", script.sha, *rest), repeatable=repeatable)
-        except NoScriptError:
-            return await self._within_deadline(("EVAL", script.text, *rest), repeatable=repeatable)
+
+        async def run() -> Any:
+            try:
+                return await self._send(("EVALSHA", script.sha, *rest), repeatable=repeatable, durable=durable)
+            except NoScriptError:
+                return await self._send(("EVAL", script.text, *rest), repeatable=repeatable, durable=durable)
+
+        return await self._within_deadline(run)
 
     async def batch(self, commands: Sequence[Command]) -> list[Any]:
         """Run reading commands in as few round trips as their slots allow; not atomic together."""
-        try:
-            async with asyncio.timeout(self._timeout_s), self._free:
-                pipeline = self._client().pipeline(transaction=False)
-                for command in commands:
-                    pipeline.execute_command(*command)
-                answers: list[Any] = await pipeline.execute()
-        except _FOREIGN_ERRORS as exc:
-            raise self._counted(exc) from exc
-        return answers
+
+        async def run() -> list[Any]:
+            pipeline = self._client().pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await pipeline.execute()
+            return answers
+
+        return await self._within_deadline(lambda: self._repeated_once(run))
 
     async def close(self) -> None:
         """Close every connection."""
@@ -109,11 +147,14 @@ class RedisConnection:
     def _client(self) -> Any:
         if self._tls is not None and self._tls.has_changed():
             # redis-py reads the files once for each connection that it keeps for good: they have to go.
-            task = asyncio.create_task(self._close_later(self._clients), name="redis clients of an old certificate")
-            self._leftovers.add(task)
-            task.add_done_callback(self._leftovers.discard)
-            self._clients = self._open()
+            self._replace_clients("redis clients of an old certificate")
         return self._clients.client
+
+    def _replace_clients(self, why: str) -> None:
+        task = asyncio.create_task(self._close_later(self._clients), name=why)
+        self._leftovers.add(task)
+        task.add_done_callback(self._leftovers.discard)
+        self._clients = self._open()
 
     async def _close_later(self, clients: RedisClients) -> None:
         try:
@@ -129,29 +170,65 @@ class RedisConnection:
         except _FOREIGN_ERRORS as exc:
             log.warning("redis connections did not close", extra={"error": type(exc).__name__})
 
-    async def _within_deadline(self, command: Command, *, repeatable: bool) -> Any:
+    async def _within_deadline(self, run: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
         try:
             async with asyncio.timeout(self._timeout_s), self._free:
-                try:
-                    return await self._client().execute_command(*command)
-                except RedisConnectionError:
-                    if not repeatable:
-                        raise
-                    return await self._client().execute_command(*command)
-        except NoScriptError:
-            raise
+                return await run()
         except _FOREIGN_ERRORS as exc:
-            raise self._counted(exc) from exc
+            self._on_error(type(exc).__name__)
+            raise _mapped(exc) from exc
 
-    def _counted(self, exc: Exception) -> ContextCacheError:
-        self._on_error(type(exc).__name__)
-        return _mapped(exc)
+    async def _send(self, command: Command, *, repeatable: bool, durable: bool = False) -> Any:
+        async def run() -> Any:
+            if durable and self._wait is not None:
+                return await self._send_and_wait(command, self._wait)
+            return await self._client().execute_command(*command)
+
+        return await (self._repeated_once(run) if repeatable else self._once(run))
+
+    async def _repeated_once(self, run: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+        try:
+            return await self._once(run)
+        except RedisConnectionError:
+            return await self._once(run)
+
+    async def _once(self, run: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+        """Run a command; once more, elsewhere, when this Redis says that it is no master any more and did nothing."""
+        clients = self._clients
+        try:
+            return await run()
+        except ReadOnlyError:
+            now_s = asyncio.get_running_loop().time()
+            if self._clients is clients and now_s - self._left_master_s >= _LEAVING_S:
+                # The name may lead to the new master by now; open connections never will.
+                self._left_master_s = now_s
+                self._replace_clients("redis clients of a former master")
+            if self._clients is clients:
+                raise
+            return await run()
+
+    async def _send_and_wait(self, command: Command, wait: ReplicaWait) -> Any:
+        """Run a command and WAIT, in one round trip: WAIT is about what its own connection wrote."""
+        pipeline = self._client().pipeline(transaction=False)
+        pipeline.execute_command(*command)
+        pipeline.execute_command("WAIT", wait.num_replicas, wait.timeout_ms)
+        answer, num_replicas = await pipeline.execute(raise_on_error=False)
+        for outcome in (answer, num_replicas):
+            if isinstance(outcome, Exception):
+                raise outcome
+        # A refusal wrote nothing that could be lost.
+        if answer[0] == b"ok" and num_replicas < wait.num_replicas:
+            raise TooFewReplicas
+        return answer
 
 
 def _mapped(exc: Exception) -> ContextCacheError:
     # Only the class and Redis's code word: the rest of an error's text may quote arguments.
     code = str(exc).split(" ", 1)[0] if isinstance(exc, RedisError) else ""
     fields = {"error": type(exc).__name__, "redis_code": code}
+    if isinstance(exc, TooFewReplicas):
+        log.warning("too few replicas took a write in time", extra=fields)
+        return refusals.unavailable()
     passing = isinstance(exc, _PASSING_ERRORS) or code in _PASSING_CODES
     if isinstance(exc, ResponseError) and not passing:
         log.error("redis refused a command", extra=fields)

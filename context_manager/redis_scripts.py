@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib import resources
 
-_NAMES = ("reserve", "begin", "renew", "commit", "abort", "touch", "unregister", "sweep")
+_NAMES = ("reserve", "admit", "begin", "renew", "commit", "abort", "touch", "unregister", "sweep")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from context_manager.redis_listing import SessionLister
 from context_manager.redis_scripts import load_scripts
 from context_manager.segment_codec import pack_segment, unpack_segment
 from context_manager.session_row import existing_row, metadata_to_field, new_row, row_to_fields
-from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore, Swept
+from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore, Swept, shard_of
+from contextcache.crash_points import crash_point
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
     CacheSessionMetadata,
@@ -46,8 +47,12 @@ from contextcache.model import (
 class RedisSessionStore(SessionStore):
     """The store of a deployment. Owns its connection; `close` gives it back."""
 
-    def __init__(self, connection: RedisConnection, *, tombstone_s: int) -> None:
-        """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound."""
+    def __init__(self, connection: RedisConnection, *, tombstone_s: int, tenant_contexts_max: int = 0) -> None:
+        """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
+
+        `tenant_contexts_max`: 0 for no limit, which costs nothing.
+        """
+        self._tenant_contexts_max = tenant_contexts_max
         self._redis = connection
         self._tombstone_ms = tombstone_s * 1000
         self._scripts = load_scripts()
@@ -57,9 +62,26 @@ class RedisSessionStore(SessionStore):
     async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
         key = SessionKey(new.tenant, new.session_id)
         row = new_row(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms, now_ms=now_ms)
-        pairs = [part for pair in row_to_fields(row).items() for part in pair]
-        answer = await self._change("reserve", key, now_ms, lease_id, row.lease_until_ms, now_ms, *pairs)
+        fields = row_to_fields(row)
+        limit, elsewhere = self._tenant_contexts_max, list[str]()
+        if limit and self._redis.is_cluster:
+            # No script sees all shards there: the row waits for a count that saw it.
+            limit, fields = 0, fields | {"pending": "1"}
+        elif limit:
+            own = shard_of(new.tenant, new.session_id)
+            elsewhere = [tenant_key(shard, new.tenant) for shard in range(NUM_SHARDS) if shard != own]
+        pairs = [part for pair in fields.items() for part in pair]
+        arguments = (lease_id, row.lease_until_ms, now_ms, limit, *pairs)
+        answer = await self._change("reserve", key, now_ms, *arguments, more_keys=elsewhere)
+        if b"pending" in answer[1][::2]:
+            answer = await self._admit(key, lease_id, now_ms)
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
+
+    async def _admit(self, key: SessionKey, lease_id: str, now_ms: int) -> Sequence[Any]:
+        """Keep a reservation or take it back. Of all that are kept the last to count saw every other one."""
+        sets = [tenant_key(shard, key.tenant) for shard in range(NUM_SHARDS)]
+        num_contexts = sum(await self._redis.batch([("ZCARD", name) for name in sets]))
+        return await self._change("admit", key, now_ms, lease_id, self._tenant_contexts_max, num_contexts)
 
     @override
     async def get(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
@@ -108,6 +130,7 @@ class RedisSessionStore(SessionStore):
             commit.holder,
             sum(len(segment.token_ids) for segment in commit.segments),
             *(pack_segment(segment) for segment in commit.segments),
+            durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
@@ -132,13 +155,14 @@ class RedisSessionStore(SessionStore):
             "" if ttl_s is None else ttl_s,
             "" if ttl_policy is None else ttl_policy.value,
             "" if metadata is None else metadata_to_field(metadata),
+            durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
     @override
     async def unregister(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
         # Not repeated after a lost reply: the second answer would say "not found" for a session that was removed.
-        answer = await self._change("unregister", key, now_ms, repeatable=False)
+        answer = await self._change("unregister", key, now_ms, repeatable=False, durable=True)
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
     @override
@@ -176,7 +200,9 @@ class RedisSessionStore(SessionStore):
         for key in candidates:
             keys += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant)]
             arguments += [member(key), key.session_id]
+        crash_point("manager.sweep.before")
         taken = await self._redis.script(self._scripts["sweep"], keys, arguments, repeatable=False)
+        crash_point("manager.sweep.after")
         return tuple(
             Swept(key_of_member(name), is_abandoned=kind == b"abandoned")
             for name, kind in zip(taken[::2], taken[1::2], strict=True)
@@ -199,16 +225,35 @@ class RedisSessionStore(SessionStore):
         return sum(await self._redis.batch([("ZCARD", expiry_key(shard)) for shard in range(NUM_SHARDS)]))
 
     @override
+    async def read_clock(self) -> int:
+        told = await self._redis.call("TIME")
+        # A Cluster's primaries answer one by one; one of them with a wrong clock does not count.
+        times = sorted(told.values()) if isinstance(told, dict) else [told]
+        seconds, microseconds = times[len(times) // 2]
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    @override
     async def close(self) -> None:
         await self._redis.close()
 
     async def _change(
-        self, script: str, key: SessionKey, now_ms: int, *arguments: Any, repeatable: bool = True
+        self,
+        script: str,
+        key: SessionKey,
+        now_ms: int,
+        *arguments: Any,
+        more_keys: Sequence[str] = (),
+        repeatable: bool = True,
+        durable: bool = False,
     ) -> Sequence[Any]:
+        """Run a script about one session. `durable`: for what is acknowledged to a client; leases are not."""
+        keys = [*script_keys(key), *more_keys]
         common = [member(key), key.session_id, now_ms, self._tombstone_ms]
+        crash_point(f"manager.{script}.before")
         answer: Sequence[Any] = await self._redis.script(
-            self._scripts[script], script_keys(key), [*common, *arguments], repeatable=repeatable
+            self._scripts[script], keys, [*common, *arguments], repeatable=repeatable, durable=durable
         )
+        crash_point(f"manager.{script}.after")
         if answer[0] != b"ok":
             raise _refusal(answer[0].decode(), int(answer[1]) if len(answer) > 1 else 0)
         return answer
@@ -221,6 +266,8 @@ def _refusal(code: str, number: int) -> ContextCacheError:
         return refusals.generation_mismatch(number)
     if code == "keep":
         return refusals.keeps_too_much(number)
+    if code == "quota":
+        return refusals.too_many_contexts(number)
     plain = {
         "absent": refusals.not_found,
         "expired": refusals.expired,

@@ -36,6 +36,11 @@ class RedisClients:
             await client.aclose()
 
 
+def is_cluster(url: str) -> bool:
+    """Return whether a URL names a Cluster."""
+    return url.partition("://")[0].endswith("+cluster")
+
+
 def open_clients(url: str, *, timeout_s: float, max_connections: int, tls: RedisTls | None) -> RedisClients:
     """Return the clients of a URL. Raises ValueError, which repeats nothing of it: it may hold a password."""
     if tls is not None and not url.startswith("rediss"):

@@ -11,6 +11,7 @@ from contextcache.errors import (
     ContextExists,
     ContextExpired,
     ContextNotFound,
+    ContextQuotaExceeded,
     GenerationMismatch,
     InvalidRequest,
     LeaseLost,
@@ -31,6 +32,11 @@ def expired() -> ContextExpired:
 def exists() -> ContextExists:
     """Return the answer to reserving the id of a live context."""
     return ContextExists("a context with this id exists already", param="session_id")
+
+
+def too_many_contexts(contexts_max: int) -> ContextQuotaExceeded:
+    """Return the answer to one context more than the tenant may have; waiting does not help, a delete does."""
+    return ContextQuotaExceeded(f"the tenant has all the contexts it may have ({contexts_max})")
 
 
 def busy(remaining_ms: int) -> ContextBusy:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.model import MAX_TTL_S, MIN_TTL_S
@@ -73,6 +74,15 @@ class ManagerSettings(TlsSettings, TracingSettings):
     )
     drain_s: float = Field(5.0, ge=0, description="seconds that running calls may take to finish at shutdown")
     log_level: str = Field("INFO", description="least level of the log lines: DEBUG, INFO, WARNING or ERROR")
+
+    @model_validator(mode="after")
+    def _waits_that_can_be_kept(self) -> Self:
+        scheme = self.redis_url.get_secret_value().partition("://")[0]
+        if self.redis_wait_replicas and scheme.endswith("+cluster"):
+            raise ValueError("MANAGER_REDIS_WAIT_REPLICAS does not work with a Redis Cluster: leave it at 0")
+        if self.redis_wait_replicas and self.redis_wait_timeout_s >= self.redis_timeout_s:
+            raise ValueError("MANAGER_REDIS_WAIT_TIMEOUT_S must be below MANAGER_REDIS_TIMEOUT_S")
+        return self
 
     @field_validator("redis_ca_file", "redis_cert_file", "redis_key_file", mode="before")
     @classmethod

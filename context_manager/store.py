@@ -70,7 +70,12 @@ class SessionStore(Protocol):
     """
 
     async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
-        """Create a CREATING row; a tombstone or a CREATING row whose lease ended is replaced. Raises ContextExists."""
+        """Create a CREATING row; a tombstone or a CREATING row whose lease ended is replaced.
+
+        Raises ContextExists, and ContextQuotaExceeded for one more than the tenant may have: a row counts until it is
+        removed or swept, a tombstone does not. No race lets more be reserved than that; in a Cluster, where nobody
+        sees all shards at one moment, calls racing for the last places may all be refused.
+        """
         ...
 
     async def get(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
@@ -150,6 +155,10 @@ class SessionStore(Protocol):
 
     async def count_sessions(self) -> int:
         """Return how many sessions are not tombstones, of all tenants; one cheap look, not atomic over the shards."""
+        ...
+
+    async def read_clock(self) -> int:
+        """Return the store's own time, Unix ms: one for all managers. Raises StoreUnavailable."""
         ...
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
+from contextcache.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class SessionSweeper:
         self._metrics = metrics
         self._interval_s = interval_s
         self._limit = limit
+        self._failing: type[Exception] | None = None
+        """How the last sweep failed; None when it did not."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -68,11 +71,14 @@ class SessionSweeper:
                 continue
             try:
                 num_swept = await self.sweep_pass()
-            except Exception:
+            except Exception as exc:
                 # The loop must outlive a Redis that is away; the next interval tries again.
                 self._metrics.sweep_failures.inc()
-                log.exception("sweep failed")
+                if self._failing is not type(exc):
+                    self._failing = type(exc)
+                    log.exception("sweeps fail", exc_info=not isinstance(exc, StoreUnavailable))
             else:
+                self._failing = None
                 self._metrics.last_sweep.set_to_current_time()
                 if num_swept:
                     log.info("sessions swept", extra={"num_sessions": num_swept})

@@ -8,9 +8,11 @@ if not is_there(where) then
 end
 local generation = tonumber(ARGV[6]) + 1
 if row.committed_lease_id == ARGV[5] and tonumber(row.generation) == generation then
+  -- Written again, so that a WAIT behind it waits for the commit and not for nothing.
+  redis.call('HSET', KEYS[1], 'committed_lease_id', ARGV[5])
   return {'ok', redis.call('HGETALL', KEYS[1])}
 end
-if row.lease_id ~= ARGV[5] then
+if row.lease_id ~= ARGV[5] or row.pending then
   return {'lease_lost'}
 end
 if row.generation ~= ARGV[6] then

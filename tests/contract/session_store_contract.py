@@ -13,6 +13,7 @@ from contextcache.errors import (
     ContextExists,
     ContextExpired,
     ContextNotFound,
+    ContextQuotaExceeded,
     GenerationMismatch,
     InvalidRequest,
     LeaseLost,
@@ -715,6 +716,83 @@ class SessionStoreContract:
         assert len(taken) == len(set(taken))
         taken += [swept.key.session_id for swept in await self.sweep(store, now_ms=NOW + TTL_MS)]
         assert sorted(taken) == sorted(names)
+
+    # Contexts per tenant.
+
+    CONTEXTS_MAX = 5
+    """Of the `limited` fixture: a store like `store` with this limit."""
+
+    async def fill(self, limited: SessionStore, num_contexts: int = CONTEXTS_MAX) -> None:
+        for number in range(num_contexts):
+            await self.create(limited, replace(NEW, session_id=f"ctx_{number}"))
+
+    async def test_one_context_more_than_a_tenant_may_have_is_refused(self, limited: SessionStore) -> None:
+        await self.fill(limited)
+
+        with pytest.raises(ContextQuotaExceeded):
+            await self.reserve(limited, replace(NEW, session_id="ctx_more"), lease_id="other")
+        with pytest.raises(ContextNotFound):
+            await limited.get(SessionKey("demo", "ctx_more"), now_ms=NOW)
+        assert await limited.count_sessions() == self.CONTEXTS_MAX
+        await self.create(limited, replace(NEW, tenant="other", session_id="ctx_more"))
+        await limited.unregister(SessionKey("demo", "ctx_2"), now_ms=NOW)
+        await self.create(limited, replace(NEW, session_id="ctx_more"))
+
+    async def test_tombstones_and_aborted_creates_do_not_count(self, limited: SessionStore) -> None:
+        await self.fill(limited, 3)
+        await self.sweep(limited, now_ms=NOW + TTL_MS)
+        for number in range(10):
+            one = replace(NEW, session_id=f"ctx_new{number}")
+            await self.reserve(limited, one, lease_id="create", now_ms=NOW + TTL_MS)
+            await limited.abort_turn(SessionKey("demo", one.session_id), lease_id="create", now_ms=NOW + TTL_MS)
+        for number in range(self.CONTEXTS_MAX):
+            await self.create(limited, replace(NEW, session_id=f"ctx_{number}"), now_ms=NOW + TTL_MS)
+
+        with pytest.raises(ContextExists):
+            await self.reserve(limited, replace(NEW, session_id="ctx_0"), lease_id="other", now_ms=NOW + TTL_MS)
+
+    async def test_a_reservation_at_the_limit_may_be_repeated(self, limited: SessionStore) -> None:
+        """Seen to fail in a Cluster with rows that do not remember that they were counted."""
+        await self.fill(limited, self.CONTEXTS_MAX - 1)
+        last = replace(NEW, session_id="ctx_last")
+        first = await self.reserve(limited, last)
+
+        assert await self.reserve(limited, last) == first
+        with pytest.raises(ContextQuotaExceeded):
+            await self.reserve(limited, replace(NEW, session_id="ctx_more"), lease_id="other")
+        assert await self.reserve(limited, last) == first
+        await limited.commit_turn(first_commit(SessionKey("demo", "ctx_last")), now_ms=NOW)
+
+    async def test_a_dead_create_at_the_limit_can_be_made_again(self, limited: SessionStore) -> None:
+        await self.fill(limited, self.CONTEXTS_MAX - 1)
+        await self.reserve(limited, replace(NEW, session_id="ctx_dead"))
+        again = await self.reserve(
+            limited, replace(NEW, session_id="ctx_dead"), lease_id="again", now_ms=NOW + LEASE_MS
+        )
+
+        assert again.created_at_ms == NOW + LEASE_MS
+
+    async def test_creates_that_race_never_get_a_tenant_over_its_limit(self, limited: SessionStore) -> None:
+        """Seen to fail in a Cluster with a count before the reservation instead of behind it: nobody was refused."""
+        for attempt in range(5):
+            tenant = f"racer{attempt}"
+            outcomes = await asyncio.gather(
+                *(
+                    self.create(limited, replace(NEW, tenant=tenant, session_id=f"ctx_{number}"))
+                    for number in range(30)
+                ),
+                return_exceptions=True,
+            )
+            refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            sessions, _ = await limited.list_sessions(tenant, limit=100, after="", model_id="", now_ms=NOW)
+
+            assert {type(outcome) for outcome in refused} == {ContextQuotaExceeded}
+            assert len(sessions) == 30 - len(refused) <= self.CONTEXTS_MAX
+            # Whoever comes alone afterwards finds the places that are left.
+            for number in range(len(sessions), self.CONTEXTS_MAX):
+                await self.create(limited, replace(NEW, tenant=tenant, session_id=f"late_{number}"))
+            with pytest.raises(ContextQuotaExceeded):
+                await self.create(limited, replace(NEW, tenant=tenant, session_id="late"))
 
     # Which KV is still named.
 

@@ -10,3 +10,7 @@ class TestMemorySessionStore(SessionStoreContract):
     @pytest.fixture
     def store(self) -> MemorySessionStore:
         return MemorySessionStore(tombstone_s=TOMBSTONE_S)
+
+    @pytest.fixture
+    def limited(self) -> MemorySessionStore:
+        return MemorySessionStore(tombstone_s=TOMBSTONE_S, tenant_contexts_max=self.CONTEXTS_MAX)

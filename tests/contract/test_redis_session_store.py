@@ -12,7 +12,7 @@ from context_manager.redis_connection import RedisConnection
 from context_manager.redis_keys import script_keys
 from context_manager.redis_store import RedisSessionStore
 from context_manager.store import NUM_SHARDS, SessionKey
-from contextcache.errors import ContextCacheError, ContextExpired, LeaseLost
+from contextcache.errors import ContextCacheError, ContextExpired, ContextQuotaExceeded, LeaseLost
 from contextcache.model import TtlPolicy
 from tests.contract.session_store_contract import (
     ANSWER,
@@ -43,6 +43,25 @@ class RedisContract(SessionStoreContract):
         store = RedisSessionStore(connection_to(server), tombstone_s=TOMBSTONE_S)
         yield store
         await store.close()
+
+    @pytest.fixture
+    async def limited(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
+        server.command("FLUSHALL")
+        connection = RedisConnection(server.url, timeout_s=30.0, max_connections=8)
+        store = RedisSessionStore(connection, tombstone_s=TOMBSTONE_S, tenant_contexts_max=self.CONTEXTS_MAX)
+        yield store
+        await store.close()
+
+    async def test_a_context_over_the_limit_leaves_no_key(
+        self, limited: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        await self.fill(limited)
+        before = server.command("DBSIZE")
+        for number in range(20):
+            with pytest.raises(ContextQuotaExceeded):
+                await self.reserve(limited, replace(NEW, session_id=f"more_{number}"), lease_id="other")
+
+        assert server.command("DBSIZE") == before
 
     @pytest.fixture
     async def raw(self, server: ValkeyServer) -> AsyncIterator[RedisConnection]:

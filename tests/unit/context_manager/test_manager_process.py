@@ -76,3 +76,19 @@ async def test_what_cannot_be_sent_is_an_invalid_request() -> None:
         await client.commit_turn(TurnCommit("t", "s", "x", 0, 0, (surrogate,), "", ""))
     with pytest.raises(InvalidRequest):
         await client.commit_turn(TurnCommit("t", "s", "x", 0, 0, (Segment(SegmentKind.PROMPT, (-1,)),), "", ""))
+
+
+@pytest.mark.parametrize(
+    ("url", "timeout_s", "said"),
+    [("redis+cluster://redis:6379", "0.7", "Redis Cluster"), ("redis://redis:6379", "0.3", "MANAGER_REDIS_TIMEOUT_S")],
+)
+def test_a_wait_for_replicas_that_cannot_be_kept_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, url: str, timeout_s: str, said: str
+) -> None:
+    monkeypatch.setenv("MANAGER_REDIS_URL", url)
+    monkeypatch.setenv("MANAGER_REDIS_TIMEOUT_S", timeout_s)
+    ManagerSettings()
+    monkeypatch.setenv("MANAGER_REDIS_WAIT_REPLICAS", "1")
+
+    with pytest.raises(ValueError, match=said):
+        ManagerSettings()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 import pytest
@@ -81,7 +82,33 @@ async def test_it_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixture
 
     assert rig.sample("sessions_abandoned") == 1
     swept = [record for record in caplog.records if record.name == "context_manager.sweeper"]
-    assert [record.message for record in swept if record.levelname == "ERROR"] == ["sweep failed"] * 2
+    told = ["sweeps fail"]
+    assert [record.message for record in swept if record.levelno >= logging.WARNING] == told
+    assert not any(record.exc_info for record in swept)
+    rig.store.is_away = True
+    await asyncio.sleep(60)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == told * 2
+    assert rig.sample("sweep_failures") == 14
+    await rig.sweeper.stop()
+
+
+@pytest.mark.looptime
+async def test_a_fault_of_our_own_is_told_with_its_traceback_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+
+    async def broken(limit: int) -> int:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(rig.manager, "sweep", broken)
+    rig.sweeper.start()
+    await asyncio.sleep(60)
+
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.message for record in errors] == ["sweeps fail"]
+    assert errors[0].exc_info
+    assert rig.sample("sweep_failures") == 12
     await rig.sweeper.stop()
 
 
