@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from kv_sidecar.catalog import Removed
@@ -36,6 +37,7 @@ class Collector:
 
     async def _run(self) -> None:
         while True:
+            began_s = time.time()
             try:
                 removed = await self._collect()
             except Exception:
@@ -43,6 +45,7 @@ class Collector:
                 self._metrics.collector_failures.inc()
                 log.exception("collector pass broke off")
             else:
+                self._metrics.last_collect.set(began_s)
                 if removed.num_manifests or removed.freed_bytes:
                     fields = {"num_contexts": removed.num_manifests, "freed_bytes": removed.freed_bytes}
                     log.info("collected", extra=fields)

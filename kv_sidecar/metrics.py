@@ -42,6 +42,11 @@ class SidecarMetrics:
         )
         self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
         self.quarantined = counter("quarantined_files", "Files put aside because their bytes were wrong.")
+        self.last_collect = Gauge(
+            "contextcache_sidecar_last_collect_timestamp_seconds",
+            "Unix time at which the last whole pass of the collector began.",
+            registry=registry,
+        )
         self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
         self.pulls = counter("pulls", "Requests to pull from a peer, by how they ended or why not.", ("outcome",))
         self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")
