@@ -117,6 +117,8 @@ class Pod:
             clock=self.clock,
             metrics=TurnMetrics(self.registry),
         )
+        self.stuck_after = 1 << 30
+        """From its so many-th message on, an answer is not read."""
         self.on_end: Callable[[], None] = lambda: None
         """Called with the last byte of every answer."""
         self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, clock=self.clock)
@@ -135,12 +137,15 @@ class Pod:
     async def chat(self, session_id: str, **body: Any) -> Answer:
         return await self.ask(session_id, path="/v1/chat/completions", **body)
 
-    async def post(self, path: str, body: Any, identity: str | None = None, headers=()) -> Answer:
+    async def get(self, path: str) -> Answer:
+        return await self.post(path, b"", method="GET")
+
+    async def post(self, path: str, body: Any, identity: str | None = None, headers=(), method="POST") -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         pairs = [(b"content-type", b"application/json"), *headers]
         if identity is not None:
             pairs.append((b"x-context-identity", identity.encode()))
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": pairs}
+        scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": pairs}
         sent: list[Any] = []
         first = True
 
@@ -152,6 +157,8 @@ class Pod:
             return await asyncio.get_running_loop().create_future()
 
         async def send(message):
+            if len(sent) >= self.stuck_after:
+                await asyncio.get_running_loop().create_future()
             sent.append(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 self.on_end()

@@ -32,11 +32,11 @@ class Background:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def finish(self, call: Coroutine[Any, Any, object]) -> None:
-        """Run `call` and wait for it; it goes on when the caller is cancelled."""
+    async def finish(self, call: Coroutine[Any, Any, object], *, within_s: float | None = None) -> None:
+        """Run `call` and wait for it, for `within_s` at most; it goes on when the caller is cancelled or goes on."""
         task = self.start(call)
         if task is not None:
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=within_s)
 
     async def drain(self) -> None:
         """Wait for everything that runs now."""

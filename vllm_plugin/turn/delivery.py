@@ -10,11 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from contextcache.crash_points import crash_point
 from contextcache.errors import ContextCacheError, EngineFailed
 from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message, Send, engine_error
+from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.request import TurnRequest
 
+_REFUSAL_BYTES_MAX = 1 << 20
+"""Of an error's body; what is longer holds no message."""
 _REPLACED_HEADERS = frozenset({b"content-length", b"server-timing"})
 
 
@@ -36,6 +41,7 @@ class Delivery:
         request: TurnRequest,
         *,
         send: Send,
+        patience: Patience,
         receipt: Callable[[], Awaitable[list[tuple[str, str]]]],
         settle: Callable[[AnswerResult], Awaitable[Closing]],
         abort: Callable[[], Awaitable[None]],
@@ -43,6 +49,7 @@ class Delivery:
         """`receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed."""
         self._request = request
         self._send = send
+        self._patience = patience
         self._receipt = receipt
         self._settle = settle
         self._abort = abort
@@ -73,8 +80,10 @@ class Delivery:
             self._start = message
             return
         if message["type"] != "http.response.body":
-            await self._send(message)
+            with self._patience.with_client():
+                await self._send(message)
             return
+        self._patience.heard_engine()
         body, more = message.get("body", b""), message.get("more_body", False)
         if self._start["status"] != 200:
             self._take_refusal(body, more=more)
@@ -84,7 +93,7 @@ class Delivery:
             await self._take_whole(self._answer, body, more=more)
 
     def _take_refusal(self, body: bytes, *, more: bool) -> None:
-        self._refused += body
+        self._refused += body[: _REFUSAL_BYTES_MAX - len(self._refused)]
         if more:
             return
         raise engine_error(self._start["status"], bytes(self._refused))
@@ -94,7 +103,7 @@ class Delivery:
         if more:
             return
         answer.complete()
-        closing = await self._settle(answer.result)
+        closing = await self._settled(answer)
         payload = answer.closing(closing.usage, closing.session)
         await self._send_start(200, [*closing.headers, ("content-length", str(len(payload)))])
         await self._send_body(payload, more=False)
@@ -104,16 +113,24 @@ class Delivery:
         if passing:
             await self._begin_stream()
             await self._send_body(passing, more=True)
+            crash_point(MID_STREAM)
         if more:
             return
         answer.complete()
         await self._begin_stream()
         if answer.result.error:
-            await self._abort()
+            with self._patience.with_ourselves():
+                await self._abort()
             await self._send_body(b"", more=False)
             return
-        closing = await self._settle(answer.result)
+        closing = await self._settled(answer)
         await self._send_body(answer.closing(closing.usage, closing.session), more=False)
+
+    async def _settled(self, answer: JsonAnswer | SseAnswer) -> Closing:
+        with self._patience.with_ourselves():
+            closing = await self._settle(answer.result)
+        crash_point(COMMITTED)
+        return closing
 
     async def _begin_stream(self) -> None:
         if not self.started:
@@ -124,10 +141,12 @@ class Delivery:
         replaced = _REPLACED_HEADERS | {name for name, _ in ours}
         kept = [(name, value) for name, value in self._start.get("headers", []) if name.lower() not in replaced]
         self.started = True
-        await self._send({**self._start, "status": status, "headers": kept + ours})
+        with self._patience.with_client():
+            await self._send({**self._start, "status": status, "headers": kept + ours})
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        with self._patience.with_client():
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.complete = self.complete or not more
 
     def check_complete(self) -> None:

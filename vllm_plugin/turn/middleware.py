@@ -7,12 +7,20 @@ header of ours, no work.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from contextcache.admission import BodyInHand
 from contextcache.clock import Clock, SystemClock
 from contextcache.error_body import error_body, error_headers
-from contextcache.errors import BodyTooLarge, ContextCacheError, ContextNotFound, EngineFailed, InvalidRequest
+from contextcache.errors import (
+    BodyTooLarge,
+    ContextCacheError,
+    ContextNotFound,
+    EngineFailed,
+    InvalidRequest,
+    NoReadyEndpoint,
+)
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
 from contextcache.json_body import parse_object
 from contextcache.logs import show_logs_of
@@ -24,6 +32,7 @@ from contextcache.settings import read_secret
 from contextcache.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.app import compose_turns
+from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.request import (
     CHAT_PATH,
@@ -40,6 +49,9 @@ log = logging.getLogger(__name__)
 
 _PATHS = frozenset({CONTEXT_PATH, COMPLETIONS_PATH, CHAT_PATH})
 _UNROUTED = UNROUTED_HEADER.encode()
+_HEALTH_PATH = "/health"
+_BODY_IDLE_S = 60.0
+"""Without a byte of a request's body; a gateway sends it in one go."""
 
 
 class TurnMiddleware:
@@ -63,13 +75,18 @@ class TurnMiddleware:
         if story is None:
             story, admission = compose_turns(self._settings, self._secret)
         self._story = story
+        self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or run its turn."""
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            await self._story.close()
+            await self._live(scope, receive, send)
+            return
+        if self._draining.value and _needs_engine(scope):
+            # What vLLM makes of it is an error 500, and of its own health a 200.
+            ending = NoReadyEndpoint("this pod is about to end", retry_after_s=1)
+            await self._refuse(ending, _Started(send))
             return
         if scope["type"] != "http" or scope["method"] != "POST" or not _may_concern_us(scope):
             await self._app(scope, receive, send)
@@ -97,6 +114,18 @@ class TurnMiddleware:
             if started.value:
                 raise  # the server then closes the connection: an answer without its end must not look whole
             await self._refuse(EngineFailed("the turn failed"), started)
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Live as long as the server: it may be gone as soon as it has heard that its application is."""
+
+        async def told(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._draining.listen()
+            elif message["type"].startswith("lifespan.shutdown."):
+                await self._story.close()
+            await send(message)
+
+        await self._app(scope, receive, told)
 
     async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
         identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
@@ -200,6 +229,10 @@ class _Started:
         await self._send(message)
 
 
+def _needs_engine(scope: Scope) -> bool:
+    return bool(scope["type"] == "http" and (scope["method"] == "POST" or scope["path"] == _HEALTH_PATH))
+
+
 def _may_concern_us(scope: Scope) -> bool:
     return scope["path"] in _PATHS or any(name.lower() == _UNROUTED for name, _ in scope["headers"])
 
@@ -211,7 +244,11 @@ async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | No
     """
     body = bytearray()
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(_BODY_IDLE_S):
+                message = await receive()
+        except TimeoutError as exc:
+            raise InvalidRequest(f"the body came to no end within {_BODY_IDLE_S:.0f} s of silence") from exc
         if message["type"] == "http.disconnect":
             raise InvalidRequest("the client left before its body was complete")
         chunk = message.get("body", b"")

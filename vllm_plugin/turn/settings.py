@@ -49,6 +49,20 @@ class TurnSettings(TlsSettings, TracingSettings):
     report_deadline_ms: int = Field(
         50, description="ms to wait for the connector's load report before the receipt says less", ge=0, le=1000
     )
+    engine_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="seconds without a byte from the engine until a turn is given up; covers a queue and a long answer",
+    )
+    client_timeout_s: float = Field(
+        120.0, gt=0, description="seconds a client may leave a piece of its answer unread until its turn is given up"
+    )
+    drain_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds after SIGTERM until turns that still run are given up; vLLM's --shutdown-timeout, after "
+        "which it would leave them without an end",
+    )
     rpc_deadline_ms: int = Field(2_000, description="ms for one call to the manager or the sidecar", gt=0)
 
     @model_validator(mode="after")

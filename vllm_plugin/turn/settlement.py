@@ -6,18 +6,21 @@ generation. KV of a turn that was not committed is dropped.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError, StoreUnavailable
-from contextcache.model import CacheRef, CacheSessionMetadata, TtlPolicy, TurnCommit
+from contextcache.crash_points import crash_point
+from contextcache.errors import ContextCacheError, EngineFailed, GenerationMismatch, LeaseLost, StoreUnavailable
+from contextcache.model import CacheRef, CacheSessionMetadata, Segment, TtlPolicy, TurnCommit
 from contextcache.tracing import Span, child_span, current_span, within
 from vllm_plugin.turn.answer import AnswerResult
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import ComposedPrompt, answer_segment
+from vllm_plugin.turn.crash_points import BEFORE_ABORT, BEFORE_COMMIT
 from vllm_plugin.turn.delivery import Closing
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -27,6 +30,9 @@ from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.usage import CommitOutcome, LoadedKV, TurnUsage, receipt_headers, usage_object
 
 log = logging.getLogger(__name__)
+
+_SEGMENT_DEADLINE_S = 30.0
+"""To find the ids of an answer's text: some tokeniser calls, dozens where a stop string cuts a token."""
 
 
 @dataclass(slots=True)
@@ -102,7 +108,7 @@ class Settlement:
                 committed=False, generation=session.generation, expires_at_ms=session.expires_at_ms, reason="read_only"
             )
         try:
-            answer = await answer_segment(engine, turn.request, result)
+            answer = await self._answer_segment(engine, turn, result)
             commit = TurnCommit(
                 tenant=session.tenant,
                 session_id=session.session_id,
@@ -115,24 +121,41 @@ class Settlement:
             )
             if turn.is_create:
                 await self._wait_sealed(turn)
+            crash_point(BEFORE_COMMIT)
             committed = await self._commit_twice(turn, commit)
         except ContextCacheError as exc:
             self._metrics.refused_commits.labels(reason=exc.code).inc()
             log.warning("commit refused", extra={"session_id": session.session_id, "reason": exc.code})
             self._drop(turn)
+            if isinstance(exc, StoreUnavailable | EngineFailed):
+                self._background.start(self._give_back(turn))
             return CommitOutcome(
                 committed=False, generation=session.generation, expires_at_ms=session.expires_at_ms, reason=exc.code
             )
         self._after_commit(turn, committed)
         return CommitOutcome(committed=True, generation=committed.generation, expires_at_ms=committed.expires_at_ms)
 
+    async def _answer_segment(self, engine: Engine, turn: Turn, result: AnswerResult) -> Segment | None:
+        try:
+            async with asyncio.timeout(_SEGMENT_DEADLINE_S):
+                return await answer_segment(engine, turn.request, result)
+        except TimeoutError as exc:
+            raise EngineFailed("the engine did not say which tokens the answer has") from exc
+
     async def _commit_twice(self, turn: Turn, commit: TurnCommit) -> CacheSessionMetadata:
-        """Commit; once more when no answer came, because the first may have been made durable all the same."""
+        """Commit; once more when no answer came, because the first may have been made durable all the same.
+
+        Raises StoreUnavailable when it is not known whether it was; any other error: it was not.
+        """
         send = self._manager.register_session_cache if turn.is_create else self._manager.commit_turn
         try:
             return await send(commit)
-        except StoreUnavailable:
-            return await send(commit)
+        except StoreUnavailable as first:
+            try:
+                return await send(commit)
+            except (LeaseLost, GenerationMismatch):
+                # Another turn's commit may have come after ours, which then counts.
+                raise first from None
 
     async def _wait_sealed(self, turn: Turn) -> None:
         """Give the first save its time to become durable. Too late is counted, not an error: the KV may still come."""
@@ -205,9 +228,12 @@ class Settlement:
         turn.settled = True
         self._metrics.aborts.labels(reason="turn").inc()
         self._drop(turn)
-        await self._background.finish(
-            self._manager.abort_turn(turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id)
-        )
+        crash_point(BEFORE_ABORT)
+        await self._background.finish(self._give_back(turn))
+
+    async def _give_back(self, turn: Turn) -> None:
+        """Release the lease; a commit that is still under way then comes too late."""
+        await self._manager.abort_turn(turn.session.tenant, turn.session.session_id, lease_id=turn.lease_id)
 
     def _drop(self, turn: Turn) -> None:
         """Have the sidecar forget what an uncommitted turn saved, or is about to save."""

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.clock import Clock
+from contextcache.crash_points import crash_point
 from contextcache.errors import (
     ContextCacheError,
     ContextLengthExceeded,
     EngineFailed,
     InvalidRequest,
     ModelMismatch,
+    NoReadyEndpoint,
     StoreUnavailable,
 )
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
@@ -40,10 +42,12 @@ from contextcache.model import (
 from contextcache.tracing import NO_TRACER, Tracer, child_span, current_span, kept_traceparent
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import compose_first, compose_turn
+from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.delivery import Delivery
 from vllm_plugin.turn.engine import Engine, Receive, Send
 from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
 from vllm_plugin.turn.settings import TurnSettings
@@ -51,6 +55,11 @@ from vllm_plugin.turn.settlement import Settlement, Turn
 from vllm_plugin.turn.transcript import Transcript
 
 log = logging.getLogger(__name__)
+
+_GIVING_BACK_S = 0.2
+"""For a lease that a silent manager may have given; together with MANAGER_REDIS_TIMEOUT_S below a second."""
+_BACKGROUND_CALLS_MAX = 1024
+"""Two for each turn that is cut when a gateway with 500 of them dies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,12 @@ class TurnStory:
         self._sidecar = sidecar
         self._clock = clock
         self._metrics = metrics
-        self._background = Background(limit=64, deadline_s=settings.rpc_deadline_ms / 1000)
+        self._background = Background(
+            limit=_BACKGROUND_CALLS_MAX,
+            deadline_s=settings.rpc_deadline_ms / 1000,
+        )
+        self._patiences: set[Patience] = set()
+        """Of the turns the engine is answering."""
         self._settlement = Settlement(
             settings, manager=manager, sidecar=sidecar, clock=clock, metrics=metrics, background=self._background
         )
@@ -100,6 +114,7 @@ class TurnStory:
             session = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms)
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
+            crash_point(BEGUN)
             with child_span("turn compose"):
                 turn.prompt = await compose_first(engine, request)
             await self._run(engine, turn, client)
@@ -121,6 +136,7 @@ class TurnStory:
         commits = request.commit and session.mode is SessionMode.SESSION
         turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
         async with self._lease(turn):
+            crash_point(BEGUN)
             if session.model_id != request.model:
                 raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
             transcript = Transcript(segments)
@@ -131,6 +147,11 @@ class TurnStory:
                 turn.prompt = await compose_turn(engine, request, transcript, found)
             self._metrics.outcomes.labels(outcome=found.outcome.value).inc()
             await self._run(engine, turn, client)
+
+    def give_up(self) -> None:
+        """Let every turn that waits for its engine or its client end as if the engine had broken off."""
+        for patience in tuple(self._patiences):
+            patience.lose("engine")
 
     async def close(self) -> None:
         """End background work and connections."""
@@ -149,23 +170,46 @@ class TurnStory:
             given, window = len(turn.prompt.token_ids), engine.max_model_len
             raise ContextLengthExceeded(f"context and prompt have {given} tokens, the model's window is {window}")
         turn.timings_ms["compose"] = self._clock.now_ms() - turn.started_ms
+        patience = Patience(
+            engine_s=self._settings.engine_timeout_s,
+            client_s=self._settings.client_timeout_s,
+        )
         delivery = Delivery(
             turn.request,
             send=client.send,
+            patience=patience,
             receipt=lambda: self._settlement.stream_receipt(turn),
             settle=lambda result: self._settlement.settle(engine, turn, result),
             abort=lambda: self._settlement.abort(turn),
         )
         try:
             with child_span("turn generate"):
-                await engine.generate(turn.request.path, self._engine_body(turn), client.receive, delivery.take)
-                delivery.check_complete()
-        except EngineFailed:
-            self._metrics.aborts.labels(reason="engine").inc()
+                await self._generate(engine, turn, client, delivery, patience)
+        except (EngineFailed, NoReadyEndpoint) as exc:
+            lost_with_client = patience.lost_with == "client"
+            self._metrics.aborts.labels(reason="client" if lost_with_client else "engine").inc()
             if not delivery.started:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
-            log.warning("answer broke off", extra={"session_id": turn.session.session_id})
+            log.warning("answer broke off", extra={"session_id": turn.session.session_id, "reason": exc.message})
+
+    async def _generate(
+        self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: Patience
+    ) -> None:
+        """Have the engine answer. Raises EngineFailed, NoReadyEndpoint when that came to no end, or took too long."""
+        crash_point(BEFORE_ENGINE)
+        self._patiences.add(patience)
+        try:
+            async with patience.watching():
+                receive = patience.receive(client.receive)
+                await engine.generate(turn.request.path, self._engine_body(turn), receive, delivery.take)
+        except TimeoutError as exc:
+            raise EngineFailed(f"no patience left with the {patience.lost_with}") from exc
+        finally:
+            self._patiences.discard(patience)
+        if patience.lost_with and not delivery.complete:
+            raise EngineFailed(f"no patience left with the {patience.lost_with}")
+        delivery.check_complete()
 
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
         """Return what vLLM gets: the client's own fields, our prompt, and the connector's orders."""
@@ -217,11 +261,18 @@ class TurnStory:
 
     @asynccontextmanager
     async def _taking(self, tenant: TenantId, session_id: SessionId, lease_id: str) -> AsyncIterator[None]:
-        """Have a lease given back when its call ended without an answer: it may have been taken all the same."""
+        """Have a lease given back when its call ended without an answer: it may have been taken all the same.
+
+        A client that is told so may try again at once; it waits a moment for that, and no longer.
+        """
         try:
             yield
-        except (asyncio.CancelledError, StoreUnavailable):
+        except asyncio.CancelledError:
             self._background.start(self._manager.abort_turn(tenant, session_id, lease_id=lease_id))
+            raise
+        except StoreUnavailable:
+            giving_back = self._manager.abort_turn(tenant, session_id, lease_id=lease_id)
+            await self._background.finish(giving_back, within_s=_GIVING_BACK_S)
             raise
 
     @asynccontextmanager

@@ -1,0 +1,142 @@
+"""Engines that fall silent and clients that read nothing, on a loop whose time does not take any.
+
+Seen failing: without `patience.watching()` each of these turns ran until the test's own deadline; without `receive`
+saying that the client has left, the engine was cancelled at the end of the grace instead of being told.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.helpers.fake_vllm import FakeVllm
+from tests.helpers.turn_bench import Pod
+
+pytestmark = pytest.mark.looptime
+
+SETTINGS = {"engine_timeout_s": 100, "client_timeout_s": 20}
+
+
+class Silent(FakeVllm):
+    """Generates nothing after `num_events` events of a stream; notices a disconnect, unless it is deaf."""
+
+    num_events = 0
+    deaf = False
+    was_told = was_cancelled = False
+
+    async def _complete(self, scope, request, send):
+        if self.num_events:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(self.num_events):
+            event = json.dumps({"choices": [{"text": "a", "token_ids": [97], "finish_reason": None}]})
+            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+            await asyncio.sleep(90)
+        try:
+            if not self.deaf:
+                self.was_told = (await self.receive())["type"] == "http.disconnect"
+                return
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+    async def __call__(self, scope, receive, send):
+        self.receive = receive
+        await super().__call__(scope, receive, send)
+
+
+@pytest.fixture
+def engine():
+    return Silent()
+
+
+@pytest.fixture
+def pod(tmp_path, engine):
+    return Pod(tmp_path, engine, **SETTINGS)
+
+
+async def is_free(pod, engine, session_id):
+    """Whether the next turn is answered."""
+    pod.app._app = FakeVllm()
+    return (await pod.ask(session_id, prompt=" next")).status == 200
+
+
+async def created(pod, engine):
+    pod.app._app = FakeVllm()
+    answer = await pod.create(prompt="Hello")
+    pod.app._app = engine
+    return answer.json["session_id"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_that_says_nothing_is_told_to_stop_and_the_turn_is_a_typed_error(pod, engine, stream):
+    session_id = await created(pod, engine)
+    begun_s = asyncio.get_running_loop().time()
+
+    answer = await pod.ask(session_id, prompt=" x", stream=stream)
+
+    assert (answer.status, answer.json["error"]["code"]) == (502, "engine_error")
+    assert 100 <= asyncio.get_running_loop().time() - begun_s < 110
+    assert engine.was_told
+    assert await is_free(pod, engine, session_id)
+
+
+async def test_an_engine_that_speaks_now_and_then_is_waited_for_and_a_break_in_its_stream_is_no_end(pod, engine):
+    session_id = await created(pod, engine)
+    engine.num_events = 5
+    begun_s = asyncio.get_running_loop().time()
+
+    answer = await pod.ask(session_id, prompt=" x", stream=True)
+
+    assert not answer.complete
+    assert answer.body.count(b"data:") == 5
+    assert asyncio.get_running_loop().time() - begun_s >= 5 * 90
+    assert await is_free(pod, engine, session_id)
+
+
+async def test_an_engine_deaf_to_a_disconnect_is_cancelled(pod, engine):
+    session_id = await created(pod, engine)
+    engine.deaf = True
+    begun_s = asyncio.get_running_loop().time()
+
+    answer = await pod.ask(session_id, prompt=" x")
+
+    assert answer.status == 502
+    assert 110 <= asyncio.get_running_loop().time() - begun_s < 120
+    assert engine.was_cancelled
+    assert await is_free(pod, engine, session_id)
+
+
+async def test_a_client_that_reads_nothing_loses_its_turn_and_the_session_is_free(pod, engine):
+    session_id = await created(pod, engine)
+    engine = FakeVllm()
+    engine.answer = lambda ids: "abcdef"
+    pod.app._app = engine
+    begun_s = asyncio.get_running_loop().time()
+    pod.stuck_after = 3
+
+    answer = await asyncio.wait_for(pod.ask(session_id, prompt=" x", stream=True), 1000)
+    pod.stuck_after = 1 << 30
+
+    session, _ = await pod.transcript(session_id)
+    assert not answer.complete
+    assert session.generation == 1
+    assert 20 <= asyncio.get_running_loop().time() - begun_s < 40
+    assert pod.counted("aborts", reason="client") == 1
+    assert await is_free(pod, engine, session_id)
+
+
+async def test_a_client_that_stops_sending_its_body_is_refused(pod):
+    async def never():
+        return await asyncio.get_running_loop().create_future()
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"x-context-identity", pod.identity().encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/context", "raw_path": b"/v1/context", "headers": headers}
+    await asyncio.wait_for(pod.app(scope, never, send), 1000)
+
+    assert sent[0]["status"] == 400
