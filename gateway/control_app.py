@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
@@ -27,13 +29,23 @@ from gateway.ports import EndpointDirectory, EndpointState
 log = logging.getLogger(__name__)
 
 DEFAULT_LIST_LIMIT = 20
+MANAGER_WAIT_S = 1.0
+"""How long `/readyz` waits for a manager that hangs: less than Envoy (2 s) and a kubelet (5 s) wait for `/readyz`."""
 contexts = APIRouter(tags=["contexts"])
 
 
 class ReadyState:
     """Whether this gateway takes requests: everything it needs is there, and it is not on its way out."""
 
-    def __init__(self, gateway: Gateway, endpoints: EndpointDirectory, *, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        endpoints: EndpointDirectory,
+        *,
+        metrics: Metrics | None = None,
+        manager_wait_s: float = MANAGER_WAIT_S,
+    ) -> None:
+        self._manager_wait_s = manager_wait_s
         self._metrics = metrics
         self._gateway = gateway
         self._endpoints = endpoints
@@ -42,7 +54,7 @@ class ReadyState:
     async def describe(self) -> dict[str, Any]:
         """Return what `/readyz` says; `missing` names what is not there."""
         states = self._endpoints.states()
-        missing = [] if await self._gateway.is_serving() else ["context manager"]
+        missing = [] if await self._manager_serves() else ["context manager"]
         if not any(state.ready for state in states):
             missing.append("ready endpoint")
         if self.draining:
@@ -54,6 +66,12 @@ class ReadyState:
             "missing": missing,
             "endpoints": {state.endpoint.name: _described(state) for state in states},
         }
+
+    async def _manager_serves(self) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._manager_wait_s):
+                return await self._gateway.is_serving()
+        return False
 
 
 def _described(state: EndpointState) -> dict[str, Any]:

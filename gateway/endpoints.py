@@ -20,6 +20,8 @@ from gateway.ports import Endpoint, EndpointState, EngineLoad
 log = logging.getLogger(__name__)
 
 _LOAD_STATES = ("running", "waiting")
+_LAST_POD_PATIENCE = 10
+"""Times as many probes may go unanswered while no other pod is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,8 @@ class Health:
     certain: bool = True
     """False: no answer in time, which a busy pod may mean; True: it answered, or refused the connection."""
     models: frozenset[ModelId] = frozenset()
-    load: EngineLoad = field(default_factory=EngineLoad)
-    """Zeros when the pod does not say."""
+    load: EngineLoad | None = field(default_factory=EngineLoad)
+    """Zeros when the pod does not say; None: it would have, and did not in time."""
 
 
 Probe = Callable[[Endpoint], Awaitable[Health]]
@@ -52,6 +54,7 @@ class _Pod:
         self.fingerprint = ""
         self.tiers = frozenset[str]()
         self.silent_probes = 0
+        self.probes_without_load = 0
         self.in_flight = 0
         self.in_flight_at_probe = 0
         self.noted_since_probe = 0
@@ -91,7 +94,10 @@ class WatchedEndpoints:
         silent_probes_max: int = 3,
         source: Source | None = None,
     ) -> None:
-        """`silent_probes_max` probes in a row without an answer make a ready pod unready; `source`: pods may change."""
+        """`silent_probes_max` probes in a row without an answer make a ready pod unready; `source`: pods may change.
+
+        The last ready pod is given ten times as long: refusing everything helps nobody whose pod is only busy.
+        """
         self._probe = probe
         self._metrics = metrics
         self._interval_s = interval_s
@@ -202,14 +208,27 @@ class WatchedEndpoints:
         if health.healthy:
             pod.silent_probes = 0
             pod.models = health.models
-            self._set_load(pod, health.load)
+            self._note_load(pod, health.load)
             self._set_ready(pod, ready=True)
         elif health.certain:
             self._set_ready(pod, ready=False)
         else:
             pod.silent_probes += 1
-            if pod.silent_probes >= self._silent_probes_max:
+            is_last = not any(other.ready for other in self._pods.values() if other is not pod)
+            patience = self._silent_probes_max * (_LAST_POD_PATIENCE if is_last else 1)
+            if pod.silent_probes >= patience:
                 self._set_ready(pod, ready=False)
+
+    def _note_load(self, pod: _Pod, load: EngineLoad | None) -> None:
+        """Take what a probe found; what it should have found and did not is what it was, for a while.
+
+        Not for ever: what is counted since the last figures would only grow.
+        """
+        pod.probes_without_load = 0 if load is not None else pod.probes_without_load + 1
+        if load is not None:
+            self._set_load(pod, load)
+        elif pod.probes_without_load >= self._silent_probes_max:
+            self._set_load(pod, EngineLoad())
 
     def _set_load(self, pod: _Pod, load: EngineLoad) -> None:
         pod.load = load

@@ -53,14 +53,16 @@ class HttpProbe:
         )
         if models is None:
             return Health(healthy=False, certain=False)
-        return Health(healthy=True, models=model_names(models), load=engine_load(load or b""))
+        return Health(healthy=True, models=model_names(models), load=None if load is None else engine_load(load))
 
     async def _page(self, url: str) -> bytes | None:
-        """Return the beginning of a page, b"" for one that is refused, None when there was no answer in time."""
+        """Return the beginning of a page, b"" for one that there is not, None when there was no answer in time."""
         try:
             arguments = tls_arguments(url, self._tls)
             async with self._session.get(URL(url, encoded=True), timeout=self._timeout, **arguments) as answer:
-                return await _beginning(answer) if answer.status == 200 else b""
+                if answer.status == 200:
+                    return await _beginning(answer)
+                return None if answer.status >= 500 else b""
         except (TimeoutError, aiohttp.ClientError):
             return None
 

@@ -79,10 +79,10 @@ async def test_a_pod_that_says_nothing_in_time_may_be_busy():
     assert await probed((b"/health", None), timeout_s=0.1) == Health(healthy=False, certain=False)
 
 
-async def test_metrics_that_never_come_leave_a_pod_healthy_and_idle():
+async def test_metrics_that_never_come_leave_a_pod_healthy_and_its_load_unknown():
     answers = ((b"/health", b""), (b"/v1/models", b'{"data": [{"id": "m"}]}'), (b"/metrics", None))
 
-    assert await probed(*answers, timeout_s=1) == Health(healthy=True, models=frozenset({"m"}))
+    assert await probed(*answers, timeout_s=1) == Health(healthy=True, models=frozenset({"m"}), load=None)
 
 
 async def test_only_the_beginning_of_an_endless_page_is_read():

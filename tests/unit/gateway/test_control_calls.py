@@ -1,5 +1,6 @@
 """The control calls over the whole front, without a socket."""
 
+import asyncio
 import json
 
 import httpx
@@ -257,3 +258,14 @@ async def test_the_openapi_document_has_every_call(client):
         ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics"),
     }  # fmt: skip
     assert "HTTPValidationError" not in json.dumps(document)
+
+
+@pytest.mark.looptime
+async def test_readyz_waits_for_a_manager_that_hangs_no_longer_than_its_askers_do(parts, ready_state, looptime):
+    """Seen failing without the bound: it waited for ever, as long as the manager's client would."""
+    await parts.endpoints.probe_all()
+    parts.directory.is_serving = asyncio.Event().wait
+    found = await ready_state.describe()
+
+    assert (found["ready"], found["missing"]) == (False, ["context manager"])
+    assert looptime == 1

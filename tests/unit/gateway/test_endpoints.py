@@ -255,3 +255,43 @@ async def test_the_probing_goes_on_after_a_fault_of_its_own(metrics):
 
     assert metrics.registry.get_sample_value("contextcache_gateway_probe_failures_total") == 1
     assert task.cancelled()
+
+
+async def test_the_last_ready_pod_is_given_ten_times_as_long(endpoints, pods):
+    """Seen failing with the patience of every other pod: the third silent probe left nobody."""
+    await endpoints.probe_all()
+    pods.health = {"a": SILENT, "b": SILENT}
+    for _ in range(29):
+        await endpoints.probe_all()
+
+    assert len(ready(endpoints)) == 1
+    await endpoints.probe_all()
+    assert ready(endpoints) == []
+
+
+async def test_a_silent_last_pod_gives_way_to_one_that_answers(endpoints, pods):
+    await endpoints.probe_all()
+    pods.health = {"a": SILENT, "b": DOWN}
+    for _ in range(5):
+        await endpoints.probe_all()
+
+    assert ready(endpoints) == ["a"]
+    del pods.health["b"]
+    for _ in range(2):
+        await endpoints.probe_all()
+    assert ready(endpoints) == ["b"]
+
+
+async def test_a_probe_without_figures_leaves_a_pod_as_loaded_as_it_was_for_a_while(endpoints, pods):
+    """Seen failing with zeros in their place: the busiest pod looked idle."""
+    loaded = EngineLoad(running=3, waiting=2, kv_usage=0.5)
+    pods.health["a"] = Health(healthy=True, load=loaded)
+    await endpoints.probe_all()
+    endpoints.note_routed("a")
+    pods.health["a"] = Health(healthy=True, load=None)
+    for _ in range(2):
+        await endpoints.probe_all()
+
+        assert (endpoints.states()[0].load, endpoints.states()[0].since_probe) == (loaded, 1)
+    await endpoints.probe_all()
+    assert (endpoints.states()[0].load, endpoints.states()[0].since_probe) == (EngineLoad(), 0)
