@@ -42,9 +42,8 @@ def run(options: Options) -> Report:
         counts["generations explained"] += outcome.generations
         longest_s = max(longest_s, *outcome.free_after_s, 0.0)
         report.failures += [f"seed {seed}: {failure}" for failure in outcome.failures]
-        say(
-            f"  round {number + 1} of {rounds}: {outcome.told['committed']} turns committed, {outcome.failures or 'no'} failures"
-        )
+        failed = outcome.failures or "no"
+        say(f"  round {number + 1} of {rounds}: {outcome.told['committed']} turns committed, {failed} failures")
     report.rows |= {"rounds": rounds, **dict(sorted(counts.items())), "lost turns": len(report.failures)}
     report.rows["longest until free, s"] = round(longest_s, 1)
     return report
