@@ -30,10 +30,20 @@ def valkey_binary() -> Path:
 
 
 class ValkeyServer:
-    """One server; `start` returns when it answers. Its port survives `kill` and a new `start`, its data does not."""
+    """One server; `start` returns when it answers. Its port survives `kill` and a new `start`, its data does not,
 
-    def __init__(self, directory: Path, *, cluster: bool = False) -> None:
-        """`cluster`: a cluster of this one node, which owns every slot."""
+    unless `appendfsync` is given.
+    """
+
+    def __init__(
+        self, directory: Path, *, cluster: bool = False, appendfsync: str = "", replica_of: ValkeyServer | None = None
+    ) -> None:
+        """`cluster`: a cluster of this one node, which owns every slot.
+
+        `appendfsync`: keep an append-only file in the directory, synced like this (`always`, `everysec`, `no`).
+        """
+        self._appendfsync = appendfsync
+        self._replica_of = replica_of
         self._directory = directory
         self._cluster = cluster
         self.port = free_port()
@@ -55,14 +65,21 @@ class ValkeyServer:
         command = [
             str(valkey_binary()),
             *("--bind", "127.0.0.1", "--port", str(self.port)),
-            *("--save", "", "--appendonly", "no", "--dir", str(self._directory)),
+            *("--save", "", "--dir", str(self._directory)),
             *("--logfile", str(self._directory / "valkey.log")),
+            *("--appendonly", "yes" if self._appendfsync else "no", "--appendfsync", self._appendfsync or "no"),
+            # A replica asks for all data at once when it is told to, not a second later.
+            *("--repl-diskless-sync-delay", "0"),
         ]
+        if self._replica_of is not None:
+            command += ["--replicaof", "127.0.0.1", str(self._replica_of.port)]
         if self._cluster:
             (self._directory / "nodes.conf").unlink(missing_ok=True)
             command += ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
         self._process = subprocess.Popen(command, cwd=self._directory, stdout=subprocess.DEVNULL)
         self._await_answer(("PING",), b"+PONG")
+        if self._replica_of is not None:
+            self._await_answer(("INFO", "replication"), b"master_link_status:up")
         if self._cluster:
             self._await_answer(("CLUSTER", "ADDSLOTSRANGE", "0", str(NUM_CLUSTER_SLOTS - 1)), b"+OK")
             self._await_answer(("CLUSTER", "INFO"), b"cluster_state:ok")
