@@ -14,10 +14,7 @@ from typing_extensions import override
 from contextcache.tls import HANDSHAKE_TIMEOUT_S, WatchedTls, carries_name
 from gateway.http_front import HttpFront
 from gateway.request_head import bounded_heads
-
-_BACKLOG = 2048
-_SHUTDOWN_TIMEOUT_S = 5.0
-"""For the last words of a TLS connection."""
+from gateway.tls_listener import TlsListener
 
 
 class HttpServer(uvicorn.Server):
@@ -54,23 +51,17 @@ class HttpServer(uvicorn.Server):
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on `sockets`."""
+        """Listen on `sockets`, which do not block."""
         if self._context is None:
             await super().startup(sockets)
             return
         await super().startup([])
-        loop = asyncio.get_running_loop()
-        for listener in sockets or []:
-            # uvicorn would leave a client a minute for its handshake.
-            server = await loop.create_server(
-                self._protocol,
-                sock=listener,
-                ssl=self._context,
-                backlog=_BACKLOG,
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                ssl_shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
-            )
-            self.servers.append(server)
+        servers: list[Any] = self.servers
+        # uvicorn would leave a client a minute for its handshake, and open as many as there are.
+        servers.extend(
+            TlsListener(listener, self._protocol, self._context, handshake_timeout_s=HANDSHAKE_TIMEOUT_S)
+            for listener in sockets or []
+        )
 
     def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
