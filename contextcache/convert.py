@@ -185,6 +185,7 @@ def manifest_to_pb(manifest: Manifest) -> sidecar_pb.Manifest:
         world_size=manifest.world_size,
         expires_at_ms=manifest.expires_at_ms,
         size_bytes=manifest.size_bytes,
+        block_checksums=manifest.block_checksums,
     )
 
 
@@ -202,4 +203,5 @@ def manifest_from_pb(message: sidecar_pb.Manifest) -> Manifest:
         world_size=message.world_size,
         expires_at_ms=message.expires_at_ms,
         size_bytes=message.size_bytes,
+        block_checksums=tuple(message.block_checksums),
     )

@@ -165,6 +165,8 @@ class Manifest:
     expires_at_ms: int
     size_bytes: int = 0
     """Bytes of all its block files, all ranks."""
+    block_checksums: tuple[str, ...] = ()
+    """Checksum of each of those files, rank by rank, each rank's tail last; none at all: not vouched for."""
 
 
 def new_session_id() -> SessionId:

@@ -22,10 +22,13 @@ import xxhash
 from contextcache.errors import CorruptBlock, StorageFull
 from kv_sidecar.block_id import block_id, pack_token_ids, unpack_token_ids
 from kv_sidecar.block_key import BlockKey, BlockKind
-from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from kv_sidecar.regular_file import open_regular
+from kv_sidecar.safetensors_header import MAX_HEADER_BYTES, TensorHeader, decode_header, encode_header, head_bytes
 
 FORMAT = "context-cache-block-1"
 TENSOR = "pages"
+_HEAD_BYTES = 1 << 14
+"""Read at once of a file whose pages are not wanted: the head of a block of 256 tokens is 2 KB."""
 _NO_CHECKSUM = "0" * 32
 _KINDS: dict[str, BlockKind] = {"block": "block", "tail": "tail"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -104,7 +107,10 @@ class BlockFile:
         if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) != 3:
             raise CorruptBlock("the file holds no pages")
         self.meta, self.checksum = _meta_of(header.metadata)
-        self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8).reshape(header.shape)
+        try:
+            self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8).reshape(header.shape)
+        except (ValueError, OverflowError) as exc:
+            raise CorruptBlock("the file's pages have no shape") from exc
         self._tensor = self.data[start:]
 
     @property
@@ -112,14 +118,14 @@ class BlockFile:
         """Bytes of the file."""
         return len(self.data)
 
-    def verify(self, expected: BlockMeta | None = None) -> None:
+    def verify(self, expected: BlockMeta | None = None, *, vouched: str = "") -> None:
         """Compare the checksum with the bytes, the id with the tokens, and all metadata with `expected` if given.
 
-        Raises CorruptBlock.
+        `vouched`: the checksum a manifest vouches for; empty: none does. Raises CorruptBlock.
         """
         meta = self.meta
-        if expected is not None and meta != expected:
-            raise CorruptBlock("the block is not the one that belongs here")
+        if expected is not None:
+            check_head(meta, self.checksum, expected, vouched=vouched)
         if meta.kind == "block" and block_id(meta.fingerprint, meta.tenant, meta.parent, meta.token_ids) != meta.name:
             raise CorruptBlock("the block's id is not that of its tokens")
         if _checksum(self._tensor) != self.checksum:
@@ -134,11 +140,25 @@ class BlockFile:
             _close_map(self._owner)
 
 
+def read_head(path: Path) -> tuple[BlockMeta, str]:
+    """Return what a block file says about itself, and its checksum, without its pages.
+
+    Raises CorruptBlock when it is none, FileNotFoundError, OSError.
+    """
+    descriptor, size = open_regular(path)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        raw = file.read(_HEAD_BYTES)
+        missing = head_bytes(raw) - len(raw)
+        if 0 < missing <= MAX_HEADER_BYTES:
+            raw += file.read(missing)
+    header, _ = decode_header(memoryview(raw), size_bytes=size)
+    return _meta_of(header.metadata)
+
+
 def open_block_file(path: Path) -> BlockFile:
     """Map a block file read-only. Raises CorruptBlock when it is none, FileNotFoundError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor, size = open_regular(path)
     try:
-        size = os.fstat(descriptor).st_size
         if size == 0:
             raise CorruptBlock("the block file is empty")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -146,6 +166,14 @@ def open_block_file(path: Path) -> BlockFile:
     finally:
         os.close(descriptor)
     return BlockFile(memoryview(mapped), owner=mapped)
+
+
+def check_head(meta: BlockMeta, checksum: str, expected: BlockMeta, *, vouched: str = "") -> None:
+    """Compare what a file says with what must be there; `vouched` empty: no manifest vouches. Raises CorruptBlock."""
+    if meta != expected:
+        raise CorruptBlock("the block is not the one that belongs here")
+    if vouched and checksum != vouched:
+        raise CorruptBlock("the block's bytes are not those the manifest vouches for")
 
 
 def parse_block_file(data: bytes | bytearray | memoryview) -> BlockFile:

@@ -10,19 +10,28 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.crash_points import crash_point
-from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, CorruptBlock, InvalidRequest
+from contextcache.errors import (
+    CacheRefNotFound,
+    CacheRefPending,
+    ContextCacheError,
+    CorruptBlock,
+    InvalidRequest,
+    SidecarUnavailable,
+)
 from contextcache.model import TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.fingerprint import require_fingerprint
 from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.leftovers import remove_whatever
 from kv_sidecar.limits import CatalogLimits
-from kv_sidecar.manifest import block_key, num_files, rank_keys
+from kv_sidecar.manifest import all_keys, block_key, num_files, rank_keys
 from kv_sidecar.manifest_index import ManifestRecord
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.recent_names import RecentNames
@@ -33,6 +42,8 @@ from kv_sidecar.store import Buffer
 from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _FRESH_MS = 600_000
 """How long a pulled context that nobody loads still counts as its peer's."""
@@ -101,8 +112,7 @@ class ContextCatalog:
 
     async def start(self) -> None:
         """Rebuild the index of manifests from the files, and what is known of their blocks from it."""
-        await self._manifests.rebuild(is_stored=self._tiers.is_stored)
-        await self._threads.run(self._own_blocks)
+        await self._threads.run(self._know_blocks, await self._manifests.rebuild(is_stored=self._tiers.is_stored))
 
     async def prepare_save(self, new: NewSave) -> PreparedSave:
         """Open the save of one rank and pin the blocks it counts on. Idempotent.
@@ -123,16 +133,21 @@ class ContextCatalog:
             save, expected = self._saving.expected(cache_ref, rank, block_index)
         except ContextCacheError:
             # To its end: a call that is cut off while the threads are busy would take its place in their queue with it.
-            await self._threads.finish(self._threads.run(path.unlink, missing_ok=True))
+            await self._finish(self._threads.write(remove_whatever, path))
             raise
         taking = self._saving.take(save, expected, lambda: self._tiers.take_file(path, expected))
-        return await self._threads.finish(taking)
+        return await self._finish(taking)
 
-    async def take_block(self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer) -> int:
-        """Take a whole block file that came in frames; return its bytes. Raises as `take_file`."""
+    async def take_block(
+        self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer, *, vouched: str = ""
+    ) -> int:
+        """Take a whole block file that came in frames; return its bytes. Raises as `take_file`.
+
+        `vouched`: the checksum the sender's manifest vouches for; empty: it vouches for none.
+        """
         save, expected = self._saving.expected(cache_ref, rank, block_index)
-        taking = self._saving.take(save, expected, lambda: self._tiers.take_bytes(data, expected))
-        return await self._threads.finish(taking)
+        taking = self._saving.take(save, expected, lambda: self._tiers.take_bytes(data, expected, vouched=vouched))
+        return await self._finish(taking)
 
     async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
         """End a rank's save; when it was the last, write the manifest and return True. Idempotent.
@@ -144,13 +159,13 @@ class ContextCatalog:
         save = self._saving.is_last_rank(cache_ref, rank)
         if save is not None:
             crash_point(BEFORE_SEAL)
-            await self._threads.finish(self._saving.publish(save))
+            await self._finish(self._saving.publish(save))
             crash_point(AFTER_SEAL)
         return save is not None
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
         """Drop a save whose bytes will not come, with all it brought. Harmless when there is none."""
-        await self._threads.finish(self._abandon(cache_ref))
+        await self._finish(self._abandon(cache_ref))
 
     def expect(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Note that a pull may bring these: until `expect_no_more`, their manifests are pending, not missing."""
@@ -187,7 +202,7 @@ class ContextCatalog:
             manifest = await self._manifests.read(record)
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
                 return manifest
-            await self._threads.finish(self._lose(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
+            await self._finish(self._lose(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
         elif (tenant, cache_ref) in self._expected:
             raise CacheRefPending("the KV is on its way from a peer")
         self._metrics.misses.inc()
@@ -233,7 +248,7 @@ class ContextCatalog:
                 served += 1
                 yield replace(block, tier="peer") if is_fresh else block
         except CorruptBlock:
-            await self._threads.finish(self._lose_block(block_key(manifest, wanted[served], rank)))
+            await self._finish(self._lose_block(block_key(manifest, wanted[served], rank)))
             raise
         finally:
             await blocks.aclose()
@@ -242,18 +257,18 @@ class ContextCatalog:
         """Move the expiry of a session's unexpired manifests, and of those on their way; return how many."""
         self._saving.move_expiry(tenant, session_id, expires_at_ms)
         now_ms = self._clock.now_ms()
-        return await self._threads.finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
+        return await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         """Remove manifests of a session ("" for none) and of `cache_refs`, then all blocks nobody else holds.
 
         Later saves under these names are refused. Idempotent.
         """
-        return await self._threads.finish(self._delete(tenant, session_id, cache_refs))
+        return await self._finish(self._delete(tenant, session_id, cache_refs))
 
     async def collect(self) -> Removed:
         """Free what is reachable from no live manifest and no save in flight."""
-        return await self._threads.finish(self._collect())
+        return await self._finish(self._collect())
 
     def sealed(self) -> list[ManifestRecord]:
         """Return the records of all sealed manifests, expired ones too."""
@@ -264,12 +279,23 @@ class ContextCatalog:
 
         What was touched or sealed anew meanwhile stays. Unlike after `delete`, the names may be saved under again.
         """
-        return await self._threads.finish(self._drop(records))
+        return await self._finish(self._drop(records))
 
-    def _own_blocks(self) -> None:
-        for record in self._manifests.index.records():
-            for key in record.keys:
-                self._tiers.disk.own(key, record.tenant)
+    def _know_blocks(self, manifests: Sequence[Manifest]) -> None:
+        """Note whose the stored blocks are, and what the manifests vouch for. Before anything else runs."""
+        for manifest in manifests:
+            keys = all_keys(manifest)
+            for key in keys:
+                self._tiers.disk.own(key, manifest.tenant)
+            for key, checksum in zip(keys, manifest.block_checksums, strict=False):
+                self._tiers.vouch(key, checksum)
+
+    async def _finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
+        """Run `steps` to their end whoever still waits. Raises SidecarUnavailable for what the disk refused."""
+        try:
+            return await self._threads.finish(steps)
+        except OSError as exc:
+            raise SidecarUnavailable("the disk cannot be written") from exc
 
     def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
         is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None
@@ -285,13 +311,16 @@ class ContextCatalog:
     async def _lose(self, select: Callable[[], list[ManifestRecord]]) -> None:
         """Remove manifests that can no longer be served, and spare their blocks for a while."""
         now_ms = self._clock.now_ms()
-        for record in await self._manifests.remove(select):
+        for record in await self._manifests.lose(select):
             log.warning("context lost", extra={"cache_ref": record.cache_ref, "tenant": record.tenant})
             for key in record.keys:
                 self._spared.add(key, now_ms)
 
     async def _lose_block(self, key: BlockKey) -> None:
-        await self._tiers.put_aside(key)
+        try:
+            await self._tiers.put_aside(key)
+        except OSError:
+            log.warning("block cannot be put aside", extra={"block": key.file_name}, exc_info=True)
         await self._lose(lambda: self._manifests.index.holders(key))
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:

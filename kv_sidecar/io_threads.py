@@ -1,4 +1,7 @@
-"""Where blocking work goes: a bounded pool of threads, and tasks that finish although their caller has gone."""
+"""Where blocking work goes: bounded threads, and tasks that finish although their caller has gone.
+
+What is written has threads of its own: a disk that takes its time holds up saves, not loads.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,20 @@ class IoThreads:
     """Disk reads, hashing and fsync, off the event loop. Queued work is bounded by the calls a server admits."""
 
     def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-io")
+        """As many threads to read with, and as many to write with."""
+        self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-read")
+        self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-write")
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Run `work` in a thread. A cancelled caller stops waiting: begun work goes on, queued work is dropped."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(*args, **kwargs))
+
+    async def write(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """As `run`, for what changes the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._writers, lambda: work(*args, **kwargs))
 
     async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
         """Run `steps` to their end even if the caller is cancelled: memory and disk then still say the same."""
@@ -35,7 +46,8 @@ class IoThreads:
     async def close(self) -> None:
         """Wait for what was begun, then end the threads."""
         await self.idle()
-        await asyncio.to_thread(self._executor.shutdown)
+        await asyncio.to_thread(self._readers.shutdown)
+        await asyncio.to_thread(self._writers.shutdown)
 
     async def idle(self) -> None:
         """Wait until everything that `finish` began has ended."""

@@ -81,7 +81,7 @@ class MemoryStore(BlockStore):
             kept = self._bytes.get(key)
             return None if kept is None else memoryview(kept)
         try:
-            return memoryview(self._path(key).read_bytes())
+            return memoryview(self.path_of(key).read_bytes())
         except FileNotFoundError:
             return None
 
@@ -138,7 +138,7 @@ class MemoryStore(BlockStore):
         """Return whether the block can really be opened; one whose file somebody removed is forgotten. Locked by us."""
         if key not in self._lru:
             return False
-        if self.shared_directory is None or self._path(key).exists():
+        if self.shared_directory is None or self.path_of(key).exists():
             return True
         self._drop(key)
         return False
@@ -157,7 +157,7 @@ class MemoryStore(BlockStore):
             if path is None:
                 self._bytes[key] = kept
             else:
-                path.rename(self._path(key))
+                path.rename(self.path_of(key))
             self._lru.add(key, size)
 
     def _drop(self, key: BlockKey) -> int:
@@ -168,9 +168,10 @@ class MemoryStore(BlockStore):
         if self.shared_directory is None:
             self._bytes.pop(key, None)
         else:
-            self._path(key).unlink(missing_ok=True)
+            remove_whatever(self.path_of(key))
 
-    def _path(self, key: BlockKey) -> Path:
+    def path_of(self, key: BlockKey) -> Path:
+        """Return where a block lies in the shared directory; only with one."""
         assert self.shared_directory is not None
         return self.shared_directory / self.shared_name(key)
 

@@ -47,6 +47,7 @@ class SidecarMetrics:
             "Unix time at which the last whole pass of the collector began.",
             registry=registry,
         )
+        self.bad_copies = counter("bad_memory_copies", "Blocks in memory that were not what they must be, and went.")
         self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
         self.pulls = counter("pulls", "Requests to pull from a peer, by how they ended or why not.", ("outcome",))
         self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")

@@ -28,6 +28,7 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.engine_ranks import EngineRanks
 from kv_sidecar.limits import PullLimits
+from kv_sidecar.manifest import block_checksum, check_block_checksums
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.peer_rules import PeerRules
 from kv_sidecar.saves import NewSave
@@ -220,6 +221,7 @@ class Pulls:
         usable = (self._engine.fingerprint, self._engine.world_size, self._limits.block_tokens)
         if (manifest.fingerprint, manifest.world_size, manifest.block_tokens) != usable:
             raise FingerprintMismatch("the peer's KV was made by another engine")
+        check_block_checksums(manifest)
 
     async def _save(self, manifest: Manifest, peer: Peer, started_at_ms: int) -> None:
         """Bring all ranks' block files in and seal; all or nothing."""
@@ -248,7 +250,10 @@ class Pulls:
         if missing:
             async with aclosing(peer.block_files(manifest, new.rank, missing)) as files:
                 async for block_index, data in files:
-                    size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, data)
+                    vouched = block_checksum(manifest, block_index, new.rank)
+                    size_bytes = await self._catalog.take_block(
+                        new.cache_ref, new.rank, block_index, data, vouched=vouched
+                    )
                     self._metrics.pulled_bytes.inc(size_bytes)
                     crash_point(BETWEEN_PULLED_BLOCKS)
         self._catalog.mark_pulled(new.cache_ref, new.rank)

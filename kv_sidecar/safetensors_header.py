@@ -2,13 +2,16 @@
 
 The length of the head depends only on the lengths of its texts, so a writer can leave room for it, fill the tensor
 in place and write the head last. What the texts mean belongs to block_file.py and manifest.py.
+
+`supplement` is for what came later: a second object of texts, inside the tensor's entry, where release 0.1.0 (which
+takes no unknown key in `__metadata__`) and the safetensors library look at nothing but the keys they know.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +23,10 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 """The tensor starts at a multiple of a cache line."""
 MAX_HEADER_BYTES = 64 << 20
+MAX_DIMENSIONS = 8
+_MAX_SIZE = 1 << 48
+SUPPLEMENT = "supplement"
+_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class TensorHeader:
     dtype: Dtype
     shape: tuple[int, ...]
     metadata: Mapping[str, str]
+    supplement: Mapping[str, str] = field(default_factory=dict)
+    """Empty: the file has none."""
 
     @property
     def data_bytes(self) -> int:
@@ -39,42 +48,69 @@ class TensorHeader:
 
 def encode_header(header: TensorHeader) -> bytes:
     """Return the head, padded with spaces to a multiple of 64 bytes."""
-    document = {
-        "__metadata__": dict(header.metadata),
-        header.tensor: {"dtype": header.dtype, "shape": list(header.shape), "data_offsets": [0, header.data_bytes]},
+    entry: dict[str, object] = {
+        "dtype": header.dtype,
+        "shape": list(header.shape),
+        "data_offsets": [0, header.data_bytes],
     }
+    if header.supplement:
+        entry[SUPPLEMENT] = dict(header.supplement)
+    document = {"__metadata__": dict(header.metadata), header.tensor: entry}
     raw = json.dumps(document, separators=(",", ":")).encode()
     padded = raw + b" " * (-(len(raw) + _LENGTH_BYTES) % _ALIGNMENT)
     return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
 
 
-def decode_header(file: memoryview) -> tuple[TensorHeader, int]:
-    """Return the head of a whole file and the offset of its tensor.
+def head_bytes(file: bytes) -> int:
+    """Return how long the head of a file is, its length included, as the file says: any number."""
+    return _LENGTH_BYTES + int.from_bytes(file[:_LENGTH_BYTES], "little")
+
+
+def decode_header(file: memoryview, *, size_bytes: int | None = None) -> tuple[TensorHeader, int]:
+    """Return the head of a file and the offset of its tensor; `size_bytes`: of the whole, when this is its beginning.
 
     Raises CorruptBlock unless the file holds exactly one tensor that ends where the file ends.
     """
-    length = int.from_bytes(file[:_LENGTH_BYTES], "little")
-    start = _LENGTH_BYTES + length
+    start = head_bytes(bytes(file[:_LENGTH_BYTES]))
+    length = start - _LENGTH_BYTES
     if len(file) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or start > len(file):
         raise CorruptBlock("the file is shorter than its head")
     try:
         header = _header_of(json.loads(bytes(file[_LENGTH_BYTES:start])))
-    except (KeyError, TypeError, ValueError, RecursionError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise CorruptBlock("the head of the file is not what it must be") from exc
-    if start + header.data_bytes != len(file):
+    if start + header.data_bytes != (len(file) if size_bytes is None else size_bytes):
         raise CorruptBlock("the file does not end where its tensor ends")
     return header, start
 
 
 def _header_of(document: Any) -> TensorHeader:
+    if not isinstance(document, dict):
+        raise TypeError("the head is no object")
     metadata = document.pop("__metadata__")
     ((tensor, entry),) = document.items()
-    shape = tuple(entry["shape"])
-    texts = all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items())
-    sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not texts or not sizes or entry["dtype"] not in _DTYPE_BYTES:
-        raise ValueError("wrong types in the head")
-    header = TensorHeader(tensor, entry["dtype"], shape, metadata)
+    if entry.keys() - {SUPPLEMENT} != _KEYS or entry["dtype"] not in _DTYPE_BYTES:
+        raise ValueError("the tensor's entry is not one of ours")
+    header = TensorHeader(
+        tensor, entry["dtype"], _shape(entry["shape"]), _texts(metadata), _texts(entry.get(SUPPLEMENT, {}))
+    )
     if entry["data_offsets"] != [0, header.data_bytes]:
         raise ValueError("the tensor does not fill the file")
     return header
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not isinstance(sizes, list) or len(sizes) > MAX_DIMENSIONS:
+        raise TypeError("no shape")
+    if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
+        raise ValueError("sizes that cannot be")
+    return tuple(sizes)
+
+
+def _texts(pairs: Any) -> dict[str, str]:
+    if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
+        raise TypeError("texts that are none")
+    for key, value in pairs.items():
+        # JSON can spell half a character; nothing can be done with it, least of all a checksum.
+        f"{key}{value}".encode()
+    return pairs

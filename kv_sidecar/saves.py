@@ -19,9 +19,7 @@ from contextcache.model import (
 from kv_sidecar.block_id import chain_block_ids
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.fingerprint import check_fingerprint_text
-from kv_sidecar.manifest import rank_keys
-
-MAX_WORLD_SIZE = 1024
+from kv_sidecar.manifest import MAX_WORLD_SIZE, rank_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Saving:
     def prepare(self, new: NewSave, manifest: Manifest) -> PreparedSave:
         """Open the save of one rank; see `ContextCatalog.prepare_save`."""
         keys = rank_keys(manifest, new.rank)[: len(manifest.block_ids)]
-        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.is_stored(key))
+        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.checksum(key))
         try:
             save = self._admit(new, manifest)
             if missing or manifest.tail_tokens:
@@ -127,7 +127,7 @@ class Saving:
         save = self._saves.get(cache_ref)
         if save is None:
             raise self._no_save(cache_ref)
-        stored = all(self._tiers.is_stored(key) for key in rank_keys(save.manifest, rank))
+        stored = all(self._tiers.checksum(key) for key in rank_keys(save.manifest, rank))
         if rank not in save.prepared or not stored:
             raise SaveIncomplete("blocks of this rank are missing")
         save.sealed.add(rank)
@@ -137,10 +137,11 @@ class Saving:
         """Write the manifest. Raises SaveIncomplete when a block has gone, ContextDeleted, StorageFull."""
         try:
             record = await self._manifests.publish(lambda: self._finished_manifest(save))
-        except StorageFull as exc:
+        except (StorageFull, OSError) as exc:
             save.publishing = False
-            await self._fail(save, exc)
-            raise
+            error = exc if isinstance(exc, StorageFull) else SidecarUnavailable("the disk cannot be written")
+            await self._fail(save, error)
+            raise error from exc
         finally:
             save.publishing = False
         self._saves.remove(save)
@@ -216,16 +217,18 @@ class Saving:
         return SaveIncomplete("there is no save under this cache_ref")
 
     def _finished_manifest(self, save: SaveInFlight) -> Manifest | None:
-        """Return the manifest with its size; None when another call has just written it."""
+        """Return the manifest with what it vouches for; None when another call has just written it."""
         if save.dropped:
             raise ContextDeleted("the save was dropped")
         if self._saves.get(save.manifest.cache_ref) is not save:
             return None
-        sizes = [self._tiers.stored_bytes(key) for key in all_keys(save.manifest)]
-        if None in sizes:
+        keys = all_keys(save.manifest)
+        sizes = [self._tiers.stored_bytes(key) or 0 for key in keys]
+        checksums = tuple(self._tiers.checksum(key) or "" for key in keys)
+        if not all(sizes) or not all(checksums):
             raise SaveIncomplete("a block this save counted on has gone")
         save.publishing = True
-        return replace(save.manifest, size_bytes=sum(size or 0 for size in sizes))
+        return replace(save.manifest, size_bytes=sum(sizes), block_checksums=checksums)
 
     async def _fail(self, save: SaveInFlight, error: ContextCacheError) -> None:
         self._give_up(save.manifest.cache_ref, error)

@@ -31,16 +31,19 @@ class SealedManifests:
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
 
-    async def rebuild(self, *, is_stored: Callable[[BlockKey], bool]) -> None:
-        """Read all files; a manifest that lacks a block is removed."""
+    async def rebuild(self, *, is_stored: Callable[[BlockKey], bool]) -> list[Manifest]:
+        """Read all files and return the usable ones; a manifest that lacks a block is removed."""
         manifests = await self._threads.run(lambda: list(self._store.read_all()))
+        usable: list[Manifest] = []
         for manifest in manifests:
             record = record_of(manifest)
             if all(is_stored(key) for key in record.keys):
                 self.index.add(record)
+                usable.append(manifest)
             else:
-                await self._threads.run(self._store.delete, manifest.cache_ref)
+                await self._threads.write(self._store.delete, manifest.cache_ref)
         log.info("manifest index rebuilt", extra={"num_found": len(manifests), "num_usable": len(self.index)})
+        return usable
 
     def live(self, tenant: TenantId, cache_ref: CacheRef, *, now_ms: int) -> ManifestRecord | None:
         """Return an unexpired record of this tenant."""
@@ -61,7 +64,7 @@ class SealedManifests:
             manifest = plan()
             if manifest is None:
                 return None
-            await self._threads.run(self._store.put, manifest)
+            await self._threads.write(self._store.put, manifest)
             record = record_of(manifest)
             self.index.add(record)
             return record
@@ -70,27 +73,50 @@ class SealedManifests:
         """Give a session's unexpired manifests a new expiry, in file and index; return how many."""
         async with self._lock:
             records = [r for r in self.index.of_session(tenant, session_id) if r.expires_at_ms > now_ms]
-            moved = [await self._threads.run(self._rewrite, record, expires_at_ms) for record in records]
+            moved = [await self._threads.write(self._rewrite, record, expires_at_ms) for record in records]
             for record in records:
                 self.index.move_expiry(record.cache_ref, expires_at_ms)
             return sum(moved)
 
     async def remove(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
-        """Remove for good what `select` returns once nothing else changes manifests; return it."""
+        """Remove for good what `select` returns once nothing else changes manifests; return it.
+
+        Raises OSError when a file cannot be removed, and then nothing is forgotten.
+        """
         async with self._lock:
             records = select()
-            await self._threads.run(self._delete_files, records)
-            for record in records:
-                self.index.remove(record.cache_ref)
+            await self._threads.write(self._delete_files, records)
+            self._forget(records)
             return records
+
+    async def lose(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
+        """As `remove`, for what cannot be served: forgotten although its file cannot be removed."""
+        async with self._lock:
+            records = select()
+            try:
+                await self._threads.write(self._delete_files, records)
+            except OSError:
+                log.warning("manifest of a lost context cannot be removed", exc_info=True)
+            self._forget(records)
+            return records
+
+    def _forget(self, records: list[ManifestRecord]) -> None:
+        for record in records:
+            self.index.remove(record.cache_ref)
 
     def _read(self, record: ManifestRecord) -> Manifest | None:
         try:
             return self._store.read(record.cache_ref, record.tenant)
         except CorruptBlock:
             log.warning("manifest put aside", extra={"cache_ref": record.cache_ref})
-            self._store.put_aside(record.cache_ref)
+            self._put_aside(record.cache_ref)
             return None
+
+    def _put_aside(self, cache_ref: CacheRef) -> None:
+        try:
+            self._store.put_aside(cache_ref)
+        except OSError:
+            log.warning("it cannot be put aside", extra={"cache_ref": cache_ref}, exc_info=True)
 
     def _rewrite(self, record: ManifestRecord, expires_at_ms: int) -> bool:
         manifest = self._read(record)

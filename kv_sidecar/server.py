@@ -20,8 +20,9 @@ from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.client import SERVICE_NAME
 from kv_sidecar.fingerprint import check_fingerprint
 from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.manifest import MAX_WORLD_SIZE
 from kv_sidecar.pulling import Wanted
-from kv_sidecar.saves import MAX_WORLD_SIZE, NewSave
+from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.store import TierUsage
 from kv_sidecar.tiers import FetchedBlock
@@ -204,7 +205,9 @@ def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER)
 def _responses(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
     tier = TIERS[block.tier]
     if block.shared_name or block.disk_name:
-        response = pb.LoadBlocksResponse(block_index=block.block_index, tier=tier, last_frame=True)
+        response = pb.LoadBlocksResponse(
+            block_index=block.block_index, tier=tier, last_frame=True, checksum=block.vouched
+        )
         if block.shared_name:
             response.shared_name = block.shared_name
         else:
@@ -218,6 +221,7 @@ def _responses(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
             tier=tier,
             frame=bytes(view[start : start + FRAME_BYTES]),
             last_frame=start + FRAME_BYTES >= len(view),
+            checksum=block.vouched,
         )
 
 

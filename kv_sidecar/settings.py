@@ -81,7 +81,9 @@ class SidecarSettings(TlsSettings, TracingSettings):
         600, ge=1, description="Seconds after which unannounced, unfinished and quarantined files are removed."
     )
     prefetch_blocks: int = Field(1, ge=0, le=8, description="Blocks read ahead of the one the engine is copying.")
-    io_threads: int = Field(4, ge=1, le=64, description="Threads for disk and hashing; each holds one block's memory.")
+    io_threads: int = Field(
+        4, ge=1, le=64, description="Threads that read and hash, and as many that write; each holds one block's memory."
+    )
     waiters_max: int = Field(4096, ge=1, description="Calls that may wait for a seal or a report; more get no wait.")
     reports_max: int = Field(4096, ge=1, description="Load reports kept.")
     report_s: int = Field(60, ge=1, description="Seconds for which a load report is kept.")

@@ -1,30 +1,43 @@
 """The memory tier over the disk tier: taking block files in, handing them out verified, freeing them.
 
-Knows bytes and what they must be, not who holds them: that is the catalog's.
+Knows bytes and what they must be, not who holds them: that is the catalog's. Of every stored file it knows the
+checksum, from the save that brought it or from a manifest; one it does not know may be replaced, others never are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import Manifest
-from kv_sidecar.block_file import BlockFile, BlockMeta, open_block_file, parse_block_file
+from kv_sidecar.block_file import (
+    BlockFile,
+    BlockMeta,
+    check_head,
+    open_block_file,
+    parse_block_file,
+    read_head,
+)
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.io_threads import IoThreads
-from kv_sidecar.manifest import block_meta
+from kv_sidecar.leftovers import remove_whatever
+from kv_sidecar.manifest import block_checksum, block_meta
 from kv_sidecar.memory_store import MemoryStore, Pins
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
+
+_UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
+"""Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
 
 TierName: TypeAlias = Literal["host", "disk", "peer"]
 
@@ -41,6 +54,25 @@ class FetchedBlock:
     disk_name: str = ""
     """Its path relative to the data directory, for an engine that reads it there."""
     data: Buffer = b""
+    vouched: str = ""
+    """Checksum the manifest vouches for; empty: it vouches for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A block of a manifest: where it is, and what it must be."""
+
+    block_index: int
+    expected: BlockMeta
+    vouched: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A block file that came in and is stored."""
+
+    size_bytes: int
+    checksum: str
 
 
 class Tiers:
@@ -59,6 +91,9 @@ class Tiers:
         """Blocks being freed: no longer stored, and not yet to be written again."""
         self._in_use: dict[BlockKey, set[asyncio.Event]] = {}
         """Blocks being written or read: not to be freed before that is over, or what it leaves would stay."""
+        self._taking: dict[BlockKey, asyncio.Event] = {}
+        """Blocks being taken in: one writer at a time, so that the later one finds what the first has stored."""
+        self._checksums: dict[BlockKey, str] = {}
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the block is on disk and stays there."""
@@ -68,6 +103,15 @@ class Tiers:
         """Return the size of a stored block, None when it is not stored."""
         return None if key in self._removing else self.disk.size_bytes(key)
 
+    def checksum(self, key: BlockKey) -> str | None:
+        """Return the checksum of a stored block; None when it is not stored, or nobody vouches for its bytes."""
+        return self._checksums.get(key) if self.is_stored(key) else None
+
+    def vouch(self, key: BlockKey, checksum: str) -> None:
+        """Note what a manifest says of a stored block; two that differ vouch for nothing ("")."""
+        if self._checksums.setdefault(key, checksum) != checksum:
+            self._checksums[key] = ""
+
     def all_keys(self) -> list[BlockKey]:
         """Return the keys of all files of both tiers."""
         return list(dict.fromkeys([*self.disk.keys(), *self.memory.keys()]))
@@ -75,15 +119,28 @@ class Tiers:
     async def take_file(self, path: Path, expected: BlockMeta) -> int:
         """Verify a file in the shared directory, copy it to disk and move it into memory; return its bytes.
 
-        The file is gone afterwards, whatever happens. Raises CorruptBlock, StorageFull.
+        The file is gone afterwards, whatever happens. Raises CorruptBlock, StorageFull, ContextQuotaExceeded.
         """
-        async with self._use_of(expected.key):
-            return await self._threads.run(self._take_file, path, expected)
+        return await self._take(expected, lambda: open_block_file(path), path)
 
-    async def take_bytes(self, data: Buffer, expected: BlockMeta) -> int:
-        """Verify a block file that came in frames and keep it; return its bytes. Raises CorruptBlock, StorageFull."""
-        async with self._use_of(expected.key):
-            return await self._threads.run(self._take, lambda: parse_block_file(data), None, expected)
+    async def take_bytes(self, data: Buffer, expected: BlockMeta, *, vouched: str = "") -> int:
+        """Verify a block file that came in frames and keep it; return its bytes.
+
+        `vouched`: the checksum it must have; empty: any. Raises as `take_file`.
+        """
+        return await self._take(expected, lambda: parse_block_file(data), None, vouched=vouched)
+
+    async def _take(
+        self, expected: BlockMeta, open_file: Callable[[], BlockFile], path: Path | None, *, vouched: str = ""
+    ) -> int:
+        key = expected.key
+        async with self._use_of(key), self._only_writer_of(key):
+            if self.checksum(key):
+                # Somebody else's save of the same block came first. Its bytes are vouched for; these are dropped.
+                return await self._threads.write(self._verify_and_drop, open_file, path, expected, vouched)
+            taken = await self._threads.write(self._store, open_file, path, expected, vouched)
+            self._checksums[key] = taken.checksum
+            return taken.size_bytes
 
     async def fetch(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, shared: bool, disk_files: bool = False
@@ -102,10 +159,8 @@ class Tiers:
             while waiting or ahead:
                 while waiting and len(ahead) <= self._prefetch_blocks:
                     index = waiting.pop()
-                    expected = block_meta(manifest, index, rank)
-                    ahead.append(
-                        asyncio.create_task(self._fetch(index, expected, pins, shared=shared, disk_files=disk_files))
-                    )
+                    wanted = _Wanted(index, block_meta(manifest, index, rank), block_checksum(manifest, index, rank))
+                    ahead.append(asyncio.create_task(self._fetch(wanted, pins, shared=shared, disk_files=disk_files)))
                 yield await ahead.pop(0)
         finally:
             for task in ahead:
@@ -132,17 +187,19 @@ class Tiers:
         try:
             for over in [event for key in doomed for event in self._in_use.get(key, ())]:
                 await over.wait()
-            freed_bytes = await self._threads.run(self._remove, doomed)
+            freed_bytes = await self._threads.write(self._remove, doomed)
         finally:
             for key in doomed:
+                self._checksums.pop(key, None)
                 del self._removing[key]
             gone.set()
         self._metrics.freed_bytes.inc(freed_bytes)
         return freed_bytes
 
     async def put_aside(self, key: BlockKey) -> None:
-        """Quarantine a block whose bytes are wrong."""
-        await self._threads.run(self._put_aside, key)
+        """Quarantine a block whose bytes are wrong. Raises OSError when it cannot be moved."""
+        self._checksums.pop(key, None)
+        await self._threads.write(self._put_aside, key)
         self._metrics.quarantined.inc()
         log.warning("block put aside", extra={"block": key.file_name})
 
@@ -161,86 +218,122 @@ class Tiers:
                 del self._in_use[key]
             over.set()
 
-    async def _fetch(
-        self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
-    ) -> FetchedBlock:
-        """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
-        reading = self._read_checked(block_index, expected, pins, shared=shared, disk_files=disk_files)
-        return await self._threads.finish(reading)
+    @asynccontextmanager
+    async def _only_writer_of(self, key: BlockKey) -> AsyncGenerator[None, None]:
+        while (taking := self._taking.get(key)) is not None:
+            await taking.wait()
+        over = self._taking[key] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._taking[key]
+            over.set()
 
-    async def _read_checked(
-        self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
-    ) -> FetchedBlock:
-        if not self.is_stored(expected.key):
+    async def _fetch(self, wanted: _Wanted, pins: Pins, *, shared: bool, disk_files: bool) -> FetchedBlock:
+        """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
+        return await self._threads.finish(self._read_checked(wanted, pins, shared=shared, disk_files=disk_files))
+
+    async def _read_checked(self, wanted: _Wanted, pins: Pins, *, shared: bool, disk_files: bool) -> FetchedBlock:
+        key = wanted.expected.key
+        if not self.is_stored(key):
             raise CacheRefNotFound("a block of this cache_ref is gone")
         # As a write: what is freed meanwhile is freed after this, with what this puts into memory.
-        async with self._use_of(expected.key):
+        async with self._use_of(key):
             try:
-                fetched = await self._threads.run(
-                    self._read, block_index, expected, pins, shared=shared, disk_files=disk_files
-                )
+                fetched = await self._threads.run(self._read, wanted, pins, shared=shared, disk_files=disk_files)
             except OSError as exc:
+                if exc.errno in _UNREADABLE:
+                    raise CorruptBlock("a block cannot be read") from exc
                 raise SidecarUnavailable("the disk cannot be read") from exc
-            if not self.is_stored(expected.key):
+            if not self.is_stored(key):
                 raise CacheRefNotFound("a block of this cache_ref is gone")
         self._metrics.hits.labels(fetched.tier).inc()
-        return fetched
+        return replace(fetched, vouched=wanted.vouched)
 
-    def _read(
-        self, block_index: int, expected: BlockMeta, pins: Pins, *, shared: bool, disk_files: bool
-    ) -> FetchedBlock:
+    def _read(self, wanted: _Wanted, pins: Pins, *, shared: bool, disk_files: bool) -> FetchedBlock:
         """Serve one block from memory, or from disk by way of memory. Runs in a thread."""
-        key = expected.key
+        key, index = wanted.expected.key, wanted.block_index
         by_name = shared and self.memory.shared_directory is not None
         if pins.take(key):
-            if by_name:
-                return FetchedBlock(block_index, "host", shared_name=self.memory.shared_name(key))
-            with self._metrics.io("read", "host") as count_bytes:
-                kept = self.memory.read(key)
-                count_bytes(len(kept or b""))
+            kept = self._read_memory(wanted, by_name=by_name)
             if kept is not None:
-                return FetchedBlock(block_index, "host", data=kept)
+                return kept
         with self._metrics.io("read", "disk") as count_bytes:
             data = self.disk.read(key)
             count_bytes(len(data or b""))
         if data is None:
             raise CacheRefNotFound("a block of this cache_ref is gone")
         with self._metrics.io("check", "disk") as count_bytes:
-            parse_block_file(data).verify(expected)
+            parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
             count_bytes(len(data))
         if disk_files:
-            return FetchedBlock(block_index, "disk", disk_name=self.disk.relative_name(key))
+            return FetchedBlock(index, "disk", disk_name=self.disk.relative_name(key))
         try:
             with self._metrics.io("write", "host") as count_bytes:
                 self.memory.put(key, data)
                 count_bytes(len(data))
-        except StorageFull:
-            return FetchedBlock(block_index, "disk", data=bytes(data))
+        except (StorageFull, OSError):
+            return FetchedBlock(index, "disk", data=bytes(data))
         if by_name and pins.take(key):
-            return FetchedBlock(block_index, "disk", shared_name=self.memory.shared_name(key))
-        return FetchedBlock(block_index, "disk", data=bytes(data))
+            return FetchedBlock(index, "disk", shared_name=self.memory.shared_name(key))
+        return FetchedBlock(index, "disk", data=bytes(data))
 
-    def _take_file(self, path: Path, expected: BlockMeta) -> int:
-        try:
-            return self._take(lambda: open_block_file(path), path, expected)
-        except FileNotFoundError as exc:
-            raise CorruptBlock("there is no such file in the shared directory") from exc
-        finally:
-            path.unlink(missing_ok=True)
+    def _read_memory(self, wanted: _Wanted, *, by_name: bool) -> FetchedBlock | None:
+        """Serve a block from memory once its head is what it must be; the bytes are compared by whoever gets them.
 
-    def _take(self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta) -> int:
-        file = open_file()
-        try:
-            with self._metrics.io("check", "host") as count_bytes:
-                file.verify(expected)
-                count_bytes(file.size_bytes)
+        None when it is not: a bad copy in memory goes, and the disk's serves.
+        """
+        key = wanted.expected.key
+        with self._metrics.io("read", "host") as count_bytes:
+            try:
+                data: Buffer = b""
+                if by_name:
+                    meta, checksum = read_head(self.memory.path_of(key))
+                else:
+                    data = self.memory.read(key) or b""
+                    file = parse_block_file(data)
+                    meta, checksum = file.meta, file.checksum
+                    count_bytes(len(data))
+                check_head(meta, checksum, wanted.expected, vouched=wanted.vouched)
+            except (CorruptBlock, OSError):
+                self._metrics.bad_copies.inc()
+                log.warning("bad copy in memory dropped", extra={"block": key.file_name})
+                self.memory.delete(key)
+                return None
+        if by_name:
+            return FetchedBlock(wanted.block_index, "host", shared_name=self.memory.shared_name(key))
+        return FetchedBlock(wanted.block_index, "host", data=data)
+
+    def _verify_and_drop(
+        self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta, vouched: str
+    ) -> int:
+        with self._verified(open_file, path, expected, vouched) as file:
+            return file.size_bytes
+
+    def _store(
+        self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta, vouched: str
+    ) -> _Taken:
+        with self._verified(open_file, path, expected, vouched) as file:
             with self._metrics.io("write", "disk") as count_bytes:
                 self.disk.put(expected.key, file.data, tenant=expected.tenant)
                 count_bytes(file.size_bytes)
             self._keep_in_memory(expected.key, file, path)
-            return file.size_bytes
+            return _Taken(file.size_bytes, file.checksum)
+
+    @contextmanager
+    def _verified(
+        self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta, vouched: str
+    ) -> Iterator[BlockFile]:
+        """Open a file that comes in, and compare every byte of it; it is closed, and its `path` empty, at the end."""
+        try:
+            with closing(_opened(open_file)) as file:
+                with self._metrics.io("check", "host") as count_bytes:
+                    file.verify(expected, vouched=vouched)
+                    count_bytes(file.size_bytes)
+                yield file
         finally:
-            file.close()
+            if path is not None:
+                remove_whatever(path)
 
     def _keep_in_memory(self, key: BlockKey, file: BlockFile, path: Path | None) -> None:
         try:
@@ -248,17 +341,28 @@ class Tiers:
                 self.memory.put(key, file.data)
             else:
                 self.memory.adopt(key, path)
-        except StorageFull:
+        except (StorageFull, OSError):
             # It is on disk; memory is only faster.
             log.debug("block not admitted to memory", extra={"block": key.file_name})
 
     def _remove(self, keys: list[BlockKey]) -> int:
         freed_bytes = 0
         for key in keys:
-            self.memory.delete(key)
-            freed_bytes += self.disk.delete(key)
+            try:
+                self.memory.delete(key)
+                freed_bytes += self.disk.delete(key)
+            except OSError:
+                # It stays counted, and the collector's next pass tries again.
+                log.warning("block cannot be removed", extra={"block": key.file_name}, exc_info=True)
         return freed_bytes
 
     def _put_aside(self, key: BlockKey) -> None:
         self.memory.delete(key)
         self.disk.put_aside(key)
+
+
+def _opened(open_file: Callable[[], BlockFile]) -> BlockFile:
+    try:
+        return open_file()
+    except FileNotFoundError as exc:
+        raise CorruptBlock("there is no such file in the shared directory") from exc

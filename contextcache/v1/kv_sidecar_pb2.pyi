@@ -457,6 +457,7 @@ class Manifest(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    BLOCK_CHECKSUMS_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
     """KV."""
     tenant: builtins.str
@@ -483,6 +484,12 @@ class Manifest(google.protobuf.message.Message):
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids of the whole blocks."""
 
+    @property
+    def block_checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Checksum of every block file (XXH3-128, hex): all of rank 0 in order, the tail last, then of rank 1, and so on.
+        Empty: written by a release that did not vouch for them.
+        """
+
     def __init__(
         self,
         *,
@@ -497,8 +504,9 @@ class Manifest(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         expires_at_ms: builtins.int = ...,
         size_bytes: builtins.int = ...,
+        block_checksums: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 
@@ -583,6 +591,7 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     FRAME_FIELD_NUMBER: builtins.int
     DISK_NAME_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
     block_index: builtins.int
     """Position of the block."""
     tier: Global___Tier.ValueType
@@ -595,6 +604,8 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     """Path of a verified block file relative to the disk directory; read it, do not map it: a disk may fail."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
+    checksum: builtins.str
+    """Checksum the manifest vouches for; the file must say the same. Empty: the manifest vouches for none."""
     def __init__(
         self,
         *,
@@ -604,9 +615,10 @@ class LoadBlocksResponse(google.protobuf.message.Message):
         frame: builtins.bytes = ...,
         disk_name: builtins.str = ...,
         last_frame: builtins.bool = ...,
+        checksum: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["disk_name", b"disk_name", "frame", b"frame", "payload", b"payload", "shared_name", b"shared_name"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "tier", b"tier"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "disk_name"] | None: ...
 
 Global___LoadBlocksResponse: typing_extensions.TypeAlias = LoadBlocksResponse

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from contextcache.errors import ContextCacheError, SidecarUnavailable
 from kv_sidecar.client import BlockFileWriter, EngineSidecarClient, open_block_file
+from tests.helpers.vouching import vouch_for_what_lies_there
 
 START_DEADLINE_S = 30
 
@@ -73,7 +74,10 @@ class SidecarProcess:
         return found
 
     def flip_bytes(self, *, rewrite_checksum: bool) -> None:
-        """Change every KV value in every block file on disk; only while the process is down."""
+        """Change every KV value in every block file on disk; only while the process is down.
+
+        `rewrite_checksum`: in the files and in the manifests, so that the changed values are served.
+        """
         for path in self.block_files():
             block = open_block_file(path)
             pages, meta = block.pages.copy(), block.meta
@@ -89,6 +93,8 @@ class SidecarProcess:
             writer = BlockFileWriter(path, meta, num_layers=layers, engine_blocks=blocks, page_bytes=page_bytes)
             writer.pages[:] = pages
             writer.finish()
+        if rewrite_checksum:
+            assert vouch_for_what_lies_there(self._directory / "data")
 
 
 def fault(call: Callable[[], object]) -> ContextCacheError | None:

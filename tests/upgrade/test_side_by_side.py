@@ -151,6 +151,30 @@ async def test_a_context_moves_between_sidecars_of_both_releases(
     rank.close()
 
 
+async def test_a_data_directory_goes_from_release_to_release_and_back(
+    tmp_path: Path, start: Callable[..., Process]
+) -> None:
+    """Seen failing: with the checksums in `__metadata__` the release before puts every newer manifest aside."""
+    environment = sidecar_environment(tmp_path / "one")
+    saved = []
+    for turn, old in enumerate((True, False, True, False)):
+        process = start("kv_sidecar", environment, old=old)
+        await serving(process)
+        rank = await asyncio.to_thread(EngineRank, process.address)
+        client = KVSidecarClient(process.address, timeout_s=DEADLINE_S)
+        for new in saved:
+            assert await asyncio.to_thread(rank.load, new), f"{new.session_id} in turn {turn}"
+        saved.append(await asyncio.to_thread(rank.save, (*PROMPT, turn), session_id=f"ctx_{turn}"))
+        # A touch rewrites the manifests, whoever wrote them before.
+        until_ms = saved[0].expires_at_ms + 1000 * (turn + 1)
+        assert await client.touch_context(TENANT, saved[0].session_id, until_ms) == 1
+        assert (await client.stats()).num_contexts == len(saved)
+        await client.close()
+        rank.close()
+        process.popen.terminate()
+        process.popen.wait(DEADLINE_S)
+
+
 def test_the_archive_is_what_runs(before: ReleaseBefore) -> None:
     """Else all of this would compare the release with itself."""
     code = "import contextcache, deploy.local, vllm_plugin; print(contextcache.__file__, vllm_plugin.__file__)"

@@ -92,6 +92,8 @@ class _Arrival:
     block: BlockFile
     verify: bool
     """Whether the bytes are to be compared with the checksum, not only the metadata with the plan."""
+    vouched: str
+    """Checksum the manifest vouches for; empty: it vouches for none."""
 
 
 class Loader:
@@ -208,16 +210,19 @@ class Loader:
         for answer in answers:
             if answer.WhichOneof("payload") == "shared_name":
                 block = self._open_shared(answer.shared_name, terms)
-                yield _Arrival(answer.block_index, answer.tier, block, self._settings.verify_shared_memory)
+                verify = self._settings.verify_shared_memory
+                yield _Arrival(answer.block_index, answer.tier, block, verify, answer.checksum)
                 continue
             if answer.WhichOneof("payload") == "disk_name":
-                yield _Arrival(answer.block_index, answer.tier, self._read_disk(answer.disk_name, terms), verify=True)
+                block = self._read_disk(answer.disk_name, terms)
+                yield _Arrival(answer.block_index, answer.tier, block, verify=True, vouched=answer.checksum)
                 continue
             data += answer.frame
             if len(data) > terms.block_size_bytes_max:
                 raise CorruptBlock("the sidecar sent more than a block")
             if answer.last_frame:
-                yield _Arrival(answer.block_index, answer.tier, parse_block_file(data), verify=True)
+                block = parse_block_file(data)
+                yield _Arrival(answer.block_index, answer.tier, block, verify=True, vouched=answer.checksum)
                 data = bytearray()
 
     def _open_shared(self, name: str, terms: Terms) -> BlockFile:
@@ -270,6 +275,8 @@ class Loader:
             rank=self._link.facts.rank,
             token_ids=piece.token_ids,
         )
+        if arrival.vouched and block.checksum != arrival.vouched:
+            raise CorruptBlock("the block's bytes are not those the manifest vouches for")
         if arrival.verify:
             block.verify(expected)
         elif block.meta != expected:

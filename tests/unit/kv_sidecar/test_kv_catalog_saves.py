@@ -357,7 +357,7 @@ async def test_a_block_saved_anew_while_the_old_one_is_being_removed_stays(tmp_p
         for _ in range(10):
             await asyncio.sleep(0)
         # The other thread is free: whatever the sending had queued has happened when this comes back.
-        await kv.sidecar.threads.run(len, "")
+        await kv.sidecar.threads.write(len, "")
         go_on.set()
         await asyncio.gather(deleting, sending)
 
@@ -391,7 +391,7 @@ async def test_a_delete_returns_when_the_block_still_being_written_is_gone_too(
             key = block_key(kv.plan(new), 0, 0)
             endings.append(asyncio.create_task(kv.sidecar.tiers.free([key], wanted=lambda _: False)))
         for _ in range(10):
-            await kv.sidecar.threads.run(len, "")
+            await kv.sidecar.threads.write(len, "")
         assert not any(ending.done() for ending in endings)
         go_on.set()
         await asyncio.gather(*endings)
@@ -422,8 +422,11 @@ async def test_a_delete_waits_for_a_read_and_takes_what_it_left_in_memory(
         loading = asyncio.create_task(kv.load(new))
         assert await asyncio.to_thread(reading.wait, 30)
         deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
+        async with asyncio.timeout(30):
+            while kv.sidecar.tiers.is_stored(key):
+                await asyncio.sleep(0)
         for _ in range(10):
-            await kv.sidecar.threads.run(len, "")
+            await kv.sidecar.threads.write(len, "")
         assert not deleting.done()
         go_on.set()
         await deleting
@@ -501,7 +504,7 @@ async def test_a_refused_incoming_file_is_gone_although_its_caller_left_while_th
         path = kv.shared / "incoming" / "stray"
         path.write_bytes(b"x")
         busy = threading.Event()
-        blocking = asyncio.create_task(kv.sidecar.threads.run(busy.wait, 30))
+        blocking = asyncio.create_task(kv.sidecar.threads.write(busy.wait, 30))
         taking = asyncio.create_task(kv.catalog.take_file(new_cache_ref(), 0, 0, "stray"))
         for _ in range(5):
             await asyncio.sleep(0)

@@ -11,7 +11,7 @@ import pytest
 from kv_sidecar.block_file import FORMAT as BLOCK_FORMAT
 from kv_sidecar.manifest import FORMAT as MANIFEST_FORMAT
 from kv_sidecar.manifest import block_key, block_meta
-from tests.helpers.kv_blocks import ENGINE_BLOCKS, LAYERS, PAGE_BYTES, SidecarUnderTest, fill_of
+from tests.helpers.kv_blocks import ENGINE_BLOCKS, LAYERS, PAGE_BYTES, SidecarUnderTest, fill_of, new_save, write_block
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "formats.md"
 
@@ -48,6 +48,28 @@ async def test_the_printed_reader_notices_a_flipped_byte(tmp_path: Path, reader:
 
     with pytest.raises(AssertionError):
         list(reader["read_pages"](tmp_path / "data", new.cache_ref))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_the_printed_reader_notices_bytes_the_manifest_does_not_vouch_for(
+    tmp_path: Path, reader: dict[str, Any], rank: int
+) -> None:
+    async with SidecarUnderTest(tmp_path) as kv:
+        for saved in range(2):
+            new = new_save(
+                tuple(range(10)), now_ms=kv.clock.now_ms(), cache_ref="ref_" + "1" * 32, rank=saved, world_size=2
+            )
+            await kv.send_all(new)
+            await kv.catalog.seal(new.cache_ref, saved)
+        plan = kv.plan(new)
+        path = kv.path_of(block_key(plan, 1, rank))
+    assert len(list(reader["read_pages"](tmp_path / "data", new.cache_ref, rank))) == 3
+    path.unlink()
+    write_block(path, block_meta(plan, 1, rank), fill=200)
+
+    with pytest.raises(AssertionError):
+        list(reader["read_pages"](tmp_path / "data", new.cache_ref, rank))
+    assert len(list(reader["read_pages"](tmp_path / "data", new.cache_ref, 1 - rank))) == 3
 
 
 def test_the_page_names_the_formats_that_are_written() -> None:

@@ -10,12 +10,26 @@ from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock
 from contextcache.model import Manifest
-from kv_sidecar.manifest import all_keys, block_key, block_meta, decode_manifest, encode_manifest, num_files
+from kv_sidecar.manifest import (
+    all_keys,
+    block_checksum,
+    block_key,
+    block_meta,
+    decode_manifest,
+    encode_manifest,
+    num_files,
+)
 from tests.helpers.kv_blocks import new_save
 
 
 def manifest_of(token_ids: tuple[int, ...], *, block_tokens: int = 4, world_size: int = 1) -> Manifest:
     return new_save(token_ids, now_ms=1, world_size=world_size).manifest(block_tokens=block_tokens)
+
+
+def vouching(manifest: Manifest) -> Manifest:
+    """The same manifest with a checksum for every file."""
+    checksums = tuple(f"{number:032x}" for number in range(num_files(manifest) * manifest.world_size))
+    return replace(manifest, block_checksums=checksums)
 
 
 @settings(deadline=None)
@@ -31,17 +45,18 @@ def test_a_manifest_comes_back_from_its_file(
     manifest = replace(manifest_of(token_ids, block_tokens=block_tokens, world_size=world_size), size_bytes=size_bytes)
 
     assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert decode_manifest(encode_manifest(vouching(manifest))) == vouching(manifest)
 
 
 def test_the_safetensors_library_reads_it() -> None:
-    tensors = safetensors.numpy.load(encode_manifest(manifest_of((1, 2, 0xFFFF_FFFF))))
+    tensors = safetensors.numpy.load(encode_manifest(vouching(manifest_of((1, 2, 0xFFFF_FFFF)))))
 
     assert tensors["token_ids"].dtype == np.uint32
     assert tensors["token_ids"].tolist() == [1, 2, 0xFFFF_FFFF]
 
 
-def test_every_flipped_byte_is_detected_or_changes_nothing() -> None:
-    manifest = manifest_of((1, 2, 3, 4, 5))
+@pytest.mark.parametrize("manifest", [manifest_of((1, 2, 3, 4, 5)), vouching(manifest_of((1, 2, 3, 4, 5)))])
+def test_every_flipped_byte_is_detected_or_changes_nothing(manifest: Manifest) -> None:
     data = encode_manifest(manifest)
 
     for position in range(len(data)):
@@ -83,3 +98,22 @@ def test_positions_say_what_the_files_must_hold() -> None:
     assert (tail.kind, tail.name, tail.parent) == ("tail", manifest.cache_ref, manifest.block_ids[1])
     assert tail.token_ids == (9,)
     assert block_key(manifest, 2, 0) == tail.key
+
+
+@pytest.mark.parametrize(
+    "checksums",
+    [("0" * 32,), ("0" * 32,) * 3, ("0" * 32, "0" * 31 + "g"), ("0" * 32, "")],
+    ids=["too few", "too many", "no hex", "one empty"],
+)
+def test_checksums_that_are_not_one_for_each_file_are_corrupt(checksums: tuple[str, ...]) -> None:
+    manifest = replace(manifest_of((1, 2, 3, 4, 5)), block_checksums=checksums)
+
+    with pytest.raises(CorruptBlock):
+        decode_manifest(encode_manifest(manifest))
+
+
+def test_a_position_of_a_rank_has_its_own_checksum() -> None:
+    manifest = vouching(manifest_of((1, 2, 3, 4, 5), world_size=2))
+
+    assert [int(block_checksum(manifest, index, rank), 16) for rank in (0, 1) for index in (0, 1)] == [0, 1, 2, 3]
+    assert block_checksum(manifest_of((1,)), 0, 0) == ""

@@ -194,6 +194,28 @@ def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine
     assert engine.counted("failed_loads", "corrupt_block") == 1
 
 
+def test_a_block_whose_bytes_the_manifest_does_not_vouch_for_is_computed_instead(engine: Engine) -> None:
+    """Seen failing: without the comparison in `Loader._inject` the request is loaded and computes one token."""
+    answer = saved(engine)
+    engine.sidecar.vouched = lambda data: "0" * 32
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 153
+    assert report_of(engine).reason == "corrupt_block"
+
+
+@pytest.mark.parametrize("vouched", [lambda data: "", None], ids=["a release before", "this one"])
+def test_a_block_that_is_vouched_for_or_that_nobody_vouches_for_is_loaded(engine: Engine, vouched: object) -> None:
+    answer = saved(engine)
+    if vouched is not None:
+        engine.sidecar.vouched = vouched
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert report_of(engine).outcome == pb.LOAD_OUTCOME_LOADED
+
+
 @pytest.mark.parametrize("answered", [[0], [0, 1, 2, 0], [0, 2, 1, 2], []])
 def test_a_sidecar_that_answers_with_other_blocks_than_asked_for_is_not_believed(
     engine: Engine, answered: list[int]
