@@ -69,7 +69,20 @@ def test_a_thread_that_comes_back_late_never_writes_to_blocks_that_are_somebody_
     engine = start_engine(num_blocks=16)
     engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
-    hang = start_hanging(engine, ["again"])
+    loader = engine.loop.worker.worker_side._loader
+    inject, begun, hang = loader._inject, threading.Event(), threading.Event()
+
+    def late_inject(*args: Any) -> None:
+        begun.set()
+        assert hang.wait(60)
+        inject(*args)
+
+    loader._inject = late_inject
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
+        looking_up.result(30)
+    engine.loop.step()
+    assert begun.wait(30)
     engine.clock.advance(s=60)
     step_to_end(engine, "again")
     engine.loop.forget_prefixes()
