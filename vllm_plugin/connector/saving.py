@@ -111,6 +111,10 @@ class Saver:
         self._count_skip(save, reason)
         self._results.release_blocks(save.plan.engine_request_id)
 
+    def drain(self, timeout_s: float) -> None:
+        """Let what is staged be handed over and sealed, for `timeout_s` at most."""
+        self._uploads.drain(timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         """Drop what waits, its files too; return whether the threads have ended."""
         ended = self._uploads.close(timeout_s)

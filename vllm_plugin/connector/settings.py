@@ -65,7 +65,8 @@ class ConnectorSettings:
     """OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no spans of loads and saves.
     Whether a turn is traced is decided where it came in."""
     shutdown_deadline_ms: int = 2_000
-    """Longest time `shutdown` waits for threads that are copying."""
+    """Longest time `shutdown` waits for saves to be sealed and threads to end. vLLM kills a worker that takes longer
+    than VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS (5)."""
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:

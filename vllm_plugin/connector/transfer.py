@@ -119,6 +119,12 @@ class TransferPool:
         if not future.cancelled() and (error := future.exception()) is not None:
             log.error("transfer thread failed", exc_info=error)
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything there is now has ended, for `timeout_s` at most."""
+        with self._lock:
+            live = list(self._live)
+        wait(live, timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         """Drop what waits, and return whether everything running has ended within `timeout_s`."""
         self._executor.shutdown(wait=False, cancel_futures=True)

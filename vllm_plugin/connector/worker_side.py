@@ -190,11 +190,19 @@ class WorkerSide:
             self.counters.add("failed_handshakes")
 
     def shutdown(self) -> None:
-        """End the threads and channels, within the deadline; closing the channels fails the calls in flight."""
+        """End the threads and channels, within the deadline.
+
+        Saves have most of it to end by themselves: vLLM lets answers finish before it ends, and their contexts go on
+        elsewhere from what was saved. Closing the channels then fails the calls in flight.
+        """
         self._stopping.set()
+        ends_at_ms = self._clock.now_ms() + self._settings.shutdown_deadline_ms
+        closing_at_ms = ends_at_ms - self._settings.shutdown_deadline_ms // 4
+        self._save_pool.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
+        if self._saver is not None:
+            self._saver.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
         self._sidecar.close()
         self._patient_sidecar.close()
-        ends_at_ms = self._clock.now_ms() + self._settings.shutdown_deadline_ms
         closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
         if self._saver is not None:
             closers.append(self._saver.close)

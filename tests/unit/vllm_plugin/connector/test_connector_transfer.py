@@ -12,6 +12,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from tests.helpers.sidecar_process import poll_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.counters import Counters
@@ -168,6 +169,35 @@ def test_threads_end_at_shutdown(start_engine: Callable[..., Engine]) -> None:
         thread.join(5)
 
     assert not any(thread.is_alive() for thread in alive)
+
+
+def test_a_save_in_flight_at_shutdown_is_sealed(start_engine: Callable[..., Engine]) -> None:
+    """Seen failing: with the channels closed first, as before, the seal met a closed channel."""
+    engine = start_engine()
+    engine.sidecar.hang["seal"] = threading.Event()
+    engine.sidecar.close = lambda: setattr(engine.sidecar, "down", True)
+    engine.loop.add("save", list(range(1, 100)), params=transfer(save=A))
+    poll_until(lambda: bool(engine.loop.step()) and engine.sidecar._arrival("seal").is_set(), 60)
+    threading.Timer(0.2, engine.sidecar.hang["seal"].set).start()
+
+    engine.loop.worker.shutdown()
+
+    engine.sidecar.down = False
+    assert list(engine.sidecar.manifests) == [A]
+
+
+def test_a_seal_that_hangs_does_not_hold_up_the_shutdown(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(extra={"shutdown_deadline_ms": 200})
+    gate = engine.sidecar.hang["seal"] = threading.Event()
+    engine.loop.add("save", list(range(1, 100)), params=transfer(save=A))
+    poll_until(lambda: bool(engine.loop.step()) and engine.sidecar._arrival("seal").is_set(), 60)
+
+    engine.loop.worker.shutdown()
+
+    assert not gate.is_set()
+    assert engine.sidecar.manifests == {}
+    gate.set()
+    engine.loop.settle()
 
 
 def test_vllms_metrics_are_told_where_the_tokens_come_from(engine: Engine) -> None:
