@@ -9,7 +9,9 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,10 @@ AUTHENTICATE = 'Bearer realm="context-cache"'
 """What a 401 says in `WWW-Authenticate`."""
 _RECHECK_MS = 1000
 """Shortest time between two looks at the file."""
+_FILE_BYTES_MAX = 16 << 20
+"""A hundred thousand keys."""
+_GONE = (0, 0, 0)
+"""Version of a file that is not there."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -52,7 +58,9 @@ class KeyFile:
         self._path = path
         self._clock = clock
         self._metrics = metrics
-        self._version = file_version(path)
+        self._version: tuple[int, int, int] | None = file_version(path)
+        self._failed_version: tuple[int, int, int] | None = None
+        """Of a file that could not be read; None: the last one could."""
         self._checked_at_ms = clock.now_ms()
         self._keys = _read_keys(path)
 
@@ -85,13 +93,16 @@ class KeyFile:
         version = file_version(self._path)
         if version == self._version:
             return
-        self._version = version
         try:
             self._keys = _read_keys(self._path)
         except (OSError, ValueError) as exc:
-            self._metrics.key_reload_failures.inc()
-            log.warning("key file not reloaded, the last good keys stay", extra={"error": str(exc)})
+            # It may be half written: read again until it is good, told once for each state it was seen in.
+            if (version or _GONE) != self._failed_version:
+                self._metrics.key_reload_failures.inc()
+                log.warning("key file not reloaded, the last good keys stay", extra={"error": str(exc)})
+            self._version, self._failed_version = None, version or _GONE
         else:
+            self._version, self._failed_version = version, None
             log.info("key file reloaded", extra={"num_keys": len(self._keys)})
 
 
@@ -104,13 +115,37 @@ def hash_key(key: str) -> str:
 
 def _read_keys(path: Path) -> tuple[_Key, ...]:
     try:
-        parsed = json.loads(path.read_bytes())
+        parsed = json.loads(_read_file(path), object_pairs_hook=_without_repetition)
     except (RecursionError, ValueError) as exc:
-        raise ValueError(f"{path} is not JSON") from exc
+        raise ValueError(f"{path} is not JSON, or too large") from exc
     entries = parsed.get("keys") if isinstance(parsed, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f'{path} has no list "keys"')  # noqa: TRY004 - a broken file is one kind of error
-    return tuple(_read_key(path, number, entry) for number, entry in enumerate(entries, start=1))
+    keys = tuple(_read_key(path, number, entry) for number, entry in enumerate(entries, start=1))
+    owners = {key.digest: key.tenant for key in keys}
+    for number, key in enumerate(keys, start=1):
+        if owners[key.digest] != key.tenant:
+            raise ValueError(f"{path}: key {number} belongs to two tenants")
+    return keys
+
+
+def _read_file(path: Path) -> bytes:
+    # Without waiting: a pipe under this name would stop the gateway for as long as nobody writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a file")
+        data = file.read(_FILE_BYTES_MAX + 1)
+    if len(data) > _FILE_BYTES_MAX:
+        raise ValueError("too large")
+    return data
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object: which of the two counts would be anybody's guess")
+    return found
 
 
 def _read_key(path: Path, number: int, entry: object) -> _Key:

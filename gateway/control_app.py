@@ -17,10 +17,11 @@ from starlette.exceptions import HTTPException
 from contextcache.error_body import error_body
 from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.model import MAX_LIST_LIMIT, TenantId
+from contextcache.request_headers import joined_headers
 from contextcache.rpc import cause_of
 from gateway.api_document import DESCRIPTION, completed
 from gateway.context_object import ContextDeleted, ContextList, ContextObject
-from gateway.exchange import answer_headers
+from gateway.exchange import answer_headers, header_text
 from gateway.flows import Gateway
 from gateway.metrics import Metrics
 from gateway.paths import MethodNotAllowed, PathNotFound
@@ -111,7 +112,9 @@ def _gateway(request: Request) -> Gateway:
 
 
 def _tenant(request: Request) -> TenantId:
-    return _gateway(request).authenticate({"authorization": request.headers.get("authorization", "")})
+    # Read as the requests that are carried are: one key is one tenant's, whatever its letters and wherever it is sent.
+    raw = ((name.decode("latin-1").lower(), header_text(value)) for name, value in request.headers.raw)
+    return _gateway(request).authenticate(joined_headers(raw))
 
 
 @contexts.get("/v1/context", operation_id="list_contexts")

@@ -6,12 +6,13 @@ import json
 import httpx
 import pytest
 
+from gateway.auth import KeyFile
 from gateway.body_budget import BodyBudget
 from gateway.control_app import ReadyState, control_app
 from gateway.endpoints import Health
 from gateway.http_front import FrontLimits, HttpFront
 from gateway.ports import EngineLoad
-from tests.helpers.gateway_parts import KEY, OTHER_KEY, manifest_of
+from tests.helpers.gateway_parts import KEY, OTHER_KEY, manifest_of, write_keys
 
 AUTH = {"authorization": f"Bearer {KEY}"}
 
@@ -28,9 +29,8 @@ def ready_state(parts):
     return ReadyState(parts.gateway, parts.endpoints)
 
 
-@pytest.fixture
-async def client(parts, ready_state):
-    front = HttpFront(
+def front_of(parts, ready_state):
+    return HttpFront(
         gateway=parts.gateway,
         endpoints=parts.endpoints,
         carrier=NoCarrier(),
@@ -39,6 +39,11 @@ async def client(parts, ready_state):
         limits=FrontLimits(max_body_bytes=1000),
         metrics=parts.metrics,
     )
+
+
+@pytest.fixture
+async def client(parts, ready_state):
+    front = front_of(parts, ready_state)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
         yield client
 
@@ -269,3 +274,18 @@ async def test_readyz_waits_for_a_manager_that_hangs_no_longer_than_its_askers_d
 
     assert (found["ready"], found["missing"]) == (False, ["context manager"])
     assert looptime == 1
+
+
+async def test_a_key_of_any_letters_is_the_same_key_for_control_calls_and_carried_ones(parts, tmp_path):
+    """Seen failing before: the control calls read it as Latin-1, the others as UTF-8."""
+    key = "schlüssel-🔑"
+    write_keys(tmp_path / "more.json", {key: "demo"})
+    parts.gateway._authenticator = KeyFile(tmp_path / "more.json", clock=parts.clock, metrics=parts.metrics)
+    raw = [("authorization", f"Bearer {key}".encode())]
+    front = front_of(parts, ReadyState(parts.gateway, parts.endpoints))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
+        answers = [await client.get("/v1/context", headers=raw), await client.post("/v1/context", headers=raw)]
+        twice = await client.get("/v1/context", headers=[("authorization", "Bearer x"), *raw])
+
+    # 400: past the key, the body is no JSON.
+    assert [answer.status_code for answer in (*answers, twice)] == [200, 400, 401]
