@@ -56,6 +56,9 @@ class KVTransfer:
     """Name to save under; None: save nothing."""
     expires_at_ms: int
     """Unix time in ms at which the saved KV becomes garbage."""
+    save_again_tokens: int = 0
+    """For a turn that commits nothing: how many tokens of its prompt to save under the first name of `load` when the
+    sidecar has no KV under it any more; nobody else would ever bring it back. 0: none."""
     traceparent: str = ""
     """Span that the load and the save belong to (W3C Trace Context); empty: nobody traces this turn."""
 
@@ -98,6 +101,8 @@ def sign_kv_transfer(transfer: KVTransfer, secret: bytes) -> str:
         "save": transfer.save,
         "expires_at_ms": transfer.expires_at_ms,
     }
+    if transfer.save_again_tokens:
+        payload["save_again_tokens"] = transfer.save_again_tokens
     if transfer.traceparent:
         payload["traceparent"] = transfer.traceparent
     return _sign(_KV_TRANSFER, payload, secret)
@@ -114,6 +119,7 @@ def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
             load=tuple(str(ref) for ref in payload["load"]),
             save=None if payload["save"] is None else str(payload["save"]),
             expires_at_ms=int(payload["expires_at_ms"]),
+            save_again_tokens=int(payload.get("save_again_tokens", 0)),
             traceparent=str(payload.get("traceparent", "")),
         )
     except (KeyError, TypeError, ValueError) as exc:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Match:
     reason: str = ""
     tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
     """Tier that would serve most of it."""
+    missing: frozenset[CacheRef] = frozenset()
+    """Candidates that the sidecar said it does not have and does not expect."""
 
 
 class PendingSaves:
@@ -177,10 +179,13 @@ class ManifestLookup:
     def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, patience: Patience) -> Match:
         prompt = np.asarray(token_ids, dtype=np.int64)
         best = Match(None, 0, "no_manifest")
+        missing: set[CacheRef] = set()
         for cache_ref in transfer.load:
             try:
                 manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
             except ContextCacheError as exc:
+                if isinstance(exc, CacheRefNotFound) and not isinstance(exc, CacheRefPending):
+                    missing.add(cache_ref)
                 if best.manifest is None:
                     best = Match(None, 0, exc.code)
                 continue
@@ -194,7 +199,7 @@ class ManifestLookup:
                 best = Match(manifest, shared, tier=tier)
             if shared == len(prompt):
                 break
-        return best
+        return replace(best, missing=frozenset(missing))
 
     def _manifest(self, tenant: str, cache_ref: CacheRef, patience: Patience) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return a manifest and its tier; while our own save or a pull of it goes on, ask again.

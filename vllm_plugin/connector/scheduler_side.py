@@ -16,6 +16,7 @@ from typing import Any
 from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
+from contextcache.model import CacheRef
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
@@ -60,6 +61,8 @@ class SchedulerSide:
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
+        self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
+        """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
         self._sidecar = LazySidecar(connect, timeout_s=settings.manifest_deadline_ms / 1000)
         self._reporter = LoadReporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
         self._lookup = ManifestLookup(
@@ -228,10 +231,13 @@ class SchedulerSide:
         )
 
     def _save_plan(self, request: Any, tracked: _Tracked, block_ids: Sequence[int]) -> SavePlan | None:
-        cache_ref, facts = tracked.transfer.save, self._facts
+        again = self._lost_ref(tracked)
+        cache_ref, facts = tracked.transfer.save or again, self._facts
         if cache_ref is None or facts is None:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if again is not None:
+            num_tokens = min(num_tokens, tracked.transfer.save_again_tokens)
         if tracked.loading is not None or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
             self.counters.add("skipped_saves", "not_computed")
             return None
@@ -239,6 +245,9 @@ class SchedulerSide:
         if len(block_ids) < num_blocks or not self._pending_saves.add(cache_ref):
             self.counters.add("skipped_saves", "blocks_gone" if len(block_ids) < num_blocks else "twice")
             return None
+        if again is not None:
+            self._saved_again.add(again)
+            self.counters.add("lost_contexts")
         return SavePlan(
             engine_request_id=request.request_id,
             tenant=tracked.transfer.tenant,
@@ -250,3 +259,12 @@ class SchedulerSide:
             block_ids=tuple(block_ids[:num_blocks]),
             traceparent=tracked.transfer.traceparent,
         )
+
+    def _lost_ref(self, tracked: _Tracked) -> CacheRef | None:
+        """Return the name of KV that is gone and that only this request brings back; None: there is none."""
+        transfer, found = tracked.transfer, tracked.found
+        if transfer.save is not None or transfer.save_again_tokens < 1 or not transfer.load or found is None:
+            return None
+        first = transfer.load[0]
+        # Turns like this one run in parallel; all have missed it, one brings it back.
+        return first if first in found.missing and first not in self._saved_again else None

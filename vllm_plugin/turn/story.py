@@ -222,6 +222,7 @@ class TurnStory:
             load=session.cache_refs,
             save=turn.save_ref,
             expires_at_ms=session.expires_at_ms,
+            save_again_tokens=_save_again_tokens(turn),
             traceparent=kept_traceparent(),
         )
         kv_transfer: dict[str, Any] = {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}
@@ -300,3 +301,15 @@ class TurnStory:
             except ContextCacheError as exc:
                 # The commit will say what a lost lease means; the answer goes on.
                 log.warning("lease not renewed", extra={"session_id": turn.session.session_id, "reason": exc.code})
+
+
+def _save_again_tokens(turn: Turn) -> int:
+    """Return how many tokens of the prompt are the context, when a turn that commits nothing begins with all of it.
+
+    Should the sidecar have lost them, they are saved under the name the session has for them: without a commit there
+    is no new one, and every later turn would compute them.
+    """
+    assert turn.prompt is not None
+    session = turn.session
+    begins_with_all = turn.prompt.context_tokens == session.num_tokens
+    return session.num_tokens if session.cache_ref and turn.save_ref is None and begins_with_all else 0

@@ -73,3 +73,10 @@ def test_the_cache_salt_tells_tenants_and_models_apart_and_fits_vllm():
 
 def test_a_boundary_between_tenant_and_model_cannot_be_moved():
     assert cache_salt("a", "bc", SECRET) != cache_salt("ab", "c", SECRET)
+
+
+def test_orders_to_save_lost_kv_again_are_read_back_and_older_orders_have_none():
+    order = KVTransfer("demo", "s", "req-1", load=("ref_1",), save=None, expires_at_ms=5, save_again_tokens=9)
+
+    assert verify_kv_transfer(sign_kv_transfer(order, SECRET), SECRET) == order
+    assert verify_kv_transfer(sign_kv_transfer(TRANSFER, SECRET), SECRET).save_again_tokens == 0
