@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -32,8 +34,17 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+CALL_TIMEOUT_S = 600.0
+"""Longest call of our services. Ours name shorter deadlines; a stranger who names none must not hold a stream, and
+what it has taken of the few there are, for ever."""
+
+
 class ErrorMapping(grpc.aio.ServerInterceptor):
-    """Turns a ContextCacheError raised by a method into its gRPC status and metadata; logs anything else."""
+    """Turns a ContextCacheError raised by a method into its gRPC status and metadata; ends calls that do not end."""
+
+    def __init__(self, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """`call_timeout_s`: longest call, whatever deadline the caller names."""
+        self._call_timeout_s = call_timeout_s
 
     @override
     async def intercept_service(
@@ -45,41 +56,60 @@ class ErrorMapping(grpc.aio.ServerInterceptor):
         method = await continuation(handler_call_details)
         if method is None:
             return method
+        timeout_s = self._call_timeout_s
         if method.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                _mapped(method.unary_unary), method.request_deserializer, method.response_serializer
+                _mapped(method.unary_unary, timeout_s),
+                method.request_deserializer,
+                method.response_serializer,
             )
         if method.stream_unary:
             return grpc.stream_unary_rpc_method_handler(
-                _mapped(method.stream_unary), method.request_deserializer, method.response_serializer
+                _mapped(method.stream_unary, timeout_s),
+                method.request_deserializer,
+                method.response_serializer,
             )
         # Others write their answers themselves, as gRPC's own Health.Watch does.
         if inspect.isasyncgenfunction(method.unary_stream):
             return grpc.unary_stream_rpc_method_handler(
-                _mapped_stream(method.unary_stream), method.request_deserializer, method.response_serializer
+                _mapped_stream(method.unary_stream, timeout_s),
+                method.request_deserializer,
+                method.response_serializer,
             )
         return method
 
 
-def _mapped(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _mapped(behaviour: Callable[..., Awaitable[Any]], timeout_s: float) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await behaviour(request, context)
+            async with asyncio.timeout(timeout_s):
+                return await behaviour(request, context)
         except ContextCacheError as exc:
             await context.abort(exc.grpc_status, exc.message, error_metadata(exc))
+        except TimeoutError:
+            await _end_overlong(context)
 
     return call
 
 
-def _mapped_stream(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _mapped_stream(behaviour: Callable[..., Any], timeout_s: float) -> Callable[..., Awaitable[None]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            async for message in behaviour(request, context):
-                yield message
+            # Written here rather than yielded: a reader who does not read is waited for inside the timeout.
+            async with asyncio.timeout(timeout_s), aclosing(behaviour(request, context)) as messages:
+                async for message in messages:
+                    await context.write(message)
         except ContextCacheError as exc:
             await context.abort(exc.grpc_status, exc.message, error_metadata(exc))
+        except TimeoutError:
+            await _end_overlong(context)
 
     return call
+
+
+async def _end_overlong(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    log.warning("a call took too long and was ended", extra={"peer": context.peer()})
+    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call took longer than any may")
 
 
 class GrpcServer:
