@@ -18,6 +18,7 @@ from pathlib import Path
 from contextcache.errors import StorageFull
 from kv_sidecar.crash_points import at_step
 from kv_sidecar.leftovers import entries, make_real_directory, remove_old, remove_whatever
+from kv_sidecar.regular_file import regular_size
 from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -162,9 +163,9 @@ class DataDirectory:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file; a link or directory in its place can be nobody's lock."""
+    """Open the lock file; what lies in its place and is no file can be nobody's lock."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    if path.is_symlink() or path.is_dir():
+    if regular_size(path) is None:
         remove_whatever(path)
     return os.open(path, flags, 0o600)
 
