@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -57,11 +58,21 @@ def run_part(
     OSError and ValueError are such reasons: a port that is taken, a file that is missing or broken.
     """
     set_up_logs(log_level)
+    _keep_memory_out_of_core_files()
     try:
         run_until_signalled(serve, loop_factory=loop_factory)
     except (OSError, ValueError) as exc:
         log.error("%s cannot start", name, extra={"error": str(exc)})  # noqa: TRY400 - the reason, not the stack
         sys.exit(1)
+
+
+def _keep_memory_out_of_core_files() -> None:
+    """Have no core file written: it would hold prompts, keys and the signing secret.
+
+    The soft limit only: who needs one raises it for the process (`prlimit --pid <pid> --core=unlimited`).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def run_until_signalled(

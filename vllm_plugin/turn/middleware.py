@@ -207,7 +207,9 @@ class TurnMiddleware:
     @staticmethod
     async def _refuse(error: ContextCacheError, started: _Started) -> None:
         if error.http_status >= 500:
-            log.warning("turn refused", extra={"code": error.code, "error": error.message, "cause": cause_of(error)})
+            # The engine's words are for the client alone: they may quote the prompt.
+            told = "" if isinstance(error, EngineFailed) else error.message
+            log.warning("turn refused", extra={"code": error.code, "error": told, "cause": cause_of(error)})
         if started.value:
             return  # the answer has begun; it ends without its end
         headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
