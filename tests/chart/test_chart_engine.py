@@ -130,3 +130,12 @@ def test_the_connector_s_keys_are_those_of_its_settings():
 
     assert schema["properties"].keys() | CHART_CONNECTOR_KEYS.keys() == fields
     assert all(key["description"] for key in schema["properties"].values())
+
+
+@pytest.mark.parametrize(("turn", "given"), [({}, "45"), ({"drainTimeoutS": 30}, "30")])
+def test_the_plugin_ends_turns_when_vllm_would_leave_them_without_an_end(turn, given):
+    vllm = container(engine_pod({"engine": {"shutdownTimeoutS": 45, "turn": turn}}), "vllm")
+
+    assert "--shutdown-timeout=45" in vllm["args"]
+    assert env_of(vllm)["TURN_DRAIN_TIMEOUT_S"] == given
+    assert [entry["name"] for entry in vllm["env"]].count("TURN_DRAIN_TIMEOUT_S") == 1

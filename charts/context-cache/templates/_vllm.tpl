@@ -43,6 +43,10 @@ The chart's own vLLM container: what injected pods bring themselves. All take th
   "DO_NOT_TRACK" "1" }}
 {{- /* Caches of compilers go under HOME. PyTorch asks for the user's name, which a UID without an entry in passwd lacks. */}}
 {{- $_ := merge $env (dict "HOME" "/tmp" "USER" "context-cache") }}
+{{- if not (hasKey ($engine.turn | default dict) "drainTimeoutS") }}
+{{- /* What vLLM leaves without an end when its own time is over, the plugin ends. */}}
+{{- $_ := merge $env (dict "TURN_DRAIN_TIMEOUT_S" ($engine.shutdownTimeoutS | toString)) }}
+{{- end }}
 {{- if eq (int $engine.gpu.count) 0 }}
 {{- /* Binding threads to cores needs rights that containers lack. */}}
 {{- $_ := merge $env (dict "VLLM_CPU_KVCACHE_SPACE" ($engine.cpuKvCacheGiB | toString) "VLLM_CPU_OMP_THREADS_BIND" "nobind") }}
