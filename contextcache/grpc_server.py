@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *CHANNEL_OPTIONS,
     *CONNECTION_OPTIONS,
-    # Below the clients' 30 s keepalive, so that their pings are never answered with GOAWAY.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Below the clients' 12 s keepalive, so that their pings are never answered with GOAWAY.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # gRPC's default would share a taken port with whoever has it and let each get half of the calls.
     ("grpc.so_reuseport", 0),
 ]
