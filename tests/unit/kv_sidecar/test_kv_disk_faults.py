@@ -1,0 +1,221 @@
+"""A disk that is full, broken, read-only or slow: saves are refused and counted, reads are misses, the rest goes on.
+
+Faults are raised where the kernel would raise them. Seen failing: without EFBIG in `_NO_ROOM`; without the `except
+OSError` in `Saving.publish` (the save stays in flight, its waiter waits); without `_finish` (an OSError reaches gRPC as
+UNKNOWN); with loads and saves on the same threads (the load waits for the slow disk).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
+from kv_sidecar import disk_store, manifest_store
+from kv_sidecar.manifest import block_key, block_meta
+from tests.helpers.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, new_save
+
+TEN = tuple(range(10))
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BROKEN = (errno.EIO, errno.EROFS)
+
+
+class FaultyDisk:
+    """A `step` that raises an error at every step of some kinds on disk."""
+
+    def __init__(self) -> None:
+        self.fails: Callable[[str], bool] = lambda step: False
+        self.number = 0
+
+    def __call__(self, step: str) -> None:
+        if self.fails(step):
+            raise OSError(self.number, os.strerror(self.number))
+
+    def break_at(self, verbs: str, number: int) -> None:
+        self.fails, self.number = (lambda step: step.partition(" ")[0] in verbs.split()), number
+
+    def heal(self) -> None:
+        self.fails = lambda step: False
+
+
+@pytest.mark.parametrize("number", [*FULL, *BROKEN], ids=errno.errorcode.get)
+@pytest.mark.parametrize("verb", ["write", "rename", "sync"])
+async def test_a_save_the_disk_refuses_is_dropped_whole_and_the_next_one_is_made(
+    tmp_path: Path, verb: str, number: int
+) -> None:
+    disk = FaultyDisk()
+    async with SidecarUnderTest(tmp_path, step=disk) as kv:
+        kept = await kv.save((50, 51, 52, 53, 54), session_id="ctx_kept")
+        before = kv.block_files()
+        disk.break_at(verb, number)
+        error = StorageFull if number in FULL else SidecarUnavailable
+        with pytest.raises(error):
+            await kv.save(TEN)
+        disk.heal()
+
+        assert kv.counted("refused_saves_total", code=error.code) == 1
+        assert kv.block_files() == before
+        assert list(kv.sidecar.directory.tmp.iterdir()) == []
+        assert kv.catalog.tenant_usage(TENANT)[0] == kv.disk_bytes()
+        assert await kv.load(kept)
+        assert await kv.load(await kv.save(TEN))
+
+
+@pytest.mark.parametrize("number", [*FULL, *BROKEN], ids=errno.errorcode.get)
+@pytest.mark.parametrize("verb", ["write", "rename", "sync"])
+async def test_a_manifest_the_disk_refuses_ends_the_save_and_whoever_waits_for_it(
+    tmp_path: Path, verb: str, number: int
+) -> None:
+    disk, clock = FaultyDisk(), ManualClock()
+    async with SidecarUnderTest(tmp_path, step=disk, clock=clock) as kv:
+        new = new_save(TEN, now_ms=clock.now_ms())
+        await kv.send_all(new)
+        waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=60))
+        await asyncio.sleep(0)
+        disk.break_at(verb, number)
+        with pytest.raises(StorageFull if number in FULL else SidecarUnavailable):
+            await kv.catalog.seal(new.cache_ref, 0)
+        disk.heal()
+
+        assert await asyncio.wait_for(waiting, 30) is None
+        assert kv.block_files() == set()
+        assert kv.manifest_files() == set()
+        assert await kv.load(await kv.save(TEN))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("what", ["block", "manifest"])
+async def test_a_stored_file_that_cannot_be_read_is_a_miss_and_is_saved_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
+) -> None:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
+        new = await kv.save(TEN)
+        name = kv.path_of(block_key(kv.plan(new), 1, 0)).name if what == "block" else f"{new.cache_ref}.safetensors"
+        with unreadable(monkeypatch, name, number), pytest.raises((CorruptBlock, CacheRefNotFound)):
+            await kv.load(new)
+
+        with pytest.raises(CacheRefNotFound):
+            await kv.load(new)
+        assert await kv.load(await kv.save(TEN))
+
+
+async def test_a_fault_that_passes_puts_no_block_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
+        new = await kv.save(TEN)
+        name = kv.path_of(block_key(kv.plan(new), 1, 0)).name
+        with unreadable(monkeypatch, name, errno.EMFILE), pytest.raises(SidecarUnavailable):
+            await kv.load(new)
+
+        assert await kv.load(new) == ["disk"] * 3
+
+
+@contextmanager
+def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> Iterator[None]:
+    """Have every open of a file of this name fail."""
+
+    def failing(path: Path, real: Callable[[Path], tuple[int, int]]) -> tuple[int, int]:
+        if path.name == name:
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        for module in (disk_store, manifest_store):
+            real = module.open_regular
+            patch.setattr(module, "open_regular", lambda path, real=real: failing(path, real))
+        yield
+
+
+@pytest.mark.parametrize("number", BROKEN, ids=errno.errorcode.get)
+async def test_a_disk_that_nothing_can_be_removed_from_says_so_and_serves_what_it_has(
+    tmp_path: Path, number: int
+) -> None:
+    disk = FaultyDisk()
+    async with SidecarUnderTest(tmp_path, step=disk) as kv:
+        new, other = await kv.save(TEN), await kv.save((7, 8, 9), session_id="ctx_other")
+        disk.break_at("unlink quarantine write", number)
+        for attempt in (
+            kv.catalog.delete(TENANT, "ctx_other", []),
+            kv.catalog.touch(TENANT, "ctx_other", new.expires_at_ms + 1),
+        ):
+            with pytest.raises(SidecarUnavailable):
+                await attempt
+        assert await kv.load(new)
+        disk.heal()
+
+        removed = await kv.catalog.delete(TENANT, "ctx_other", [])
+        assert removed.num_manifests == 1
+        with pytest.raises(CacheRefNotFound):
+            await kv.load(other)
+        assert await kv.load(new)
+
+
+@pytest.mark.parametrize("number", BROKEN, ids=errno.errorcode.get)
+async def test_a_bad_block_on_a_disk_that_cannot_be_written_is_a_miss_all_the_same(tmp_path: Path, number: int) -> None:
+    disk = FaultyDisk()
+    async with SidecarUnderTest(tmp_path, step=disk, memory_limit_bytes=0) as kv:
+        new, other = await kv.save(TEN), await kv.save((7, 8, 9), session_id="ctx_other")
+        path = kv.path_of(block_key(kv.plan(new), 1, 0))
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        disk.break_at("unlink quarantine write", number)
+        with pytest.raises(CorruptBlock):
+            await kv.load(new)
+        with pytest.raises(CacheRefNotFound):
+            await kv.load(new)
+
+        assert await kv.load(other)
+
+
+async def test_a_file_too_large_for_the_process_is_a_full_disk(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE, as the kernel does it, for the moment of one write."""
+    async with SidecarUnderTest(tmp_path, shared=False) as kv:
+        kept = await kv.save((50, 51, 52))
+        new = new_save(TEN, now_ms=kv.clock.now_ms())
+        await kv.catalog.prepare_save(new)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        data = block_file_bytes(block_meta(kv.plan(new), 0, 0), page_bytes=1 << 20)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) // 2, before[1]))
+            (outcome,) = await asyncio.gather(kv.catalog.take_block(new.cache_ref, 0, 0, data), return_exceptions=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        assert isinstance(outcome, StorageFull)
+        assert len(kv.block_files()) == 1
+        assert await kv.load(kept)
+
+
+async def test_a_slow_disk_slows_the_saver_only(tmp_path: Path) -> None:
+    """Every thread that writes stands still in the middle of a write; loads, questions and waits are answered."""
+    go_on, standing = threading.Event(), threading.Semaphore(0)
+    slow = threading.Event()
+
+    def step(name: str) -> None:
+        if slow.is_set() and name.startswith("rename"):
+            standing.release()
+            assert go_on.wait(120)
+
+    async with SidecarUnderTest(tmp_path, step=step, io_threads=2, memory_limit_bytes=0) as kv:
+        kept = await kv.save(TEN, session_id="ctx_kept")
+        slow.set()
+        saves = [asyncio.create_task(kv.save((n, *TEN), session_id=f"ctx_{n}")) for n in range(100, 104)]
+        for _ in range(2):
+            assert await asyncio.to_thread(standing.acquire, timeout=60)
+        try:
+            async with asyncio.timeout(60):
+                assert await kv.load(kept) == ["disk"] * 3
+                assert (await kv.catalog.open(TENANT, kept.cache_ref)).cache_ref == kept.cache_ref
+                assert kv.catalog.tenant_usage(TENANT)[0] > 0
+                assert not any(save.done() for save in saves)
+        finally:
+            go_on.set()
+        for new in await asyncio.gather(*saves):
+            assert await kv.load(new)
