@@ -59,6 +59,7 @@ def run_part(
     """
     set_up_logs(log_level)
     _keep_memory_out_of_core_files()
+    _allow_all_descriptors()
     try:
         run_until_signalled(serve, loop_factory=loop_factory)
     except (OSError, ValueError) as exc:
@@ -73,6 +74,15 @@ def _keep_memory_out_of_core_files() -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def _allow_all_descriptors() -> None:
+    """Raise the soft limit to the hard one: the usual 1 024 are used up by some 500 streams, which need two each.
+
+    The soft limit is there for programs that use `select`, as nothing here does; Go's runtime raises it too.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def run_until_signalled(

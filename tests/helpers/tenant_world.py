@@ -150,7 +150,9 @@ async def running_tenants(directory: Path, *, front: str = "http", **gateway: An
 async def _manager(url: str) -> AsyncIterator[int]:
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    settings = ManagerSettings(listen="127.0.0.1:0", redis_url=url, sweep_interval_s=600.0, drain_s=1.0)
+    settings = ManagerSettings(
+        listen="127.0.0.1:0", redis_url=url, redis_timeout_s=20.0, sweep_interval_s=600.0, drain_s=1.0
+    )
     process = asyncio.create_task(serve_manager(settings, stop, on_started=port.set_result))
     try:
         await asyncio.wait([process, port], return_when=asyncio.FIRST_COMPLETED)

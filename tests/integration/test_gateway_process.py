@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.__main__ import _listener
 from gateway.auth import hash_key
 from tests.helpers.gateway_parts import KEY, SECRET, write_keys
 
@@ -99,3 +102,20 @@ def test_it_starts_alone_says_what_is_missing_and_ends_on_sigterm(environment):
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+async def test_answers_are_sent_without_waiting_for_more_to_send():
+    """Seen failing with a listener of protocol 0, which asyncio does not know as TCP: each answer took 40 ms more."""
+    connected = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(
+        lambda _reader, writer: connected.set_result(writer), sock=_listener("127.0.0.1", 0)
+    )
+    async with server:
+        _, client = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+        writer = await connected
+        found = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        for one in (client, writer):
+            one.close()
+            await one.wait_closed()
+
+    assert found
