@@ -109,7 +109,10 @@ class RedisSessionStore(SessionStore):
             int(read_only),
             "" if expected_generation is None else expected_generation,
         )
-        transcript = tuple(unpack_segment(packed) for packed in answer[2])
+        try:
+            transcript = tuple(unpack_segment(packed) for packed in answer[2])
+        except ValueError as exc:
+            raise refusals.damaged() from exc
         return row_of_reply(key, answer[1]).metadata_at(now_ms), transcript
 
     @override

@@ -33,9 +33,14 @@ def unpack_segment(packed: bytes) -> Segment:
     """Return the segment of `pack_segment`'s bytes. Raises ValueError when they are anything else."""
     objects = msgpack.Unpacker(raw=False)
     objects.feed(packed)
-    num_tokens, (kind, ids, text, messages_json) = objects
+    try:
+        num_tokens, (kind, ids, text, messages_json) = objects
+    except (msgpack.UnpackException, TypeError) as exc:
+        raise ValueError("bytes that are no segment") from exc
+    if (type(num_tokens), type(ids), type(text), type(messages_json)) != (int, bytes, str, str):
+        raise ValueError("a segment's parts are of other types than they must be")
     if len(ids) != num_tokens * 4:
-        raise ValueError(f"a segment says {num_tokens} tokens and holds {len(ids)} bytes of ids")
+        raise ValueError("a segment says another number of tokens than it holds")
     return Segment(SegmentKind(kind), _u32_tuple(ids), text=text, messages_json=messages_json)
 
 

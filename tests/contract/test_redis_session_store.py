@@ -145,6 +145,17 @@ class RedisContract(SessionStoreContract):
             await self.begin(store)
         assert refused.value.code == "internal_error"
 
+    async def test_a_transcript_of_other_bytes_is_never_continued(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        """Seen to fail without the ValueError caught: the caller got gRPC's UNKNOWN."""
+        await self.create(store)
+        await raw.call("LSET", script_keys(KEY)[1], 0, b"\x00garbage")
+
+        with pytest.raises(ContextCacheError) as refused:
+            await self.begin(store)
+        assert refused.value.code == "internal_error"
+
     async def test_a_transcript_of_a_hundred_thousand_tokens_comes_back_whole(self, store: RedisSessionStore) -> None:
         await self.reserve(store)
         long = replace(PROMPT, token_ids=tuple(range(100_000)), text="word " * 100_000)

@@ -16,7 +16,7 @@ import pytest
 from context_manager.client import ContextManagerClient
 from context_manager.crash_points import POINTS
 from context_manager.redis_scripts import load_scripts
-from tests.helpers.manager_crashes import crash_everywhere
+from tests.helpers.manager_crashes import crash_everywhere, seconds_until_free
 from tests.helpers.manager_process import running_manager_process
 from tests.helpers.session_churn import SessionChurn, until_nothing_is_wrong
 from tests.helpers.valkey import ValkeyServer
@@ -86,8 +86,6 @@ async def test_a_turn_whose_process_died_frees_its_session_within_the_leases_lif
     tmp_path: Path, valkey: ValkeyServer
 ) -> None:
     """The manager that gave the lease dies with it; another one gives it to the next when its time is over."""
-    from tests.helpers.manager_crashes import seconds_until_free
-
     async with (
         running_manager_process(tmp_path, valkey.url) as one,
         running_manager_process(tmp_path, valkey.url) as other,
