@@ -181,8 +181,12 @@ class EngineSidecarClient:
         token_ids: Sequence[int],
         expires_at_ms: int,
         started_at_ms: int = 0,
+        timeout_s: float | None = None,
     ) -> pb.PrepareSaveResponse:
-        """Open a save; the answer names the missing blocks. Raises ContextDeleted, InvalidRequest, StorageFull."""
+        """Open a save; the answer names the missing blocks. Raises ContextDeleted, InvalidRequest, StorageFull.
+
+        `timeout_s`: a deadline of its own for this call.
+        """
         request = pb.PrepareSaveRequest(
             tenant=tenant,
             session_id=session_id,
@@ -194,7 +198,7 @@ class EngineSidecarClient:
             expires_at_ms=expires_at_ms,
             started_at_ms=started_at_ms,
         )
-        return self._call(self._stub.PrepareSave, request, self._timeout_s)
+        return self._call(self._stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
         """Send block files, by name or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""

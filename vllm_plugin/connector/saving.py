@@ -161,7 +161,7 @@ class Saver:
 
     def _copy_out(self, save: Save) -> None:
         plan, facts = save.plan, self._link.facts
-        self._check_deadline(save)
+        self._remaining_s(save)
         terms = self._link.terms()
         answer = self._link.sidecar.get().prepare_save(
             tenant=plan.tenant,
@@ -173,8 +173,9 @@ class Saver:
             token_ids=plan.token_ids,
             expires_at_ms=plan.expires_at_ms,
             started_at_ms=plan.started_at_ms,
+            timeout_s=self._remaining_s(save),
         )
-        self._check_deadline(save)
+        self._remaining_s(save)
         save.shared = terms.shared_directory is not None
         pieces = self._wanted(plan, answer, terms)
         size_bytes = sum(self._piece_bytes(piece) for piece in pieces)
@@ -254,9 +255,12 @@ class Saver:
         self.budget.give_back(save.staged_bytes)
         save.staged_bytes = 0
 
-    def _check_deadline(self, save: Save) -> None:
-        if self._clock.now_ms() >= save.deadline_ms:
+    def _remaining_s(self, save: Save) -> float:
+        """Return how long the engine's blocks may still be held, in seconds. Raises SidecarUnavailable at the end."""
+        remaining_ms = save.deadline_ms - self._clock.now_ms()
+        if remaining_ms <= 0:
             raise SidecarUnavailable("the sidecar did not answer while the blocks could be held")
+        return remaining_ms / 1000
 
     def _count_skip(self, save: Save, reason: str) -> None:
         self._counters.add("skipped_saves", reason)

@@ -50,6 +50,7 @@ class EngineSidecar(Protocol):
         token_ids: tuple[int, ...],
         expires_at_ms: int,
         started_at_ms: int,
+        timeout_s: float,
     ) -> pb.PrepareSaveResponse:
         """Open a save and learn which blocks are missing."""
         ...

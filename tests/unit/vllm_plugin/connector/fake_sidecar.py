@@ -43,6 +43,7 @@ class FakeSidecar(EngineSidecar):
         self.reports: dict[str, pb.LoadReport] = {}
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
+        self.prepare_timeouts_s: list[float] = []
         self.deleted: set[str] = set()
         self.pulling: set[str] = set()
         """cache_refs on their way from a peer."""
@@ -80,7 +81,9 @@ class FakeSidecar(EngineSidecar):
         token_ids,
         expires_at_ms,
         started_at_ms,
+        timeout_s=30.0,
     ):
+        self.prepare_timeouts_s.append(timeout_s)
         self._arrive("prepare_save")
         if cache_ref in self.deleted:
             raise ContextDeleted("deleted")

@@ -94,6 +94,22 @@ def test_a_save_waiting_too_long_for_a_thread_is_skipped(start_engine: Callable[
     assert engine.sidecar.manifests == {}
 
 
+def test_the_sidecar_is_asked_no_longer_than_the_blocks_may_still_be_held(engine: Engine) -> None:
+    """Seen failing with the call's own two seconds: a save that had waited for a thread was held up to four."""
+    worker = engine.loop.worker.worker_side
+    terms = worker._link.terms
+
+    def slow_terms() -> object:
+        engine.clock.advance(ms=1_500)
+        return terms()
+
+    worker._link.terms = slow_terms
+    engine.save(PROMPT, A)
+
+    assert engine.sidecar.prepare_timeouts_s == [0.5]
+    assert A in engine.sidecar.manifests
+
+
 def test_without_a_sidecar_requests_finish_and_nothing_is_held(start_engine: Callable[..., Engine]) -> None:
     sidecar = FakeSidecar()
     sidecar.down = True
