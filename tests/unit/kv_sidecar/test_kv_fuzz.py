@@ -1,0 +1,201 @@
+"""Parsers on arbitrary bytes: a value or CorruptBlock (InvalidRequest for frames), no memory a file merely asks for.
+
+Seen, each with its check in the parser taken out: AttributeError for a metadata that is a list, UnicodeEncodeError for
+half a character, a manifest of `world_size` 10**12 accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from contextcache.errors import CorruptBlock, InvalidRequest
+from kv_sidecar.block_file import parse_block_file, read_head
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.manifest import all_keys, decode_manifest, encode_manifest, manifest_checksum, num_files
+from kv_sidecar.safetensors_header import decode_header
+from tests.helpers.kv_blocks import block_file_bytes, block_meta_of, new_save
+
+PLAN = new_save(tuple(range(10)), now_ms=1, world_size=2).manifest(block_tokens=4)
+MANIFEST = encode_manifest(replace(PLAN, block_checksums=("0" * 32,) * 6))
+BLOCK = block_file_bytes(block_meta_of())
+MEMORY_BYTES = 64 << 20
+"""More than any of these may take; a head of 2**60 bytes would be announced."""
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["U8", "U32", "F64", None, []]) | JSON,
+        "shape": st.lists(st.integers(-1, 2**70), max_size=10) | JSON,
+        "data_offsets": st.lists(st.integers(-1, 2**70), max_size=3) | JSON,
+    },
+    optional={"supplement": JSON, "x": JSON},
+)
+DOCUMENT = st.fixed_dictionaries(
+    {"__metadata__": st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3) | JSON},
+    optional={"pages": ENTRY | JSON, "token_ids": ENTRY | JSON},
+)
+
+
+def read_manifest(data: bytes) -> None:
+    manifest = decode_manifest(data)
+    assert len(all_keys(manifest)) == num_files(manifest) * manifest.world_size <= 1024 * (len(manifest.token_ids) + 1)
+
+
+def read_block(data: bytes) -> None:
+    file = parse_block_file(data)
+    file.verify()
+    file.close()
+
+
+def read_block_head(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        read_head(Path(file.name))
+
+
+READERS = pytest.mark.parametrize("read", [read_manifest, read_block, read_block_head])
+
+
+def is_refused_or_read(read: Callable[[bytes], None], data: bytes) -> None:
+    """Read; the only error may be CorruptBlock, and memory stays bounded."""
+    tracemalloc.start()
+    try:
+        with suppress(CorruptBlock):
+            read(data)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < MEMORY_BYTES
+
+
+def with_head(document: Any, tensor: bytes = b"") -> bytes:
+    raw = json.dumps(document).encode()
+    return len(raw).to_bytes(8, "little") + raw + tensor
+
+
+@READERS
+@settings(deadline=None, max_examples=60)
+@given(st.binary(max_size=200))
+@example((1 << 60).to_bytes(8, "little"))
+@example((2**64 - 1).to_bytes(8, "little") + b"{}")
+@example(with_head([]))
+@example(with_head("text"))
+@example(with_head({"__metadata__": [], "pages": {}}))
+@example(b"\x10\x27\0\0\0\0\0\0" + b"[" * 10_000)
+def test_arbitrary_bytes_are_corrupt(read: Callable[[bytes], None], data: bytes) -> None:
+    is_refused_or_read(read, data)
+
+
+@READERS
+@settings(deadline=None, max_examples=80)
+@given(DOCUMENT, st.binary(max_size=32))
+@example({"__metadata__": {"a": "\ud800"}, "token_ids": {"dtype": "U32", "shape": [0], "data_offsets": [0, 0]}}, b"")
+@example({"__metadata__": {}, "pages": {"dtype": "U8", "shape": [0, 2**70, 1], "data_offsets": [0, 0]}}, b"")
+@example({"__metadata__": {}, "pages": {"dtype": "U8", "shape": [2**60] * 3, "data_offsets": [0, 2**180]}}, b"")
+def test_arbitrary_heads_are_corrupt(read: Callable[[bytes], None], document: Any, tensor: bytes) -> None:
+    is_refused_or_read(read, with_head(document, tensor))
+
+
+MUTATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "repeat"]),
+        st.floats(0, 1),
+        st.integers(0, 255),
+        st.binary(min_size=1, max_size=9),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize(("read", "whole"), [(read_manifest, MANIFEST), (read_block, BLOCK), (read_block_head, BLOCK)])
+@settings(deadline=None, max_examples=100)
+@given(mutations=MUTATIONS)
+def test_mutated_files_are_corrupt_or_mean_the_same(
+    read: Callable[[bytes], None], whole: bytes, mutations: list[tuple[str, float, int, bytes]]
+) -> None:
+    data = bytearray(whole)
+    for kind, where, mask, extra in mutations:
+        at = int(where * len(data))
+        if kind == "flip" and at < len(data):
+            data[at] ^= mask
+        elif kind == "cut":
+            del data[at : at + mask]
+        elif kind == "insert":
+            data[at:at] = extra
+        else:
+            data[at:at] = data[at : at + mask]
+
+    is_refused_or_read(read, bytes(data))
+
+
+NUMBERS = st.integers(-(10**12), 10**12).map(str) | st.sampled_from(["", "x", "٣", "1e3", "1" * 5000, " 1", "1_0"])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.dictionaries(st.sampled_from(["block_tokens", "world_size", "expires_at_ms", "size_bytes"]), NUMBERS))
+@example({"world_size": "1000000000000"})
+@example({"block_tokens": "-5"})
+def test_a_manifest_with_a_right_checksum_over_absurd_numbers_is_corrupt_or_bounded(numbers: dict[str, str]) -> None:
+    header, start = decode_header(memoryview(MANIFEST))
+    metadata = {**header.metadata, **numbers}
+    del metadata["checksum"]
+    tensor = MANIFEST[start:]
+    metadata["checksum"] = manifest_checksum(metadata, tensor)
+    entry = {"dtype": "U32", "shape": [len(tensor) // 4], "data_offsets": [0, len(tensor)]}
+
+    is_refused_or_read(read_manifest, with_head({"__metadata__": metadata, "token_ids": entry}, tensor))
+
+
+@given(st.text() | st.from_regex(r"(ref_)?[0-9a-f]{32,64}\.r[0-9]{1,6}\.safetensors"))
+def test_a_file_name_is_a_key_that_has_this_very_name_or_none(name: str) -> None:
+    key = BlockKey.from_file_name(name)
+
+    assert key is None or key.file_name == name
+
+
+FRAME = st.tuples(st.integers(0, 1), st.binary(max_size=40), st.booleans())
+
+
+@settings(deadline=None)
+@given(st.lists(FRAME, max_size=20))
+def test_frames_in_any_order_are_whole_files_or_refused_and_give_their_slot_back(
+    frames: list[tuple[int, bytes, bool]],
+) -> None:
+    async def play() -> None:
+        slots, limit = asyncio.Semaphore(1), 64
+        try:
+            async with FrameAssembly(slots, limit_bytes=limit) as assembly:
+                sent = b""
+                for index, frame, last in frames:
+                    whole = await assembly.add(("ref", 0, index), frame, last=last)
+                    sent += frame
+                    assert len(sent) <= limit
+                    if whole is not None:
+                        assert bytes(whole) == sent
+                        sent = b""
+                        assembly.release()
+                assembly.check_finished()
+        except InvalidRequest:
+            pass
+        assert not slots.locked()
+
+    asyncio.run(play())
