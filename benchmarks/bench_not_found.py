@@ -1,0 +1,167 @@
+"""Whether the time of a 404 tells an id that never was from one that was deleted and from another tenant's.
+
+Real gateway, manager, Valkey, sidecar and turn middleware in one process (a toy engine, which no such call reaches),
+through the HTTP front and through a real Envoy. One client, one call at a time, the three kinds of id in random order
+within each round, ids from pools of equal size, so that whatever drifts drifts for all three. For each pair of kinds:
+the difference of the medians, and the share of pairs of calls in which the first kind took longer (Mann-Whitney's U as
+a probability: 0.5 when nothing can be told) with its p-value. The control is a kind against itself: even rounds
+against odd ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.bench_ttft import machine
+from contextcache.model import new_session_id
+from deploy.local.progress import say
+from deploy.local.table import render
+from tests.helpers.fronts import FRONTS
+from tests.helpers.tenant_attacks import KINDS
+from tests.helpers.tenant_world import TenantWorld, created, key_of, running_tenants
+from tests.helpers.turn_pod import MODEL
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "bench_not_found.json"
+NUM_IDS = 50
+WARM_UP_ROUNDS = 50
+CALLS: Mapping[str, tuple[str, str, bool]] = {
+    "read": ("GET", "/v1/context/{id}", False),
+    "delete": ("DELETE", "/v1/context/{id}", False),
+    "turn": ("POST", "/v1/completions", True),
+    "turn in chat": ("POST", "/v1/chat/completions", True),
+}
+BAR_SHARE = 0.05
+"""A pair passes when its share is within this of 0.5, or its medians are within BAR_US: below a network's own noise."""
+BAR_US = 50.0
+ME, OTHER = "red", "green"
+
+Times = dict[str, list[float]]
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON; exit 1 when a pair is over the bar."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000, help="calls of each kind, method and front")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
+    options = parser.parse_args()
+    rows = [row for front in FRONTS for row in asyncio.run(_measured(front, options.rounds, options.seed))]
+    report = {"machine": machine(), "rounds": options.rounds, "bar": {"share": BAR_SHARE, "us": BAR_US}, "rows": rows}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(_table(rows))
+    say(f"saved to {options.out}")
+    return 0 if all(row["met"] for row in rows) else 1
+
+
+async def _measured(front: str, rounds: int, seed: int) -> list[dict[str, Any]]:
+    rng = Random(f"{seed}/{front}")  # spreads calls, guards nothing
+    with tempfile.TemporaryDirectory(prefix="bench-not-found-") as directory:
+        async with running_tenants(Path(directory), front=front) as world:
+            ids = await _ids(world)
+            rows = []
+            for call in CALLS:
+                say(f"{front}: {call} …")
+                rows += _rows(front, call, await _timed(world, call, ids, rounds, rng))
+            return rows
+
+
+async def _ids(world: TenantWorld) -> dict[str, list[str]]:
+    found = {"absent": [new_session_id() for _ in range(NUM_IDS)]}
+    found["foreign"] = [await created(world, OTHER) for _ in range(NUM_IDS)]
+    found["deleted"] = [await created(world, ME) for _ in range(NUM_IDS)]
+    for session_id in found["deleted"]:
+        async with world.front.request("DELETE", f"/v1/context/{session_id}", headers=_headers()) as answer:
+            assert answer.status == 200
+    return found
+
+
+async def _timed(
+    world: TenantWorld, call: str, ids: Mapping[str, Sequence[str]], rounds: int, rng: Random
+) -> dict[str, list[float]]:
+    """Return microseconds by kind."""
+    times: Times = {kind: [] for kind in KINDS}
+    for number in range(-WARM_UP_ROUNDS, rounds):
+        for kind in rng.sample(KINDS, k=len(KINDS)):
+            taken_us = await _one(world, call, rng.choice(ids[kind]))
+            if number >= 0:
+                times[kind].append(taken_us)
+    return times
+
+
+async def _one(world: TenantWorld, call: str, session_id: str) -> float:
+    method, path, has_body = CALLS[call]
+    body = {"model": MODEL, "prompt": "x", "session_id": session_id} if has_body else None
+    data = None if body is None else json.dumps(body).encode()
+    before_ns = time.perf_counter_ns()
+    async with world.front.request(method, path.replace("{id}", session_id), data=data, headers=_headers()) as answer:
+        await answer.read()
+        taken_us = (time.perf_counter_ns() - before_ns) / 1000
+    assert answer.status == 404
+    return taken_us
+
+
+def _headers() -> dict[str, str]:
+    return {"authorization": f"Bearer {key_of(ME)}", "content-type": "application/json"}
+
+
+def _rows(front: str, call: str, times: Times) -> list[dict[str, Any]]:
+    pairs = [("absent", "deleted"), ("absent", "foreign"), ("deleted", "foreign")]
+    rows = [_row(front, call, first, second, times[first], times[second]) for first, second in pairs]
+    again = times["absent"]
+    return [*rows, _row(front, call, "absent", "absent (control)", again[::2], again[1::2])]
+
+
+def _row(  # a row of the table
+    front: str, call: str, first: str, second: str, firsts: list[float], seconds: list[float]
+) -> dict[str, Any]:
+    share, p_value = mann_whitney(firsts, seconds)
+    medians = statistics.median(firsts), statistics.median(seconds)
+    difference_us = medians[0] - medians[1]
+    return {
+        "front": front,
+        "call": call,
+        "pair": f"{first} / {second}",
+        "median_us": [round(median, 1) for median in medians],
+        "difference_us": round(difference_us, 1),
+        "share": round(share, 4),
+        "p": round(p_value, 4),
+        "met": abs(share - 0.5) <= BAR_SHARE or abs(difference_us) <= BAR_US,
+    }
+
+
+def mann_whitney(firsts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return how often one of `firsts` is the larger of a pair, and the two-sided p-value (normal approximation)."""
+    pooled = sorted([(value, 0) for value in firsts] + [(value, 1) for value in seconds])
+    n, m = len(firsts), len(seconds)
+    rank_sum = sum(rank for rank, (_, which) in enumerate(pooled, start=1) if which == 0)
+    u = rank_sum - n * (n + 1) / 2
+    deviation = math.sqrt(n * m * (n + m + 1) / 12)
+    return u / (n * m), math.erfc(abs(u - n * m / 2) / deviation / math.sqrt(2))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    heads = ["front", "call", "pair", "medians µs", "difference µs", "first longer", "p", "bar"]
+    cells = [
+        [
+            *(row["front"], row["call"], row["pair"], " / ".join(map(str, row["median_us"]))),
+            *(f"{row['difference_us']:+}", f"{row['share']:.1%}", f"{row['p']:.3f}", "pass" if row["met"] else "FAIL"),
+        ]
+        for row in rows
+    ]
+    return render(heads, cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
