@@ -120,15 +120,25 @@ class TenantWorld:
 
 
 @asynccontextmanager
-async def running_tenants(directory: Path, *, front: str = "http", **gateway: Any) -> AsyncIterator[TenantWorld]:
-    """Serve until the block ends. `front`: `http`, or `envoy` for a real Envoy before the gateway."""
+async def running_tenants(
+    directory: Path, *, front: str = "http", tenant_limit_bytes: int = 0
+) -> AsyncIterator[TenantWorld]:
+    """Serve until the block ends. `front`: `http`, or `envoy` for a real Envoy before the gateway.
+
+    `tenant_limit_bytes`: what each tenant may have in the sidecar; 0: no limit.
+    """
     async with AsyncExitStack() as stack:
         valkey = ValkeyServer(directory)
         await asyncio.to_thread(valkey.start)
         stack.callback(valkey.stop)
         manager_port = await stack.enter_async_context(_manager(valkey.url))
         kv = await stack.enter_async_context(
-            SidecarUnderTest(directory / "kv", clock=SystemClock(), unix_socket=directory / "s.sock")
+            SidecarUnderTest(
+                directory / "kv",
+                clock=SystemClock(),
+                unix_socket=directory / "s.sock",
+                tenant_limit_bytes=tenant_limit_bytes,
+            )
         )
         server = serve_sidecar(kv.sidecar, ["127.0.0.1:0", f"unix://{directory}/s.sock"])
         await server.start()
@@ -136,12 +146,19 @@ async def running_tenants(directory: Path, *, front: str = "http", **gateway: An
         engine = await stack.enter_async_context(_engine(directory))
         reports = SidecarReports(KVSidecarClient(f"unix://{directory}/s.sock", timeout_s=20))
         pod = await stack.enter_async_context(
-            running_turn_pod(directory, manager_port=manager_port, engine=engine, sidecar=reports)
+            running_turn_pod(
+                directory,
+                manager_port=manager_port,
+                engine=engine,
+                sidecar=reports,
+                quotas=reports,
+                quota_deadline_ms=15_000,
+            )
         )
         decoy = StubEngine()
         await decoy.start()
         stack.push_async_callback(decoy.stop)
-        settings = _gateway_settings(directory, pod, manager_port, server.ports[0], **gateway)
+        settings = _gateway_settings(directory, pod, manager_port, server.ports[0])
         running = await stack.enter_async_context(running_front(front, settings, num_ready=1))
         yield TenantWorld(running, pod, engine, kv, f"127.0.0.1:{server.ports[0]}", f"127.0.0.1:{manager_port}", decoy)
 
@@ -174,9 +191,7 @@ async def _engine(directory: Path) -> AsyncIterator[SavingEngine]:
         await asyncio.to_thread(engine.rank.close)
 
 
-def _gateway_settings(
-    directory: Path, pod: TurnPod, manager_port: int, sidecar_port: int, **more: Any
-) -> GatewaySettings:
+def _gateway_settings(directory: Path, pod: TurnPod, manager_port: int, sidecar_port: int) -> GatewaySettings:
     (directory / "secret").write_bytes(SECRET)
     write_keys(directory / "keys.json", {key_of(tenant): tenant for tenant in TENANTS})
     pods = (EndpointSettings(name="pod-a", url=pod.url, sidecar=f"127.0.0.1:{sidecar_port}"),)
@@ -187,7 +202,10 @@ def _gateway_settings(
         secret_file=directory / "secret",
         api_keys_file=directory / "keys.json",
         # Everything shares one process, which may stand still for seconds.
-        **({"manager_timeout_s": 20, "sidecar_timeout_s": 20, "delete_timeout_s": 20, "probe_timeout_s": 15} | more),
+        manager_timeout_s=20,
+        sidecar_timeout_s=20,
+        delete_timeout_s=20,
+        probe_timeout_s=15,
     )
 
 

@@ -20,9 +20,10 @@ from tests.helpers.fake_vllm import FakeVllm, _json
 from tests.helpers.gateway_parts import SECRET
 from tests.helpers.gateway_server import DEADLINE_S
 from tests.helpers.turn_bench import SidecarInProcess
+from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
-from vllm_plugin.turn.ports import KVSidecar
+from vllm_plugin.turn.ports import KVSidecar, TenantQuotas
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 
@@ -47,10 +48,11 @@ async def running_turn_pod(
     name: str = "pod-a",
     engine: FakeVllm | None = None,
     sidecar: KVSidecar | None = None,
+    quotas: TenantQuotas | None = None,
     tracer: Tracer = NO_TRACER,
     **settings_: Any,
 ) -> AsyncIterator[TurnPod]:
-    """Serve until the block ends; without a `sidecar`, with one that saves nothing."""
+    """Serve until the block ends; without a `sidecar`, with one that saves nothing; without `quotas`, with none."""
     secret_file = directory / "pod-secret"
     secret_file.write_bytes(SECRET)
     settings = TurnSettings(secret_file=secret_file, endpoint_name=name, **settings_)
@@ -64,7 +66,8 @@ async def running_turn_pod(
         tracer=tracer,
     )
     engine = FakeVllm() if engine is None else engine
-    app = TurnMiddleware(_Engine(engine), settings=settings, story=story)
+    admission = TurnAdmission(settings, quotas=quotas, clock=SystemClock())
+    app = TurnMiddleware(_Engine(engine), settings=settings, story=story, admission=admission)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -25,7 +25,7 @@ from contextcache.v1 import kv_sidecar_pb2_grpc as sidecar_grpc
 from tests.helpers.fronts import FRONTS
 from tests.helpers.gateway_parts import SECRET
 from tests.helpers.kv_blocks import BLOCK_TOKENS, FINGERPRINT
-from tests.helpers.tenant_attacks import KINDS, attack_each_other
+from tests.helpers.tenant_attacks import KINDS, attack_each_other, standing
 from tests.helpers.tenant_world import SYSTEM_PROMPT, created, key_of, running_tenants
 from tests.helpers.turn_pod import MODEL
 
@@ -85,6 +85,36 @@ async def test_a_tenant_that_names_anothers_kv_in_its_own_turn_loads_its_own(tmp
         last = world.engine.generated[-1]
 
     assert [(found.tenant, found.session_id) for found in last.loaded] == [("red", mine)]
+
+
+@pytest.mark.timeout(120)
+async def test_a_tenant_over_its_quota_of_kv_is_429_until_it_deletes_and_others_are_not(tmp_path: Path) -> None:
+    """By the real sidecar's count. Seen failing without `check_quota` in the pod: 200, and contexts without KV."""
+    async with running_tenants(tmp_path, tenant_limit_bytes=150_000) as world:
+        mine, refused = [], None
+        red = {"authorization": f"Bearer {key_of('red')}"}
+        for number in range(100):
+            body = {"model": MODEL, "prompt": f"{number} " * 10, "max_tokens": 4}
+            async with world.front.post("/v1/context", body, headers=red) as answer:
+                found = await answer.json()
+                if answer.status != 200:
+                    refused = answer.status, found["error"]["code"]
+                    break
+                mine.append(found["session_id"])
+        contexts = await standing(world)
+        await created(world, "green")
+        async with world.front.post("/v1/completions", {**body, "session_id": mine[0]}, headers=red) as answer:
+            turn = answer.status
+        for session_id in mine:
+            async with world.front.request("DELETE", f"/v1/context/{session_id}", headers=red) as answer:
+                assert answer.status == 200
+        after = await created(world, "red")
+
+    assert refused == (429, "context_quota_exceeded")
+    assert 5 < len(mine) < 100
+    assert len(contexts["red"][0]["data"]) == len(mine)
+    assert turn == 200
+    assert after
 
 
 class Door:

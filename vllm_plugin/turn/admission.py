@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 QUOTA = "quota"
 """Beside the limits of `contextcache.admission`: why a turn was refused."""
+_CREATE_SHARE = 0.95
+"""Of a quota that creates may fill; the rest is for the turns of the contexts that are there. A save that does not fit
+is refused whole, so that a tenant comes near its quota and hardly ever up to it."""
 _UNASKED_MS = 10_000
 """How long a sidecar is left alone that was silent or has no quotas: creates cost nothing then."""
 
@@ -70,7 +73,7 @@ class TurnAdmission:
             return
         if not usage.limit_bytes:
             self._unasked_until_ms = now_ms + _UNASKED_MS
-        elif usage.size_bytes >= usage.limit_bytes:
+        elif usage.size_bytes >= usage.limit_bytes * _CREATE_SHARE:
             self._count(QUOTA)
             raise ContextQuotaExceeded("this tenant's contexts hold as many bytes as they may: delete some")
 

@@ -124,6 +124,14 @@ async def test_a_create_over_the_kv_quota_is_429_and_reserves_nothing(pod):
     assert pod.counted("tenant_refusals", limit="quota") == 1
 
 
+@pytest.mark.parametrize(("size_bytes", "status"), [(949, 200), (950, 429)])
+async def test_the_last_twentieth_of_a_quota_is_for_the_contexts_there_are(pod, size_bytes, status):
+    """Seen failing with the quota itself: a real sidecar refuses the save before a tenant is quite there."""
+    guard(pod, Quotas(TenantUsage(size_bytes, limit_bytes=1000)))
+
+    assert (await pod.create(prompt="x")).status == status
+
+
 async def test_a_turn_is_not_asked_about(pod):
     """A context that is there may go on: its KV is refused, not its answer."""
     quotas = Quotas(TenantUsage(size_bytes=0, limit_bytes=100))
