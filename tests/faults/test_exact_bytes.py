@@ -41,7 +41,12 @@ async def started(directory: Path, *, seal_first: bool) -> AsyncIterator[BytesWo
 
 @pytest.mark.parametrize("order", ROUNDS)
 async def test_after_one_pass_the_stored_bytes_are_those_that_live_sessions_reach(tmp_path: Path, order: str) -> None:
-    """Two sidecars, a manager and Valkey under creates, turns, pulls, deletes, touches and expiries, with crashes."""
+    """Two sidecars, a manager and Valkey under creates, turns, pulls, deletes, touches and expiries, with crashes.
+
+    Seen to fail without the question to the manager (18 manifests that no session named), and with orphans taken out
+    of the index while their files stay (149 files too many), and without
+    the look for blocks that no manifest holds (a tail that a crash before the rename of its manifest left).
+    """
     async with started(tmp_path, seal_first=order == "seal-before-commit") as world:
         await play(world, seed=SEED)
         count = await count_quiet(world)
