@@ -46,7 +46,8 @@ async def _play_all(world: BytesWorld, order: str, options: Options, report: Rep
             report.failures.append(f"{order}, {one} broke off: {traceback.format_exc()}")
             return
         took_s = time.monotonic() - began_s
-        say(f"orphans: {order}, {number} of {len(rounds)}: {one.sidecar_point}, {one.manager_point}, {took_s:.1f} s")
+        points = f"{one.sidecar_point}, {one.manager_point}"
+        say(f"orphans: {order}, {number} of {len(rounds)}: {points}: {len(count.wrong)} wrong, {took_s:.1f} s")
         report.count("rounds")
         report.count("crashes", 2)
         report.rows["longest round, s"] = max(round(took_s, 1), float(report.rows.get("longest round, s", 0)))
