@@ -1,0 +1,52 @@
+"""Stored files that go wrong in every way: the answer stays the cold one, in bounded time, and the fault is counted.
+
+Each case: a context is sealed, one of its files is changed on disk (with memory empty) or in shared memory, the engine
+forgets; the next turn equals a cold one, a counter moves, and the turn after that is restored from a sidecar again.
+All faults x all kinds x both tiers run in `make torture`; the table is printed there.
+
+`swap_data` and `rewrite_data` leave a file that is in order by itself (its own checksum
+rewritten), so that only what the manifest vouches for tells; `age` leaves a good one, which must be used.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import files
+from tests.faults.cases import TIERS, file_case, is_spoilt
+from tests.faults.one_world import _world, world  # noqa: F401  # fixtures
+from tests.faults.world import BOUND_S, describe
+
+pytestmark = pytest.mark.timeout(600)
+
+_EVERY = [(tier, kind, fault) for tier in TIERS for kind in files.KINDS for fault in files.FAULTS]
+ALL = [case for case in _EVERY if case[:2] != ("shared", "manifest")]
+"""The whole product; shared memory has no manifests."""
+FEW = [
+    ("disk", "block", "flip_data_bit"),
+    ("disk", "tail", "rewrite_data"),
+    ("disk", "block", "swap_data"),
+    ("disk", "tail", "swap_whole"),
+    ("disk", "block", "halve"),
+    ("disk", "tail", "remove"),
+    ("disk", "tail", "become_fifo"),
+    ("disk", "block", "become_directory"),
+    ("disk", "block", "age"),
+    ("disk", "manifest", "flip_header_bit"),
+    ("disk", "manifest", "swap_data"),
+    ("disk", "manifest", "remove"),
+    ("disk", "manifest", "empty"),
+]
+"""What `make test` has time for: each class of fault, each kind."""
+
+
+@pytest.mark.parametrize(("tier", "kind", "fault"), FEW, ids="-".join)
+def test_the_next_turn_is_right_and_the_fault_is_counted_when_a_stored_file_goes_wrong(world, tier, kind, fault):  # noqa: F811
+    row = file_case(world, tier, kind, fault)
+
+    print(f"bound {BOUND_S:.0f} s beyond the recompute\n{describe([row])}")
+    assert row.faults == []
+    if is_spoilt(kind, fault):
+        assert not row.outcome.startswith(("host", "disk")), "the spoilt file was used"
+    else:
+        assert row.outcome.startswith(("host", "disk")), "a good file was not used"
