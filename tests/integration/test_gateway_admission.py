@@ -171,7 +171,7 @@ def test_a_budget_that_refuses_has_counted_nothing():
     with budget.hold("a", limit_bytes=100) as first, budget.hold("b", limit_bytes=100) as second:
         first.add(b"x" * 10)
         for held, size in ((second, 6), (first, 1), (second, 11)):
-            with pytest.raises(Exception, match="as many as it may"):
+            with pytest.raises(Exception, match="as it may"):
                 held.add(b"y" * size)
         second.add(b"z" * 5)
 
