@@ -267,6 +267,8 @@ def full_disk_case(world: World, name: str, fill: Callable[[], object], free: Ca
         row.faults += world.ask(row.case, other).faults
     finally:
         free()
+    # The turns before were not saved: this one is.
+    row.faults += world.ask(row.case, told).faults
     _heals(world, told, row)
     return row
 
@@ -282,6 +284,7 @@ def slow_disk_case(world: World, slow: Callable[[], object], heal: Callable[[], 
         row.faults += world.ask(row.case, other).faults
     finally:
         heal()
+    row.faults += world.ask(row.case, told).faults
     _heals(world, told, row)
     return row
 
