@@ -26,16 +26,25 @@ DESCRIPTION = (
 )
 
 _STRING = {"type": "string"}
+_NULL = {"type": "null"}
+"""As if the field were not there."""
 _MODEL = {"type": "string", "minLength": 1, "maxLength": 256}
 _SESSION_ID = {"type": "string", "pattern": f"^{SESSION_ID_PATTERN.pattern}$"}
 _SESSION_ID_OR_NULL = {**_SESSION_ID, "type": ["string", "null"]}
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
 _PROMPT = {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _STRING},
+    "required": ["text"],
+}
 _MESSAGE = {
     "type": "object",
-    "properties": {"role": {"type": "string", "enum": ["system", "user", "assistant"]}, "content": _STRING},
-    "required": ["role", "content"],
-    "additionalProperties": False,
+    "properties": {
+        "role": _STRING,
+        "content": {"anyOf": [_STRING, {"type": "array", "items": _PART}, {"type": "null"}]},
+    },
+    "required": ["role"],
 }
 _MESSAGES = {"type": "array", "minItems": 1, "items": _MESSAGE}
 _METADATA = {
@@ -54,8 +63,8 @@ _ANSWER_FIELDS: dict[str, Any] = {
 }
 _CREATE_FIELDS: dict[str, Any] = {
     "model": _MODEL,
-    "prompt": _PROMPT,
-    "messages": _MESSAGES,
+    "prompt": {"anyOf": [_PROMPT, _NULL]},
+    "messages": {"anyOf": [_MESSAGES, _NULL]},
     "ttl": {
         "type": "integer",
         "default": DEFAULT_TTL_S,
@@ -79,7 +88,10 @@ _TURN_FIELDS: dict[str, Any] = {
 _CREATE_BODY = {
     "type": "object",
     "properties": _CREATE_FIELDS,
-    "oneOf": [{"required": ["model", "prompt"]}, {"required": ["model", "messages"]}],
+    "oneOf": [
+        {"required": ["model", "prompt"], "properties": {"prompt": _PROMPT, "messages": _NULL}},
+        {"required": ["model", "messages"], "properties": {"prompt": _NULL, "messages": _MESSAGES}},
+    ],
 }
 
 _ERROR = {

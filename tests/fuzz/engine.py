@@ -68,15 +68,22 @@ def _prompt_fault(path: str, body: dict[str, Any]) -> str:
         if "prompt_token_ids" in (body.get("kv_transfer_params") or {}):
             return ""
         messages = body.get("messages")
-        fine = isinstance(messages, list) and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-        )
+        fine = isinstance(messages, list) and all(map(_is_message, messages))
         return "" if fine and messages else "messages: a list of messages is wanted"
     prompt = body.get("prompt")
     if isinstance(prompt, str) and prompt:
         # A lone surrogate is no text that a tokenizer takes.
         return "" if _is_text(prompt) else "prompt: not Unicode"
     return "" if prompt and _are_ids(prompt) else "prompt: text or token ids are wanted"
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content)
+    return content is None or isinstance(content, str)
 
 
 def _is_whole(value: Any) -> bool:
@@ -92,7 +99,9 @@ def _is_text(text: str) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    # The toy's vocabulary: characters.
-    return isinstance(value, list) and all(
-        type(item) is int and 0 <= item < 0x110000 and not 0xD800 <= item < 0xE000 for item in value
-    )
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 32 for item in value)
+
+
+def _as_character(token: int) -> int:
+    """Return what the toy decodes a token as: its tokens are characters, and a client's need not be."""
+    return token if token < 0x110000 and not 0xD800 <= token < 0xE000 else ord("?")
