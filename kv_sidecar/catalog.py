@@ -87,7 +87,7 @@ class ContextCatalog:
             tiers=tiers, manifests=manifests, clock=clock, limits=limits, metrics=metrics, free=self._free
         )
         self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
-        """Good blocks of contexts that lost another one, kept for the save that follows the recompute."""
+        """Blocks of contexts that miss a file, kept for the save that follows the recompute."""
         self._expected: set[tuple[TenantId, CacheRef]] = set()
         """What a pull is fetching, or looking for."""
         self._pulled: RecentNames[tuple[CacheRef, int]] = RecentNames(
@@ -202,7 +202,7 @@ class ContextCatalog:
             manifest = await self._manifests.read(record)
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
                 return manifest
-            await self._finish(self._lose(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
+            await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
         elif (tenant, cache_ref) in self._expected:
             raise CacheRefPending("the KV is on its way from a peer")
         self._metrics.misses.inc()
@@ -308,20 +308,30 @@ class ContextCatalog:
     def _live(self, tenant: TenantId, cache_ref: CacheRef) -> ManifestRecord | None:
         return self._manifests.live(tenant, cache_ref, now_ms=self._clock.now_ms())
 
-    async def _lose(self, select: Callable[[], list[ManifestRecord]]) -> None:
-        """Remove manifests that can no longer be served, and spare their blocks for a while."""
-        now_ms = self._clock.now_ms()
-        for record in await self._manifests.lose(select):
+    async def _lose(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
+        """Remove manifests that can no longer be served, and return them. Their blocks stay for now."""
+        records = await self._manifests.lose(select)
+        for record in records:
             log.warning("context lost", extra={"cache_ref": record.cache_ref, "tenant": record.tenant})
-            for key in record.keys:
-                self._spared.add(key, now_ms)
+        return records
+
+    async def _lose_incomplete(self, select: Callable[[], list[ManifestRecord]]) -> None:
+        """Remove manifests that lack something, and spare their blocks for the save that follows the recompute."""
+        now_ms = self._clock.now_ms()
+        for key in _keys_of(await self._lose(select)):
+            self._spared.add(key, now_ms)
 
     async def _lose_block(self, key: BlockKey) -> None:
+        """Remove a block whose bytes are wrong, and what holds it.
+
+        The other blocks of those contexts go too: what spoilt one may have spoilt more, and sending them again costs
+        less than reading them all to find out.
+        """
         try:
             await self._tiers.put_aside(key)
         except OSError:
             log.warning("block cannot be put aside", extra={"block": key.file_name}, exc_info=True)
-        await self._lose(lambda: self._manifests.index.holders(key))
+        await self._free(_keys_of(await self._lose(lambda: self._manifests.index.holders(key))))
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         keys = self._saving.drop_deleted(tenant, session_id, cache_refs)

@@ -18,7 +18,7 @@ class CatalogLimits:
     """How long deleted refs and sessions are refused."""
     max_tombstones: int
     spare_ms: int
-    """How long the good blocks of a context with a bad one are kept, for the save that follows its recompute."""
+    """How long the blocks of a context that misses a file are kept, for the save that follows its recompute."""
     max_waiters: int
 
 

@@ -75,7 +75,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
     tombstone_s: int = Field(3600, ge=0, description="Seconds for which deleted names refuse a late save.")
     tombstones_max: int = Field(65536, ge=1, description="Deleted names remembered; the oldest are forgotten first.")
     spare_s: int = Field(
-        300, ge=0, description="Seconds for which the good blocks of a context with a bad one wait for its next save."
+        300, ge=0, description="Seconds for which the blocks of a context that misses a file wait for its next save."
     )
     leftover_s: int = Field(
         600, ge=1, description="Seconds after which unannounced, unfinished and quarantined files are removed."

@@ -159,15 +159,31 @@ async def test_a_stored_block_nobody_vouches_for_is_sent_again(tmp_path: Path) -
         assert await kv.load(new)
 
 
-async def test_spared_blocks_of_a_lost_context_are_counted_on(tmp_path: Path) -> None:
+async def test_spared_blocks_of_a_context_that_misses_one_are_counted_on(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
         new = await kv.save(TEN)
-        give_other_bytes(kv.path_of(block_key(kv.plan(new), 1, 0)), kv.plan(new), 1)
+        kv.path_of(block_key(kv.plan(new), 1, 0)).unlink()
+        for _ in range(2):
+            with pytest.raises(CacheRefNotFound):
+                await kv.load(new)
+        again = new_save(TEN, now_ms=kv.clock.now_ms())
+
+        assert (await kv.send_all(again)).missing_blocks == (1,)
+        assert await kv.catalog.seal(again.cache_ref, 0)
+        assert await kv.load(again)
+
+
+async def test_a_context_with_many_wrong_blocks_is_whole_after_one_save(tmp_path: Path) -> None:
+    """With the lost context's other blocks spared, the save after the recompute counted on the next wrong one."""
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
+        new = await kv.save(TEN)
+        for index in range(2):
+            give_other_bytes(kv.path_of(block_key(kv.plan(new), index, 0)), kv.plan(new), index)
         with pytest.raises(CorruptBlock):
             await kv.load(new)
         again = new_save(TEN, now_ms=kv.clock.now_ms())
 
-        assert (await kv.send_all(again)).missing_blocks == (1,)
+        assert (await kv.send_all(again)).missing_blocks == (0, 1)
         assert await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
