@@ -1,4 +1,4 @@
-"""`StoreClock`: the one clock of all managers is Redis's (ADR 0020). Owns the task that reads it.
+"""`StoreClock`: the one clock of all managers is Redis's (ADR 0021). Owns the task that reads it.
 
 Leases and lives are compared with `now_ms` of whichever manager is asked. If each took its machine's clock, one that is
 an hour ahead would give away leases that live and bury sessions an hour early. So a manager counts from the last times
