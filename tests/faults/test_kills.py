@@ -1,0 +1,42 @@
+"""Processes killed in mid-turn and at named points: nothing acknowledged is lost, and nothing hangs.
+
+One stack, whose engine stays up while gateway, manager and sidecar come and go. Killing the engine, and every
+point of every package, is in `make torture`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.cases import POINTS, kill_mid_turn_case, point_case
+from tests.faults.one_world import _world, world  # noqa: F401  # fixtures
+from tests.faults.world import describe
+
+pytestmark = pytest.mark.timeout(600)
+
+FEW = [
+    "sidecar.block.rename",
+    "sidecar.manifest.write",
+    "sidecar.manifest.published",
+    "manager.commit.before",
+    "manager.commit.after",
+]
+"""Publish and commit; the others are in the torture run."""
+
+
+@pytest.mark.parametrize("point", FEW)
+def test_a_part_that_dies_at_a_point_costs_time_and_never_a_turn(world, point):  # noqa: F811
+    row = point_case(world, point)
+
+    print(describe([row]))
+    assert point in POINTS
+    assert row.was_passed, "the conversation did not come by: the case proved nothing"
+    assert row.faults == []
+
+
+@pytest.mark.parametrize("part", ["gateway", "manager", "sidecar"])
+def test_a_part_killed_in_the_middle_of_a_turn_loses_nothing_acknowledged(world, part):  # noqa: F811
+    row = kill_mid_turn_case(world, part)
+
+    print(f"{describe([row])} recovered in {row.recovery_s:.1f} s")
+    assert row.faults == []
