@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from context_manager.client import ContextManagerClient
 from contextcache.errors import ContextBusy, ContextNotFound, SidecarUnavailable
@@ -175,6 +177,52 @@ async def test_a_data_directory_goes_from_release_to_release_and_back(
         process.popen.wait(DEADLINE_S)
 
 
+async def test_a_manager_that_has_never_heard_the_sidecars_question_frees_nothing(
+    tmp_path: Path, start: Callable[..., Process]
+) -> None:
+    """Then one of this release takes its place, and what no session names goes.
+
+    Seen failing: with UNIMPLEMENTED taken as "no session names any of it", no question counted as failed and the save
+    was gone under the manager of the release before.
+    """
+    valkey = ValkeyServer(tmp_path)
+    valkey.start()
+    listen, metrics_port = f"127.0.0.1:{free_port()}", free_port()
+    manager = {"MANAGER_LISTEN": listen, "MANAGER_REDIS_URL": valkey.url}
+    asking = {
+        "SIDECAR_MANAGER": listen,
+        "SIDECAR_ORPHAN_AFTER_S": "1",
+        "SIDECAR_COLLECT_INTERVAL_S": "0.2",
+        "SIDECAR_METRICS_PORT": str(metrics_port),
+    }
+    try:
+        old = start("context_manager", manager, old=True)
+        await manager_serving(listen)
+        sidecar = start("kv_sidecar", sidecar_environment(tmp_path / "one") | asking, old=False)
+        await serving(sidecar)
+        rank = await asyncio.to_thread(EngineRank, sidecar.address)
+        saved = await asyncio.to_thread(rank.save, PROMPT)
+
+        async with asyncio.timeout(DEADLINE_S):
+            while await counted(metrics_port, "failed_manager_questions_total") < 2:
+                await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(rank.load, saved)
+        assert await counted(metrics_port, "orphaned_contexts_total") == 0
+
+        old.popen.terminate()
+        old.popen.wait(DEADLINE_S)
+        start("context_manager", manager, old=False)
+        client = KVSidecarClient(sidecar.address, timeout_s=DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.stats()).num_contexts:
+                await asyncio.sleep(0.1)
+        assert await counted(metrics_port, "orphaned_contexts_total") == 1
+        await client.close()
+        rank.close()
+    finally:
+        valkey.stop()
+
+
 def test_the_archive_is_what_runs(before: ReleaseBefore) -> None:
     """Else all of this would compare the release with itself."""
     code = "import contextcache, deploy.local, vllm_plugin; print(contextcache.__file__, vllm_plugin.__file__)"
@@ -219,6 +267,28 @@ def sidecar_environment(directory: Path) -> dict[str, str]:
         "SIDECAR_PULL_MANIFEST_TIMEOUT_S": "30",
         "SIDECAR_LOG_LEVEL": "WARNING",
     }
+
+
+async def manager_serving(address: str) -> None:
+    """Return when a manager answers."""
+    client = ContextManagerClient(address, timeout_s=1)
+    async with asyncio.timeout(DEADLINE_S):
+        while not await client.is_serving():
+            await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def counted(metrics_port: int, name: str) -> float:
+    """Return one sample of a sidecar's metrics."""
+
+    def read() -> str:
+        with urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=DEADLINE_S) as answer:
+            return answer.read().decode()
+
+    samples = (
+        sample for family in text_string_to_metric_families(await asyncio.to_thread(read)) for sample in family.samples
+    )
+    return sum(sample.value for sample in samples if sample.name == f"contextcache_sidecar_{name}")
 
 
 async def serving(process: Process) -> None:
