@@ -22,6 +22,7 @@ from contextcache.tracing import trace_headers
 from gateway.exchange import REQUEST_ID_HEADER, ClientGone, Exchange
 from gateway.flows import Forward
 from gateway.metrics import Metrics
+from gateway.pod_socket import open_pod_socket
 from gateway.pod_tls import tls_arguments
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Broken(ContextCacheError):
 def carrier_session(*, connect_timeout_s: float, idle_timeout_s: float) -> aiohttp.ClientSession:
     """Return the connections to the pods; requests in flight are bounded by the front. The caller closes it."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=open_pod_socket),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
