@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,7 @@ SHORT_TTL_S = 2
 LONG_TTL_S = 3_600
 ORPHAN_AFTER_S = 1
 SAVE_DEADLINE_S = 2
-START_DEADLINE_S = 60
+START_DEADLINE_S = 120
 PASS_DEADLINE_S = 60
 _CALL_S = 10.0
 
@@ -92,6 +92,16 @@ class Part:
         code = self._process.poll()
         assert code in (None, -signal.SIGKILL), f"{self.name} ended with {code}: {self._log.read_text()[-3000:]}"
         return code is not None
+
+    def told(self) -> str:
+        """Return how busy the machine is, what the process does and what it logged last: why it may not serve."""
+        assert self._process is not None
+        with suppress(OSError):
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+            stack = Path(f"/proc/{self._process.pid}/wchan").read_text()
+            state = " ".join(line for line in status.splitlines() if line.startswith(("State", "Threads")))
+            return f"{self.name}: load {os.getloadavg()}, {state}, in {stack}, log {self._log.read_text()[-3000:]}"
+        return f"{self.name}: load {os.getloadavg()}, gone, log {self._log.read_text()[-3000:]}"
 
     def kill(self) -> None:
         """End it like a crash; harmless when it is not running."""
@@ -147,7 +157,7 @@ class Pod:
                 engine = await asyncio.to_thread(EngineRank, self.address, frames=self.shared is None)
             return engine is not None
 
-        await poll(is_introduced, START_DEADLINE_S)
+        await poll(is_introduced, START_DEADLINE_S, self.part.told)
         former, self._engine = self._engine, engine
         if former is not None:
             former.close()
@@ -263,7 +273,7 @@ class BytesWorld:
             self._check_keepers()
             return sum(part.restarts for part in self.parts) >= num_deaths
 
-        await poll(are_up, START_DEADLINE_S)
+        await poll(are_up, START_DEADLINE_S, lambda: "; ".join(part.told() for part in self.parts))
 
     async def close(self) -> None:
         for keeper in self._keepers:
@@ -291,7 +301,7 @@ class BytesWorld:
             return await self.client.is_serving()
 
         if part is self.manager:
-            await poll(is_serving, START_DEADLINE_S)
+            await poll(is_serving, START_DEADLINE_S, part.told)
         for pod in self.pods:
             if pod.part is part:
                 await pod.await_serving()
@@ -531,14 +541,14 @@ def _send(engine: EngineRank, new: NewSave, num_blocks: int | None) -> None:
     engine.client.save_blocks(engine.requests(new, [*prepared.missing_blocks, *tail][:num_blocks]), timeout_s=_CALL_S)
 
 
-async def poll(condition: object, deadline_s: float) -> None:
-    """Ask until it is so; fail loudly at the deadline."""
+async def poll(condition: object, deadline_s: float, told: Callable[[], str] = str) -> None:
+    """Ask until it is so; fail loudly at the deadline, with what is told then."""
     ends_at = time.monotonic() + deadline_s
     while True:
         with suppress(OSError):
             if await condition():  # type: ignore[operator]  # an async callable
                 return
-        assert time.monotonic() < ends_at, "it did not become so in time"
+        assert time.monotonic() < ends_at, f"it did not become so in {deadline_s:.0f} s. {told()}"
         await asyncio.sleep(0.05)
 
 
