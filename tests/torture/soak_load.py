@@ -21,6 +21,7 @@ HANGS_S = 120
 """A request that takes longer is stuck: the longest fault lasts 3 s, and the machine stands still for some."""
 _TOKENS_MAX = 1100
 """Longer contexts make room for new ones."""
+_LONG_TTL_S = 3600
 _SHORT_TTL_S = 10
 _PAUSE_MAX_S = 0.25
 _ALLOWED = {502, 503}
@@ -51,6 +52,8 @@ class Load:
     failures: list[str] = field(default_factory=list)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     held: list[Held] = field(default_factory=list)
+    unsure: list[Held] = field(default_factory=list)
+    """Creates whose answer never came: they may be there, or come to be. Who names a context can delete it."""
 
     async def run(self) -> None:
         """Work. Raises nothing but faults of this file."""
@@ -62,7 +65,7 @@ class Load:
     async def delete_all(self) -> None:
         """Delete every context that is left."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANGS_S)) as http:
-            for one in self.held:
+            for one in self.held + self.unsure:
                 async with http.delete(f"{self.url}/v1/context/{one.session_id}", headers=_auth(one.key)) as answer:
                     self.seen[f"last delete {answer.status}"] += 1
 
@@ -72,11 +75,14 @@ class _Worker:
         self._load, self._http, self._random = load, http, random
         self._key = (KEY, OTHER_KEY)[number % 2]
         self._mine: list[Held] = []
+        self._unsure: list[Held] = []
 
     async def run(self) -> None:
         while not self._load.stop.is_set():
             while len(self._mine) < CONTEXTS_PER_WORKER and not self._load.stop.is_set():
                 await self._attempt("create", self._create)
+            if self._unsure:
+                await self._attempt("delete unsure", self._delete_unsure)
             (name,) = self._random.choices(list(_OPERATIONS), list(_OPERATIONS.values()))
             await self._attempt(name, getattr(self, "_" + name.lower().replace(" ", "_").replace("-", "_")))
             await asyncio.sleep(self._random.random() * _PAUSE_MAX_S)
@@ -112,14 +118,29 @@ class _Worker:
         body = {"model": MODEL, "session_id": context.session_id, "max_tokens": self._random.randrange(1, 8)}
         return {**body, "prompt": self._text(), "context_mode": "append", **more}
 
-    async def _create(self, *, ttl: int = 3600) -> int:
+    async def _create(self, *, ttl: int = _LONG_TTL_S) -> int:
         prompt = self._text() * self._random.randrange(1, 8)
+        new = Held(f"soak-{self._random.getrandbits(64):x}", self._key, len(prompt))
         body = {"model": MODEL, "prompt": prompt, "ttl": ttl, "max_tokens": self._random.choice((0, 1, 4))}
-        async with self._http.post(self._url("/v1/context"), json=body, headers=_auth(self._key)) as answer:
-            told = await answer.json(content_type=None)
-            if answer.status == 200 and ttl == 3600:
-                self._mine.append(Held(told["session_id"], self._key, len(prompt)))
-            return answer.status
+        body["session_id"] = new.session_id
+        is_known = ttl != _LONG_TTL_S
+        try:
+            async with self._http.post(self._url("/v1/context"), json=body, headers=_auth(self._key)) as answer:
+                await answer.read()
+                if answer.status == 200 and not is_known:
+                    self._mine.append(new)
+                    is_known = True
+                return answer.status
+        finally:
+            if not is_known:
+                self._unsure.append(new)
+                self._load.unsure.append(new)
+
+    async def _delete_unsure(self) -> None:
+        for one in tuple(self._unsure):
+            async with self._http.delete(self._url(f"/v1/context/{one.session_id}"), headers=_auth(one.key)) as answer:
+                if answer.status in {200, 404}:
+                    self._unsure.remove(one)
 
     async def _short_lived(self) -> int:
         return await self._create(ttl=_SHORT_TTL_S)
@@ -167,12 +188,16 @@ class _Worker:
     async def _let_go(self, context: Held) -> None:
         if context in self._mine:
             self._mine.remove(context)
-        url = self._url(f"/v1/context/{context.session_id}")
-        async with self._http.delete(url, headers=_auth(self._key)) as answer:
-            self._load.seen[f"delete: {answer.status}"] += 1
-            if answer.status >= 500:
-                # Not gone: it stays ours, or it would be one more than there may be.
-                self._mine.append(context)
+        url, status = self._url(f"/v1/context/{context.session_id}"), 0
+        try:
+            async with self._http.delete(url, headers=_auth(self._key)) as answer:
+                status = answer.status
+                self._load.seen[f"delete: {status}"] += 1
+        finally:
+            if status not in {200, 404, 410}:
+                # Not gone for all we know: asked again, or it would be one more than there may be.
+                self._unsure.append(context)
+                self._load.unsure.append(context)
 
     async def _read(self) -> int:
         path = self._random.choice(("/v1/context", f"/v1/context/{self._picked().session_id}"))

@@ -93,7 +93,12 @@ def _processes(stack: FaultStack) -> dict[str, list[int]]:
 
 
 def _of_processes(pids: Iterable[int]) -> dict[tuple[str, str], float]:
-    totals = {("open files", "fds"): 0.0, ("sockets", "sockets"): 0.0, ("threads", "threads"): 0.0, ("PSS", "MiB"): 0.0}
+    totals = {
+        ("open files", "fds"): 0.0,
+        ("sockets", "sockets"): 0.0,
+        ("threads", "threads"): 0.0,
+        ("own memory", "MiB"): 0.0,
+    }
     for pid in pids:
         with suppress(OSError):
             folder = Path(f"/proc/{pid}")
@@ -101,7 +106,9 @@ def _of_processes(pids: Iterable[int]) -> dict[tuple[str, str], float]:
             totals["open files", "fds"] += len(links)
             totals["sockets", "sockets"] += sum(link.startswith("socket:") for link in links)
             totals["threads", "threads"] += int(_number(folder / "status", "Threads:"))
-            totals["PSS", "MiB"] += _number(folder / "smaps_rollup", "Pss:") / 1024
+            # Not the PSS: that of libraries grows when somebody else's processes end.
+            own = ("Private_Clean:", "Private_Dirty:")
+            totals["own memory", "MiB"] += sum(_number(folder / "smaps_rollup", name) for name in own) / 1024
     return totals
 
 
@@ -133,7 +140,7 @@ def _in_hand(stack: FaultStack) -> dict[tuple[str, str, str], float]:
         with suppress(httpx.HTTPError):
             samples = stack.metrics(part)
             for name in names:
-                values = [value for (sample, _), value in samples.items() if sample == name]
+                values = [value for (sample, _), value in samples.items() if sample == name and value == value]
                 if values:
                     found[part, name, "count"] = sum(values)
     return found
