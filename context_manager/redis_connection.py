@@ -213,19 +213,22 @@ class RedisConnection:
         pipeline.execute_command(*command)
         pipeline.execute_command("WAIT", wait.num_replicas, wait.timeout_ms)
         answer, num_replicas = await pipeline.execute(raise_on_error=False)
-        for outcome in (answer, num_replicas):
-            if isinstance(outcome, Exception):
-                raise outcome
-        # A refusal wrote nothing that could be lost.
-        if answer[0] == b"ok" and num_replicas < wait.num_replicas:
+        if isinstance(answer, Exception):
+            raise answer
+        if answer[0] != b"ok":
+            return answer  # a refusal wrote nothing that could be lost
+        if isinstance(num_replicas, Exception):
+            # What was written is there all the same: a master that becomes a replica says UNBLOCKED, an ACL NOPERM.
+            log.error("redis broke off a wait for replicas", extra=_error_fields(num_replicas))
+            raise TooFewReplicas from num_replicas
+        if num_replicas < wait.num_replicas:
             raise TooFewReplicas
         return answer
 
 
 def _mapped(exc: Exception) -> ContextCacheError:
-    # Only the class and Redis's code word: the rest of an error's text may quote arguments.
-    code = str(exc).split(" ", 1)[0] if isinstance(exc, RedisError) else ""
-    fields = {"error": type(exc).__name__, "redis_code": code}
+    fields = _error_fields(exc)
+    code = fields["redis_code"]
     if isinstance(exc, TooFewReplicas):
         log.warning("too few replicas took a write in time", extra=fields)
         return refusals.unavailable()
@@ -235,3 +238,9 @@ def _mapped(exc: Exception) -> ContextCacheError:
         return ContextCacheError("the session store refused a command")
     log.warning("redis did not answer", extra=fields)
     return refusals.unavailable()
+
+
+def _error_fields(exc: Exception) -> dict[str, str]:
+    # Only the class and Redis's code word: the rest of an error's text may quote arguments.
+    code = str(exc).split(" ", 1)[0] if isinstance(exc, RedisError) else ""
+    return {"error": type(exc).__name__, "redis_code": code}
