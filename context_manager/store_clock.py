@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
 """Two machines' quartzes drift apart by far less than a ms in it."""
 _UNKNOWN_INTERVAL_S = 0.2
+_REFUSED_INTERVAL_S = 300.0
+"""Where Redis keeps its time to itself: each question is an error in the log, until the ACL is right."""
 _SKEW_TOLD_MS = 1000
 """From here on the machine's clock is called wrong in the log."""
 
@@ -48,7 +50,7 @@ class StoreClock(Clock):
         """Redis's time less the uptime."""
         self._told_skew = False
         self._own = False
-        """True: Redis does not let us read its clock."""
+        """True: Redis does not let us read its clock, and never told it."""
         self._task: asyncio.Task[None] | None = None
 
     @override
@@ -68,10 +70,9 @@ class StoreClock(Clock):
         except StoreUnavailable:
             return
         except ContextCacheError:
-            # Refused for good: an ACL of before this release. As good as the machines' clocks are, as it was then.
-            self._own = True
-            log.warning("redis does not tell its time, this machine's clock counts; the ACL user needs +time")
+            self._do_without()
             return
+        self._own = False
         self._take(told_ms, sent_ms=sent_ms, got_ms=self._uptime_s() * 1000)
 
     def start(self) -> None:
@@ -85,6 +86,16 @@ class StoreClock(Clock):
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+
+    def _do_without(self) -> None:
+        """Go on where Redis refuses: with what it told before, else with this machine's clock (ADR 0021).
+
+        Mostly an ACL of before this release. It is asked on: a manager that kept its own clock for good would differ
+        from those that start once the ACL is right.
+        """
+        if self._offset_ms is None and not self._own:
+            self._own = True
+            log.warning("redis does not tell its time, this machine's clock counts; the ACL user needs +time")
 
     def _take(self, told_ms: int, *, sent_ms: float, got_ms: float) -> None:
         # The time was told somewhen between question and answer. An offset that agrees with that is left as it is: a
@@ -102,10 +113,15 @@ class StoreClock(Clock):
         self._told_skew = is_wrong
 
     async def _follow(self) -> None:
-        while not self._own:
+        while True:
             try:
                 await self.measure()
             except Exception:
                 # Without this loop the clock would drift for good.
                 log.exception("redis' clock not read by a fault of our own")
-            await asyncio.sleep(_UNKNOWN_INTERVAL_S if self._offset_ms is None else _INTERVAL_S)
+            await asyncio.sleep(self._interval_s())
+
+    def _interval_s(self) -> float:
+        if self._own:
+            return _REFUSED_INTERVAL_S
+        return _UNKNOWN_INTERVAL_S if self._offset_ms is None else _INTERVAL_S
