@@ -131,9 +131,8 @@ def _read_keys(path: Path) -> tuple[_Key, ...]:
 
 def _read_file(path: Path) -> bytes:
     # Without waiting: a pipe under this name would stop the gateway for as long as nobody writes into it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("not a file")
         data = file.read(_FILE_BYTES_MAX + 1)
     if len(data) > _FILE_BYTES_MAX:

@@ -167,6 +167,18 @@ def test_what_is_no_file_leaves_the_last_good_keys_and_stops_nothing(watched, ki
     assert watched.failures == 1
 
 
+def test_a_directory_in_the_files_place_costs_no_descriptor_a_look(watched):
+    """Seen failing with `os.fdopen`, which does not close what it refuses: one a second until none are left."""
+    watched.path.unlink()
+    watched.path.mkdir()
+    assert watched.tenant(KEY) == "demo"
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(10):
+        assert watched.tenant(KEY) == "demo"
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_file_beyond_all_measure_is_not_read_to_its_end(watched):
     with watched.path.open("wb") as file:
         file.truncate(1 << 40)
