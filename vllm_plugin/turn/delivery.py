@@ -74,6 +74,9 @@ class Delivery:
             await self._take(message)
         except ContextCacheError as exc:
             self._failure = exc
+            if message.get("more_body"):
+                # Nobody reads what follows: the engine need not compute it, nor the client and the session wait for it.
+                self._patience.lose("engine")
 
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -149,9 +152,12 @@ class Delivery:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.complete = self.complete or not more
 
-    def check_complete(self) -> None:
-        """Raise what went wrong, or EngineFailed when the engine returned without having answered to the end."""
+    def check_complete(self, *, lost_with: str) -> None:
+        """Raise what went wrong, or EngineFailed when the engine ended without having answered to the end.
+
+        `lost_with`: with whom patience was lost; empty: with nobody.
+        """
         if self._failure is not None:
             raise self._failure
         if not self.complete:
-            raise EngineFailed("the engine broke off")
+            raise EngineFailed(f"no patience left with the {lost_with}" if lost_with else "the engine broke off")

@@ -14,7 +14,13 @@ from typing import Any
 
 from contextcache.clock import Clock
 from contextcache.crash_points import crash_point
-from contextcache.errors import ContextCacheError, EngineFailed, GenerationMismatch, LeaseLost, StoreUnavailable
+from contextcache.errors import (
+    ContextCacheError,
+    ContextExpired,
+    ContextNotFound,
+    EngineFailed,
+    StoreUnavailable,
+)
 from contextcache.model import CacheRef, CacheSessionMetadata, Segment, TtlPolicy, TurnCommit
 from contextcache.tracing import Span, child_span, current_span, within
 from vllm_plugin.turn.answer import AnswerResult
@@ -127,8 +133,8 @@ class Settlement:
             self._metrics.refused_commits.labels(reason=exc.code).inc()
             log.warning("commit refused", extra={"session_id": session.session_id, "reason": exc.code})
             self._drop(turn)
-            if isinstance(exc, StoreUnavailable | EngineFailed):
-                self._background.start(self._give_back(turn))
+            # Whatever was refused: nobody renews the lease any more, and the next turn need not wait for its end.
+            self._background.start(self._give_back(turn))
             return CommitOutcome(
                 committed=False, generation=session.generation, expires_at_ms=session.expires_at_ms, reason=exc.code
             )
@@ -153,8 +159,11 @@ class Settlement:
         except StoreUnavailable as first:
             try:
                 return await send(commit)
-            except (LeaseLost, GenerationMismatch):
-                # Another turn's commit may have come after ours, which then counts.
+            except (ContextNotFound, ContextExpired):
+                raise  # whatever was committed is gone with its context
+            except ContextCacheError:
+                # Another turn's commit may have come after ours, which then counts; or the store refuses for a reason
+                # that says nothing of the first.
                 raise first from None
 
     async def _wait_sealed(self, turn: Turn) -> None:

@@ -28,7 +28,6 @@ from contextcache.errors import (
     InvalidRequest,
     ModelMismatch,
     NoReadyEndpoint,
-    StoreUnavailable,
 )
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import (
@@ -203,13 +202,11 @@ class TurnStory:
             async with patience.watching():
                 receive = patience.receive(client.receive)
                 await engine.generate(turn.request.path, self._engine_body(turn), receive, delivery.take)
-        except TimeoutError as exc:
-            raise EngineFailed(f"no patience left with the {patience.lost_with}") from exc
+        except TimeoutError:
+            log.warning("the engine did not end a request", extra={"session_id": turn.session.session_id})
         finally:
             self._patiences.discard(patience)
-        if patience.lost_with and not delivery.complete:
-            raise EngineFailed(f"no patience left with the {patience.lost_with}")
-        delivery.check_complete()
+        delivery.check_complete(lost_with=patience.lost_with)
 
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
         """Return what vLLM gets: the client's own fields, our prompt, and the connector's orders."""
@@ -262,7 +259,7 @@ class TurnStory:
 
     @asynccontextmanager
     async def _taking(self, tenant: TenantId, session_id: SessionId, lease_id: str) -> AsyncIterator[None]:
-        """Have a lease given back when its call ended without an answer: it may have been taken all the same.
+        """Have a lease given back when its call failed or gave no answer: it may have been taken all the same.
 
         A client that is told so may try again at once; it waits a moment for that, and no longer.
         """
@@ -271,7 +268,9 @@ class TurnStory:
         except asyncio.CancelledError:
             self._background.start(self._manager.abort_turn(tenant, session_id, lease_id=lease_id))
             raise
-        except StoreUnavailable:
+        except ContextCacheError as exc:
+            if exc.http_status < 500:
+                raise  # a refusal: nothing was taken
             giving_back = self._manager.abort_turn(tenant, session_id, lease_id=lease_id)
             await self._background.finish(giving_back, within_s=_GIVING_BACK_S)
             raise

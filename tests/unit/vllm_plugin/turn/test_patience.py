@@ -107,6 +107,26 @@ async def test_an_engine_deaf_to_a_disconnect_is_cancelled(pod, engine):
     assert await is_free(pod, engine, session_id)
 
 
+async def test_a_stream_that_cannot_be_read_ends_at_once_and_not_with_the_engine(pod, engine):
+    """Seen failing when what follows an unreadable event was only not looked at: the turn went on for 100 s."""
+
+    async def broken(scope, request, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: {broken}\n\n", "more_body": True})
+        engine.was_told = (await engine.receive())["type"] == "http.disconnect"
+
+    session_id = await created(pod, engine)
+    engine._complete = broken
+    begun_s = asyncio.get_running_loop().time()
+
+    answer = await pod.ask(session_id, prompt=" x", stream=True)
+
+    assert (answer.status, answer.json["error"]["message"]) == (502, "the engine sent an event that cannot be read")
+    assert asyncio.get_running_loop().time() - begun_s < 1
+    assert engine.was_told
+    assert await is_free(pod, engine, session_id)
+
+
 async def test_a_client_that_reads_nothing_loses_its_turn_and_the_session_is_free(pod, engine):
     session_id = await created(pod, engine)
     engine = FakeVllm()

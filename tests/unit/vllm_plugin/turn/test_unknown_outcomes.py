@@ -1,7 +1,9 @@
 """Calls of the manager's that gave no answer: what the client is told, and that its session is free.
 
 Seen failing, one by one: the give-back beside the answer instead of before it; the give-back waited for without a
-bound; a retry's `lease_lost` told as if nothing had been committed; no give-back after a commit without an answer.
+bound; a retry's `lease_lost` told as if nothing had been committed; no give-back after a commit without an answer;
+a give-back only after some kinds of failed commits (the session was busy for its lease's time); a retry's
+`internal_error` told in place of the unknown outcome; a lease kept when the transcript behind it could not be read.
 """
 
 import asyncio
@@ -10,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from contextcache.errors import ContextNotFound, LeaseLost, StoreUnavailable
+from contextcache.errors import (
+    ContextCacheError,
+    ContextExpired,
+    ContextNotFound,
+    GenerationMismatch,
+    InvalidRequest,
+    LeaseLost,
+    StoreUnavailable,
+)
 from tests.helpers.fake_vllm import FakeVllm
 from tests.helpers.turn_bench import Pod
 from vllm_plugin.turn.crash_points import POINTS
@@ -108,6 +118,52 @@ async def test_a_commit_whose_answer_was_lost_and_that_another_turn_followed_is_
     context = answer.json["usage"]["context"]
     assert [segment.text for segment in segments][-2:] == [" x", "!"]
     assert (context["committed"], context["reason"]) == (False, "store_unavailable")
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (LeaseLost("gone"), "store_unavailable"),
+        (GenerationMismatch("on"), "store_unavailable"),
+        (ContextCacheError("the session store refused a command"), "store_unavailable"),
+        (ContextNotFound("deleted"), "context_not_found"),
+        (ContextExpired("over"), "context_expired"),
+    ],
+    ids=lambda value: getattr(value, "code", value),
+)
+async def test_what_a_repeated_commit_is_refused_for_says_nothing_of_the_first(pod, monkeypatch, second, told):
+    session_id = await created(pod)
+    errors = [StoreUnavailable("no answer"), second]
+
+    async def fail(turn):
+        raise errors.pop(0)
+
+    monkeypatch.setattr(pod.manager, "commit_turn", fail)
+    answer = await pod.ask(session_id, prompt=" x")
+
+    assert answer.json["usage"]["context"]["reason"] == told
+
+
+@pytest.mark.parametrize(
+    "error", [ContextCacheError("damaged"), InvalidRequest("keeps too much"), GenerationMismatch("on")]
+)
+async def test_whatever_a_commit_is_refused_for_the_next_turn_runs_at_once(pod, error):
+    session_id = await created(pod)
+    pod.manager.fault = ("commit_turn", error)
+    answer = await pod.ask(session_id, prompt=" x")
+    pod.manager.fault = None
+
+    assert answer.json["usage"]["context"]["reason"] == error.code
+    assert (await pod.ask(session_id, prompt=" y")).status == 200
+
+
+async def test_a_lease_whose_transcript_could_not_be_read_is_given_back(pod, monkeypatch):
+    session_id = await created(pod)
+    with monkeypatch.context() as patch:
+        silent_after(pod, "begin_turn", patch, error=ContextCacheError("the stored transcript is incomplete"))
+        assert (await pod.ask(session_id, prompt=" x")).status == 500
+
+    assert (await pod.ask(session_id, prompt=" y")).status == 200
 
 
 @pytest.mark.parametrize("error", [LeaseLost("gone"), ContextNotFound("deleted")], ids=lambda e: e.code)
