@@ -161,7 +161,14 @@ def envoy_settings(settings: StackSettings) -> EnvoySettings:
         drain_timeout_s=_DRAIN_S,
         # Above GATEWAY_MANAGER_TIMEOUT_S, also where somebody has raised it.
         plugin_timeout_s=30,
+        **_both_fronts(settings),
     )
+
+
+def _both_fronts(settings: StackSettings) -> dict[str, float]:
+    """Return what Envoy does as the gateway's own front is told to: how long a pod may be silent."""
+    told = _environment(settings, "gateway").get("GATEWAY_IDLE_TIMEOUT_S")
+    return {"idle_timeout_s": float(told)} if told else {}
 
 
 def host_memory_bytes(shared_free: int, *, sidecars: int = 1) -> int:

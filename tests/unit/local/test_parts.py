@@ -98,6 +98,15 @@ def test_envoy_sends_to_the_engines_and_asks_the_gateway(make_settings, make_par
     assert (settings.listen_port, settings.admin_port) == parts["envoy"].ports
 
 
+def test_envoy_waits_for_a_silent_pod_as_long_as_the_gateways_own_front(make_settings, monkeypatch):
+    monkeypatch.delenv("GATEWAY_IDLE_TIMEOUT_S", raising=False)
+    assert envoy_settings(make_settings()).idle_timeout_s == 600
+
+    monkeypatch.setenv("GATEWAY_IDLE_TIMEOUT_S", "90")
+    assert envoy_settings(make_settings()).idle_timeout_s == 90
+    assert envoy_settings(make_settings(env={"GATEWAY_IDLE_TIMEOUT_S": "15"})).idle_timeout_s == 15
+
+
 def test_connector_and_middleware_use_their_own_sidecars_socket(make_parts):
     parts = make_parts(engines=2)
 
