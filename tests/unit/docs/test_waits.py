@@ -45,6 +45,7 @@ NO_WAITS = {
     "context_manager.redis_tls._RETRY_INTERVAL_S": "how often",
     "context_manager.store_clock._INTERVAL_S": "how often",
     "context_manager.store_clock._UNKNOWN_INTERVAL_S": "how often",
+    "context_manager.store_clock._REFUSED_INTERVAL_S": "how often",
     "context_manager.store_clock._SKEW_TOLD_MS": "a difference of clocks",
     "context_manager.sweep_lease._DURATION_MAX_S": "the longest Lease that is believed",
     "kv_sidecar.catalog._FRESH_MS": "an age of files",
