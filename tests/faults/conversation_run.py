@@ -7,7 +7,6 @@ comes from, and that is what must not matter.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from random import Random
@@ -16,8 +15,9 @@ from typing import Any
 import httpx
 
 from tests.faults.conversation import Conversation, Request
-from tests.faults.reference import Answer, ColdEngine, Difference, read_answer
+from tests.faults.reference import Answer, Difference, read_answer
 from tests.faults.stack import KEY, OTHER_KEY, FaultStack
+from tests.faults.stack_events import StackEvents
 
 TENANTS = {"demo": KEY, "other": OTHER_KEY}
 TURNS_MAX = 12
@@ -25,7 +25,6 @@ _OPEN = 4
 """Conversations that go on at one time, so that they push each other out of the engine's cache."""
 _SEALED_WITHIN_S = 5.0
 _RETRY_WITHIN_S = 30.0
-_FILLER_TOKENS = 1900
 
 
 class ConversationRun:
@@ -35,10 +34,9 @@ class ConversationRun:
         self.stack = stack
         self.random = random
         self.seed = seed
-        self.seen: Counter[str] = Counter()
+        self.events = StackEvents(stack)
+        self.seen = self.events.seen
         """What was counted: turns, sources, events."""
-        self.steps: list[str] = []
-        """What was done, in order."""
         self._open: list[tuple[Conversation, int]] = []
         """Conversations and how many turns each has left."""
         self._resources = ExitStack()
@@ -51,9 +49,7 @@ class ConversationRun:
                 client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120)
                 self._clients[tenant, front] = client
                 close(client.close)
-        self._engines = [ColdEngine(url) for url in self.stack.engine_urls]
-        for engine in self._engines:
-            close(engine.close)
+        close(self.events.close)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,14 +65,12 @@ class ConversationRun:
             while self.seen["turns"] < wanted and (until_s is None or time.monotonic() < until_s):
                 self._step()
         except (AssertionError, httpx.HTTPError) as exc:
-            told = "\n".join(f"  {number}. {step}" for number, step in enumerate(self.steps, 1))
+            told = "\n".join(f"  {number}. {step}" for number, step in enumerate(self.events.steps, 1))
             raise Difference(f"seed {self.seed}, turn {self.seen['turns'] + 1}: {exc!r}\n{told}") from exc
 
-    def restart_engine(self) -> None:
-        """SIGKILL one engine and start it again: what it had in its cache is gone."""
-        for engine in self.stack.engines if len(self.stack.engines) > 1 else ():
-            self.stack.stack.drain(engine, draining=False)
-        self._restart(self.random.choice(self.stack.engines))
+    def kill_engine(self) -> None:
+        """Let an engine die and start again; with two, the turns go on at the other meanwhile."""
+        self.events.kill_engine(self._chance())
 
     def _step(self) -> None:
         if len(self._open) < _OPEN:
@@ -85,8 +79,9 @@ class ConversationRun:
         index = self.random.randrange(len(self._open))
         conversation, left = self._open[index]
         if self.random.random() < 0.5:
-            self._wait_sealed(conversation)
-        self._event()
+            with self.events.timed("until KV was durable"):
+                self._wait_sealed(conversation)
+        self.events.happen(self._chance())
         self._count(*conversation.take_turn(), conversation)
         self._check_stored(conversation)
         if left > 1 and not conversation.is_long:
@@ -122,7 +117,7 @@ class ConversationRun:
         self._count(*conversation.probe(), conversation)
         client = self._clients[conversation.tenant, "http"]
         path = f"/v1/context/{conversation.session_id}"
-        self._note(f"delete {conversation.session_id}")
+        self.events.note(f"delete {conversation.session_id}")
         statuses = (client.delete(path).status_code, client.get(path).status_code)
         if statuses != (200, 404):
             raise Difference(f"delete and get answered {statuses}")
@@ -134,9 +129,12 @@ class ConversationRun:
             self._check_stranger(answer)
             self._open.append((again, self.random.randint(1, 3)))
 
+    def _chance(self) -> Random:
+        return Random(self.random.getrandbits(64))
+
     def _conversation(self, kind: str, mode: str, tenant: str) -> Conversation:
         return Conversation(
-            Random(self.random.getrandbits(64)),
+            self._chance(),
             self._sender(tenant),
             self._cold,
             kind,
@@ -147,8 +145,9 @@ class ConversationRun:
     def _sender(self, tenant: str) -> Callable[[Request], Answer]:
         def send(request: Request) -> Answer:
             client = self._clients[tenant, self.random.choice(("envoy", "http"))]
-            self._note(f"{tenant} {request.body.get('session_id', '')} {request.told}")
-            return read_answer(self._answered(client, request))
+            self.events.note(f"{tenant} {request.body.get('session_id', '')} {request.told}")
+            with self.events.timed("turns"):
+                return read_answer(self._answered(client, request))
 
         return send
 
@@ -162,70 +161,12 @@ class ConversationRun:
             if response.status_code != 503 or "retry-after" not in response.headers or time.monotonic() > deadline_s:
                 raise Difference(f"{response.status_code} {response.text}")
             self.seen["503, asked again"] += 1
-            self._note(f"503 {response.json()['error']['code']}")
+            self.events.note(f"503 {response.json()['error']['code']}")
             time.sleep(0.2)
 
     def _cold(self, prompt_ids: list[int], **asked: Any) -> Answer:
-        return self._engines[0].answer(prompt_ids, **asked)
-
-    # What happens in between.
-
-    def _event(self) -> None:
-        events: dict[Callable[[], None], int] = {
-            self._nothing: 50,
-            self._forget_prefixes: 30,
-            self._fill: 3,
-            self._kill_sidecar: 4,
-            self._end_sidecar: 4,
-            self._kill_manager: 2,
-            **({self._move: 12} if len(self.stack.engines) > 1 else {}),
-        }
-        self.random.choices(tuple(events), weights=tuple(events.values()))[0]()
-
-    def _nothing(self) -> None:
-        pass
-
-    def _forget_prefixes(self) -> None:
-        self._happened("engine's prefix cache emptied")
-        self.stack.forget_prefixes()
-
-    def _fill(self) -> None:
-        """Push everything out of the engine's cache by other work."""
-        self._happened("engine's cache filled by others")
-        for engine in self._engines:
-            for _ in range(5):
-                engine.answer([self.random.randint(0, 255) for _ in range(_FILLER_TOKENS)], max_tokens=1)
-
-    def _kill_sidecar(self) -> None:
-        self._restart(self.random.choice(self.stack.sidecars))
-
-    def _end_sidecar(self) -> None:
-        """SIGTERM and start: its memory tier is empty, its index rebuilt from the files."""
-        sidecar = self.random.choice(self.stack.sidecars)
-        self._happened("sidecar ended and started")
-        self.stack.terminate(sidecar)
-        self.stack.start(sidecar)
-
-    def _kill_manager(self) -> None:
-        self._restart("manager")
-
-    def _move(self) -> None:
-        """Let another engine get all turns: it finds the KV at its peer's sidecar."""
-        drained = self.random.choice(self.stack.engines)
-        self._happened("turns moved to another engine")
-        for engine in self.stack.engines:
-            self.stack.stack.drain(engine, draining=engine == drained)
-
-    def _restart(self, part: str) -> None:
-        self._happened(f"{part.partition('-')[0]} killed and started")
-        self.stack.restart(part)
-
-    def _happened(self, what: str) -> None:
-        self.seen[what] += 1
-        self._note(what)
-
-    def _note(self, what: str) -> None:
-        self.steps.append(what)
+        with self.events.timed("cold answers"):
+            return self.events.cold_engine.answer(prompt_ids, **asked)
 
     # What is looked at.
 
@@ -237,7 +178,7 @@ class ConversationRun:
         self.seen["prompt tokens reused"] += context["cached_tokens"]
         if request.path != "/v1/context":
             self.seen[f"source {context['source']}"] += 1
-        self._note(f"  → {context['source']}, {context['cached_tokens']} of {len(request.prompt)} cached")
+        self.events.note(f"  → {context['source']}, {context['cached_tokens']} of {len(request.prompt)} cached")
 
     def _check_stranger(self, answer: Answer) -> None:
         """A first prompt that this tenant has never sent finds nothing of anybody's."""
@@ -258,7 +199,7 @@ class ConversationRun:
         deadline_s = time.monotonic() + _SEALED_WITHIN_S
         while self._get(conversation)["holder"]["state"] == "pending":
             if time.monotonic() > deadline_s:
-                self._happened("asked before the KV was durable")
+                self.events.note_event("asked before the KV was durable")
                 return
             time.sleep(0.05)
 

@@ -272,9 +272,9 @@ class FaultStack:
         wanted = labels.items()
         return sum(value for (found, its), value in self.metrics(part).items() if found == name and wanted <= its)
 
-    def forget_prefixes(self) -> None:
-        """Empty every engine's own prefix cache: what is cached after this came through a sidecar."""
-        for url in self.engine_urls:
+    def forget_prefixes(self, urls: Sequence[str] | None = None) -> None:
+        """Empty the prefix cache of every engine (or of those named): what is cached then came through a sidecar."""
+        for url in self.engine_urls if urls is None else urls:
             poll_until(
                 lambda url=url: httpx.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"],  # type: ignore[misc]
                 within_s=_WITHIN_S,
