@@ -102,13 +102,17 @@ class TransferPool:
 
     def try_submit(self, work: Callable[[], None]) -> Future[None] | None:
         """Queue `work`, or return None at once when the queue is full or the pool is closed. Never waits."""
+        future: Future[None] = Future()
         with self._lock:
             if len(self._live) >= self._limit:
                 return None
             try:
-                future = self._executor.submit(work)
+                self._executor.submit(_carry_out, future, work)
             except RuntimeError:
-                return None
+                # Closed, or no thread could be started. Then the work was queued all the same, for the threads there
+                # are: it must not run when the caller has been told that it will not, and has freed what it uses.
+                if future.cancel():
+                    return None
             self._live.add(future)
         future.add_done_callback(self._forget)
         return future
@@ -130,4 +134,16 @@ class TransferPool:
         self._executor.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             live = list(self._live)
-        return not wait(live, timeout_s).not_done
+        running = [future for future in live if not future.cancel()]
+        return not wait(running, timeout_s).not_done
+
+
+def _carry_out(future: Future[None], work: Callable[[], None]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        work()
+    except BaseException as exc:  # noqa: BLE001  # as an executor does: whoever waits for it gets it
+        future.set_exception(exc)
+    else:
+        future.set_result(None)

@@ -76,6 +76,38 @@ def test_closing_a_pool_does_not_wait_for_ever() -> None:
     future.result(30)
 
 
+def test_work_that_was_refused_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that ran after its engine blocks were freed would save another request's KV.
+
+    Seen failing: `submit` queues the work before it fails to start a thread, and the thread there is carries it out.
+    """
+    pool = TransferPool("test", threads=2, queue_limit=8)
+    begun, gate, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        gate.wait(30)
+
+    first = pool.try_submit(hold)
+    assert begun.wait(30)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        refused = pool.try_submit(ran.set)
+    gate.set()
+    last = pool.try_submit(lambda: None)
+    assert first is not None
+    assert last is not None
+    last.result(30)
+
+    assert refused is None
+    assert not ran.is_set()
+    assert pool.close(30)
+
+
 def test_the_staging_budget_is_a_hard_bound() -> None:
     budget = StagingBudget(100)
 
