@@ -316,10 +316,16 @@ class ContextCatalog:
         return records
 
     async def _lose_incomplete(self, select: Callable[[], list[ManifestRecord]]) -> None:
-        """Remove manifests that lack something, and spare their blocks for the save that follows the recompute."""
+        """Remove manifests that lack something, and spare their blocks for the save that follows the recompute.
+
+        Not their tails: those are sent at every save, and one saved again under the same name may hold other tokens.
+        """
         now_ms = self._clock.now_ms()
-        for key in _keys_of(await self._lose(select)):
-            self._spared.add(key, now_ms)
+        keys = _keys_of(await self._lose(select))
+        for key in keys:
+            if key.kind == "block":
+                self._spared.add(key, now_ms)
+        await self._free([key for key in keys if key.kind == "tail"])
 
     async def _lose_block(self, key: BlockKey) -> None:
         """Remove a block whose bytes are wrong, and what holds it.
@@ -345,7 +351,7 @@ class ContextCatalog:
     async def _collect(self) -> Removed:
         now_ms = self._clock.now_ms()
         keys = self._saving.drop_overdue()
-        records = await self._manifests.remove(lambda: self._manifests.index.expired(now_ms))
+        records = await self._manifests.sweep(lambda: self._manifests.index.expired(now_ms))
         self._metrics.collected.inc(len(records))
         self._spared.forget_old(now_ms)
         orphans = await self._threads.run(self._orphans)
@@ -353,7 +359,7 @@ class ContextCatalog:
 
     async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:
         index = self._manifests.index
-        records = await self._manifests.remove(lambda: [r for r in doomed if index.get(r.cache_ref) == r])
+        records = await self._manifests.sweep(lambda: [r for r in doomed if index.get(r.cache_ref) == r])
         self._metrics.orphaned.inc(len(records))
         return Removed(len(records), await self._free(_keys_of(records)))
 

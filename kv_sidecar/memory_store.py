@@ -58,7 +58,11 @@ class MemoryStore(BlockStore):
                 self._install(key, size, kept=bytes(data))
             else:
                 temporary = self._write(data, self.shared_directory / _WRITING)
-                self._install(key, size, path=temporary)
+                try:
+                    self._install(key, size, path=temporary)
+                except OSError:
+                    remove_whatever(temporary)
+                    raise
         except BaseException:
             with self._lock:
                 self._lru.cancel(size)

@@ -41,7 +41,7 @@ class SealedManifests:
                 self.index.add(record)
                 usable.append(manifest)
             else:
-                await self._threads.write(self._store.delete, manifest.cache_ref)
+                await self._threads.write(self._delete_each, [record])
         log.info("manifest index rebuilt", extra={"num_found": len(manifests), "num_usable": len(self.index)})
         return usable
 
@@ -93,10 +93,14 @@ class SealedManifests:
         """As `remove`, for what cannot be served: forgotten although its file cannot be removed."""
         async with self._lock:
             records = select()
-            try:
-                await self._threads.write(self._delete_files, records)
-            except OSError:
-                log.warning("manifest of a lost context cannot be removed", exc_info=True)
+            await self._threads.write(self._delete_each, records)
+            self._forget(records)
+            return records
+
+    async def sweep(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
+        """As `remove`, for what nobody waits for: what cannot be removed stays, and is not returned."""
+        async with self._lock:
+            records = await self._threads.write(self._delete_each, select())
             self._forget(records)
             return records
 
@@ -123,6 +127,18 @@ class SealedManifests:
         if manifest is not None:
             self._store.put(replace(manifest, expires_at_ms=expires_at_ms))
         return manifest is not None
+
+    def _delete_each(self, records: list[ManifestRecord]) -> list[ManifestRecord]:
+        """Delete what can be deleted, and return it: one file that stays must not keep the others."""
+        deleted: list[ManifestRecord] = []
+        for record in records:
+            try:
+                self._store.delete(record.cache_ref)
+            except OSError:
+                log.warning("manifest cannot be removed", extra={"cache_ref": record.cache_ref}, exc_info=True)
+            else:
+                deleted.append(record)
+        return deleted
 
     def _delete_files(self, records: list[ManifestRecord]) -> None:
         for record in records:

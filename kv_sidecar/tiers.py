@@ -163,10 +163,11 @@ class Tiers:
                     ahead.append(asyncio.create_task(self._fetch(wanted, pins, shared=shared, disk_files=disk_files)))
                 yield await ahead.pop(0)
         finally:
+            # Before the wait, which may be cut off. What is still being read pins nothing any more.
+            pins.close()
             for task in ahead:
                 task.cancel()
             await asyncio.gather(*ahead, return_exceptions=True)
-            pins.close()
 
     async def free(self, keys: Iterable[BlockKey], *, wanted: Callable[[BlockKey], bool]) -> int:
         """Remove from both tiers every block that is not `wanted`; return the bytes freed on disk.
@@ -279,9 +280,10 @@ class Tiers:
         return FetchedBlock(index, "disk", data=bytes(data))
 
     def _read_memory(self, wanted: _Wanted, *, by_name: bool) -> FetchedBlock | None:
-        """Serve a block from memory once its head is what it must be; the bytes are compared by whoever gets them.
+        """Serve a block from memory. None when its copy there is bad: that goes, and the disk's serves.
 
-        None when it is not: a bad copy in memory goes, and the disk's serves.
+        By name only its head is looked at: the engine compares the bytes, and asks for them in frames when they are
+        wrong. What goes in frames is compared here, or a bad copy would be served again at every load and pull.
         """
         key = wanted.expected.key
         with self._metrics.io("read", "host") as count_bytes:
@@ -289,12 +291,11 @@ class Tiers:
                 data: Buffer = b""
                 if by_name:
                     meta, checksum = read_head(self.memory.path_of(key))
+                    check_head(meta, checksum, wanted.expected, vouched=wanted.vouched)
                 else:
                     data = self.memory.read(key) or b""
-                    file = parse_block_file(data)
-                    meta, checksum = file.meta, file.checksum
                     count_bytes(len(data))
-                check_head(meta, checksum, wanted.expected, vouched=wanted.vouched)
+                    parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
             except (CorruptBlock, OSError):
                 self._metrics.bad_copies.inc()
                 log.warning("bad copy in memory dropped", extra={"block": key.file_name})

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from contextcache.clock import Clock
@@ -179,8 +179,24 @@ class Loader:
             self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
 
     def _copy(self, load: Load, progress: _Progress) -> None:
-        plan, terms = load.plan, self._link.terms()
+        terms = self._link.terms()
         crash_point(BEFORE_LOAD)
+        try:
+            self._copy_by(terms, load, progress)
+        except CorruptBlock as exc:
+            if terms.shared_directory is None:
+                raise
+            # A copy in shared memory is bad, and would be at every load. In frames the sidecar compares its bytes,
+            # drops it and serves the disk's.
+            log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
+            progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
+            try:
+                self._copy_by(replace(terms, shared_directory=None, disk_directory=None), load, progress)
+            except ContextCacheError:
+                raise exc from None
+
+    def _copy_by(self, terms: Terms, load: Load, progress: _Progress) -> None:
+        plan = load.plan
         pieces = {piece.block_index: piece for piece in plan.pieces()}
         request = pb.LoadBlocksRequest(
             tenant=plan.tenant,

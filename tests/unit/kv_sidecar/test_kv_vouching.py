@@ -81,6 +81,23 @@ async def test_a_copy_in_memory_with_other_bytes_goes_and_the_disk_serves(tmp_pa
         assert kv.counted("quarantined_files_total") == 0
 
 
+async def test_a_flipped_bit_in_memory_is_found_when_it_is_asked_for_in_frames(tmp_path: Path) -> None:
+    """Seen failing: with only the head compared, the frames are the bad ones, at every load and every pull."""
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(TEN)
+        path = kv.memory.path_of(block_key(kv.plan(new), 1, 0))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CorruptBlock):
+            await kv.load(new)  # by name: the reader finds it
+
+        assert await kv.load(new, shared=False) == ["host", "disk", "host"]
+        assert await kv.load(new) == ["host"] * 3
+        assert kv.counted("bad_memory_copies_total") == 1
+        assert kv.counted("quarantined_files_total") == 0
+
+
 async def test_the_negative_control_bytes_a_manifest_is_made_to_vouch_for_are_served(tmp_path: Path) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         new = await kv.save(TEN)
@@ -171,6 +188,19 @@ async def test_spared_blocks_of_a_context_that_misses_one_are_counted_on(tmp_pat
         assert (await kv.send_all(again)).missing_blocks == (1,)
         assert await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
+
+
+async def test_a_tail_saved_again_under_its_name_may_hold_other_tokens(tmp_path: Path) -> None:
+    """Seen failing: with tails spared too, the old one stays, and the new manifest vouches for a tail it cannot use."""
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=0, spare_s=60) as kv:
+        new = await kv.save(TEN)
+        kv.path_of(block_key(kv.plan(new), 1, 0)).unlink()
+        for _ in range(2):
+            with pytest.raises(CacheRefNotFound):
+                await kv.load(new)
+        again = await kv.save(tuple(range(11)), cache_ref=new.cache_ref)
+
+        assert await kv.load(again) == ["disk"] * 3
 
 
 async def test_a_context_with_many_wrong_blocks_is_whole_after_one_save(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class FakeSidecar(EngineSidecar):
         self.num_pending_answers = 0
         self.served_bytes = 0
         self.down = False
+        self.spoils_shared_copies = False
         self.block_size_bytes_max = 1 << 30
         self.hang: dict[str, threading.Event] = {}
         """A call of this name waits for the event, or for its deadline."""
@@ -158,7 +159,7 @@ class FakeSidecar(EngineSidecar):
             self.served_bytes += len(data)
             if request.shared_memory:
                 path = self.shared_directory / names[index]
-                path.write_bytes(data)
+                path.write_bytes(bytes([*data[:-1], data[-1] ^ 0xFF]) if self.spoils_shared_copies else data)
                 yield pb.LoadBlocksResponse(
                     block_index=index,
                     tier=pb.TIER_HOST,

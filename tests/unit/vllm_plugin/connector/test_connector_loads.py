@@ -194,6 +194,19 @@ def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine
     assert engine.counted("failed_loads", "corrupt_block") == 1
 
 
+def test_a_bad_copy_in_shared_memory_is_asked_for_in_frames_and_nothing_is_computed_again(engine: Engine) -> None:
+    """Seen failing: without the second question the load fails, as does every later one that meets the copy."""
+    answer = saved(engine)
+    engine.sidecar.spoils_shared_copies = True
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 4
+    report = report_of(engine)
+    assert (report.outcome, report.tier) == (pb.LOAD_OUTCOME_LOADED, pb.TIER_DISK)
+    assert engine.counted("failed_loads", "corrupt_block") == 0
+
+
 def test_a_block_whose_bytes_the_manifest_does_not_vouch_for_is_computed_instead(engine: Engine) -> None:
     """Seen failing: without the comparison in `Loader._inject` the request is loaded and computes one token."""
     answer = saved(engine)
