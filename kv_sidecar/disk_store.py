@@ -39,6 +39,9 @@ class DiskStore(BlockStore):
         self._limit_bytes = limit_bytes
         self._block_bytes_max = block_bytes_max
         self._lock = threading.Lock()
+        """Held for a few lines only: the event loop takes it too, and must not wait for a disk."""
+        self._settling = threading.Lock()
+        """Held while a file is looked at and counted; taken before the other one, never in the event loop."""
         self._sizes: dict[BlockKey, int] = {}
         self._used_bytes = 0
         """Bytes of all files and of those being written."""
@@ -55,7 +58,7 @@ class DiskStore(BlockStore):
             strangers += others
             for path in files:
                 key = BlockKey.from_file_name(path.name)
-                size = regular_size(path)
+                size = _size_or_none(path)
                 if key is not None and size is not None:
                     sizes[key] = size
         with self._lock:
@@ -65,8 +68,7 @@ class DiskStore(BlockStore):
 
     def own(self, key: BlockKey, tenant: TenantId) -> None:
         """Count a file that is there for its tenant, as a manifest names it. Never refused: it is there."""
-        with self._lock:
-            self._settle(key, owner=tenant)
+        self._settle(key, owner=tenant)
 
     @override
     def put(self, key: BlockKey, data: Buffer, *, tenant: TenantId = NOBODY) -> None:
@@ -82,10 +84,7 @@ class DiskStore(BlockStore):
             self._directory.publish(data, self._path(key))
             written = True
         finally:
-            with self._lock:
-                self._used_bytes -= size
-                self._tenants.cancel(tenant, size)
-                self._settle(key, owner=tenant if written else None)
+            self._settle(key, owner=tenant if written else None, reserved=(tenant, size))
 
     @override
     def read(self, key: BlockKey) -> memoryview | None:
@@ -93,8 +92,7 @@ class DiskStore(BlockStore):
         try:
             descriptor, size = open_regular(self._path(key))
         except FileNotFoundError:
-            with self._lock:
-                self._settle(key)
+            self._settle(key)
             return None
         try:
             if size > self._block_bytes_max:
@@ -108,14 +106,12 @@ class DiskStore(BlockStore):
     def delete(self, key: BlockKey) -> int:
         # Not durable: a file that comes back after a crash has no manifest and is collected.
         self._directory.remove(self._path(key), durable=False)
-        with self._lock:
-            return self._settle(key)
+        return self._settle(key)
 
     def put_aside(self, key: BlockKey) -> None:
         """Move a file whose bytes are wrong into quarantine."""
         self._directory.put_aside(self._path(key))
-        with self._lock:
-            self._settle(key)
+        self._settle(key)
 
     @override
     def size_bytes(self, key: BlockKey) -> int | None:
@@ -146,21 +142,36 @@ class DiskStore(BlockStore):
         with self._lock:
             return self._tenants.by_tenant()
 
-    def _settle(self, key: BlockKey, *, owner: TenantId | None = None) -> int:
-        """Make the index say what the directory says, whoever came last; return the bytes freed. Called locked.
+    def _settle(
+        self, key: BlockKey, *, owner: TenantId | None = None, reserved: tuple[TenantId, int] = (NOBODY, 0)
+    ) -> int:
+        """Make the index say what the directory says, whoever came last; return the bytes freed. Waits for the disk.
 
-        A block that is there is never absent in between: `size_bytes` takes no lock.
+        A block that is there is never absent in between: `size_bytes` takes no lock. What was `reserved` for a tenant
+        is given back in the same moment, also when OSError is raised: the file cannot be looked at.
         """
-        now = regular_size(self._path(key))
-        if now is None:
-            before = self._sizes.pop(key, 0)
-        else:
-            before = self._sizes.get(key, 0)
-            self._sizes[key] = now
-        freed = before - (now or 0)
-        self._used_bytes -= freed
-        self._tenants.settle(key, before, now or 0, owner=owner)
+        with self._settling:
+            try:
+                now = regular_size(self._path(key))
+            except OSError:
+                with self._lock:
+                    self._give_back(*reserved)
+                raise
+            with self._lock:
+                self._give_back(*reserved)
+                if now is None:
+                    before = self._sizes.pop(key, 0)
+                else:
+                    before = self._sizes.get(key, 0)
+                    self._sizes[key] = now
+                freed = before - (now or 0)
+                self._used_bytes -= freed
+                self._tenants.settle(key, before, now or 0, owner=owner)
         return max(freed, 0)
+
+    def _give_back(self, tenant: TenantId, size_bytes: int) -> None:
+        self._used_bytes -= size_bytes
+        self._tenants.cancel(tenant, size_bytes)
 
     def relative_name(self, key: BlockKey) -> str:
         """Return the path of a block's file relative to the data directory."""
@@ -180,6 +191,15 @@ class DiskStore(BlockStore):
 def _is_ours(kind: str, path: Path) -> bool:
     key = BlockKey.from_file_name(path.name)
     return key is not None and key.kind == kind and key.fan_out == path.parent.name
+
+
+def _size_or_none(path: Path) -> int | None:
+    """Return a file's size; None for what cannot be looked at, which no start may fail for."""
+    try:
+        return regular_size(path)
+    except OSError:
+        log.warning("block file cannot be looked at", extra={"directory": path.parent.name}, exc_info=True)
+        return None
 
 
 def _read_all(descriptor: int, view: memoryview) -> int:

@@ -219,3 +219,79 @@ async def test_a_slow_disk_slows_the_saver_only(tmp_path: Path) -> None:
             go_on.set()
         for new in await asyncio.gather(*saves):
             assert await kv.load(new)
+
+
+async def test_a_start_leaves_what_cannot_be_looked_at_or_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: both errors ended the start; one damaged inode kept the sidecar from coming up."""
+    disk = FaultyDisk()
+    async with SidecarUnderTest(tmp_path) as kv:
+        whole, hurt = await kv.save((50, 51, 52, 53, 54)), await kv.save(TEN)
+        bad = kv.path_of(block_key(kv.plan(hurt), 0, 0))
+    real = disk_store.regular_size
+
+    def size(path: Path) -> int | None:
+        if path == bad:
+            raise OSError(errno.EIO, "injected")
+        return real(path)
+
+    monkeypatch.setattr(disk_store, "regular_size", size)
+    disk.break_at("unlink", errno.EIO)
+
+    async with SidecarUnderTest(tmp_path, step=disk) as kv:
+        assert await kv.load(whole)
+        with pytest.raises(CacheRefNotFound):
+            await kv.load(hurt)
+
+
+async def test_one_manifest_that_cannot_be_removed_does_not_keep_the_other_expired_ones(tmp_path: Path) -> None:
+    """Seen failing: with the collector using `remove`, the pass broke off at that file, each time."""
+    disk, clock = FaultyDisk(), ManualClock()
+    async with SidecarUnderTest(tmp_path, step=disk, clock=clock) as kv:
+        stays = await kv.save((50, 51, 52, 53, 54), session_id="ctx_stays")
+        await kv.save(TEN)
+        clock.advance(s=7200)
+        disk.number = errno.EIO
+        disk.fails = lambda step: step == f"unlink {stays.cache_ref}.safetensors"
+
+        assert (await kv.catalog.collect()).num_manifests == 1
+        assert kv.manifest_files() == {stays.cache_ref}
+        disk.heal()
+        assert (await kv.catalog.collect()).num_manifests == 1
+        assert kv.block_files() == set()
+
+
+async def test_the_event_loop_never_waits_for_a_file_that_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing: with one lock for both, the question for a tenant's bytes waited for the disk, and all with it."""
+    looking, go_on, answered = threading.Event(), threading.Event(), threading.Event()
+    async with SidecarUnderTest(tmp_path) as kv:
+        real = disk_store.regular_size
+
+        def size(path: Path) -> int | None:
+            looking.set()
+            go_on.wait(60)
+            return real(path)
+
+        monkeypatch.setattr(disk_store, "regular_size", size)
+        saving = asyncio.create_task(kv.save(TEN))
+        await asyncio.to_thread(looking.wait, 30)
+
+        def ask() -> None:
+            kv.catalog.tenant_usage(TENANT)
+            kv.disk.check_tenant(TENANT)
+            kv.disk.usage()
+            answered.set()
+
+        # In a thread of its own: were it to wait, the test would hang instead of failing.
+        asker = threading.Thread(target=ask)
+        asker.start()
+        is_answered = await asyncio.to_thread(answered.wait, 10)
+        go_on.set()
+        await asyncio.to_thread(asker.join)
+        await saving
+
+        assert is_answered
+        assert kv.catalog.tenant_usage(TENANT)[0] == kv.disk_bytes()
