@@ -14,7 +14,8 @@ from kv_sidecar.crash_points import POINTS as SIDECAR_POINTS
 from tests.faults import files
 from tests.faults.files import Kind
 from tests.faults.proxy import Proxy
-from tests.faults.world import HANG_S, Answer, Row, Told, World
+from tests.faults.stack import CLIENT_LINKS
+from tests.faults.world import BOUND_S, HANG_S, Answer, Row, Told, World
 from vllm_plugin.crash_points import POINTS as CONNECTOR_POINTS
 from vllm_plugin.turn.crash_points import POINTS as TURN_POINTS
 
@@ -29,8 +30,14 @@ AWAY = frozenset(
     }
 )
 """Documented errors of a session call while some part is away: 503 and 409 with Retry-After, 502 broken off."""
-RECOVERY_S = 60.0
-"""A lease (15 s), a reconnect (1 s), a probe (some s), and a machine that stalls."""
+RECOVERY_S = 120.0
+"""A lease (5 s here), a reconnect (1 s), a probe (some s), a machine that stalls; tables show what it was."""
+IDLE_TIMEOUT_S = 20
+"""How long both fronts of the stack wait for a silent pod; ten minutes by default, as a long prompt may take."""
+PLUGIN_TIMEOUT_S = 30.0
+"""How long the local stack's Envoy waits for the gateway."""
+CLIENT_PATIENCE_S = 20.0
+"""How long a client waits whose own link is silent: nothing of ours can tell it anything."""
 
 TIERS = ("disk", "shared")
 LINK_FAULTS: dict[str, Callable[[Proxy], None]] = {
@@ -103,14 +110,25 @@ def link_case(world: World, link: str, fault: str) -> Row:
     world.stack.forget_prefixes()
     before = world.counters()
     proxy = world.stack.proxies[link]
+    errors = AWAY | {"status 0"} if link in CLIENT_LINKS else AWAY
+    world.bound_s = _bound_s(link, fault)
+    world.patience_s = CLIENT_PATIENCE_S if link in CLIENT_LINKS else HANG_S
     LINK_FAULTS[fault](proxy)
     try:
-        row = world.ask(f"link: {link} {fault}", told, errors=AWAY)
+        row = world.ask(f"link: {link} {fault}", told, errors=errors)
     finally:
         proxy.heal()
+        world.bound_s, world.patience_s = BOUND_S, HANG_S
     row.moved = ", ".join(world.moved(before))
     recover(world, told, row)
     return row
+
+
+def _bound_s(link: str, fault: str) -> float:
+    """Return the longest that a front or the client's own patience lets an answer be awaited."""
+    if fault == "black hole" and link == "gateway-engine":
+        return IDLE_TIMEOUT_S
+    return CLIENT_PATIENCE_S if link in CLIENT_LINKS else BOUND_S
 
 
 def link_mid_turn_case(world: World, link: str, fault: str) -> Row:
@@ -134,7 +152,7 @@ def during_turn(
     """Ask a long turn, let something happen in the middle of it, and take the answer, whole or broken."""
     answers: list[Answer] = []
     new = world.ids(5)
-    thread = threading.Thread(target=lambda: answers.append(world.turn(told, new, max_tokens=150)))
+    thread = threading.Thread(target=lambda: answers.append(world.turn(told, new, max_tokens=60)))
     thread.start()
     time.sleep(0.1 + 0.4 * world.rng.random())
     try:
@@ -158,11 +176,13 @@ def stop_case(world: World, part: str) -> Row:
     told = world.new()
     world.stack.forget_prefixes()
     before = world.counters()
+    world.bound_s = PLUGIN_TIMEOUT_S if part == "gateway" else BOUND_S
     world.stack.stop(part)
     try:
         row = world.ask(f"stop: {part}", told, errors=AWAY)
     finally:
         world.stack.cont(part)
+        world.bound_s = BOUND_S
     row.moved = ", ".join(world.moved(before))
     recover(world, told, row)
     return row
@@ -176,8 +196,8 @@ def kill_case(world: World, part: str) -> Row:
     try:
         row = world.ask(f"kill: {part}", told, errors=AWAY)
     finally:
-        world.stack.start(part)
-    world.stack.wait_ready()
+        world.start(part)
+    world.wait_ready()
     recover(world, told, row)
     return row
 
@@ -217,7 +237,7 @@ def point_case(world: World, point: str, *, stop: bool = False) -> Row:
             break
     else:
         # What runs in the background passes it a moment later.
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 10
         while world.stack.crash_file.exists() and time.monotonic() < deadline_s:
             time.sleep(0.05)
     if world.stack.disarm():

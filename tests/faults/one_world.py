@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.parts import LINKS
+from tests.faults.cases import IDLE_TIMEOUT_S
 from tests.faults.clock_shift import Interposed
 from tests.faults.disk import SmallDisk, small_disk
 from tests.faults.stack import FaultStack
@@ -21,8 +22,9 @@ ENV = {
     "TURN_LEASE_TTL_MS": "5000",
     "SIDECAR_COLLECT_INTERVAL_S": "1",
     "MANAGER_SWEEP_INTERVAL_S": "1",
+    "GATEWAY_IDLE_TIMEOUT_S": str(IDLE_TIMEOUT_S),
 }
-"""Waits of the background that a test would have to sit through; every deadline is the product's own."""
+"""Waits that a test would have to sit through; every other deadline is the product's own."""
 
 
 class WholeWorld(World):
