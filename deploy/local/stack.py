@@ -170,6 +170,8 @@ class Stack:
             self._prepare_directories(settings, fresh=not running)
             write_settings(self.paths, self._setting_values(remembered=bool(running)))
             parts = {part.name: part for part in stack_parts(settings)}
+            for name in missing:
+                self._clear(name)
             check_ports_free([(name, port) for name in missing for port in parts[name].ports])
             self._start_all([parts[name] for name in missing])
 
@@ -182,6 +184,7 @@ class Stack:
                 return
             if not read_state(self.paths):
                 raise StepFailed("the stack is not up; `make up` starts all of it")
+            self._clear(name)
             check_ports_free([(name, port) for port in part.ports])
             self._start_all([part])
 
@@ -309,14 +312,18 @@ class Stack:
         shutil.rmtree(self.paths.run, ignore_errors=True)
 
     def _launch(self, part: Part) -> subprocess.Popen[bytes]:
-        if (before := read_state(self.paths).get(part.name)) is not None:
-            kill_session(before.name)  # what a leader that died left behind
-            self._reap(part.name)
         child = start_process(part.command, env=part.env, cwd=ROOT, log=self.paths.log(part.name))
         self._children[part.name] = child
         name = name_of(child.pid)
         write_part(self.paths, part.name, RunningPart(name.pid, part.url, name.started))
         return child
+
+    def _clear(self, name: str) -> None:
+        """End what a leader that died left behind: it may hold the part's port."""
+        if (before := read_state(self.paths).get(name)) is not None:
+            kill_session(before.name)
+            # A leader whose threads are still ending counts as dead, and listens: reaped, it does not.
+            self._reap(name)
 
     def _await_part(self, part: Part, child: subprocess.Popen[bytes]) -> None:
         log = self.paths.log(part.name)

@@ -21,11 +21,11 @@ from deploy.envoy.routes import PODS
 from deploy.local.model import MODEL_NAME
 from deploy.local.parts import part_names
 from deploy.local.ports import PORTS_OF_A_STACK, is_free, plan_ports
-from deploy.local.processes import is_alive, session_members
+from deploy.local.processes import is_alive, name_of, session_members, start_process
 from deploy.local.progress import StepFailed
 from deploy.local.readiness import envoy_hosts, gateway_endpoints
 from deploy.local.stack import Stack
-from deploy.local.state import API_KEYS, read_state
+from deploy.local.state import API_KEYS, RunningPart, read_state, write_part
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -104,6 +104,30 @@ def test_a_killed_part_is_dead_until_it_is_started_again_and_keeps_its_data(stac
 
     assert states(stack)["redis"] == "ready"
     assert ask(port, "GET story").splitlines()[1] == "told"
+
+
+def test_what_a_dead_part_left_on_its_port_ends_before_the_part_starts_again(stack):
+    stack.up(["manager"])
+    port = plan_ports(int(stack.url.rpartition(":")[2])).redis
+    listen = f"import socket, time; kept = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
+    leader = start_process(
+        ["sh", "-c", '"$0" -c "$1" & exit', sys.executable, listen],
+        env=dict(os.environ),
+        cwd=ROOT,
+        log=stack.paths.log("redis"),
+    )
+    record = name_of(leader.pid)
+    write_part(stack.paths, "redis", RunningPart(record.pid, "redis://gone", record.started))
+    leader.wait(30)
+    deadline_s = time.monotonic() + 60
+    while is_free(port):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+    stack.start("redis")
+
+    assert states(stack)["redis"] == "ready"
+    assert not session_members(record)
 
 
 def test_another_process_finds_and_stops_the_stack(stack):
