@@ -40,7 +40,7 @@ FEW = [
 """What `make test` has time for: each class of fault, each kind."""
 
 
-@pytest.mark.parametrize(("tier", "kind", "fault"), FEW, ids="-".join)
+@pytest.mark.parametrize(("tier", "kind", "fault"), FEW, ids=["-".join(case) for case in FEW])
 def test_the_next_turn_is_right_and_the_fault_is_counted_when_a_stored_file_goes_wrong(world, tier, kind, fault):  # noqa: F811
     # A good file must be used; a machine that stalls may miss a load's deadline, and the turn is computed then.
     for _ in range(1 if is_spoilt(kind, fault) else 3):
