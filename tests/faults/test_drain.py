@@ -150,10 +150,20 @@ def stack(tmp_path_factory):
         yield stack
 
 
-def test_an_engine_that_is_told_to_end(stack):
+@pytest.fixture
+def http(stack):
+    with httpx.Client(base_url=stack.front_url, headers={"authorization": f"Bearer {KEY}"}, timeout=240) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(stack):
+    with httpx.Client(base_url=stack.engine_urls[0], timeout=30) as client:
+        yield client
+
+
+def test_an_engine_that_is_told_to_end(stack, http, engine):
     """A sidecar first: its engine outlives it. Then vLLM: one answer ends in time, one does not."""
-    http = httpx.Client(base_url=stack.front_url, headers={"authorization": f"Bearer {KEY}"}, timeout=240)
-    engine = httpx.Client(base_url=stack.engine_urls[0], timeout=30)
 
     def create(length):
         body = {"model": MODEL, "prompt": "a context of its own " * length, "max_tokens": 4, "ignore_eos": True}
@@ -176,9 +186,15 @@ def test_an_engine_that_is_told_to_end(stack):
     assert not list(stack.data().rglob("incoming/*"))
     print(f"sidecar gone after {took_s:.1f} s")
 
+    def is_saved(session_id):
+        return get(session_id)["holder"]["state"] == "sealed"
+
+    # An engine asks for a sidecar that was gone after 0.25 s, 0.5 s and so on, and saves nothing meanwhile.
+    until(lambda: is_saved(create(61)), within_s=120)
+
     # The engine ends: `brief` has few tokens to go, `endless` more than it will be given time for.
     brief_id, endless_id = create(20), create(21)
-    until(lambda: get(brief_id)["holder"]["state"] == "sealed", within_s=120)
+    until(lambda: is_saved(brief_id), within_s=120)
     brief, endless = Stream(stack, brief_id, 40), Stream(stack, endless_id, 1500)
     for stream in (endless, brief):
         stream.start()
@@ -209,4 +225,4 @@ def test_an_engine_that_is_told_to_end(stack):
     assert endless.ended_at_s - told_at_s < DRAIN_S + NOISE_S
     assert (get(endless_id)["generation"], get(endless_id)["state"]) == (1, "ready")
     # Its KV outlived the engine.
-    assert get(brief_id)["holder"]["state"] == "sealed"
+    assert is_saved(brief_id)
