@@ -19,8 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.auth import SingleTenant
-from gateway.envoy_front import EnvoyFront
 from gateway.body_budget import BodyBudget
+from gateway.envoy_front import EnvoyFront
 from gateway.ext_proc_server import LIVENESS, READINESS, SERVICE_NAME, ExtProcServer
 from gateway.http_front import FrontLimits
 from tests.helpers.ext_proc import DUPLEX, Answer, ExtProcClient, body, head

@@ -88,6 +88,9 @@ async def test_a_valkey_that_is_gone_is_told_in_time_and_found_again_and_nothing
         for _ in range(2):
             valkey.kill() if fault == "killed" else valkey.pause()
             await load.until_refused(2 * NUM_SESSIONS)
+            async with asyncio.timeout(60):  # a sweep meets the outage too
+                while not manager.metric("contextcache_manager_sweep_failures_total"):
+                    await asyncio.sleep(0.1)
             valkey.start() if fault == "killed" else valkey.resume()
             await load.until_acknowledged(2 * NUM_SESSIONS)
         check_waits(load)
@@ -96,7 +99,6 @@ async def test_a_valkey_that_is_gone_is_told_in_time_and_found_again_and_nothing
         log = manager.log.read_text()
         assert "Traceback" not in log
         assert log.count('"sweeps fail"') <= 4, "one line an outage, and one each time that it begins anew"
-        assert manager.metric("contextcache_manager_sweep_failures_total") > 0
 
 
 async def test_a_full_valkey_and_one_that_refuses_writes_cost_time_only(
