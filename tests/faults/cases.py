@@ -61,15 +61,28 @@ def file_case(world: World, tier: str, kind: Kind, fault: str) -> Row:
     before = world.counters()
     files.FAULTS[fault](path, other_path)
     row = world.ask(case, told)
-    if is_spoilt(kind, fault):
+    if is_gone(tier, fault):
+        # A copy in memory that is not there is no fault: the bytes are on disk, and were read there.
+        if row.outcome != "disk" or world.counters()[_FROM_DISK] <= before.get(_FROM_DISK, 0):
+            row.faults.append("not read from disk")
+        row.moved = _FROM_DISK
+    elif is_spoilt(fault):
         world.wait_moved(before, row)
     _heals(world, told, row)
     return row
 
 
-def is_spoilt(kind: Kind, fault: str) -> bool:
-    """Whether the file cannot be used any more; a block has no time of its own."""
-    return fault not in files.HARMLESS and not (fault == "expire" and kind != "manifest")
+_FROM_DISK = "sidecar_served_blocks disk"
+
+
+def is_gone(tier: str, fault: str) -> bool:
+    """Whether the fault leaves nothing at all where a copy in shared memory was."""
+    return tier == "shared" and fault in ("remove", "become_dangling_link", "become_link_loop")
+
+
+def is_spoilt(fault: str) -> bool:
+    """Whether the file cannot be used any more. A running sidecar knows by its index how long a context lives."""
+    return fault not in files.HARMLESS and fault != "expire"
 
 
 def _heals(world: World, told: Told, row: Row) -> None:

@@ -43,11 +43,11 @@ FEW = [
 @pytest.mark.parametrize(("tier", "kind", "fault"), FEW, ids=["-".join(case) for case in FEW])
 def test_the_next_turn_is_right_and_the_fault_is_counted_when_a_stored_file_goes_wrong(world, tier, kind, fault):  # noqa: F811
     # A good file must be used; a machine that stalls may miss a load's deadline, and the turn is computed then.
-    for _ in range(1 if is_spoilt(kind, fault) else 3):
+    for _ in range(1 if is_spoilt(fault) else 3):
         row = file_case(world, tier, kind, fault)
         was_used = row.outcome.startswith(("host", "disk"))
         print(f"bound {BOUND_S:.0f} s beyond the recompute\n{describe([row])}")
         assert row.faults == []
         if was_used:
             break
-    assert was_used is not is_spoilt(kind, fault)
+    assert was_used is not is_spoilt(fault)
