@@ -15,6 +15,7 @@ from tests.faults.bytes_count import count_quiet
 from tests.faults.bytes_rounds import Round, play, run_round
 from tests.faults.bytes_world import BytesWorld
 
+pytestmark = pytest.mark.timeout(400)
 SEED = "exact bytes"
 ROUNDS = {
     "seal-before-commit": (
