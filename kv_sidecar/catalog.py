@@ -100,7 +100,7 @@ class ContextCatalog:
         """Sealed manifests."""
         return len(self._manifests.index)
 
-    async def bytes_by_tenant(self) -> Mapping[TenantId, int]:
+    def bytes_by_tenant(self) -> Mapping[TenantId, int]:
         """Return the bytes of block files on disk that each tenant has, those being written included."""
         return self._tiers.disk.bytes_by_tenant()
 

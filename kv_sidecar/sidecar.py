@@ -123,7 +123,7 @@ class Sidecar:
         self.reports.forget_old()
         if self._orphans is not None:
             removed += await self.catalog.drop(await self._orphans.find(self.catalog.sealed()))
-        found = await self.catalog.bytes_by_tenant()
+        found = self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
         return removed
 

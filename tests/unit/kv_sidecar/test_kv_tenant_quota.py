@@ -218,7 +218,7 @@ class Tenants:
         lies = bytes_on_disk(self.kv)
         for tenant in TENANTS:
             assert self.kv.catalog.tenant_usage(tenant) == (lies[tenant], self.limit_bytes)
-        assert dict(await self.kv.catalog.bytes_by_tenant()) == dict(lies)
+        assert dict(self.kv.catalog.bytes_by_tenant()) == dict(lies)
 
 
 @settings(deadline=None, max_examples=20)
