@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from contextcache.tls import HANDSHAKE_TIMEOUT_S, WatchedTls, carries_name
 from gateway.http_front import HttpFront
+from gateway.pipelining import told_of_the_end
 from gateway.request_head import bounded_heads
 from gateway.tls_listener import TlsListener
 
@@ -35,7 +36,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
         )
         config.load()
-        config.http_protocol_class = bounded_heads(config.http_protocol_class)
+        config.http_protocol_class = bounded_heads(told_of_the_end(config.http_protocol_class))
         self._context = None
         if tls is not None:
             self._context = tls.listening_context(require_clients=require_clients)

@@ -137,3 +137,19 @@ async def test_a_port_that_is_taken_is_an_error_with_the_port_in_it(tmp_path, en
         with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
             async with running_gateway(settings, num_ready=1):
                 pass
+
+
+async def test_a_client_that_sent_its_next_request_and_left_is_noticed_in_both(tmp_path, engine, caplog):
+    """Seen to fail without `told_of_the_end`: the pod computed on, for nobody."""
+    engine.stall = True
+    turn = b"POST /v1/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer %b\r\ncontent-length: 2\r\n\r\n{}"
+    async with running_gateway(settings_for(tmp_path, {"pod-a": engine}), num_ready=1) as gateway:
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write((turn % KEY.encode()) * 2)
+        await asyncio.wait_for(engine.arrived.wait(), DEADLINE_S)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.wait_for(engine.noticed_disconnect.wait(), DEADLINE_S)
+
+    assert len(engine.turns) == 1
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
