@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# How long an example takes says something about the machine, not about the code.
-settings.register_profile("any-machine", deadline=None)
+# How long an example takes, or its making, says something about the machine, not about the code.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
 _LOOP = pytest.StashKey[asyncio.AbstractEventLoop]()
