@@ -205,6 +205,8 @@ def test_an_engine_that_is_told_to_end(stack, http, engine):
     health = until(lambda: engine.get("/health").status_code == 503, within_s=NOISE_S)
     refused = http.post("/v1/context", json={"model": MODEL, "prompt": "x"})
     brief.join(DRAIN_S + NOISE_S)
+    # Its last save is finished by an engine that drains; a core that stands still would keep it from that.
+    until(lambda: is_saved(brief_id), within_s=DRAIN_S)
     for core in stack.engine_core_pids():
         os.kill(core, signal.SIGSTOP)
     endless.join(DRAIN_S + NOISE_S)
