@@ -21,6 +21,30 @@ FRAME_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest unary message: a manifest or transcript of about 10 million tokens at 5 bytes each stays below it."""
 
+_MANAGER = "contextcache.v1.ContextManagerService"
+
+
+def _asked_again(*statuses: str, method: str = "") -> dict[str, Any]:
+    """Return how gRPC repeats the manager's calls, within their deadline: 0.02, 0.04 and 0.08 s later."""
+    retry = {"maxAttempts": 4, "initialBackoff": "0.02s", "maxBackoff": "0.08s", "backoffMultiplier": 2}
+    name = {"service": _MANAGER} | ({"method": method} if method else {})
+    return {"name": [name], "retryPolicy": retry | {"retryableStatusCodes": list(statuses)}}
+
+
+# gRPC's retry design (proposal A6). A manager that stops cancels what reached it and was not begun (seen at every
+# second rollout under eight callers); another one answers. Every call may be repeated (ContextCacheManager), but for
+# the delete: once done, it finds nothing, so it is repeated only where it was cancelled.
+_SERVICE_CONFIG = {
+    # A name may stand for several managers: every address gets calls.
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        _asked_again("UNAVAILABLE", "CANCELLED"),
+        _asked_again("CANCELLED", method="UnregisterSessionCache"),
+    ],
+}
+_ANSWERED: tuple[str, str | bytes] = ("grpc-retry-pushback-ms", "-1")
+"""Of our own errors: the other end has said what there is to say, asking again is the caller's choice."""
+
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -34,9 +58,9 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A name may stand for several managers: every address gets calls, and one that is gone is asked for again within a
-    # second, not after gRPC's half minute, in which a rollout may have replaced them all.
-    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    # An address that is gone is asked for again within a second, not after gRPC's half minute, in which a rollout may
+    # have replaced them all.
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
     # Loopback and pod-to-pod calls never go through an HTTP proxy.
     ("grpc.enable_http_proxy", 0),
@@ -69,7 +93,7 @@ def cause_of(error: ContextCacheError) -> str:
 def error_metadata(error: ContextCacheError) -> tuple[tuple[str, str | bytes], ...]:
     """Return the trailing metadata that lets the other end raise the same error."""
     detail = json.dumps({"param": error.param, "retry_after_s": error.retry_after_s}).encode()
-    return ((CODE_KEY, error.code), (DETAIL_KEY, detail))
+    return ((CODE_KEY, error.code), (DETAIL_KEY, detail), _ANSWERED)
 
 
 def _detail(raw: str | bytes | None) -> dict[str, Any]:

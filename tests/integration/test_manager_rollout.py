@@ -1,0 +1,93 @@
+"""What is repeated among the parts, and what is not: a call to a manager that ends, and one that it answered."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from context_manager.client import ContextManagerClient
+from contextcache.errors import ContextNotFound, StoreUnavailable
+from contextcache.model import SessionId, TenantId
+from tests.helpers.manager_process import ManagerProcess, running_manager_process
+from tests.helpers.valkey import ValkeyServer
+
+NUM_CALLERS = 8
+NUM_ROLLOUTS = 4
+TIMEOUT_S = 30.0
+TENANT, NOBODY = TenantId("t"), SessionId("ctx_nobody")
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+class Callers:
+    """They call without a pause, each over a connection of its own to every manager."""
+
+    def __init__(self, managers: list[ManagerProcess]) -> None:
+        self._managers = managers
+        target = "ipv4:" + ",".join(manager.address for manager in managers)
+        self._clients = [ContextManagerClient(target, timeout_s=TIMEOUT_S) for _ in range(NUM_CALLERS)]
+        self._is_over = False
+        self.num_answers = 0
+
+    async def call(self) -> None:
+        await asyncio.gather(*map(self._call, self._clients))
+
+    async def _call(self, client: ContextManagerClient) -> None:
+        while not self._is_over:
+            await client.list_sessions(TENANT, limit=1)
+            with pytest.raises(ContextNotFound):
+                await client.unregister_session_cache(TENANT, NOBODY)
+            self.num_answers += 1
+        await client.close()
+
+    async def until_each_manager_answers(self) -> None:
+        """The refusals are counted where they were made."""
+        before = [manager.metric("contextcache_manager_refusals_total") for manager in self._managers]
+        async with asyncio.timeout(TIMEOUT_S):
+            for manager, count in zip(self._managers, before, strict=True):
+                while await asyncio.to_thread(manager.metric, "contextcache_manager_refusals_total") < count + 50:
+                    await asyncio.sleep(0.05)
+
+    def end(self) -> None:
+        self._is_over = True
+
+
+async def test_managers_are_replaced_under_load_and_no_call_fails(tmp_path: Path, valkey: ValkeyServer) -> None:
+    """Seen to fail without the retries of CHANNEL_OPTIONS: a manager that stops cancels calls it has not begun."""
+    async with AsyncExitStack() as stack:
+        managers = [await stack.enter_async_context(running_manager_process(tmp_path, valkey.url)) for _ in range(2)]
+        callers = Callers(managers)
+        calling = asyncio.create_task(callers.call())
+        for number in range(NUM_ROLLOUTS):
+            await callers.until_each_manager_answers()
+            manager = managers[number % 2]
+            manager.send(signal.SIGTERM)
+            assert await manager.wait() == 0
+            await manager.start()
+        callers.end()
+        await calling
+
+    print(f"{NUM_ROLLOUTS} managers replaced under {callers.num_answers} pairs of calls")
+
+
+async def test_what_a_manager_has_answered_is_not_asked_again(tmp_path: Path, valkey: ValkeyServer) -> None:
+    """Seen to fail without the push-back of our own errors: four times as long, and four times the work."""
+    async with running_manager_process(tmp_path, valkey.url) as manager:
+        valkey.stop()
+        client = ContextManagerClient(manager.address, timeout_s=TIMEOUT_S)
+        with pytest.raises(StoreUnavailable):
+            await client.list_sessions(TENANT, limit=1)
+        await client.close()
+
+        assert manager.metric("contextcache_manager_refusals_total") == 1
