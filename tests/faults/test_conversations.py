@@ -1,4 +1,8 @@
-"""Random conversations over the real stack: every answer equals the cold one, whatever happened before it."""
+"""Random conversations over the real stack: every answer equals the cold one, whatever happened before it.
+
+Seen failing with the comparison of a manifest's tokens with the prompt's left out (manifest_lookup.py): other tokens at
+the fifth turn, the first one that left its history.
+"""
 
 import json
 import time

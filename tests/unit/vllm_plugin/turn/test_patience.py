@@ -1,7 +1,7 @@
 """Engines that fall silent and clients that read nothing, on a loop whose time does not take any.
 
-Seen failing: without `patience.watching()` each of these turns ran until the test's own deadline; without `receive`
-saying that the client has left, the engine was cancelled at the end of the grace instead of being told.
+Seen failing: without `patience.watching()` two of these turns ran until the test's own deadline; without `receive`
+saying that the client has left, in three the engine was cancelled at the end of the grace instead of being told.
 """
 
 import asyncio
