@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from context_manager.crash_points import POINTS as MANAGER_POINTS
 from kv_sidecar.crash_points import POINTS as SIDECAR_POINTS
@@ -124,37 +125,37 @@ def link_case(world: World, link: str, fault: str) -> Row:
     before = world.counters()
     proxy = world.stack.proxies[link]
     errors = AWAY | {"status 0"} if link in CLIENT_LINKS else AWAY
-    world.bound_s = _bound_s(link, fault)
-    world.patience_s = CLIENT_PATIENCE_S if link in CLIENT_LINKS else HANG_S
-    LINK_FAULTS[fault](proxy)
-    try:
-        row = world.ask(f"link: {link} {fault}", told, errors=errors)
-    finally:
-        proxy.heal()
-        world.bound_s, world.patience_s = BOUND_S, HANG_S
+    with _patience(world, link, fault):
+        LINK_FAULTS[fault](proxy)
+        try:
+            row = world.ask(f"link: {link} {fault}", told, errors=errors)
+        finally:
+            proxy.heal()
     row.moved = ", ".join(world.moved(before))
     recover(world, told, row)
     return row
 
 
-def _bound_s(link: str, fault: str) -> float:
-    """Return the longest that a front or the client's own patience lets an answer be awaited."""
+@contextmanager
+def _patience(world: World, link: str, fault: str) -> Iterator[None]:
+    """Await an answer no longer than a front, or the client itself, lets it be awaited."""
     if fault == "black hole" and link == "gateway-engine":
-        return IDLE_TIMEOUT_S
-    return CLIENT_PATIENCE_S if link in CLIENT_LINKS else BOUND_S
+        world.bound_s = IDLE_TIMEOUT_S
+    elif link in CLIENT_LINKS:
+        world.bound_s = world.patience_s = CLIENT_PATIENCE_S
+    try:
+        yield
+    finally:
+        world.bound_s, world.patience_s = BOUND_S, HANG_S
 
 
 def link_mid_turn_case(world: World, link: str, fault: str) -> Row:
     """A link fails while an answer is being made; it may break the answer, and never the next one."""
     told = world.new()
     proxy = world.stack.proxies[link]
-    row = during_turn(
-        world,
-        f"link: {link} {fault} in mid-turn",
-        told,
-        lambda: LINK_FAULTS[fault](proxy),
-        after=proxy.heal,
-    )
+    case = f"link: {link} {fault} in mid-turn"
+    with _patience(world, link, fault):
+        row = during_turn(world, case, told, lambda: LINK_FAULTS[fault](proxy), after=proxy.heal)
     recover(world, told, row)
     return row
 

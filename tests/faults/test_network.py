@@ -3,6 +3,10 @@
 A session call that cannot be served gets 503 with Retry-After; nothing is restarted, and after the link has healed the
 next turn is right. Where the KV's own links fail (connector-sidecar, turn-sidecar, gateway-sidecar, sidecar-manager)
 the turn must be answered all the same. The whole product is in `make torture`.
+
+Seen failing with no Retry-After sent (gateway/exchange.py, contextcache/error_body.py): each case of manager and
+Redis. Not seen failing with GATEWAY_MANAGER_TIMEOUT_S at ten minutes, with and without gRPC's keepalive: the time
+Envoy gives the gateway is a third guard of the same wait, inside what a busy machine is allowed here.
 """
 
 from __future__ import annotations
