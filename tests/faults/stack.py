@@ -184,7 +184,7 @@ class FaultStack:
         self.stack.kill(part)
 
     def kill_api_server(self, engine: str = "engine") -> None:
-        """SIGKILL vLLM's API server alone; its engine core finds out by itself."""
+        """SIGKILL vLLM's API server alone; its engine core stays, as long as nobody ends it (vLLM 0.32)."""
         self._kill_one(self.pid(engine))
 
     def kill_engine_core(self, engine: str = "engine") -> None:
@@ -202,6 +202,12 @@ class FaultStack:
     def wait_gone(self, part: str, *, within_s: float = _WITHIN_S) -> None:
         """Return when no process of a part lives any more, e.g. at an armed crash point."""
         poll_until(lambda: not self.pids(part), within_s=within_s, what=f"{part} is gone")
+
+    def sweep_out(self, part: str) -> None:
+        """Wait until a part's first process is dead and end what it left behind, as it goes with a container."""
+        poll_until(lambda: not is_alive(self._record(part).name), within_s=_WITHIN_S, what=f"{part} is dead")
+        if self.pids(part):
+            self.kill(part)
 
     def start(self, part: str) -> None:
         """Start a part that is gone, as before; return when it, and the way to it, works."""

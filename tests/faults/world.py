@@ -207,8 +207,8 @@ class World:
         return Answer(response.status_code, time.monotonic() - began_s, response.raise_for_status().json())
 
     def revive(self, part: str) -> None:
-        """Wait until a part that was killed is gone whole, and start it."""
-        self.stack.wait_gone(part)
+        """Start a part whose first process was killed, or follows one that was."""
+        self.stack.sweep_out(part)
         self.start(part)
         if part == "engine":
             self.engine_pids = self.stack.pids("engine")
