@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run what was asked for; return the exit status."""
     options = _parser().parse_args(arguments)
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
-    chosen = Options(seed=seed, turns=options.turns, minutes=options.minutes)
+    chosen = Options(seed=seed, turns=options.turns, minutes=options.minutes, cases=options.cases)
     names = options.only or list(RUNS)
     say(f"torture: seed {seed}, {', '.join(names)}")
     reports = [_run(name, chosen) for name in names]
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", choices=(*RUNS, *ON_REQUEST), help="one run; may be given more than once"
     )
+    parser.add_argument("--cases", default="", help="a regular expression: these cases of the matrix alone")
     parser.add_argument("--json", type=Path, default=JSON_FILE, help="where the figures go")
     return parser
 

@@ -17,6 +17,8 @@ class Options:
     """How much a run does where it counts turns (or calls); others scale with it, 500 being their default size."""
     minutes: float | None = None
     """How long a run may take, for those that go on for a time (`soak`); None: the run's own default."""
+    cases: str = ""
+    """A regular expression: of runs that have named cases (`matrix`), those it is found in."""
 
     def random(self, name: str) -> Random:
         """Return the generator of one run: the same for the same seed and name, whatever else runs."""
