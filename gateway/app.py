@@ -211,6 +211,7 @@ def _rules(settings: GatewaySettings) -> GatewayRules:
             shed_waiting=settings.shed_waiting,
         ),
         removed_headers=removed,
+        salts_stateless=settings.salt_stateless,
     )
 
 

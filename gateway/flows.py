@@ -15,7 +15,7 @@ from typing import Any
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextNotFound
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, sign_identity
+from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
 from contextcache.json_body import parse_object
 from contextcache.model import MAX_LIST_LIMIT, SESSION_ID_PATTERN, CacheSessionMetadata, ModelId, SessionId, TenantId
 from contextcache.session_claim import SESSION_HEADER, SessionClaim, session_claim
@@ -26,7 +26,14 @@ from gateway.holders import Holders
 from gateway.metrics import Metrics
 from gateway.paths import Kind, kind_of
 from gateway.ports import Authenticator, Endpoint, EndpointDirectory, SessionDirectory
-from gateway.request_body import is_opaque, model_of, needs_parsing, parse_leniently, without_forbidden_keys
+from gateway.request_body import (
+    is_opaque,
+    model_of,
+    needs_parsing,
+    parse_leniently,
+    with_cache_salt,
+    without_forbidden_keys,
+)
 from gateway.routing import (
     STRATEGY_HEADER,
     Choice,
@@ -103,6 +110,8 @@ class GatewayRules:
     limits: LoadLimits = field(default_factory=LoadLimits)
     removed_headers: frozenset[str] = frozenset()
     """More headers that end here, such as `authorization` when its key is ours."""
+    salts_stateless: bool = False
+    """Whether completions without a context hit their tenant's pages of the engine's prefix cache only."""
 
 
 class Gateway:
@@ -179,6 +188,10 @@ class Gateway:
                 parsed = parse_object(body) if parsed_or_none is None else parsed_or_none
                 return await self._turn_forward(admission, parsed, session)
         changed = None if parsed_or_none is None else without_forbidden_keys(parsed_or_none)
+        if self._rules.salts_stateless and admission.kind is Kind.COMPLETION:
+            # No model in it: the engine's cache knows models apart, and a context's salt, which has it, stays another.
+            salt = cache_salt(admission.tenant, ModelId(""), self._rules.secret)
+            changed = with_cache_salt(body if changed is None else changed, salt) or changed
         return self._forward(Kind.STATELESS, changed, self._query(admission, parsed_or_none, light=not body))
 
     async def reroute(self, forward: Forward, *, unreachable: str) -> Forward:

@@ -79,7 +79,7 @@ class Pods:
 class GatewayParts:
     """A Gateway with everything around it within reach. Pods `pod-a` and `pod-b` become ready with `probe`."""
 
-    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), rates=None):
+    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), rates=None, **rules):
         self.clock = ManualClock()
         self.metrics = Metrics(CollectorRegistry())
         self.directory = Directory(self.clock)
@@ -93,7 +93,7 @@ class GatewayParts:
             endpoints=self.endpoints,
             holders=Holders(self.sidecars, self.endpoints, clock=self.clock, metrics=self.metrics),
             clock=self.clock,
-            rules=GatewayRules(secret=SECRET, engine_paths=frozenset({"/tokenize"})),
+            rules=GatewayRules(secret=SECRET, engine_paths=frozenset({"/tokenize"}), **rules),
             rates=rates,
             rng=Random(0),
             metrics=self.metrics,

@@ -11,7 +11,7 @@ import pytest
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from tests.helpers.fronts import code_of
-from tests.helpers.gateway_parts import KEY, SECRET
+from tests.helpers.gateway_parts import KEY, OTHER_KEY, SECRET
 from tests.helpers.gateway_server import DEADLINE_S
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
@@ -197,3 +197,17 @@ async def test_bodies_of_20_mib_pass(front, engine, manager):
             assert (answer.status, json.loads(await answer.read())["size"]) == (200, len(body))
         assert engine.turns.pop(0).body == body
         engine.received.clear()
+
+
+async def test_stateless_completions_get_their_tenants_salt_where_that_is_asked_for(open_front, engine, manager):
+    other = {"authorization": f"Bearer {OTHER_KEY}"}
+    async with open_front({"pod-a": engine}, manager_port=manager.port, salt_stateless=True) as front:
+        for headers in ({}, {}, other):
+            async with front.post("/v1/chat/completions", {"messages": [], "cache_salt": "x"}, headers=headers) as told:
+                assert told.status == 200
+    sent = [turn.json() for turn in engine.turns]
+    salts = [body.pop("cache_salt") for body in sent]
+
+    assert sent == [{"messages": []}] * 3
+    assert salts[0] == salts[1] != salts[2]
+    assert "x" not in salts

@@ -9,10 +9,20 @@ from gateway.metrics import Metrics
 from tests.helpers.gateway_parts import KEY, OTHER_KEY, GatewayParts, write_keys
 
 
-@pytest.fixture
-async def parts(tmp_path):
+async def _ready(tmp_path, **rules):
     write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other"})
     metrics = Metrics(CollectorRegistry())
-    parts = GatewayParts(KeyFile(tmp_path / "keys.json", clock=ManualClock(), metrics=metrics))
+    parts = GatewayParts(KeyFile(tmp_path / "keys.json", clock=ManualClock(), metrics=metrics), **rules)
     await parts.endpoints.probe_all()
     return parts
+
+
+@pytest.fixture
+async def parts(tmp_path):
+    return await _ready(tmp_path)
+
+
+@pytest.fixture
+async def salting(tmp_path):
+    """As `parts`, with stateless completions salted."""
+    return await _ready(tmp_path, salts_stateless=True)

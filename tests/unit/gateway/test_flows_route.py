@@ -39,6 +39,30 @@ async def test_a_stateless_request_is_untouched_and_costs_no_look_up(parts):
     assert parts.directory.calls == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+async def test_a_stateless_completion_may_be_salted_for_its_tenant(salting, path):
+    async def salt(key, body):
+        forward = await route(salting, body, path=path, key=key)
+        sent = json.loads(forward.body)
+        assert {name: value for name, value in sent.items() if name != "cache_salt"} == {"prompt": "x"}
+        return sent["cache_salt"]
+
+    mine = await salt(KEY, b'{"prompt": "x"}')
+    theirs = await salt(OTHER_KEY, b'{"prompt": "x"}')
+
+    assert mine == await salt(KEY, json.dumps({"prompt": "x", "cache_salt": theirs}).encode())
+    assert mine != theirs
+    assert len(mine) == 64
+
+
+async def test_only_completions_are_salted(salting):
+    await salting.directory.add("ctx_1")
+    turn = await route(salting, {"prompt": "x", "session_id": "ctx_1"})
+    embedding = await route(salting, {"input": "x"}, path="/v1/embeddings")
+
+    assert (turn.body, embedding.body) == (None, None)
+
+
 async def test_every_request_loses_identity_and_routing_headers(parts):
     forward = await route(parts, {"prompt": "hello"})
 

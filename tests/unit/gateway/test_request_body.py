@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contextcache.errors import InvalidRequest
-from gateway.request_body import model_of, needs_parsing, parse_leniently, without_forbidden_keys
+from gateway.request_body import model_of, needs_parsing, parse_leniently, with_cache_salt, without_forbidden_keys
 
 JSON = "application/json"
 
@@ -99,3 +101,27 @@ def test_the_model_is_read_only_where_there_is_one():
     assert model_of({"model": "m"}) == "m"
     assert model_of({"model": 7}) is None
     assert model_of(None) is None
+
+
+OBJECTS = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5) | st.just({"a": []}))
+
+
+@given(OBJECTS, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"]), st.sampled_from([None, 2]))
+def test_a_salt_is_added_to_an_object_however_it_is_spelled_and_nothing_else_changes(sent, encoding, indent):
+    """Seen to fail with a body in UTF-16 spliced as if it were ASCII."""
+    body = ("\n " + json.dumps(sent, indent=indent)).encode(encoding)
+
+    assert json.loads(with_cache_salt(body, "ab12")) == {"cache_salt": "ab12", **sent}
+
+
+def test_the_bytes_behind_the_salt_are_those_that_came():
+    assert (
+        with_cache_salt(b'{ "prompt":"caf\\u00e9", "n":1.0}', "ab")
+        == b'{ "cache_salt":"ab","prompt":"caf\\u00e9", "n":1.0}'
+    )
+    assert with_cache_salt(b"{ }", "ab") == b'{ "cache_salt":"ab"}'
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b'"x"', b"x{", b"\0{", b"{\0"])
+def test_what_is_no_object_gets_no_salt(body):
+    assert with_cache_salt(body, "ab") is None
