@@ -29,6 +29,12 @@ class TurnMetrics:
         self.refused_commits = Counter(
             f"{_PREFIX}refused_commits_total", "Answers delivered without a commit", ["reason"], registry=registry
         )
+        self.refused_requests = Counter(
+            f"{_PREFIX}refused_requests_total",
+            "Creates, turns and unrouted requests answered with an error of ours, by code",
+            ["code"],
+            registry=registry,
+        )
         self.aborts = Counter(f"{_PREFIX}aborts_total", "Turns that ended early", ["reason"], registry=registry)
         self.unsealed_creates = Counter(
             f"{_PREFIX}unsealed_creates_total", "Creates that answered before their KV was durable", registry=registry

@@ -204,8 +204,8 @@ class TurnMiddleware:
 
         await self._app(scope, receive, client.send)
 
-    @staticmethod
-    async def _refuse(error: ContextCacheError, started: _Started) -> None:
+    async def _refuse(self, error: ContextCacheError, started: _Started) -> None:
+        self._story.metrics.refused_requests.labels(code=error.code).inc()
         if error.http_status >= 500:
             # The engine's words are for the client alone: they may quote the prompt.
             told = "" if isinstance(error, EngineFailed) else error.message

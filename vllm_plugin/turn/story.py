@@ -86,12 +86,12 @@ class TurnStory:
         """Take everything from outside; nothing is connected yet."""
         self.tracer = tracer
         """Begins the spans of requests; closed with us."""
+        self.metrics = metrics
         self._settings = settings
         self._secret = secret
         self._manager = manager
         self._sidecar = sidecar
         self._clock = clock
-        self._metrics = metrics
         self._background = Background(
             limit=_BACKGROUND_CALLS_MAX,
             deadline_s=settings.rpc_deadline_ms / 1000,
@@ -144,7 +144,7 @@ class TurnStory:
             )
             with child_span("turn compose"):
                 turn.prompt = await compose_turn(engine, request, transcript, found)
-            self._metrics.outcomes.labels(outcome=found.outcome.value).inc()
+            self.metrics.outcomes.labels(outcome=found.outcome.value).inc()
             await self._run(engine, turn, client)
 
     def give_up(self) -> None:
@@ -186,7 +186,7 @@ class TurnStory:
                 await self._generate(engine, turn, client, delivery, patience)
         except (EngineFailed, NoReadyEndpoint) as exc:
             lost_with_client = patience.lost_with == "client"
-            self._metrics.aborts.labels(reason="client" if lost_with_client else "engine").inc()
+            self.metrics.aborts.labels(reason="client" if lost_with_client else "engine").inc()
             if not delivery.started:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.

@@ -196,6 +196,21 @@ async def test_a_read_only_turn_runs_beside_one_that_holds_the_lease(pod):
     assert answer.status == 200
 
 
+async def test_what_is_refused_is_counted_by_its_code(pod, monkeypatch):
+    async def silent(*args, **kwargs):
+        raise StoreUnavailable("no answer in time")
+
+    session_id = await created(pod)
+    await pod.ask("ctx_nobody", prompt=" x")
+    with monkeypatch.context() as patch:
+        patch.setattr(pod.manager, "begin_turn", silent)
+        answer = await pod.ask(session_id, prompt=" x")
+
+    assert answer.status == 503
+    assert pod.counted("refused_requests", code="store_unavailable") == 1
+    assert pod.counted("refused_requests", code="context_not_found") == 1
+
+
 async def test_a_create_that_could_not_be_registered_names_no_session(pod):
     pod.manager.fault = ("register_session_cache", StoreUnavailable("redis gone"))
 

@@ -36,7 +36,7 @@ def pod(tmp_path):
 
 
 def guard(pod, quotas) -> TurnAdmission:
-    pod.app._admission = TurnAdmission(pod.settings, quotas=quotas, clock=pod.clock, metrics=pod.story._metrics)
+    pod.app._admission = TurnAdmission(pod.settings, quotas=quotas, clock=pod.clock, metrics=pod.story.metrics)
     return pod.app._admission
 
 
