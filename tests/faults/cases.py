@@ -33,12 +33,8 @@ AWAY = frozenset(
 """Documented errors of a session call while some part is away: 503 and 409 with Retry-After, 502 broken off."""
 RECOVERY_S = 120.0
 """A lease (5 s here), a reconnect (1 s), a probe (some s), a machine that stalls; tables show what it was."""
-IDLE_TIMEOUT_S = 20
-"""How long both fronts of the stack wait for a silent pod; ten minutes by default, as a long prompt may take."""
 PLUGIN_TIMEOUT_S = 30.0
 """How long the local stack's Envoy waits for the gateway."""
-CLIENT_PATIENCE_S = 20.0
-"""How long a client waits whose own link is silent: nothing of ours can tell it anything."""
 
 TIERS = ("disk", "shared")
 LINK_FAULTS: dict[str, Callable[[Proxy], None]] = {
@@ -131,18 +127,29 @@ def link_case(world: World, link: str, fault: str) -> Row:
             row = world.ask(f"link: {link} {fault}", told, errors=errors)
         finally:
             proxy.heal()
-    row.moved = ", ".join(world.moved(before))
+    _note_moved(world, before, row)
     recover(world, told, row)
     return row
 
 
+def _note_moved(world: World, before: dict[str, float], row: Row) -> None:
+    """Note which counters of faults grew; one must, where a turn was refused or computed for want of its KV."""
+    if row.outcome in ("store_unavailable", "cold"):
+        world.wait_moved(before, row)
+    else:
+        row.moved = ", ".join(world.moved(before))
+
+
 @contextmanager
 def _patience(world: World, link: str, fault: str) -> Iterator[None]:
-    """Await an answer no longer than a front, or the client itself, lets it be awaited."""
+    """Await an answer no longer than a front, or the client itself, lets it be awaited.
+
+    Nothing of ours can tell a client anything whose own link is silent: it waits as long as a front would.
+    """
     if fault == "black hole" and link == "gateway-engine":
-        world.bound_s = IDLE_TIMEOUT_S
+        world.bound_s = world.idle_timeout_s
     elif link in CLIENT_LINKS:
-        world.bound_s = world.patience_s = CLIENT_PATIENCE_S
+        world.bound_s = world.patience_s = world.idle_timeout_s
     try:
         yield
     finally:
@@ -197,7 +204,7 @@ def stop_case(world: World, part: str) -> Row:
     finally:
         world.stack.cont(part)
         world.bound_s = BOUND_S
-    row.moved = ", ".join(world.moved(before))
+    _note_moved(world, before, row)
     recover(world, told, row)
     return row
 
@@ -206,12 +213,14 @@ def kill_case(world: World, part: str) -> Row:
     """A part is gone (SIGKILL) when a turn comes, and started after it."""
     told = world.new()
     world.stack.forget_prefixes()
+    before = world.counters()
     world.stack.kill(part)
     try:
         row = world.ask(f"kill: {part}", told, errors=AWAY)
     finally:
         world.start(part)
     world.wait_ready()
+    _note_moved(world, before, row)
     recover(world, told, row)
     return row
 

@@ -104,7 +104,8 @@ class Row:
 class World:
     """One stack and what is asked of it."""
 
-    def __init__(self, stack: FaultStack, *, seed: int) -> None:
+    def __init__(self, stack: FaultStack, *, seed: int, idle_timeout_s: float = 20.0) -> None:
+        """`idle_timeout_s`: how long both fronts of the stack wait for a pod that is silent."""
         self.stack = stack
         self.rng = random.Random(seed)
         self.files = StoredFiles(stack.data(), stack.shared())
@@ -112,6 +113,7 @@ class World:
             base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=httpx.Timeout(HANG_S)
         )
         self.engine_pids = stack.pids("engine")
+        self.idle_timeout_s = idle_timeout_s
         self.patience_s = HANG_S
         """After how long the client itself hangs up."""
         self.bound_s = BOUND_S
@@ -340,7 +342,8 @@ class World:
 
 _FAULTS = re.compile(
     r"^connector_events (failed|missed|skipped|refused|lost)|^sidecar_(quarantined|misses|bad|failed)"
-    r"|^sidecar_collector_failures|^turn_(refused|aborts|unsealed|tenant)|^gateway_.*(failures|broken|unreachable)|^manager_.*(failures|aborted)"
+    r"|^sidecar_collector_failures|^turn_(refused|aborts|unsealed|tenant)|^gateway_.*(failures|broken|unreachable)"
+    r"|^gateway_(requests|refusals)\b.*\b50[0-9]\b|^manager_.*(failures|errors|aborted)"
 )
 """Counters that say that something went wrong."""
 

@@ -23,6 +23,8 @@ from tests.torture.report import Options, Report
 
 DEFAULT_MINUTES = 12.0
 """Beside the other runs; `--only matrix --minutes 60` is enough for every case."""
+IDLE_TIMEOUT_S = 9.0
+"""So that a turn whose pod takes the connection and says nothing has its error within the bound too."""
 CLOCKS_S = (3700, -3700, 30, -30)
 
 Case = tuple[str, Callable[[WholeWorld], Row]]
@@ -36,7 +38,7 @@ def run(options: Options) -> Report:
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(prefix="matrix-", ignore_cleanup_errors=True) as directory,
-        whole_world(Path(directory), seed=options.seed) as world,
+        whole_world(Path(directory), seed=options.seed, idle_timeout_s=IDLE_TIMEOUT_S) as world,
     ):
         # The engine's last: each of them starts it again.
         quick, slow = _all_cases(world)
