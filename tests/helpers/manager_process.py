@@ -83,15 +83,16 @@ class ManagerProcess:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def metric(self, name: str) -> float:
-        """Return the sum of a metric's samples, 0 when there is none."""
+    def metric(self, name: str, *, of: str = "") -> float:
+        """Return the sum of a metric's samples, 0 when there is none. `of`: only those with this text in a label."""
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=30)
         try:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()
         finally:
             connection.close()
-        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        found = [line for line in lines if line.split("{")[0].split(" ")[0] == name and of in line]
+        return sum(float(line.split()[-1]) for line in found)
 
 
 @asynccontextmanager

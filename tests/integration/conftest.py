@@ -1,11 +1,15 @@
-"""What most integration tests of the gateway stand between: a pod, and a context manager behind real gRPC."""
+"""What most integration tests stand between: a pod, a context manager behind real gRPC, an empty Valkey."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.gateway_server import RunningManager
 from tests.helpers.stub_engine import StubEngine
+from tests.helpers.valkey import ValkeyServer
 
 
 @pytest.fixture
@@ -22,3 +26,11 @@ async def manager():
     await manager.start()
     yield manager
     await manager.stop()
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ast
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from context_manager.client import ContextManagerClient
 from context_manager.crash_points import POINTS
@@ -26,14 +23,6 @@ IN_MAKE_TEST = (
     *("manager.unregister.after", "manager.sweep.before", "manager.sweep.after"),
 )
 """The rest is in `python -m tests.torture --only redis`."""
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 def test_there_is_a_point_on_either_side_of_every_script() -> None:

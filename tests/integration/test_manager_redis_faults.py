@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,14 +28,6 @@ NOW = 1_700_000_000_000
 KEY = SessionKey("demo", "ctx_1")
 NEW = NewSession("demo", "ctx_1", "smol", ttl_s=600)
 FIRST = TurnCommit("demo", "ctx_1", "create", 0, 0, (Segment(SegmentKind.PROMPT, (1, 2), text="hi"),), "", "pod-1")
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 def store_at(url: str, *, timeout_s: float = 5.0, max_connections: int = 4) -> RedisSessionStore:
