@@ -167,6 +167,11 @@ class FaultStack:
         """Return the living processes of a part, its own children among them."""
         return session_members(self._record(part).name)
 
+    def engine_pids(self, engine: str = "engine") -> list[int]:
+        """Return vLLM's living processes; what else they start for a moment comes and goes."""
+        first = self.pid(engine)
+        return [pid for pid in self.pids(engine) if pid == first or _title(pid).startswith("VLLM::")]
+
     def engine_core_pids(self, engine: str = "engine") -> list[int]:
         """Return the engine core process (and workers): those of the engine that call themselves `VLLM::…`."""
         return [pid for pid in self.pids(engine) if _title(pid).startswith("VLLM::")]

@@ -112,7 +112,7 @@ class World:
         self.http = httpx.Client(
             base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=httpx.Timeout(HANG_S)
         )
-        self.engine_pids = stack.pids("engine")
+        self.engine_pids = stack.engine_pids()
         self.idle_timeout_s = idle_timeout_s
         self.patience_s = HANG_S
         """After how long the client itself hangs up."""
@@ -213,7 +213,7 @@ class World:
         self.stack.sweep_out(part)
         self.start(part)
         if part == "engine":
-            self.engine_pids = self.stack.pids("engine")
+            self.engine_pids = self.stack.engine_pids()
         self.wait_ready()
 
     def start(self, part: str) -> None:
@@ -292,7 +292,7 @@ class World:
             row.faults.append(f"took {row.beyond_s:.1f} s beyond the recompute")
 
     def _check_engine(self, row: Row) -> None:
-        if self.stack.pids("engine") != self.engine_pids:
+        if self.stack.engine_pids() != self.engine_pids:
             row.faults.append("the engine is not what it was")
 
     def ask(self, case: str, told: Told, *, errors: frozenset[str] = frozenset(), num_new: int = 5) -> Row:

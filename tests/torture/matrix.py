@@ -126,7 +126,7 @@ def _one(world: WholeWorld, name: str, case: Callable[[WholeWorld], Row]) -> Row
         if world.disk is not None:
             world.disk.free()
         world.stack.mend()
-        world.engine_pids = world.stack.pids("engine")
+        world.engine_pids = world.stack.engine_pids()
 
 
 def _fill(report: Report, rows: list[Row]) -> None:
