@@ -23,7 +23,7 @@ from tests.torture.report import Options, Report
 
 DEFAULT_MINUTES = 12.0
 """Beside the other runs; `--only matrix --minutes 60` is enough for every case."""
-IDLE_TIMEOUT_S = 9.0
+IDLE_TIMEOUT_S = 8.0
 """So that a turn whose pod takes the connection and says nothing has its error within the bound too."""
 CLOCKS_S = (3700, -3700, 30, -30)
 
