@@ -28,6 +28,8 @@ def test_every_operation_is_as_the_document_says(stack, tmp_path):
     command += ["--request-timeout", str(REQUEST_DEADLINE_S), "--continue-on-failure", "--no-color"]
     command += ["--report", "json", "--report-json-path", tmp_path / "report.json"]
 
+    # What others have sent to the same gateway is not judged here.
+    said_before = len(stack.gateway.log)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=170)
     said = f"seed {SEED}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}\n{stack.gateway.log[-4000:]}"
     report = json.loads((tmp_path / "report.json").read_text())
@@ -36,4 +38,4 @@ def test_every_operation_is_as_the_document_says(stack, tmp_path):
     assert done.returncode == 0, said
     assert f"Tested: {OPERATIONS}" in done.stdout, said
     assert report, said
-    assert [line for line in stack.gateway.log.splitlines() if '"level": "ERROR"' in line] == []
+    assert [line for line in stack.gateway.log[said_before:].splitlines() if '"level": "ERROR"' in line] == []
