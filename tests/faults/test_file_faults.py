@@ -7,8 +7,8 @@ All faults x all kinds x both tiers run in `make torture`; the table is printed 
 `swap_data` and `rewrite_data` leave a file that is in order by itself (its own checksum
 rewritten), so that only what the manifest vouches for tells; `age` leaves a good one, which must be used.
 
-Seen failing with no checksum compared anywhere (block file, manifest, connector): `flip_data_bit`, `rewrite_data` and
-`swap_data` of a block or tail were injected and used. What the other faults do is found by the file's shape alone.
+Seen failing with no checksum compared anywhere (block file, manifest, connector): the cases of `flip_data_bit`,
+`rewrite_data` and `swap_data` of blocks and tail. The other ten held all the same: other guards find those.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ One stack, whose engine stays up while gateway, manager and sidecar come and go.
 point of every package, is in `make torture`.
 
 Seen failing with a commit acknowledged that got no answer, twice (`Settlement._commit_twice`): at
-`manager.commit.before`, and with the manager killed in mid-turn, the turn was lost. What dies in the sidecar costs
-KV and no turn: its own guards are what test_exact_bytes.py and tests/integration/test_sidecar_crashes.py take out.
+`manager.commit.before`, and with the manager killed in mid-turn. What dies in the sidecar costs KV and no turn: whose
+guards those are is said in test_exact_bytes.py.
 """
 
 from __future__ import annotations
