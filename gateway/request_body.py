@@ -41,6 +41,7 @@ def with_cache_salt(body: bytes, salt: str) -> bytes | None:
     begins = _OBJECT_BEGINS.match(body)
     if begins is not None:
         at = begins.start(1) if begins[1] else begins.end()
-        return b"".join((body[:at], b'"cache_salt":"', salt.encode(), b'"' if begins[1] else b'",', body[at:]))
+        whole = memoryview(body)  # prompts are long: copied once
+        return b"".join((whole[:at], b'"cache_salt":"', salt.encode(), b'"' if begins[1] else b'",', whole[at:]))
     parsed = parse_leniently(body)
     return None if parsed is None else json.dumps({"cache_salt": salt, **parsed}).encode()

@@ -98,13 +98,13 @@ class GatewaySettings(TlsSettings, TracingSettings):
         description="requests of one tenant that the HTTP front carries at one time; more is 429 too_many_in_flight; "
         "0: no limit. Behind Envoy the pod counts (TURN_TENANT_TURNS_MAX)",
     )
+    tenant_buffered_bytes_max: int = Field(
+        0, ge=0, description="bytes of one tenant's request bodies held at one time; more is 429; 0: no limit"
+    )
     salt_stateless: bool = Field(
         False,
         description="give completions without a context their tenant's cache_salt, so that no tenant can tell by time "
         "what another sent; equal prompts of two tenants are then computed twice",
-    )
-    tenant_buffered_bytes_max: int = Field(
-        0, ge=0, description="bytes of one tenant's request bodies held at one time; more is 429; 0: no limit"
     )
     saturated_waiting: int = Field(
         32, ge=1, description="requests in a pod's queue from which turns go to another pod than their holder"
