@@ -106,10 +106,13 @@ def test_the_model_is_read_only_where_there_is_one():
 OBJECTS = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=5) | st.just({"a": []}))
 
 
-@given(OBJECTS, st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"]), st.sampled_from([None, 2]))
-def test_a_salt_is_added_to_an_object_however_it_is_spelled_and_nothing_else_changes(sent, encoding, indent):
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"]
+
+
+@given(OBJECTS, st.sampled_from(ENCODINGS), st.sampled_from(["", "\n "]), st.sampled_from([None, 2]))
+def test_a_salt_is_added_to_an_object_however_it_is_spelled_and_nothing_else_changes(sent, encoding, lead, indent):
     """Seen to fail with a body in UTF-16 spliced as if it were ASCII."""
-    body = ("\n " + json.dumps(sent, indent=indent)).encode(encoding)
+    body = (lead + json.dumps(sent, indent=indent)).encode(encoding)
 
     assert json.loads(with_cache_salt(body, "ab12")) == {"cache_salt": "ab12", **sent}
 
