@@ -2,14 +2,17 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STACK := PYTHONPATH=. $(PY) -m deploy.local
+SUITE := $(PY) -m tests.suite
+SUITE_OPTIONS = $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) $(if $(COVERAGE),--coverage) $(if $(KEEP_GOING),--keep-going)
 SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(DEV),--dev)
 PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
 STUBS := contextcache/v1 contextcache/extproc/v3
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doctor deploy tests benchmarks examples
 export TORCH_INDEX
+export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-unit test-integration test-vllm chart up down status kill start drain undrain clean demo torture soak bench bench-front images ci
+.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm snapshot chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one images ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -21,6 +24,7 @@ install: .venv/.installed ## everything into .venv (first time: some minutes; TO
 proto: .build/proto/.installed ## generate the gRPC stubs
 	@.build/proto/bin/python -m grpc_tools.protoc -I proto $(addprefix --,$(addsuffix =.,python_out grpc_python_out mypy_out mypy_grpc_out)) \
 	  --plugin=.build/proto/bin/protoc-gen-mypy --plugin=.build/proto/bin/protoc-gen-mypy_grpc $(PROTOS)
+	@PYTHONPATH=. $(PYTHON) -m deploy.local.proto_tools $(addsuffix /*_grpc.pyi,$(STUBS))
 proto-check: proto ## fail when the committed stubs are not what the protos say
 	@git diff --exit-code --stat -- $(STUBS) && test -z "$$(git status --porcelain -- $(STUBS))"
 .build/proto/.installed: deploy/local/proto_tools.py
@@ -34,14 +38,23 @@ lint: install ## style, types, import rules, protos, spelling, dependencies, Doc
 	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry .
 	@.venv/bin/hadolint deploy/docker/Dockerfile*
 
-test: install ## every test: unit, contract, integration, real vLLM
-	@$(PY) -m pytest tests
+test: lint proto-check ## lint, then the main job and each promise; PART=<name> SEED=<n> KEEP_GOING=1
+	@$(SUITE) $(SUITE_OPTIONS)
+test-all: install ## every part, the long ones too, from where the last run stopped; PART=<name> SEED=<n> AGAIN=1
+	@$(SUITE) all $(SUITE_OPTIONS)
+test-slice: install ## ten minutes of what only test-all runs: which part follows from the commit
+	@$(SUITE) slice $(SUITE_OPTIONS)
+test-list: install ## the parts, and what each proves
+	@$(SUITE) list
 test-unit: install ## seconds, no sockets
-	@$(PY) -m pytest tests/unit tests/contract
+	@$(SUITE) --part unit
 test-integration: install ## real Valkey, gRPC and processes
-	@$(PY) -m pytest tests/integration
+	@$(SUITE) --part integration
 test-vllm: install ## real vLLM
-	@$(PY) -m pytest tests/vllm
+	@$(SUITE) --part vllm
+
+snapshot: install ## after tagging a release: what the next one is rehearsed against; TAG=v1.2.3
+	@$(PY) -m tests.upgrade.snapshot $(TAG)
 
 chart: install ## the Helm chart: lint, every rendering, schema, security, network flows, with Helm 3 and 4
 	@PYTHONPATH=. $(PY) -m deploy.chart.tools && $(PY) -m pytest tests/chart
@@ -68,12 +81,16 @@ torture: install ## minutes of seeded faults, tenants and races against real par
 	@PYTHONPATH=. $(PY) -m tests.torture $(if $(SEED),--seed $(SEED)) $(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only $(ONLY))
 soak: install ## mixed load with faults, then the slopes of what must stay flat; MINUTES=20
 	@PYTHONPATH=. $(PY) -m tests.torture --only soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+mutants: install ## every promise broken once, in a copy: its tests must notice; ONLY=<name>
+	@PYTHONPATH=. $(PY) -m tests.mutants $(if $(ONLY),--only $(ONLY))
 bench: install ## time to first token: cold, prefix cache, restored after a restart
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
+bench-one: install ## what one part costs; ONLY=checksum|hostile_bodies|keys|list|not_found|turn_cost|weights
+	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py
 
 images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>
 	@PYTHONPATH=. $(PY) -m deploy.docker build $(if $(BASE),--base $(BASE)) $(if $(VLLM_BASE),--vllm-base $(VLLM_BASE))
 
-ci: lint proto-check test ## what CI runs
+ci: lint proto-check test test-slice ## what CI runs

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
-import platform
 import statistics
 import time
 import zlib
@@ -28,9 +26,9 @@ from pathlib import Path
 import blake3
 import xxhash
 
+from benchmarks.result import RESULTS, write_result
 from deploy.local.table import render
 
-RESULTS = Path(__file__).resolve().parent / "results" / "bench_checksum.json"
 SIZES = {"64 KiB": 1 << 16, "5.9 MB block": 5_898_240, "64 MiB": 64 << 20}
 """A tail of a small model, a block of SmolLM2 in bfloat16, one of a large model."""
 ALGORITHMS: dict[str, tuple[int, Callable[[bytes], object]]] = {
@@ -80,18 +78,12 @@ def main() -> None:
     """Measure, print, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=31, help="measured rounds of each size")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_checksum.json")
     arguments = parser.parse_args()
     found = measure(arguments.rounds)
     print(table(found))
     versions = {name: version(name) for name in ("xxhash", "blake3")}
-    machine = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-    result = {"rounds": arguments.rounds, "machine": machine, "versions": versions, "median_ms": found}
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(arguments.out, {"rounds": arguments.rounds, "versions": versions, "median_ms": found})
 
 
 if __name__ == "__main__":

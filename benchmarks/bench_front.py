@@ -22,17 +22,18 @@ import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.bench_ttft import machine
 from benchmarks.front import peers
 from benchmarks.front.bars import real_bars, stub_bars
 from benchmarks.front.measure import DIRECT, NUM_CHUNKS, NUM_IDLE, PACE_MS, Load, Plan, load_generator, measure, rows
-from benchmarks.front.parts import envoy_binary, running_parts
+from benchmarks.front.parts import running_parts
 from benchmarks.front.real import measure_real
 from benchmarks.front.report import tables
+from benchmarks.processes import envoy_binary
+from benchmarks.result import RESULTS, machine, write_result
 from deploy.local.progress import StepFailed, say
+from deploy.local.run_stamp import run_stamp
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "bench_front.json"
 STACK_DIRECTORY = ROOT / ".build" / "bench-front-stack"
 FULL = Plan(rounds=5, seconds=1.0, connections=(1, 16, 64), budget_s=480.0)
 QUICK = Plan(rounds=1, seconds=0.6, connections=(1, 16, 64), budget_s=120.0)
@@ -56,10 +57,8 @@ def main() -> int:
         return 130
     real = {row["way"]: row["of_direct"] for row in report.get("real", {}).get("rows", []) if row["way"] != DIRECT}
     report["bars"] = stub_bars(report.get("rows", [])) + real_bars(real)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(options.out, report)
     print(json.dumps(report) if options.json else tables(report))
-    say(f"\nsaved to {options.out}")
     return 0
 
 
@@ -71,7 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help=f"instead of {FULL.rounds} ({REAL_ROUNDS} with --real)")
     parser.add_argument("--port", type=int, default=8200, help="Envoy's port in the stack of --real")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of tables")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_front.json", help="where the JSON goes")
     return parser.parse_args()
 
 
@@ -87,6 +86,7 @@ def _stub(load: Load, options: argparse.Namespace) -> dict[str, Any]:
         measured = measure(parts, load, plan)
         ways = parts.ways
     return {
+        **run_stamp(),
         "machine": machine() | {"envoy": _envoy_version(), "peers": peers.PINS if with_peers else {}},
         "rounds": measured.rounds,
         "seconds": plan.seconds,
@@ -101,7 +101,7 @@ def _stub(load: Load, options: argparse.Namespace) -> dict[str, Any]:
 def _real(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     rounds = options.rounds or (REAL_ROUNDS_QUICK if options.quick else REAL_ROUNDS)
     real = measure_real(STACK_DIRECTORY, load, port=options.port, rounds=rounds)
-    return {"machine": machine() | {"envoy": _envoy_version()}, "real": real}
+    return {"machine": machine() | {"envoy": _envoy_version()}, "real": {**run_stamp(), **real}}
 
 
 def _envoy_version() -> str:

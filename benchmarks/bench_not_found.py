@@ -1,7 +1,7 @@
 """Whether the time of a 404 tells an id that never was from one that was deleted and from another tenant's.
 
-Real gateway, manager, Valkey, sidecar and turn middleware in one process (a toy engine, which no such call reaches),
-through the HTTP front and through a real Envoy. One client, one call at a time, the three kinds of id in random order
+Real gateway, manager and Valkey, each a process (the pod is a stub, which no such call reaches), through the HTTP
+front and through a real Envoy. One client, one call at a time, the three kinds of id in random order
 within each round, ids from pools of equal size, so that whatever drifts drifts for all three. For each pair of kinds:
 the difference of the medians, and the share of pairs of calls in which the first kind took longer (Mann-Whitney's U as
 a probability: 0.5 when nothing can be told) with its p-value. The control is a kind against itself: even rounds
@@ -19,21 +19,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.bench_ttft import machine
-from contextcache.model import new_session_id
+import aiohttp
+
+from benchmarks.front.envoy_bootstrap import with_plugin
+from benchmarks.front.stub_engine import MODEL
+from benchmarks.processes import POD, Processes
+from benchmarks.result import RESULTS, write_result
+from context_manager.client import ContextManagerClient
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, new_cache_ref, new_session_id
 from deploy.local.progress import say
 from deploy.local.table import render
-from tests.helpers.fronts import FRONTS
-from tests.helpers.tenant_attacks import KINDS
-from tests.helpers.tenant_world import TenantWorld, created, key_of, running_tenants
-from tests.helpers.turn_pod import MODEL
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "bench_not_found.json"
+FRONTS = ("http", "envoy")
+KINDS = ("absent", "deleted", "foreign")
 NUM_IDS = 50
 WARM_UP_ROUNDS = 50
 CALLS: Mapping[str, tuple[str, str, bool]] = {
@@ -55,57 +58,82 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each kind, method and front")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_not_found.json", help="where the JSON goes")
     options = parser.parse_args()
     rows = [row for front in FRONTS for row in asyncio.run(_measured(front, options.rounds, options.seed))]
-    report = {"machine": machine(), "rounds": options.rounds, "bar": {"share": BAR_SHARE, "us": BAR_US}, "rows": rows}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"rounds": options.rounds, "bar": {"share": BAR_SHARE, "us": BAR_US}, "rows": rows}
+    write_result(options.out, report)
     print(_table(rows))
-    say(f"saved to {options.out}")
     return 0 if all(row["met"] for row in rows) else 1
 
 
 async def _measured(front: str, rounds: int, seed: int) -> list[dict[str, Any]]:
     rng = Random(f"{seed}/{front}")  # spreads calls, guards nothing
-    with tempfile.TemporaryDirectory(prefix="bench-not-found-") as directory:
-        async with running_tenants(Path(directory), front=front) as world:
-            ids = await _ids(world)
+    with tempfile.TemporaryDirectory(prefix="bench-not-found-") as directory, Processes(Path(directory)) as processes:
+        for start in (processes.start_stub, processes.start_valkey, processes.start_manager):
+            start()
+        processes.start_gateway({key_of(tenant): tenant for tenant in (ME, OTHER)})
+        if front == "envoy":
+            listeners = {"gateway": "gateway", "ext_proc": "ext_proc", "pod": "stub"}
+            addresses = {what: processes.address(name) for what, name in listeners.items()}
+            processes.start_envoy("envoy", partial(with_plugin, **addresses))
+        url = processes.url("envoy" if front == "envoy" else "gateway")
+        ids = await _ids(processes.address("manager"))
+        async with aiohttp.ClientSession(base_url=url, timeout=aiohttp.ClientTimeout(total=30)) as http:
             rows = []
             for call in CALLS:
                 say(f"{front}: {call} …")
-                rows += _rows(front, call, await _timed(world, call, ids, rounds, rng))
+                rows += _rows(front, call, await _timed(http, call, ids, rounds, rng))
             return rows
 
 
-async def _ids(world: TenantWorld) -> dict[str, list[str]]:
-    found = {"absent": [new_session_id() for _ in range(NUM_IDS)]}
-    found["foreign"] = [await created(world, OTHER) for _ in range(NUM_IDS)]
-    found["deleted"] = [await created(world, ME) for _ in range(NUM_IDS)]
-    for session_id in found["deleted"]:
-        async with world.front.request("DELETE", f"/v1/context/{session_id}", headers=_headers()) as answer:
-            assert answer.status == 200
-    return found
+async def _ids(manager: str) -> dict[str, list[str]]:
+    client = ContextManagerClient(manager)
+    try:
+        found = {"absent": [new_session_id() for _ in range(NUM_IDS)]}
+        found["foreign"] = [await _created(client, OTHER) for _ in range(NUM_IDS)]
+        found["deleted"] = [await _created(client, ME) for _ in range(NUM_IDS)]
+        for session_id in found["deleted"]:
+            await client.unregister_session_cache(ME, session_id)
+        return found
+    finally:
+        await client.close()
+
+
+async def _created(client: ContextManagerClient, tenant: str) -> str:
+    new = NewSession(tenant, new_session_id(), MODEL)
+    await client.reserve(new, lease_id="create", lease_ttl_ms=5000)
+    segment = Segment(SegmentKind.PROMPT, (1, 2, 3), text="hello")
+    await client.register_session_cache(
+        TurnCommit(tenant, new.session_id, "create", 0, 0, (segment,), new_cache_ref(), POD)
+    )
+    return new.session_id
+
+
+def key_of(tenant: str) -> str:
+    """Return a tenant's API key."""
+    return f"key-of-{tenant}"
 
 
 async def _timed(
-    world: TenantWorld, call: str, ids: Mapping[str, Sequence[str]], rounds: int, rng: Random
+    http: aiohttp.ClientSession, call: str, ids: Mapping[str, Sequence[str]], rounds: int, rng: Random
 ) -> dict[str, list[float]]:
     """Return microseconds by kind."""
     times: Times = {kind: [] for kind in KINDS}
     for number in range(-WARM_UP_ROUNDS, rounds):
         for kind in rng.sample(KINDS, k=len(KINDS)):
-            taken_us = await _one(world, call, rng.choice(ids[kind]))
+            taken_us = await _one(http, call, rng.choice(ids[kind]))
             if number >= 0:
                 times[kind].append(taken_us)
     return times
 
 
-async def _one(world: TenantWorld, call: str, session_id: str) -> float:
+async def _one(http: aiohttp.ClientSession, call: str, session_id: str) -> float:
     method, path, has_body = CALLS[call]
     body = {"model": MODEL, "prompt": "x", "session_id": session_id} if has_body else None
     data = None if body is None else json.dumps(body).encode()
     before_ns = time.perf_counter_ns()
-    async with world.front.request(method, path.replace("{id}", session_id), data=data, headers=_headers()) as answer:
+    async with http.request(method, path.replace("{id}", session_id), data=data, headers=_headers()) as answer:
         await answer.read()
         taken_us = (time.perf_counter_ns() - before_ns) / 1000
     assert answer.status == 404

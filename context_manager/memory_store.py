@@ -11,17 +11,37 @@ from dataclasses import replace
 from typing_extensions import override
 
 from context_manager import refusals
-from context_manager.segment_codec import pack_segment, unpack_segment
-from context_manager.session_row import SessionRow, Standing, existing_row, new_row
-from context_manager.store import SessionKey, SessionStore, Swept, shard_of
+from context_manager.segments import pack_segment, unpack_segment
+from context_manager.session_row import (
+    SessionRow,
+    Standing,
+    existing_row,
+    known_segments,
+    marks_after,
+    marks_field,
+    marks_of,
+    new_mark,
+    new_row,
+    with_holder,
+)
+from context_manager.store import (
+    LIST_ROWS_MAX,
+    BegunTurn,
+    Fate,
+    SessionKey,
+    SessionStore,
+    Swept,
+    last_page,
+    shard_of,
+)
 from contextcache.clock import SystemClock
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
     NewSession,
-    Segment,
     SessionId,
     SessionMode,
+    SessionPage,
     SessionState,
     TenantId,
     TtlPolicy,
@@ -41,6 +61,8 @@ class MemorySessionStore(SessionStore):
         self._tombstone_ms = tombstone_s * 1000
         self._rows: dict[SessionKey, SessionRow] = {}
         self._transcripts: dict[SessionKey, list[bytes]] = {}
+        self._places: dict[SessionKey, tuple[int, int]] = {}
+        """Of those removed: when they were created, and until when that is remembered."""
 
     @override
     async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
@@ -71,8 +93,9 @@ class MemorySessionStore(SessionStore):
         lease_ttl_ms: int,
         read_only: bool,
         expected_generation: int | None,
+        known_mark: str = "",
         now_ms: int,
-    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+    ) -> BegunTurn:
         row = self._committed(key, now_ms)
         if expected_generation is not None and row.session.generation != expected_generation:
             raise refusals.generation_mismatch(row.session.generation)
@@ -84,7 +107,8 @@ class MemorySessionStore(SessionStore):
             row = replace(row, lease_id=lease_id, lease_until_ms=now_ms + lease_ttl_ms)
         row = _life_restarted_if_sliding(row, now_ms)
         self._rows[key] = row
-        return row.metadata_at(now_ms), tuple(unpack_segment(packed) for packed in transcript)
+        known = known_segments(row.marks, known_mark)
+        return BegunTurn(row.metadata_at(now_ms), known, tuple(transcript[known:]))
 
     @override
     async def renew_lease(self, key: SessionKey, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> None:
@@ -92,6 +116,12 @@ class MemorySessionStore(SessionStore):
         if row.lease_id != lease_id or not row.lease_lives(now_ms):
             raise refusals.lease_lost()
         self._rows[key] = replace(row, lease_until_ms=now_ms + lease_ttl_ms)
+
+    @override
+    async def note_holder(self, key: SessionKey, *, holder: str, now_ms: int) -> None:
+        row = self._existing(key, now_ms)
+        session = replace(row.session, holders=with_holder(row.session.holders, holder))
+        self._rows[key] = replace(row, session=session)
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
@@ -116,11 +146,20 @@ class MemorySessionStore(SessionStore):
             cache_ref=commit.cache_ref,
             previous_cache_ref=row.session.cache_ref,
             holder=commit.holder,
-            num_tokens=sum(len(unpack_segment(packed).token_ids) for packed in transcript),
+            holders=with_holder(row.session.holders, commit.holder),
+            num_tokens=sum(unpack_segment(packed).num_tokens for packed in transcript),
             num_turns=row.session.num_turns + 1,
+            mark=new_mark(),
         )
+        marks = marks_after(row.marks, session.mark, keep_segments=commit.keep_segments, num_segments=len(transcript))
         self._transcripts[key] = transcript
-        committed = SessionRow(session, committed_lease_id=commit.lease_id, num_segments=len(transcript))
+        committed = SessionRow(
+            session,
+            committed_lease_id=commit.lease_id,
+            num_segments=len(transcript),
+            # As many as Redis keeps.
+            marks=marks_of(marks_field(marks, generation), generation),
+        )
         self._rows[key] = _life_restarted_if_sliding(committed, now_ms)
         return self._rows[key].session
 
@@ -130,7 +169,7 @@ class MemorySessionStore(SessionStore):
         if row is None or row.is_tombstone or row.lease_id != lease_id:
             return
         if row.session.state is SessionState.CREATING:
-            self._remove(key)
+            self._remove(key, now_ms)
         else:
             self._rows[key] = replace(row, lease_id="", lease_until_ms=0)
 
@@ -158,26 +197,32 @@ class MemorySessionStore(SessionStore):
     @override
     async def unregister(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
         row = self._existing(key, now_ms)
-        self._remove(key)
+        self._remove(key, now_ms)
         return row.metadata_at(now_ms)
 
     @override
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId, model_id: str, now_ms: int
-    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
-        last = self._rows.get(SessionKey(tenant, after))
-        if after and last is None:
-            raise refusals.unknown_after()
-        below = (last.session.created_at_ms, after) if last is not None else None
-        shown = {
-            (row.session.created_at_ms, key.session_id): row.metadata_at(now_ms)
+    ) -> SessionPage:
+        below = (self._created_at_ms(SessionKey(tenant, after), now_ms), after) if after else None
+        rows = {
+            (row.session.created_at_ms, key.session_id): row
             for key, row in self._rows.items()
-            if key.tenant == tenant
-            and row.standing(now_ms, self._tombstone_ms) in (Standing.CREATING, Standing.LIVE)
-            and model_id in ("", row.session.model_id)
+            if key.tenant == tenant and (below is None or (row.session.created_at_ms, key.session_id) < below)
         }
-        page = [shown[position] for position in sorted(shown, reverse=True) if below is None or position < below]
-        return tuple(page[:limit]), len(page) > limit
+        found: list[CacheSessionMetadata] = []
+        last_id = ""
+        for position in sorted(rows, reverse=True)[:LIST_ROWS_MAX]:
+            row = rows[position]
+            live = row.standing(now_ms, self._tombstone_ms) in (Standing.CREATING, Standing.LIVE)
+            if live and model_id in ("", row.session.model_id):
+                if len(found) == limit:
+                    return SessionPage(tuple(found), has_more=True, last_id=last_id)
+                found.append(row.metadata_at(now_ms))
+            last_id = position[1]
+        if len(rows) <= LIST_ROWS_MAX:
+            return last_page(found)
+        return SessionPage(tuple(found), has_more=True, last_id=last_id)
 
     @override
     async def take_expired(self, shard: int, *, now_ms: int, limit: int) -> tuple[Swept, ...]:
@@ -189,14 +234,22 @@ class MemorySessionStore(SessionStore):
                 continue
             if row.is_tombstone:
                 if row.standing(now_ms, self._tombstone_ms) is Standing.ABSENT:
-                    self._remove(key)  # what PEXPIRE does in Redis
+                    self._remove(key, now_ms)  # what PEXPIRE does in Redis
             elif row.due_at_ms <= now_ms:
-                abandoned = row.session.state is SessionState.CREATING
-                self._remove(key)
-                if not abandoned:
+                creating = row.session.state is SessionState.CREATING
+                self._remove(key, now_ms)
+                if not creating:
                     self._rows[key] = SessionRow(row.session, is_tombstone=True)
-                taken.append(Swept(key, is_abandoned=abandoned))
+                taken.append(Swept(key, Fate.ABANDONED if creating else Fate.EXPIRED))
         return tuple(taken)
+
+    @override
+    async def claim_sweep(self, *, for_ms: int) -> bool:
+        return True  # nobody else is there
+
+    @override
+    async def review(self, *, now_ms: int) -> tuple[Swept, ...]:
+        return ()
 
     @override
     async def check_refs(self, held: Sequence[HeldCacheRef], *, now_ms: int) -> tuple[int, ...]:
@@ -220,6 +273,14 @@ class MemorySessionStore(SessionStore):
         self._rows.clear()
         self._transcripts.clear()
 
+    def _created_at_ms(self, key: SessionKey, now_ms: int) -> int:
+        if (row := self._rows.get(key)) is not None:
+            return row.session.created_at_ms
+        created_at_ms, until_ms = self._places.get(key, (0, 0))
+        if now_ms >= until_ms:
+            raise refusals.unknown_after()
+        return created_at_ms
+
     def _count_others(self, key: SessionKey) -> int:
         of_tenant = (other for other, row in self._rows.items() if other.tenant == key.tenant and not row.is_tombstone)
         return sum(other != key for other in of_tenant)
@@ -239,8 +300,10 @@ class MemorySessionStore(SessionStore):
             raise refusals.damaged()
         return transcript
 
-    def _remove(self, key: SessionKey) -> None:
-        self._rows.pop(key, None)
+    def _remove(self, key: SessionKey, now_ms: int) -> None:
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self._places[key] = (row.session.created_at_ms, now_ms + self._tombstone_ms)
         self._transcripts.pop(key, None)
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contextcache.certificate_metrics import CertificateMetrics
 from contextcache.errors import ContextCacheError
+from contextcache.process.metrics import CertificateMetrics
 
 
 class ManagerMetrics:
@@ -24,29 +24,26 @@ class ManagerMetrics:
         self.sessions_unregistered = counter("sessions_unregistered_total", "Sessions deleted by a client")
         self.sessions_expired = counter("sessions_expired_total", "Sessions this process turned into tombstones")
         self.sessions_abandoned = counter("sessions_abandoned_total", "Reserved sessions whose lease ended unused")
+        self.sessions_damaged = counter(
+            "sessions_damaged_total", "Sessions that a sweep could not read and set aside; Redis lets them go by itself"
+        )
         self.refusals = counter("refusals_total", "Calls refused, by operation and error code", ("operation", "code"))
-        self.sweep_failures = counter("sweep_failures_total", "Sweeps that ended in an error")
-        self.sweep_lease_failures = counter(
-            "sweep_lease_failures_total", "Looks at the sweeper's Lease that failed, by reason", ("reason",)
-        )
-        self.sweep_lease_held = Gauge(
-            "contextcache_manager_sweep_lease_held_state",
-            "1 while this manager holds the sweeper's Lease, else 0; 0 without a Lease",
-            registry=registry,
-        )
+        self.sweep_failures = counter("sweep_failures_total", "Passes of the sweeper in which a shard failed, or all")
         self.last_sweep = Gauge(
             "contextcache_manager_last_sweep_timestamp_seconds",
-            "Unix time of this process's last whole sweep; 0: none yet, another manager may be the one that sweeps",
+            "Unix time of this process's last whole sweep; 0: none yet. One manager makes each pass: take the largest",
             registry=registry,
         )
         self.sessions = Gauge(
             "contextcache_manager_sessions",
-            "Live sessions of the deployment, as this manager counted them last",
+            "Live sessions of the deployment, counted every 30 s by each manager: take the largest. NaN: the store did "
+            "not answer",
             registry=registry,
         )
         self.redis_errors = counter(
             "redis_errors_total",
-            "Redis commands that failed, by the client library's name for the error; TooFewReplicas: WAIT",
+            "Redis commands that failed, by the client library's name for the error; `TooFewReplicas`: too few "
+            "replicas took a commit in time",
             ("error",),
         )
         self.clock_skew = Gauge(

@@ -1,6 +1,6 @@
 """One bounded, deadlined door to Redis or Valkey, whatever its topology. Knows no session.
 
-URLs are those of redis_url.py.
+URLs are those of redis_address.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from context_manager import refusals
-from context_manager.redis_scripts import Script
-from context_manager.redis_tls import RedisTls
-from context_manager.redis_url import RedisClients, is_cluster, open_clients
+from context_manager.redis_address import RedisClients, RedisTls, is_cluster, open_clients
+from context_manager.redis_layout import Script
 from contextcache.errors import ContextCacheError
 
 log = logging.getLogger(__name__)
@@ -125,14 +124,16 @@ class RedisConnection:
         return await self._within_deadline(run)
 
     async def batch(self, commands: Sequence[Command]) -> list[Any]:
-        """Run reading commands in as few round trips as their slots allow; not atomic together."""
+        """Run reading commands in as few round trips as their slots allow; not atomic together.
+
+        None answers one about a key that holds another type than ours: damage to one is no fault of the rest.
+        """
 
         async def run() -> list[Any]:
             pipeline = self._client().pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            answers: list[Any] = await pipeline.execute()
-            return answers
+            return [_unspoilt(answer) for answer in await pipeline.execute(raise_on_error=False)]
 
         return await self._within_deadline(lambda: self._repeated_once(run))
 
@@ -224,6 +225,14 @@ class RedisConnection:
         if num_replicas < wait.num_replicas:
             raise TooFewReplicas
         return answer
+
+
+def _unspoilt(answer: Any) -> Any:
+    if isinstance(answer, ResponseError) and "WRONGTYPE" in str(answer):
+        return None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _mapped(exc: Exception) -> ContextCacheError:

@@ -13,50 +13,65 @@ from typing_extensions import override
 
 from context_manager import refusals
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_keys import (
+from context_manager.redis_layout import (
     NAMING_FIELDS,
+    SWEEPER_KEY,
     expiry_key,
-    key_of_member,
+    load_scripts,
     member,
+    place_key,
     row_of_reply,
     row_of_values,
     script_keys,
     session_key,
     tenant_key,
-    transcript_key,
 )
-from context_manager.redis_listing import SessionLister
-from context_manager.redis_scripts import load_scripts
-from context_manager.segment_codec import pack_segment, unpack_segment
-from context_manager.session_row import existing_row, metadata_to_field, new_row, row_to_fields
-from context_manager.store import NUM_SHARDS, SWEEP_BATCH, SessionKey, SessionStore, Swept, shard_of
-from contextcache.crash_points import crash_point
+from context_manager.redis_listing import SessionLister, ShardSweeper
+from context_manager.segments import pack_segment
+from context_manager.session_row import (
+    MARKS_CHARS_MAX,
+    existing_row,
+    metadata_to_field,
+    new_mark,
+    new_row,
+    row_to_fields,
+)
+from context_manager.store import KEY_GRACE_MS, NUM_SHARDS, BegunTurn, SessionKey, SessionStore, Swept, shard_of
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
     NewSession,
-    Segment,
     SessionId,
+    SessionPage,
     TenantId,
     TtlPolicy,
     TurnCommit,
 )
+from contextcache.process.crash_points import crash_point
 
 
 class RedisSessionStore(SessionStore):
     """The store of a deployment. Owns its connection; `close` gives it back."""
 
-    def __init__(self, connection: RedisConnection, *, tombstone_s: int, tenant_contexts_max: int = 0) -> None:
+    def __init__(
+        self,
+        connection: RedisConnection,
+        *,
+        tombstone_s: int,
+        tenant_contexts_max: int = 0,
+        grace_ms: int = KEY_GRACE_MS,
+    ) -> None:
         """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
 
-        `tenant_contexts_max`: 0 for no limit, which costs nothing.
+        `tenant_contexts_max`: 0 for no limit, which costs nothing. `grace_ms`: see KEY_GRACE_MS.
         """
         self._tenant_contexts_max = tenant_contexts_max
         self._redis = connection
         self._tombstone_ms = tombstone_s * 1000
-        self._scripts = load_scripts()
+        self._scripts = load_scripts(grace_ms=grace_ms)
         self._lister = SessionLister(connection)
+        self._sweeper = ShardSweeper(connection, self._scripts["sweep"], tombstone_ms=self._tombstone_ms)
 
     @override
     async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
@@ -71,8 +86,7 @@ class RedisSessionStore(SessionStore):
             own = shard_of(new.tenant, new.session_id)
             elsewhere = [tenant_key(shard, new.tenant) for shard in range(NUM_SHARDS) if shard != own]
         pairs = [part for pair in fields.items() for part in pair]
-        arguments = (lease_id, row.lease_until_ms, now_ms, limit, *pairs)
-        answer = await self._change("reserve", key, now_ms, *arguments, more_keys=elsewhere)
+        answer = await self._change("reserve", key, now_ms, lease_id, limit, *pairs, more_keys=elsewhere)
         if b"pending" in answer[1][::2]:
             answer = await self._admit(key, lease_id, now_ms)
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
@@ -80,7 +94,7 @@ class RedisSessionStore(SessionStore):
     async def _admit(self, key: SessionKey, lease_id: str, now_ms: int) -> Sequence[Any]:
         """Keep a reservation or take it back. Of all that are kept the last to count saw every other one."""
         sets = [tenant_key(shard, key.tenant) for shard in range(NUM_SHARDS)]
-        num_contexts = sum(await self._redis.batch([("ZCARD", name) for name in sets]))
+        num_contexts = sum(number or 0 for number in await self._redis.batch([("ZCARD", name) for name in sets]))
         return await self._change("admit", key, now_ms, lease_id, self._tenant_contexts_max, num_contexts)
 
     @override
@@ -98,8 +112,9 @@ class RedisSessionStore(SessionStore):
         lease_ttl_ms: int,
         read_only: bool,
         expected_generation: int | None,
+        known_mark: str = "",
         now_ms: int,
-    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
+    ) -> BegunTurn:
         answer = await self._change(
             "begin",
             key,
@@ -108,16 +123,18 @@ class RedisSessionStore(SessionStore):
             now_ms + lease_ttl_ms,
             int(read_only),
             "" if expected_generation is None else expected_generation,
+            known_mark,
         )
-        try:
-            transcript = tuple(unpack_segment(packed) for packed in answer[2])
-        except ValueError as exc:
-            raise refusals.damaged() from exc
-        return row_of_reply(key, answer[1]).metadata_at(now_ms), transcript
+        row, known_segments, packed = answer[1:]
+        return BegunTurn(row_of_reply(key, row).metadata_at(now_ms), known_segments, tuple(packed))
 
     @override
     async def renew_lease(self, key: SessionKey, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> None:
         await self._change("renew", key, now_ms, lease_id, now_ms + lease_ttl_ms)
+
+    @override
+    async def note_holder(self, key: SessionKey, *, holder: str, now_ms: int) -> None:
+        await self._change("note_holder", key, now_ms, holder)
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
@@ -131,7 +148,9 @@ class RedisSessionStore(SessionStore):
             commit.keep_segments,
             commit.cache_ref,
             commit.holder,
-            sum(len(segment.token_ids) for segment in commit.segments),
+            sum(segment.num_tokens for segment in commit.segments),
+            new_mark(),
+            MARKS_CHARS_MAX,
             *(pack_segment(segment) for segment in commit.segments),
             durable=True,
         )
@@ -139,7 +158,7 @@ class RedisSessionStore(SessionStore):
 
     @override
     async def abort_turn(self, key: SessionKey, *, lease_id: str, now_ms: int) -> None:
-        await self._change("abort", key, now_ms, lease_id)
+        await self._change("abort", key, now_ms, lease_id, more_keys=[place_key(key)])
 
     @override
     async def touch(
@@ -165,67 +184,62 @@ class RedisSessionStore(SessionStore):
     @override
     async def unregister(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
         # Not repeated after a lost reply: the second answer would say "not found" for a session that was removed.
-        answer = await self._change("unregister", key, now_ms, repeatable=False, durable=True)
+        answer = await self._change(
+            "unregister", key, now_ms, more_keys=[place_key(key)], repeatable=False, durable=True
+        )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
     @override
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId, model_id: str, now_ms: int
-    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
-        position: tuple[int, str] | None = None
-        if after:
-            key = SessionKey(tenant, after)
-            fields = await self._redis.call("HGETALL", session_key(key))
-            if not fields:
-                raise refusals.unknown_after()
-            position = (row_of_reply(key, fields).session.created_at_ms, after)
+    ) -> SessionPage:
+        position = (await self._created_at_ms(SessionKey(tenant, after)), after) if after else None
 
         def shown(key: SessionKey, fields: Mapping[bytes, bytes]) -> CacheSessionMetadata | None:
-            row = row_of_reply(key, fields)
             try:
+                row = row_of_reply(key, fields)
                 existing_row(row, now_ms=now_ms, tombstone_ms=self._tombstone_ms)
             except ContextCacheError:
-                return None  # due, and the sweep has not passed yet
+                return None  # due, and the sweep has not passed yet; or damaged
             return row.metadata_at(now_ms) if model_id in ("", row.session.model_id) else None
 
         return await self._lister.page(tenant, limit=limit, position=position, shown=shown)
 
     @override
     async def take_expired(self, shard: int, *, now_ms: int, limit: int) -> tuple[Swept, ...]:
-        expiry = expiry_key(shard)
-        count = min(limit, SWEEP_BATCH)
-        members = await self._redis.call("ZRANGEBYSCORE", expiry, "-inf", now_ms, "LIMIT", 0, count)
-        if not members:
-            return ()
-        candidates = [key_of_member(name) for name in members]
-        keys = [expiry]
-        arguments: list[Any] = [now_ms, self._tombstone_ms]
-        for key in candidates:
-            keys += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant)]
-            arguments += [member(key), key.session_id]
-        crash_point("manager.sweep.before")
-        taken = await self._redis.script(self._scripts["sweep"], keys, arguments, repeatable=False)
-        crash_point("manager.sweep.after")
-        return tuple(
-            Swept(key_of_member(name), is_abandoned=kind == b"abandoned")
-            for name, kind in zip(taken[::2], taken[1::2], strict=True)
-        )
+        return await self._sweeper.take_expired(shard, now_ms=now_ms, limit=limit)
+
+    @override
+    async def claim_sweep(self, *, for_ms: int) -> bool:
+        crash_point("manager.claim.before")
+        claimed = await self._redis.script(self._scripts["claim"], [SWEEPER_KEY], [for_ms], repeatable=False)
+        crash_point("manager.claim.after")
+        return bool(claimed)
+
+    @override
+    async def review(self, *, now_ms: int) -> tuple[Swept, ...]:
+        return await self._sweeper.review(now_ms=now_ms)
 
     @override
     async def check_refs(self, held: Sequence[HeldCacheRef], *, now_ms: int) -> tuple[int, ...]:
         keys = list(dict.fromkeys(SessionKey(one.tenant, one.session_id) for one in held))
         replies = await self._redis.batch([("HMGET", session_key(key), *NAMING_FIELDS) for key in keys])
-        rows = {key: row_of_values(key, values) for key, values in zip(keys, replies, strict=True)}
-        orphans: list[int] = []
-        for position, one in enumerate(held):
-            row = rows[SessionKey(one.tenant, one.session_id)]
-            if row is None or not row.names(one.cache_ref, now_ms=now_ms, tombstone_ms=self._tombstone_ms):
-                orphans.append(position)
-        return tuple(orphans)
+        answers = dict(zip(keys, replies, strict=True))
+
+        def is_named(one: HeldCacheRef) -> bool:
+            key = SessionKey(one.tenant, one.session_id)
+            try:
+                row = row_of_values(key, answers[key])
+            except ContextCacheError:
+                return True  # damaged: nobody knows what it named
+            return row is not None and row.names(one.cache_ref, now_ms=now_ms, tombstone_ms=self._tombstone_ms)
+
+        return tuple(position for position, one in enumerate(held) if not is_named(one))
 
     @override
     async def count_sessions(self) -> int:
-        return sum(await self._redis.batch([("ZCARD", expiry_key(shard)) for shard in range(NUM_SHARDS)]))
+        counts = await self._redis.batch([("ZCARD", expiry_key(shard)) for shard in range(NUM_SHARDS)])
+        return sum(number or 0 for number in counts)
 
     @override
     async def read_clock(self) -> int:
@@ -238,6 +252,14 @@ class RedisSessionStore(SessionStore):
     @override
     async def close(self) -> None:
         await self._redis.close()
+
+    async def _created_at_ms(self, key: SessionKey) -> int:
+        """Return where in the lists a session is, or was when it was removed. Raises InvalidRequest."""
+        commands = [("HGET", name, "created_at_ms") for name in (session_key(key), place_key(key))]
+        for told in await self._redis.batch(commands):
+            if told is not None and told.isdigit():
+                return int(told)
+        raise refusals.unknown_after()
 
     async def _change(
         self,

@@ -65,8 +65,8 @@ def unknown_after() -> InvalidRequest:
 
 
 def damaged() -> ContextCacheError:
-    """Return the answer when a transcript is not as long as its row says: never continue from half a record."""
-    return ContextCacheError("the stored transcript is incomplete")
+    """Return the answer to a row that cannot be read, or a transcript shorter than it says: never continue from it."""
+    return ContextCacheError("what is stored of the context is damaged")
 
 
 def unavailable() -> StoreUnavailable:

@@ -1,4 +1,4 @@
-"""The manager behind gRPC: messages to values and back, nothing else. Errors are mapped by contextcache.grpc_server."""
+"""The manager behind gRPC: messages to values and back, nothing else. Errors are mapped by wire/servers.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from contextcache.convert import (
     segment_to_pb,
     session_to_pb,
 )
-from contextcache.grpc_server import GrpcServer
-from contextcache.tls import WatchedTls
-from contextcache.tracing import NO_TRACER, Tracer
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+from contextcache.wire.servers import GrpcServer
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import NO_TRACER, Tracer
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ContextManagerService"].full_name
 
@@ -61,17 +61,19 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
 
     @override
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Context) -> pb.BeginTurnResponse:
-        session, transcript = await self._manager.begin_turn(
+        begun = await self._manager.begin_turn(
             request.tenant,
             request.session_id,
             lease_id=request.lease_id,
             lease_ttl_ms=request.lease_ttl_ms,
             read_only=request.read_only,
             expected_generation=request.expected_generation if request.HasField("expected_generation") else None,
+            known_mark=request.known_mark if request.takes_packed else "",
         )
-        return pb.BeginTurnResponse(
-            session=session_to_pb(session), transcript=[segment_to_pb(segment) for segment in transcript]
-        )
+        session = session_to_pb(begun.session)
+        if not request.takes_packed:  # a pod of the release before
+            return pb.BeginTurnResponse(session=session, transcript=map(segment_to_pb, begun.transcript()))
+        return pb.BeginTurnResponse(session=session, known_segments=begun.known_segments, packed=begun.packed)
 
     @override
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
@@ -79,6 +81,11 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
             request.tenant, request.session_id, lease_id=request.lease_id, lease_ttl_ms=request.lease_ttl_ms
         )
         return pb.RenewLeaseResponse()
+
+    @override
+    async def NoteHolder(self, request: pb.NoteHolderRequest, context: Context) -> pb.NoteHolderResponse:
+        await self._manager.note_holder(request.tenant, request.session_id, holder=request.holder)
+        return pb.NoteHolderResponse()
 
     @override
     async def CommitTurn(self, request: pb.CommitTurnRequest, context: Context) -> pb.CommitTurnResponse:
@@ -115,10 +122,12 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
 
     @override
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:
-        sessions, has_more = await self._manager.list_sessions(
+        page = await self._manager.list_sessions(
             request.tenant, limit=request.limit, after=request.after, model_id=request.model_id
         )
-        return pb.ListSessionsResponse(sessions=[session_to_pb(session) for session in sessions], has_more=has_more)
+        return pb.ListSessionsResponse(
+            sessions=[session_to_pb(session) for session in page.sessions], has_more=page.has_more, last_id=page.last_id
+        )
 
 
 def manager_server(

@@ -2,20 +2,39 @@
 
 States are stored as `creating`, `ready` or `tombstone`. BUSY is not stored: a row is busy while its lease lives, so
 a lease that ends needs nobody to notice. In the same way a row is expired as soon as `expires_at_ms` has come,
-whether or not a sweep has passed. `scripts/row.lua` states the same rules for Redis.
+whether or not a sweep has passed.
+
+Marks say which leading segments of a transcript somebody who saw an earlier state of it still has. Each commit mints
+one, the name of the transcript as it leaves it, and cuts what earlier marks stand for to the segments it keeps.
+Segments are never changed in their place: whoever was told a mark has the leading segments that stand behind it,
+whatever happened since. A row has the marks of its last commits, and beside them the generation they were written at:
+a manager of the release before commits without them, and they then say nothing any more.
+
+`scripts/row.lua` and `scripts/commit.lua` state the same rules for Redis.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeAlias
 
 from context_manager import refusals
 from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, SessionMode, SessionState, TtlPolicy
 
 TOMBSTONE = "tombstone"
+_MAX_DIGITS = 15
+HOLDERS_MAX = 16
+"""Endpoints a row names; of a session that was at more it is not known where KV of it is."""
+_ANY_HOLDER = "*"
+Marks: TypeAlias = tuple[tuple[str, int], ...]
+"""Mark and leading segments behind it, the newest first; that of the newest is the whole transcript."""
+
+MARKS_CHARS_MAX = 64
+"""Redis keeps a small hash in one compact piece as long as no value is longer (hash-max-listpack-value)."""
 
 
 class Standing(Enum):
@@ -39,6 +58,8 @@ class SessionRow:
     """Lease of the last commit, so that a commit whose reply was lost can be repeated."""
     num_segments: int = 0
     """Length of the transcript: checked against the list before a turn is built on it."""
+    marks: Marks = ()
+    """Of the transcript."""
     is_tombstone: bool = False
 
     @property
@@ -95,6 +116,7 @@ def new_row(new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -
         ttl_s=new.ttl_s,
         ttl_policy=new.ttl_policy,
         metadata=dict(new.metadata),
+        holders=(),
     )
     return SessionRow(session, lease_id=lease_id, lease_until_ms=now_ms + lease_ttl_ms)
 
@@ -107,6 +129,13 @@ def existing_row(row: SessionRow | None, *, now_ms: int, tombstone_ms: int) -> S
     if standing is Standing.EXPIRED:
         raise refusals.expired()
     return row
+
+
+def with_holder(holders: tuple[str, ...] | None, name: str) -> tuple[str, ...] | None:
+    """Return the endpoints that may have KV of a session once `name` may too."""
+    if holders is None or name in holders:
+        return holders
+    return (*holders, name) if name and len(holders) < HOLDERS_MAX else None
 
 
 def row_to_fields(row: SessionRow) -> dict[str, str]:
@@ -127,44 +156,104 @@ def row_to_fields(row: SessionRow) -> dict[str, str]:
         "num_tokens": str(session.num_tokens),
         "num_turns": str(session.num_turns),
         "metadata": metadata_to_field(session.metadata),
+        "holders": _ANY_HOLDER if session.holders is None else "\n".join(session.holders),
         "lease_id": row.lease_id,
         "lease_until_ms": str(row.lease_until_ms),
         "committed_lease_id": row.committed_lease_id,
         "num_segments": str(row.num_segments),
+        "marks": marks_field(row.marks, session.generation),
     }
 
 
 def row_from_fields(tenant: str, session_id: str, fields: Mapping[str, str]) -> SessionRow:
-    """Return the row of a Redis hash. A tombstone has only `state`, `created_at_ms` and `expires_at_ms`."""
+    """Return the row of a Redis hash. A tombstone has only `state`, `created_at_ms` and `expires_at_ms`.
+
+    Raises KeyError or ValueError for one that is damaged.
+    """
     is_tombstone = fields["state"] == TOMBSTONE
+    generation = _number(fields.get("generation", "0"))
+    marks = marks_of(fields.get("marks", ""), generation)
     session = CacheSessionMetadata(
         session_id=session_id,
         tenant=tenant,
         model_id=fields.get("model_id", ""),
         mode=SessionMode(fields.get("mode", SessionMode.SESSION.value)),
         state=SessionState.READY if is_tombstone else SessionState(fields["state"]),
-        generation=int(fields.get("generation", 0)),
+        generation=generation,
         cache_ref=fields.get("cache_ref", ""),
         previous_cache_ref=fields.get("previous_cache_ref", ""),
         holder=fields.get("holder", ""),
-        created_at_ms=int(fields["created_at_ms"]),
-        expires_at_ms=int(fields["expires_at_ms"]),
-        ttl_s=int(fields.get("ttl_s", 0)),
+        created_at_ms=_number(fields["created_at_ms"]),
+        expires_at_ms=_number(fields["expires_at_ms"]),
+        ttl_s=_number(fields.get("ttl_s", "0")),
         ttl_policy=TtlPolicy(fields.get("ttl_policy", TtlPolicy.FIXED.value)),
-        num_tokens=int(fields.get("num_tokens", 0)),
-        num_turns=int(fields.get("num_turns", 0)),
+        num_tokens=_number(fields.get("num_tokens", "0")),
+        num_turns=_number(fields.get("num_turns", "0")),
+        mark=marks[0][0] if marks else "",
         metadata=json.loads(fields.get("metadata", "{}")),
+        holders=_holders(fields),
     )
     return SessionRow(
         session,
         lease_id=fields.get("lease_id", ""),
-        lease_until_ms=int(fields.get("lease_until_ms", 0)),
+        lease_until_ms=_number(fields.get("lease_until_ms", "0")),
         committed_lease_id=fields.get("committed_lease_id", ""),
-        num_segments=int(fields.get("num_segments", 0)),
+        num_segments=_number(fields.get("num_segments", "0")),
+        marks=marks,
         is_tombstone=is_tombstone,
     )
+
+
+def _number(text: str) -> int:
+    # What row.lua takes for one.
+    if not (len(text) <= _MAX_DIGITS and text.isascii() and text.isdigit()):
+        raise ValueError("no number of ours")
+    return int(text)
+
+
+def _holders(fields: Mapping[str, str]) -> tuple[str, ...] | None:
+    named, holder = fields.get("holders", _ANY_HOLDER), fields.get("holder", "")
+    holders = tuple(named.split("\n")) if named else ()
+    # Without the field, or without the last holder in it, a manager wrote the row that is of a release without it.
+    return None if named == _ANY_HOLDER or (holder and holder not in holders) else holders
 
 
 def metadata_to_field(metadata: Mapping[str, str]) -> str:
     """Return the client's metadata as one hash field."""
     return json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
+
+
+def new_mark() -> str:
+    """Mint a mark: 48 random bits, told apart from four others of the same session and from no more."""
+    return secrets.token_urlsafe(6)
+
+
+def marks_of(field: str, generation: int) -> Marks:
+    """Return the marks of a row's field; none when they were written at another generation."""
+    written_at, *entries = field.split(" ")
+    if written_at != str(generation):
+        return ()
+    pairs = (entry.split(":") for entry in entries)
+    return tuple((mark, int(num_segments)) for mark, num_segments in pairs)
+
+
+def marks_field(marks: Marks, generation: int) -> str:
+    """Return a row's field: as many marks as fit, the oldest left out."""
+    field = str(generation)
+    for mark, num_segments in marks:
+        longer = f"{field} {mark}:{num_segments}"
+        if len(longer) > MARKS_CHARS_MAX:
+            break
+        field = longer
+    return field
+
+
+def marks_after(marks: Marks, mark: str, *, keep_segments: int, num_segments: int) -> Marks:
+    """Return the marks behind a commit that kept `keep_segments` and left `num_segments`."""
+    older = tuple((name, min(known, keep_segments)) for name, known in marks)
+    return ((mark, num_segments), *older)
+
+
+def known_segments(marks: Marks, mark: str) -> int:
+    """Return how many leading segments whoever shows `mark` has; 0 for one that is not there."""
+    return dict(marks).get(mark, 0)

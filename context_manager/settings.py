@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.model import MAX_TTL_S, MIN_TTL_S
-from contextcache.settings import TlsSettings, TracingSettings
+from contextcache.process.settings import TlsSettings, TracingSettings
 
 
 class ManagerSettings(TlsSettings, TracingSettings):
@@ -48,20 +48,11 @@ class ManagerSettings(TlsSettings, TracingSettings):
     )
     redis_cert_file: Path | None = Field(None, description="PEM certificate shown to Redis; empty: none")
     redis_key_file: Path | None = Field(None, description="its PEM private key")
-    sweep_lease: str = Field(
-        "",
-        description="name of a Kubernetes Lease: of all managers only the one that holds it sweeps; empty: each does, "
-        "which is as right and costs more",
-    )
-    sweep_lease_namespace: str = Field("", description="namespace of the Lease; empty: this pod's own")
-    sweep_lease_identity: str = Field("", description="name of this manager in the Lease; empty: the host name")
-    sweep_lease_duration_s: float = Field(
-        15.0, ge=3, description="seconds after which a holder that was not heard of is succeeded"
-    )
     sweep_interval_s: float = Field(
-        5.0, gt=0, description="seconds between sweeps; expiry itself is exact without them, they only free memory"
+        5.0,
+        gt=0,
+        description="seconds between sweeps, of one manager for all; expiry is exact without them",
     )
-    sweep_limit: int = Field(1000, ge=1, description="sessions in one sweep call; a pass repeats it until none is due")
     tombstone_s: int = Field(
         3600, ge=0, description="seconds an expired session answers 'expired' before it is simply not found"
     )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from hashlib import blake2b
 from typing import Protocol
 
+from context_manager.segments import unpack_transcript
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
     NewSession,
     Segment,
     SessionId,
+    SessionPage,
     TenantId,
     TtlPolicy,
     TurnCommit,
@@ -22,6 +25,12 @@ NUM_SHARDS = 64
 """Fixed for the life of a deployment's data: the shard is part of every key."""
 SWEEP_BATCH = 100
 """Sessions one script call takes at most, so that no call keeps Redis busy for longer than a few ms."""
+LIST_ROWS_MAX = 400
+"""Rows one call of a list reads at most: with a filter that matches few a page is short, or empty, and says where to go
+on. Some 30 ms of a manager's time."""
+KEY_GRACE_MS = 86_400_000
+"""A day: how long Redis keeps a key after the end of what is in it and the time of its tombstone, in case all managers
+are away. Then it goes by itself (ADR 0029)."""
 
 
 def shard_of(tenant: TenantId, session_id: SessionId) -> int:
@@ -38,13 +47,44 @@ class SessionKey:
     session_id: SessionId
 
 
+class Fate(Enum):
+    """What a sweep did to a session."""
+
+    EXPIRED = "expired"
+    """Its life ended: now it is a tombstone."""
+    ABANDONED = "abandoned"
+    """It was CREATING and its lease ended: removed."""
+    DAMAGED = "damaged"
+    """Nobody can read it: taken out of index and lists, left for Redis to let go."""
+
+
 @dataclass(frozen=True, slots=True)
 class Swept:
     """One session that a sweep took."""
 
-    key: SessionKey
-    is_abandoned: bool
-    """True: it was CREATING and its lease ended. False: a session's life ended and it is now a tombstone."""
+    key: SessionKey | None
+    """None where not even the name could be read."""
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    """What a turn is built on: the row, and what its transcript has behind what the caller knows already."""
+
+    session: CacheSessionMetadata
+    known_segments: int
+    """Leading segments of the transcript that the caller has under the mark it showed."""
+    packed: tuple[bytes, ...]
+    """The segments after those, as they lie in the store: whoever reads them finds out whether they are whole."""
+
+    def transcript(self) -> tuple[Segment, ...]:
+        """Read the segments that were sent. Raises ContextCacheError for bytes that are none."""
+        return unpack_transcript(self.packed)
+
+
+def last_page(found: Sequence[CacheSessionMetadata]) -> SessionPage:
+    """Return the page behind which nothing follows."""
+    return SessionPage(tuple(found), has_more=False, last_id=found[-1].session_id if found else "")
 
 
 class SessionStore(Protocol):
@@ -56,13 +96,18 @@ class SessionStore(Protocol):
     | key                               | type                        | holds                                      |
     | --------------------------------- | --------------------------- | ------------------------------------------ |
     | cc:{s17}:session:<tenant>:<id>    | hash                        | the row (session_row.py)                   |
-    | cc:{s17}:transcript:<tenant>:<id> | list                        | segments, oldest first (segment_codec.py)  |
+    | cc:{s17}:transcript:<tenant>:<id> | list                        | segments, oldest first (segments.py)       |
     | cc:{s17}:expiry                   | sorted set of <tenant>:<id> | score: when the sweep may take the session |
     | cc:{s17}:tenant:<tenant>          | sorted set of <id>          | score: created_at_ms; for list and quota   |
+    | cc:sweeper                        | hash                        | there while one manager sweeps for all     |
+    | cc:{s17}:place:<tenant>:<id>      | hash                        | created_at_ms of one removed, for lists    |
 
     The expiry score of a CREATING row is the end of its lease, of any other row the end of its life. A tombstone is
-    a hash with `state`, `created_at_ms` and `expires_at_ms` alone, in neither sorted set, and Redis lets it go by
-    itself after the time a store remembers expired sessions for.
+    a hash with `state`, `created_at_ms` and `expires_at_ms` alone, in neither sorted set.
+
+    Redis lets every key go by itself: a tombstone and a place after the time a store remembers expired sessions for;
+    row and transcript that time and KEY_GRACE_MS after the row's expiry score, which moves them with it; a set when
+    the last of its members would go, or later. Each script that writes a row ends with the step that dates its keys.
 
     Every method raises ContextNotFound or ContextExpired for a session that is not there, unless it says otherwise,
     and StoreUnavailable when the store does not answer in time. Repeating a call with the same lease_id answers the
@@ -90,16 +135,22 @@ class SessionStore(Protocol):
         lease_ttl_ms: int,
         read_only: bool,
         expected_generation: int | None,
+        known_mark: str = "",
         now_ms: int,
-    ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
-        """Take the lease and read the transcript; a sliding life starts again.
+    ) -> BegunTurn:
+        """Take the lease and read the transcript behind what `known_mark` stands for; a sliding life starts again.
 
+        An empty mark, and one that is none of the row's last ones, stands for nothing: the whole transcript is read.
         `read_only` and sessions of mode PREFIX take no lease. Raises GenerationMismatch, ContextBusy.
         """
         ...
 
     async def renew_lease(self, key: SessionKey, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> None:
         """Let the caller's living lease end `lease_ttl_ms` from now. Raises LeaseLost."""
+        ...
+
+    async def note_holder(self, key: SessionKey, *, holder: str, now_ms: int) -> None:
+        """Add an endpoint to those that may have KV of the session."""
         ...
 
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
@@ -132,24 +183,39 @@ class SessionStore(Protocol):
 
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId, model_id: str, now_ms: int
-    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
-        """Return one page, newest first (ids descending within one ms), and whether more follow.
+    ) -> SessionPage:
+        """Return one page, newest first (ids descending within one ms).
 
-        Raises InvalidRequest when `after` is neither empty nor a session that is there or remembered.
+        The work is bounded whatever `model_id` matches: a page may be short, even empty, and more may follow. `after`
+        may have been removed or have expired meanwhile, for as long as expired sessions are remembered. Raises
+        InvalidRequest when it is neither empty nor known.
         """
         ...
 
     async def take_expired(self, shard: int, *, now_ms: int, limit: int) -> tuple[Swept, ...]:
         """Take up to `limit` due sessions of one shard; of callers at the same time each session goes to one.
 
-        An expired session becomes a tombstone, an abandoned CREATING row is removed. Never raises not found.
+        An expired session becomes a tombstone, an abandoned CREATING row is removed, a damaged one set aside, so that
+        it is in nobody's way. Never raises not found.
+        """
+        ...
+
+    async def claim_sweep(self, *, for_ms: int) -> bool:
+        """Return whether the caller is to sweep: of all that ask within `for_ms` one is. It only saves work."""
+        ...
+
+    async def review(self, *, now_ms: int) -> tuple[Swept, ...]:
+        """Look at the next few sessions, in a round over all: what says when they end is put right.
+
+        For what another release wrote: it may have given keys no end, or one that does not move with the session's.
+        Who turns out to be due is taken.
         """
         ...
 
     async def check_refs(self, held: Sequence[HeldCacheRef], *, now_ms: int) -> tuple[int, ...]:
         """Return the positions in `held` that no session names (SessionRow.names); not atomic over the sessions.
 
-        Never raises not found: a session that is absent, expired or a tombstone names nothing.
+        Never raises not found: a session that is absent, expired or a tombstone names nothing, a damaged one all.
         """
         ...
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from typing_extensions import override
 
 from context_manager import refusals
 from context_manager.metrics import ManagerMetrics
-from context_manager.sweep_lease import uptime_s
 from contextcache.clock import Clock, SystemClock
 from contextcache.errors import ContextCacheError, StoreUnavailable
 
@@ -28,6 +28,11 @@ _REFUSED_INTERVAL_S = 300.0
 """Where Redis keeps its time to itself: each question is an error in the log, until the ACL is right."""
 _SKEW_TOLD_MS = 1000
 """From here on the machine's clock is called wrong in the log."""
+
+
+def uptime_s() -> float:
+    """Return a clock that nobody sets, and that goes on while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class StoreClock(Clock):

@@ -1,17 +1,21 @@
-"""`SessionSweeper`: the one background task of a manager; it buries due sessions every few seconds.
+"""What a manager does by itself: `SessionSweeper` buries due sessions, `SessionCount` feeds a gauge.
 
-Expiry does not depend on it: a session is expired when its time has come, swept or not. The sweep frees memory.
+Expiry does not depend on the sweep: a session is expired when its time has come, swept or not. It frees memory. Of all
+managers one makes the pass of an interval: whose key in Redis came first (ADR 0029).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
-from contextcache.errors import StoreUnavailable
+from context_manager.store import NUM_SHARDS
+from contextcache.errors import ContextCacheError
 
 log = logging.getLogger(__name__)
 
@@ -25,20 +29,13 @@ class SessionSweeper:
         *,
         metrics: ManagerMetrics,
         interval_s: float,
-        limit: int,
-        may_sweep: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`limit`: sessions in one call of `sweep`; a pass repeats it until none is due.
-
-        `may_sweep` is asked before each call: another manager may have taken over in the middle of a pass.
-        """
         self._manager = manager
-        self._may_sweep = may_sweep
         self._metrics = metrics
         self._interval_s = interval_s
-        self._limit = limit
-        self._failing: type[Exception] | None = None
-        """How the last sweep failed; None when it did not."""
+        self._told: set[type[Exception]] = set()
+        """How sweeps have failed since the last whole one."""
+        self._num_failed = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -55,31 +52,89 @@ class SessionSweeper:
         await asyncio.wait([task])
 
     async def sweep_pass(self) -> int:
-        """Sweep until nothing is due, or another manager is to, and return how many sessions were buried."""
+        """Sweep every shard until nothing is due; return how many sessions were taken.
+
+        A shard that fails is left for the next pass, and counted.
+        """
+        self._num_failed = 0
+        total = await self._taken_by(self._manager.review)
+        for shard in range(NUM_SHARDS):
+            total += await self._taken_by(partial(self._sweep_shard, shard))
+        if self._num_failed:
+            self._metrics.sweep_failures.inc()
+        else:
+            self._told.clear()
+            self._metrics.last_sweep.set_to_current_time()
+        return total
+
+    async def _taken_by(self, sweep: Callable[[], Awaitable[int]]) -> int:
+        try:
+            return await sweep()
+        except Exception as exc:
+            # The rest must outlive a shard that is damaged, and the loop a Redis that is away.
+            self._num_failed += 1
+            if type(exc) not in self._told:
+                self._told.add(type(exc))
+                log.exception("sweeps fail", exc_info=not isinstance(exc, ContextCacheError))
+            return 0
+
+    async def _sweep_shard(self, shard: int) -> int:
         total = 0
-        while self._may_sweep():
-            swept = await self._manager.sweep(self._limit)
-            total += swept
-            if swept < self._limit:
-                break
+        while taken := await self._manager.sweep(shard):
+            total += taken
         return total
 
     async def _sweep_for_ever(self) -> None:
         while True:
-            if not self._may_sweep():
-                await asyncio.sleep(self._interval_s)
-                continue
+            if await self._is_to_sweep() and (num_swept := await self.sweep_pass()):
+                log.info("sessions swept", extra={"num_sessions": num_swept})
+            await asyncio.sleep(self._interval_s)
+
+    async def _is_to_sweep(self) -> bool:
+        try:
+            return await self._manager.claim_sweep(for_ms=math.ceil(self._interval_s * 1000))
+        except Exception:
+            # Whatever it is, the pass says it: sweeping twice is as right as once.
+            log.debug("who sweeps is not known", exc_info=True)
+            return True
+
+
+class SessionCount:
+    """Asks the store now and then how many sessions live. Nothing depends on it.
+
+    Owns its task: `start` begins it, `stop` cancels and awaits it. One cheap read a round, at most each 30 s.
+    """
+
+    def __init__(self, manager: ContextCacheManager, *, metrics: ManagerMetrics, interval_s: float = 30.0) -> None:
+        self._manager = manager
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin counting, at once and then every interval."""
+        assert self._task is None, "a count is started once"
+        self._task = asyncio.create_task(self._count_for_ever(), name="session-count")
+
+    async def stop(self) -> None:
+        """End the task and wait for its end; harmless when it never began."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def count(self) -> None:
+        """Count once. A store that does not answer makes the gauge NaN: an old number would look like a true one."""
+        try:
+            self._metrics.sessions.set(await self._manager.count_sessions())
+        except ContextCacheError:
+            self._metrics.sessions.set(math.nan)
+
+    async def _count_for_ever(self) -> None:
+        while True:
             try:
-                num_swept = await self.sweep_pass()
-            except Exception as exc:
-                # The loop must outlive a Redis that is away; the next interval tries again.
-                self._metrics.sweep_failures.inc()
-                if self._failing is not type(exc):
-                    self._failing = type(exc)
-                    log.exception("sweeps fail", exc_info=not isinstance(exc, StoreUnavailable))
-            else:
-                self._failing = None
-                self._metrics.last_sweep.set_to_current_time()
-                if num_swept:
-                    log.info("sessions swept", extra={"num_sessions": num_swept})
+                await self.count()
+            except Exception:
+                # A gauge is no reason to end; the next round tries again.
+                log.exception("sessions not counted")
             await asyncio.sleep(self._interval_s)

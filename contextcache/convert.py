@@ -68,7 +68,10 @@ def session_to_pb(session: CacheSessionMetadata) -> pb.Session:
         ttl_policy=_POLICY_TO_PB[session.ttl_policy],
         num_tokens=session.num_tokens,
         num_turns=session.num_turns,
+        mark=session.mark,
         metadata=session.metadata,
+        holders=session.holders or (),
+        knows_holders=session.holders is not None,
     )
 
 
@@ -90,7 +93,9 @@ def session_from_pb(message: pb.Session) -> CacheSessionMetadata:
         ttl_policy=policy_from_pb(message.ttl_policy),
         num_tokens=message.num_tokens,
         num_turns=message.num_turns,
+        mark=message.mark,
         metadata=dict(message.metadata),
+        holders=tuple(message.holders) if message.knows_holders else None,
     )
 
 

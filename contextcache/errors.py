@@ -1,4 +1,4 @@
-"""One tree of errors. Each class carries its stable code and the HTTP and gRPC status it travels under.
+"""One tree of errors. Each class carries its stable code and the HTTP and gRPC status it travels under. Pure.
 
 Rules: foreign exceptions are mapped once, in the adapter that meets them (`raise X(...) from exc`); messages
 never hold prompt text, token ids or keys; a cache fault is never the client's fault (recompute and count).
@@ -6,21 +6,20 @@ never hold prompt text, token ids or keys; a cache fault is never the client's f
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
-
-import grpc
 
 
 class ContextCacheError(Exception):
     """Base of the family.
 
-    `param` names the request field at fault (OpenAI's `error.param`); `retry_after_s` becomes `Retry-After`.
+    `grpc_status` is the name of a status of gRPC's: this file imports no wire (wire/rpc.py looks it up). `param` names
+    the request field at fault (OpenAI's `error.param`); `retry_after_s` becomes `Retry-After`.
     """
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
-    openai_type: ClassVar[str] = "server_error"
+    grpc_status: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
@@ -34,14 +33,19 @@ class InvalidRequest(ContextCacheError):
 
     code = "invalid_request"
     http_status = 400
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
-    openai_type = "invalid_request_error"
+    grpc_status = "INVALID_ARGUMENT"
 
 
 class ModelMismatch(InvalidRequest):
     """The context belongs to another model than the request names."""
 
     code = "model_mismatch"
+
+
+class HistoryAmbiguous(InvalidRequest):
+    """Messages that may be the whole conversation or new in it: the client has to say which."""
+
+    code = "history_ambiguous"
 
 
 class TtlOutOfRange(InvalidRequest):
@@ -61,8 +65,7 @@ class Unauthorized(ContextCacheError):
 
     code = "invalid_api_key"
     http_status = 401
-    grpc_status = grpc.StatusCode.UNAUTHENTICATED
-    openai_type = "authentication_error"
+    grpc_status = "UNAUTHENTICATED"
 
 
 class ForgedIdentity(Unauthorized):
@@ -76,8 +79,7 @@ class ContextNotFound(ContextCacheError):
 
     code = "context_not_found"
     http_status = 404
-    grpc_status = grpc.StatusCode.NOT_FOUND
-    openai_type = "invalid_request_error"
+    grpc_status = "NOT_FOUND"
 
 
 class ModelNotFound(ContextCacheError):
@@ -85,8 +87,7 @@ class ModelNotFound(ContextCacheError):
 
     code = "model_not_found"
     http_status = 404
-    grpc_status = grpc.StatusCode.NOT_FOUND
-    openai_type = "invalid_request_error"
+    grpc_status = "NOT_FOUND"
 
 
 class ContextBusy(ContextCacheError):
@@ -94,8 +95,7 @@ class ContextBusy(ContextCacheError):
 
     code = "context_busy"
     http_status = 409
-    grpc_status = grpc.StatusCode.ABORTED
-    openai_type = "invalid_request_error"
+    grpc_status = "ABORTED"
 
 
 class ContextExists(ContextCacheError):
@@ -103,8 +103,7 @@ class ContextExists(ContextCacheError):
 
     code = "context_exists"
     http_status = 409
-    grpc_status = grpc.StatusCode.ALREADY_EXISTS
-    openai_type = "invalid_request_error"
+    grpc_status = "ALREADY_EXISTS"
 
 
 class GenerationMismatch(ContextCacheError):
@@ -112,8 +111,7 @@ class GenerationMismatch(ContextCacheError):
 
     code = "generation_mismatch"
     http_status = 409
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
-    openai_type = "invalid_request_error"
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class LeaseLost(ContextCacheError):
@@ -121,8 +119,7 @@ class LeaseLost(ContextCacheError):
 
     code = "lease_lost"
     http_status = 409
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
-    openai_type = "invalid_request_error"
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class ContextExpired(ContextCacheError):
@@ -130,8 +127,7 @@ class ContextExpired(ContextCacheError):
 
     code = "context_expired"
     http_status = 410
-    grpc_status = grpc.StatusCode.NOT_FOUND
-    openai_type = "invalid_request_error"
+    grpc_status = "NOT_FOUND"
 
 
 class BodyTooLarge(ContextCacheError):
@@ -139,8 +135,15 @@ class BodyTooLarge(ContextCacheError):
 
     code = "body_too_large"
     http_status = 413
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    openai_type = "invalid_request_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+class UploadTooSlow(ContextCacheError):
+    """The request body stopped coming, or comes so slowly that it is not waited for."""
+
+    code = "upload_too_slow"
+    http_status = 408
+    grpc_status = "DEADLINE_EXCEEDED"
 
 
 class ContextQuotaExceeded(ContextCacheError):
@@ -148,8 +151,7 @@ class ContextQuotaExceeded(ContextCacheError):
 
     code = "context_quota_exceeded"
     http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    openai_type = "rate_limit_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class TenantRateExceeded(ContextCacheError):
@@ -157,8 +159,7 @@ class TenantRateExceeded(ContextCacheError):
 
     code = "rate_limit_exceeded"
     http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    openai_type = "rate_limit_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class TooManyInFlight(ContextCacheError):
@@ -166,8 +167,7 @@ class TooManyInFlight(ContextCacheError):
 
     code = "too_many_in_flight"
     http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    openai_type = "rate_limit_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class EndpointsSaturated(ContextCacheError):
@@ -175,8 +175,7 @@ class EndpointsSaturated(ContextCacheError):
 
     code = "endpoints_saturated"
     http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    openai_type = "rate_limit_error"
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class EngineFailed(ContextCacheError):
@@ -184,7 +183,7 @@ class EngineFailed(ContextCacheError):
 
     code = "engine_error"
     http_status = 502
-    grpc_status = grpc.StatusCode.INTERNAL
+    grpc_status = "INTERNAL"
 
 
 class NoReadyEndpoint(ContextCacheError):
@@ -192,7 +191,7 @@ class NoReadyEndpoint(ContextCacheError):
 
     code = "no_ready_endpoint"
     http_status = 503
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
 
 
 class StoreUnavailable(ContextCacheError):
@@ -200,7 +199,7 @@ class StoreUnavailable(ContextCacheError):
 
     code = "store_unavailable"
     http_status = 503
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
 
 
 class SidecarUnavailable(ContextCacheError):
@@ -208,7 +207,7 @@ class SidecarUnavailable(ContextCacheError):
 
     code = "sidecar_unavailable"
     http_status = 503
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
 
 
 class CacheRefNotFound(ContextCacheError):
@@ -216,11 +215,11 @@ class CacheRefNotFound(ContextCacheError):
 
     code = "cache_ref_not_found"
     http_status = 404
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    grpc_status = "NOT_FOUND"
 
 
 class CacheRefPending(CacheRefNotFound):
-    """The KV is on its way from a peer: worth asking again, for a bounded time. Given up on, it is a miss."""
+    """The KV is being saved or pulled: worth asking again, for a bounded time. Given up on, it is a miss."""
 
     code = "cache_ref_pending"
 
@@ -230,7 +229,7 @@ class FingerprintMismatch(ContextCacheError):
 
     code = "fingerprint_mismatch"
     http_status = 409
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class ContextDeleted(ContextCacheError):
@@ -238,7 +237,7 @@ class ContextDeleted(ContextCacheError):
 
     code = "context_deleted"
     http_status = 409
-    grpc_status = grpc.StatusCode.ABORTED
+    grpc_status = "ABORTED"
 
 
 class SaveIncomplete(ContextCacheError):
@@ -246,7 +245,7 @@ class SaveIncomplete(ContextCacheError):
 
     code = "save_incomplete"
     http_status = 409
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class CorruptBlock(ContextCacheError):
@@ -254,7 +253,7 @@ class CorruptBlock(ContextCacheError):
 
     code = "corrupt_block"
     http_status = 500
-    grpc_status = grpc.StatusCode.DATA_LOSS
+    grpc_status = "DATA_LOSS"
 
 
 class StorageFull(ContextCacheError):
@@ -262,7 +261,7 @@ class StorageFull(ContextCacheError):
 
     code = "storage_full"
     http_status = 507
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 def _family(cls: type[ContextCacheError]) -> dict[str, type[ContextCacheError]]:
@@ -274,3 +273,32 @@ def _family(cls: type[ContextCacheError]) -> dict[str, type[ContextCacheError]]:
 
 ERRORS_BY_CODE = _family(ContextCacheError)
 """Every class of the tree by its code, so that the other end of a wire raises the same class."""
+
+
+def error_body(error: ContextCacheError) -> bytes:
+    """Return `{"error": {"message", "type", "code", "param"}, "detail": message}` as JSON: OpenAI's and the EP's."""
+    return json.dumps(
+        {
+            "error": {
+                "message": error.message,
+                "type": _openai_type(error.http_status),
+                "code": error.code,
+                "param": error.param,
+            },
+            "detail": error.message,
+        }
+    ).encode()
+
+
+def _openai_type(http_status: int) -> str:
+    if http_status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 429: "rate_limit_error"}.get(http_status, "invalid_request_error")
+
+
+def error_headers(error: ContextCacheError) -> list[tuple[str, str]]:
+    """Return the headers that go with `error_body`."""
+    headers = [("content-type", "application/json")]
+    if error.retry_after_s is not None:
+        headers.append(("retry-after", str(error.retry_after_s)))
+    return headers

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.errors import ForgedIdentity
-from contextcache.model import CacheRef, ModelId, SessionId, TenantId
+from contextcache.model import CacheRef, ContextMode, ModelId, SessionId, TenantId
 
 IDENTITY_HEADER = "x-context-identity"
 UNROUTED_HEADER = "x-context-unrouted"
@@ -41,6 +41,8 @@ class Identity:
     """Unix time in ms after which the header is worthless; minutes, not hours."""
     session_id: SessionId | None = None
     """The context to continue; None: the request creates one (`POST /v1/context`)."""
+    context_mode: ContextMode | None = None
+    """What the key says of requests that name no `context_mode` themselves; None: it says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
         "session_id": identity.session_id,
         "expires_at_ms": identity.expires_at_ms,
     }
+    if identity.context_mode is not None:
+        payload["context_mode"] = identity.context_mode.value
     return _sign(_IDENTITY, payload, secret)
 
 
@@ -83,6 +87,7 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             request_id=str(payload["request_id"]),
             expires_at_ms=int(payload["expires_at_ms"]),
             session_id=None if payload["session_id"] is None else str(payload["session_id"]),
+            context_mode=ContextMode(payload["context_mode"]) if "context_mode" in payload else None,
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the identity header lacks a field") from exc

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from typing_extensions import override
+
 SessionId: TypeAlias = str
 """Public name of a context: `ctx_` + 128 random bits in hex, or the client's own (see `SESSION_ID_PATTERN`)."""
 CacheRef: TypeAlias = str
@@ -55,6 +57,14 @@ class TtlPolicy(Enum):
     SLIDING = "sliding"
 
 
+class ContextMode(Enum):
+    """How a prompt is read: decided by comparison, as new text, or as the whole history again."""
+
+    AUTO = "auto"
+    APPEND = "append"
+    REPLAY = "replay"
+
+
 class SegmentKind(Enum):
     """Who wrote a segment: the client (`prompt`) or the model (`answer`)."""
 
@@ -62,9 +72,9 @@ class SegmentKind(Enum):
     ANSWER = "answer"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """One piece of a transcript, immutable.
+    """One piece of a transcript, immutable; equal to any other of the same content, packed or not.
 
     Exactly one of `text` (completions) and `messages_json` (chat, a JSON array) is non-empty, except for an
     empty answer. `token_ids` are what the engine saw; they are never made again from the text.
@@ -74,6 +84,22 @@ class Segment:
     token_ids: tuple[int, ...]
     text: str = ""
     messages_json: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many ids there are, without looking at them."""
+        return len(self.token_ids)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segment) and self._content() == other._content()
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def _content(self) -> tuple[object, ...]:
+        return self.kind, self.text, self.messages_json, self.token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +125,27 @@ class CacheSessionMetadata:
     ttl_policy: TtlPolicy
     num_tokens: int = 0
     num_turns: int = 0
+    mark: str = ""
+    """Name of the transcript as it is, minted by the commit; empty when the release before committed last."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    holders: tuple[str, ...] | None = None
+    """Endpoints whose sidecars may have KV of it, `holder` among them; None: not known, any may."""
 
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
         """KV names worth asking a sidecar for, newest first."""
         return tuple(ref for ref in (self.cache_ref, self.previous_cache_ref) if ref)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """One page of a tenant's sessions, newest first."""
+
+    sessions: tuple[CacheSessionMetadata, ...]
+    has_more: bool
+    """Whether more may follow, although this page may be short, or empty."""
+    last_id: SessionId
+    """Where the next page goes on: not always the last of `sessions`. Of the last page the last of them, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +208,15 @@ class Manifest:
     """Bytes of all its block files, all ranks."""
     block_checksums: tuple[str, ...] = ()
     """Checksum of each of those files, rank by rank, each rank's tail last; none at all: not vouched for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOutcome:
+    """What became of a save."""
+
+    is_sealed: bool
+    reason: str = ""
+    """Why there will be no KV, as a short fixed phrase; empty: it may still come, or nobody remembers."""
 
 
 def new_session_id() -> SessionId:

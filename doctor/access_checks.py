@@ -47,16 +47,27 @@ def clock(front: Front, *, now_s: Callable[[], float] = time.time) -> Iterator[F
 
 
 def ready(front: Front) -> Iterator[Finding]:
-    """Say what is missing, and how each pod is."""
+    """Say whether the gateway has all it needs; a front tells no more to whoever asks."""
     answer = front.call("GET", "/readyz", with_key=False)
     found: Any = answer.body
-    if not isinstance(found, dict) or "missing" not in found:
+    if not isinstance(found, dict) or "ready" not in found:
         yield failed("ready", f"GET /readyz: {answer.describe()}", "No gateway answers it: look at the gateway's pods.")
+    elif found["ready"]:
+        yield ok("ready", "the gateway has all it needs")
+    else:
+        hint = "`/readyz` on the gateway's metrics port says what is missing: give its URL as --gateway-metrics."
+        yield failed("ready", "the gateway misses something", hint)
+
+
+def details(metrics: Front) -> Iterator[Finding]:
+    """Say what is missing, and how each pod is, by a gateway's metrics port."""
+    answer = metrics.call("GET", "/readyz", with_key=False)
+    found: Any = answer.body
+    if not isinstance(found, dict) or "missing" not in found:
+        yield failed("details", f"GET /readyz: {answer.describe()}", "This is no gateway's metrics port.")
         return
     for missing in found["missing"]:
-        yield failed("ready", f"missing: {missing}", _missing_hint(str(missing)))
-    if not found["missing"]:
-        yield ok("ready", "the gateway has all it needs")
+        yield failed("details", f"missing: {missing}", _missing_hint(str(missing)))
     yield from _pods(found.get("endpoints") or {})
 
 

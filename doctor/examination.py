@@ -5,12 +5,14 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from contextcache.tls import TlsFiles, WatchedTls
+from contextcache.process.settings import TlsFiles
+from contextcache.wire.tls import WatchedTls
 from doctor import access_checks, engine_checks, part_checks, tls_check
 from doctor.finding import Finding, Level, failed, skipped
 from doctor.front import Front, Unreachable
@@ -137,6 +139,8 @@ def _parts(plan: Plan, context: ssl.SSLContext) -> Iterator[Finding]:
     if plan.metrics_url:
         front = Front(plan.metrics_url, key=None, timeout_s=plan.timeout_s, tls=context)
         yield from part_checks.metrics(front)
+        with suppress(Unreachable):  # told by the check before
+            yield from _understood("details", access_checks.details(front))
         front.close()
     tls = None if plan.parts_dir is None else _watched(plan.parts_dir, plan.server_name or "context-cache")
     for part, address in (("context-manager", plan.manager), ("kv-sidecar", plan.sidecar)):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from contextcache.channel import open_channel
-from contextcache.tls import WatchedTls
+from contextcache.wire.channels import open_channel
+from contextcache.wire.tls import WatchedTls
 from doctor.finding import Finding, failed, ok
 from doctor.front import Front, Unreachable
 

@@ -22,6 +22,19 @@ _FIRST = (
 _NEXT = " In one sentence: where does a river end?"
 _RECEIPTS = ("x-session-id", "x-context-cache", "x-context-cached-tokens", "x-context-generation")
 
+_MODEL = "the KV of this model cannot be carried; vLLM's log says why, docs/limits-and-flaws.md which can."
+_LEFT_ALONE = {
+    "context_parallel": "pages are cut by context parallelism; set its sizes to 1.",
+    "encoder_decoder": _MODEL,
+    "failure_policy": 'the engine needs "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
+    "no_layers": _MODEL,
+    "ranks_differ": "the engine's ranks have different fingerprints: other weights or settings on one of its nodes.",
+    "several_groups": f"{_MODEL} With windows beside full attention: --disable-hybrid-kv-cache-manager.",
+    "unequal_pages": _MODEL,
+    "unsupported_layers": _MODEL,
+}
+"""What to do about an engine that the connector leaves alone, by its reason."""
+
 
 def story(front: Front, model: str) -> Iterator[Finding]:
     """Tell it. Raises Unreachable."""
@@ -81,14 +94,16 @@ def _ask(front: Front, model: str, session_id: str) -> Iterator[Finding]:
         yield failed("ask", f"POST /v1/completions: {asked.describe()}", "Look at the logs of gateway and vLLM.")
         return
     context = _usage(asked).get("context") or {}
+    reason = str(context.get("reason", ""))
     verdict, source = asked.headers.get("x-context-cache", "unknown"), context.get("source", "unknown")
-    facts = {"verdict": verdict, "source": source, "ms": round(asked.took_ms)}
+    facts = {"verdict": verdict, "source": source, "ms": round(asked.took_ms), "reason": reason}
     text = f"{verdict}: {context.get('cached_tokens', 0)} of {context.get('context_tokens', 0)} tokens from {source}"
-    if verdict == "hit":
+    if verdict == "hit" and reason not in _LEFT_ALONE:
         yield ok("ask", f"{text}, in {asked.took_ms:.0f} ms", **facts)
     else:
-        hint = "The answer is right, but was computed again: look at kv-sidecar's log, its socket and its disk."
-        yield warning("ask", text, hint, **facts)
+        hint = _LEFT_ALONE.get(reason, "look at kv-sidecar's log, its socket and its disk.")
+        why = f" ({reason})" if reason else ""
+        yield warning("ask", text + why, f"The answer is right, but was computed again: {hint}", **facts)
     yield from _receipts("ask", asked)
     yield _usage_rule(asked)
 

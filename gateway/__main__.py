@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from contextcache.metrics_server import Page, health_page, metrics_server
-from contextcache.process import run_part, settings_or_exit, wants_help
+from contextcache.process.metrics import Page, health_page, metrics_server
+from contextcache.process.run import run_part, settings_or_exit, wants_help
 from gateway.app import GatewayApp, gateway_app
-from gateway.auth import hash_key
-from gateway.envoy_front import EnvoyFront
-from gateway.ext_proc_server import ExtProcServer
-from gateway.http_server import HttpServer
+from gateway.envoy.front import EnvoyFront
+from gateway.envoy.server import ExtProcServer
+from gateway.http.uvicorn_limits import HttpServer
 from gateway.settings import GatewaySettings
+from gateway.tenants.keys import hash_key
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +51,7 @@ async def serve(
             gateway_app(settings, registry=CollectorRegistry()) as app,
             _metrics_served(app, settings),
         ):
-            http = HttpServer(
-                app.front,
-                drain_timeout_s=settings.drain_timeout_s,
-                tls=app.tls,
-                require_clients=settings.tls_clients == "required",
-            )
+            http = _http_server(app, settings)
             ext_proc = _ext_proc_server(app, settings) if settings.ext_proc_listen else None
             ports = Ports(listener.getsockname()[1], None if ext_proc is None else ext_proc.port)
             with suppress(TimeoutError):
@@ -69,9 +64,8 @@ async def serve(
             log.info("gateway started", extra=fields)
             if on_started is not None:
                 on_started(ports)
-            stopping = asyncio.create_task(stop.wait(), name="stop signal")
             try:
-                await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+                await _until_stopped(serving, stop)
                 app.ready_state.draining = True
                 if ext_proc is not None:
                     await ext_proc.drain()
@@ -79,12 +73,28 @@ async def serve(
                 if stop.is_set():
                     await asyncio.sleep(settings.drain_delay_s)
             finally:
-                stopping.cancel()
                 http.should_exit = True
                 if ext_proc is not None:
                     await ext_proc.stop(settings.drain_timeout_s)
                 await serving
     log.info("gateway stopped")
+
+
+async def _until_stopped(serving: asyncio.Task[None], stop: asyncio.Event) -> None:
+    stopping = asyncio.create_task(stop.wait(), name="stop signal")
+    try:
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+
+
+def _http_server(app: GatewayApp, settings: GatewaySettings) -> HttpServer:
+    return HttpServer(
+        app.front,
+        drain_timeout_s=settings.drain_timeout_s,
+        tls=app.tls,
+        require_clients=settings.tls_clients == "required",
+    )
 
 
 def _metrics_served(app: GatewayApp, settings: GatewaySettings) -> AbstractAsyncContextManager[object]:
@@ -108,7 +118,7 @@ def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServe
     front = EnvoyFront(
         gateway=app.gateway,
         endpoints=app.endpoints,
-        budget=app.budget,
+        tenants=app.tenants,
         limits=app.limits,
         metrics=app.metrics,
         picker=settings.ext_proc_picker,

@@ -12,29 +12,25 @@ import aiohttp
 from prometheus_client import CollectorRegistry
 
 from context_manager.client import ContextManagerClient
-from contextcache.admission import TenantsInHand
-from contextcache.clock import Clock, SystemClock
-from contextcache.settings import read_secret
-from contextcache.tls import WatchedTls
-from contextcache.tracing import Tracer, tracer_of
-from gateway.auth import KeyFile, SingleTenant
-from gateway.body_budget import BodyBudget
-from gateway.carrier import Carrier, carrier_session
-from gateway.control_app import ReadyState, control_app
-from gateway.endpoint_file import EndpointFile
-from gateway.endpoint_slices import SliceRules
-from gateway.endpoints import Source, WatchedEndpoints
-from gateway.fairness import TenantRates
+from contextcache.clock import SystemClock
+from contextcache.process.settings import read_secret
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import Tracer, tracer_of
 from gateway.flows import Gateway, GatewayRules
-from gateway.holders import Holders
-from gateway.http_front import FrontLimits, HttpFront
-from gateway.kubernetes_endpoints import KubernetesEndpoints
+from gateway.fronts import ReadyState
+from gateway.http.app import HttpFront
+from gateway.http.carrier import Carrier, carrier_session
 from gateway.metrics import Metrics
+from gateway.pods.endpoints import Source, WatchedEndpoints
+from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
+from gateway.pods.probe import HttpProbe
+from gateway.pods.routing import LoadLimits
+from gateway.pods.sidecars import Holders, Sidecars
+from gateway.pods.static import EndpointFile
 from gateway.ports import Authenticator, Endpoint
-from gateway.probe import HttpProbe
-from gateway.routing import LoadLimits
 from gateway.settings import GatewaySettings, endpoint_of
-from gateway.sidecars import Sidecars
+from gateway.tenants.keys import KEY_HEADERS, KeyFile, SingleTenant
+from gateway.tenants.limits import FrontLimits, TenantLimits
 from kv_sidecar.client import KVSidecarClient
 
 log = logging.getLogger(__name__)
@@ -53,7 +49,7 @@ class GatewayApp:
     gateway: Gateway
     """For another front on the same core, with all below."""
     endpoints: WatchedEndpoints
-    budget: BodyBudget
+    tenants: TenantLimits
     limits: FrontLimits
     metrics: Metrics
     ready_state: ReadyState
@@ -69,57 +65,70 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
     Raises OSError or ValueError when a file it needs is missing or broken. The other parts need not be there yet.
     """
     metrics = Metrics(registry)
+    tenants = _tenants(settings, metrics)
+    limits = _limits(settings)
+    async with AsyncExitStack() as stack:
+        tracer = tracer_of(settings, part="gateway", on_lost=metrics.lost_spans.inc)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        tls = metrics.certificates.open_tls(settings.tls)
+        carrying = await stack.enter_async_context(
+            carrier_session(connect_timeout_s=settings.connect_timeout_s, idle_timeout_s=settings.idle_timeout_s)
+        )
+        endpoints = await _watched_endpoints(settings, stack, metrics, tls)
+        gateway = await _gateway(settings, stack, endpoints, tenants, metrics, tls)
+        ready_state = ReadyState(gateway, endpoints, metrics=metrics)
+        front = HttpFront(
+            gateway=gateway,
+            endpoints=endpoints,
+            carrier=Carrier(carrying, total_timeout_s=settings.total_timeout_s, metrics=metrics, tls=tls),
+            ready_state=ready_state,
+            tenants=tenants,
+            limits=limits,
+            metrics=metrics,
+            tracer=tracer,
+        )
+        yield GatewayApp(front, gateway, endpoints, tenants, limits, metrics, ready_state, tracer, tls)
+
+
+async def _gateway(
+    settings: GatewaySettings,
+    stack: AsyncExitStack,
+    endpoints: WatchedEndpoints,
+    tenants: TenantLimits,
+    metrics: Metrics,
+    tls: WatchedTls | None,
+) -> Gateway:
+    directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s, tls=tls)
+    stack.push_async_callback(directory.close)
     clock = SystemClock()
-    limits = FrontLimits(
+    return Gateway(
+        authenticator=_authenticator(settings, stack, metrics),
+        directory=directory,
+        endpoints=endpoints,
+        holders=Holders(
+            await _watched_sidecars(settings, stack, endpoints, metrics, tls),
+            endpoints,
+            directory,
+            clock=clock,
+            metrics=metrics,
+            read_timeout_s=settings.sidecar_timeout_s,
+            delete_timeout_s=settings.delete_timeout_s,
+            pull_timeout_s=settings.pull_timeout_s,
+        ),
+        clock=clock,
+        rules=_rules(settings),
+        tenants=tenants,
+        metrics=metrics,
+    )
+
+
+def _limits(settings: GatewaySettings) -> FrontLimits:
+    return FrontLimits(
         max_body_bytes=settings.max_body_bytes,
         max_in_flight=settings.max_in_flight,
         body_timeout_s=settings.body_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
     )
-    async with AsyncExitStack() as stack:
-        tracer = tracer_of(settings, part="gateway", on_lost=metrics.lost_spans.inc)
-        stack.push_async_callback(asyncio.to_thread, tracer.close)
-        tls = metrics.certificates.open_tls(settings.tls)
-        directory = ContextManagerClient(settings.manager, timeout_s=settings.manager_timeout_s, tls=tls)
-        stack.push_async_callback(directory.close)
-        carrying = await stack.enter_async_context(
-            carrier_session(connect_timeout_s=settings.connect_timeout_s, idle_timeout_s=settings.idle_timeout_s)
-        )
-        endpoints = await _watched_endpoints(settings, stack, metrics, tls)
-        sidecars = await _watched_sidecars(settings, stack, endpoints, metrics, tls)
-        gateway = Gateway(
-            authenticator=_authenticator(settings, clock, metrics),
-            directory=directory,
-            endpoints=endpoints,
-            holders=Holders(
-                sidecars,
-                endpoints,
-                clock=clock,
-                metrics=metrics,
-                read_timeout_s=settings.sidecar_timeout_s,
-                delete_timeout_s=settings.delete_timeout_s,
-                pull_timeout_s=settings.pull_timeout_s,
-            ),
-            clock=clock,
-            rules=_rules(settings),
-            rates=_rates(settings, clock),
-            metrics=metrics,
-        )
-        ready_state = ReadyState(gateway, endpoints, metrics=metrics)
-        tenants = _tenants(settings, metrics)
-        budget = BodyBudget(settings.max_buffered_bytes, tenants=tenants)
-        front = HttpFront(
-            gateway=gateway,
-            endpoints=endpoints,
-            carrier=Carrier(carrying, total_timeout_s=settings.total_timeout_s, metrics=metrics, tls=tls),
-            control=control_app(gateway, ready_state, metrics),
-            budget=budget,
-            limits=limits,
-            metrics=metrics,
-            tenants=tenants,
-            tracer=tracer,
-        )
-        yield GatewayApp(front, gateway, endpoints, budget, limits, metrics, ready_state, tracer, tls)
 
 
 async def _watched_endpoints(
@@ -155,7 +164,7 @@ async def _discovered_endpoints(
     settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics
 ) -> KubernetesEndpoints:
     # The library costs 25 MiB, which only those pay who use it.
-    from contextcache.kubernetes_api import KubernetesApi
+    from contextcache.kubernetes.client import KubernetesApi
 
     api = KubernetesApi.by_surroundings()
     stack.push_async_callback(api.close)
@@ -200,7 +209,7 @@ async def _watched_sidecars(
 
 def _rules(settings: GatewaySettings) -> GatewayRules:
     # With a key file the client's key is ours and ends here; without one it may be for the engine.
-    removed = frozenset({"authorization"}) if settings.api_keys_file else frozenset[str]()
+    removed = KEY_HEADERS if settings.api_keys_file else frozenset[str]()
     return GatewayRules(
         secret=read_secret(settings.secret_file),
         identity_ttl_ms=round(settings.identity_ttl_s * 1000),
@@ -215,22 +224,22 @@ def _rules(settings: GatewaySettings) -> GatewayRules:
     )
 
 
-def _authenticator(settings: GatewaySettings, clock: Clock, metrics: Metrics) -> Authenticator:
+def _authenticator(settings: GatewaySettings, stack: AsyncExitStack, metrics: Metrics) -> Authenticator:
     if settings.api_keys_file is None:
         return SingleTenant()
-    return KeyFile(settings.api_keys_file, clock=clock, metrics=metrics)
+    keys = KeyFile(settings.api_keys_file, metrics=metrics)
+    stack.push_async_callback(_cancelled, asyncio.create_task(keys.run(), name="key file"))
+    return keys
 
 
-def _rates(settings: GatewaySettings, clock: Clock) -> TenantRates | None:
-    if not settings.tenant_rate_per_s:
-        return None
-    return TenantRates(clock=clock, rate_per_s=settings.tenant_rate_per_s, burst=settings.tenant_burst)
-
-
-def _tenants(settings: GatewaySettings, metrics: Metrics) -> TenantsInHand:
-    return TenantsInHand(
+def _tenants(settings: GatewaySettings, metrics: Metrics) -> TenantLimits:
+    return TenantLimits(
+        clock=SystemClock(),
+        rate_per_s=settings.tenant_rate_per_s,
+        burst=settings.tenant_burst,
         requests_max=settings.tenant_in_flight_max,
         bytes_max=settings.tenant_buffered_bytes_max,
+        total_bytes_max=settings.max_buffered_bytes,
         on_refused=lambda limit: metrics.tenant_refusals.labels(limit).inc(),
     )
 

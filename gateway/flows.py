@@ -8,33 +8,38 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
-from typing import Any
 
+from contextcache.claim import (
+    SESSION_HEADER,
+    Claims,
+    claimed_session,
+    is_opaque,
+    read_claims,
+    read_strict_claims,
+    refuse_session,
+)
 from contextcache.clock import Clock
 from contextcache.errors import ContextNotFound
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
-from contextcache.json_body import parse_object
-from contextcache.model import MAX_LIST_LIMIT, SESSION_ID_PATTERN, CacheSessionMetadata, ModelId, SessionId, TenantId
-from contextcache.session_claim import SESSION_HEADER, SessionClaim, session_claim
-from gateway.affinity import label_affinity, prompt_affinity
-from gateway.context_object import ContextDeleted, ContextList, ContextObject, context_object, context_summary
-from gateway.fairness import TenantRates
-from gateway.holders import Holders
-from gateway.metrics import Metrics
-from gateway.paths import Kind, kind_of
-from gateway.ports import Authenticator, Endpoint, EndpointDirectory, SessionDirectory
-from gateway.request_body import (
-    is_opaque,
-    model_of,
-    needs_parsing,
-    parse_leniently,
-    with_cache_salt,
-    without_forbidden_keys,
+from contextcache.model import (
+    MAX_LIST_LIMIT,
+    SESSION_ID_PATTERN,
+    CacheSessionMetadata,
+    ContextMode,
+    ModelId,
+    SessionId,
+    SessionPage,
+    TenantId,
 )
-from gateway.routing import (
+from contextcache.requests import LargeBodies
+from gateway.metrics import Metrics
+from gateway.paths import COMPLETION_PATHS, Kind, kind_of
+from gateway.pods.routing import (
     STRATEGY_HEADER,
     Choice,
     LoadLimits,
@@ -42,9 +47,13 @@ from gateway.routing import (
     RouteQuery,
     Strategy,
     choose_endpoint,
-    model_matters,
+    label_affinity,
+    prompt_affinity,
     strategy_of,
 )
+from gateway.pods.sidecars import Holders, KVState
+from gateway.ports import Authenticator, Endpoint, EndpointDirectory, SessionDirectory
+from gateway.tenants.limits import TenantLimits
 
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 """Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pod, as `host:port`."""
@@ -53,8 +62,10 @@ TARGET_POD_HEADER = "target-pod"
 ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER})
 """Headers that say how a request was routed; a client's own never get through."""
 
-_ANY_POD = RouteQuery()
-"""What most requests ask for."""
+SALTED_PATHS = frozenset(
+    {*COMPLETION_PATHS, "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"},
+)
+"""Calls that make text and take a `cache_salt` (vLLM 0.32: a field of each one's request)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +74,15 @@ class Admission:
 
     tenant: TenantId
     kind: Kind
+    path: str
     request_id: str
     """Minted by the front, never the client's: receipts are looked up by it."""
     headers: Mapping[str, str]
     """Lower-case names."""
     subset: frozenset[str] | None = None
     """Pod addresses that the proxy in front allows; None: all."""
+    context_mode: ContextMode | None = None
+    """What the key says of requests that name none; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +125,7 @@ class GatewayRules:
     removed_headers: frozenset[str] = frozenset()
     """More headers that end here, such as `authorization` when its key is ours."""
     salts_stateless: bool = False
-    """Whether completions without a context hit their tenant's pages of the engine's prefix cache only."""
+    """Whether answers without a context hit their tenant's pages of the engine's prefix cache only."""
 
 
 class Gateway:
@@ -126,7 +140,7 @@ class Gateway:
         holders: Holders,
         clock: Clock,
         rules: GatewayRules,
-        rates: TenantRates | None = None,
+        tenants: TenantLimits,
         rng: Random | None = None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -137,27 +151,27 @@ class Gateway:
         self._holders = holders
         self._clock = clock
         self._rules = rules
-        self._rates = rates
+        self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=rules.engine_paths)
+        """Which call a method and a path are. Raises PathNotFound, MethodNotAllowed."""
+        self._tenants = tenants
+        self._large_bodies = LargeBodies()
         self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
         self._choices = {} if metrics is None else {why: metrics.choices.labels(why.value) for why in Reason}
         self._removed_headers = ROUTING_HEADERS | {IDENTITY_HEADER} | rules.removed_headers
 
-    def kind_of(self, method: str, path: str) -> Kind:
-        """Return which call this is. Raises PathNotFound, MethodNotAllowed."""
-        return kind_of(method, path, self._rules.engine_paths)
-
     def admit(
-        self, kind: Kind, headers: Mapping[str, str], *, request_id: str, subset: frozenset[str] | None = None
+        self,
+        kind: Kind,
+        headers: Mapping[str, str],
+        *,
+        path: str,
+        request_id: str,
+        subset: frozenset[str] | None = None,
     ) -> Admission:
         """Return who is asking for what. `headers` have lower-case names. Raises Unauthorized, TenantRateExceeded."""
-        tenant = self.authenticate(headers)
-        if self._rates is not None:
-            self._rates.take(tenant)
-        return Admission(tenant, kind, request_id, headers, subset)
-
-    def authenticate(self, headers: Mapping[str, str]) -> TenantId:
-        """Return the tenant whose key the request has. Raises Unauthorized."""
-        return self._authenticator.tenant_of(headers.get("authorization"))
+        caller = self._authenticator.caller_of(headers)
+        self._tenants.ask(caller.tenant)
+        return Admission(caller.tenant, kind, path, request_id, headers, subset, caller.context_mode)
 
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
         """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
@@ -165,9 +179,12 @@ class Gateway:
         None: `route` with the body. The pod checks what a body says that was not read here. Raises as `route`.
         """
         if admission.kind is Kind.COMPLETION:
-            claim = session_claim(None, admission.headers.get(SESSION_HEADER))
-            session = None if claim is None else await self._claimed_session(admission.tenant, claim)
-            return None if session is None else await self._turn_forward(admission, None, session)
+            named = claimed_session(None, admission.headers.get(SESSION_HEADER))
+            if named is None:
+                return None
+            with suppress(ContextNotFound):  # the body may say what is wrong, as it does where it is read first
+                return await self._turn_forward(admission, None, named)
+            return None
         if admission.kind is Kind.STATELESS and (not has_body or is_opaque(admission.headers.get("content-type", ""))):
             return self._forward(Kind.STATELESS, None, self._query(admission, light=not has_body))
         return None
@@ -178,21 +195,22 @@ class Gateway:
         Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint, EndpointsSaturated.
         """
         if admission.kind is Kind.CREATE:
-            return self._create_forward(admission, parse_object(body))
-        parsed_or_none = self._parse_if_needed(admission, body)
+            asked = await self._large_bodies.read(read_strict_claims, body)
+            query = self._query(admission, asked, affinity=prompt_affinity(admission.tenant, asked))
+            return self._forward(Kind.CREATE, asked.changed(), query, headers=self._identity_header(admission, None))
+        claims = None
+        if body and not is_opaque(admission.headers.get("content-type", "")):
+            claims = await self._large_bodies.read(read_claims, body)
         if admission.kind is Kind.COMPLETION:
-            claim = session_claim(parsed_or_none, admission.headers.get(SESSION_HEADER))
-            session = None if claim is None else await self._claimed_session(admission.tenant, claim)
-            if session is not None:
-                # A claim in the body was read strictly already; one in the header says nothing about the body.
-                parsed = parse_object(body) if parsed_or_none is None else parsed_or_none
-                return await self._turn_forward(admission, parsed, session)
-        changed = None if parsed_or_none is None else without_forbidden_keys(parsed_or_none)
-        if self._rules.salts_stateless and admission.kind is Kind.COMPLETION:
-            # No model in it: the engine's cache knows models apart, and a context's salt, which has it, stays another.
-            salt = cache_salt(admission.tenant, ModelId(""), self._rules.secret)
-            changed = with_cache_salt(body if changed is None else changed, salt) or changed
-        return self._forward(Kind.STATELESS, changed, self._query(admission, parsed_or_none, light=not body))
+            named = claimed_session(claims, admission.headers.get(SESSION_HEADER))
+            if named is not None:
+                if claims is None:  # nothing in it says anything, and a session's request has to be JSON
+                    claims = await self._large_bodies.read(read_strict_claims, body)
+                return await self._turn_forward(admission, claims, named)
+        else:
+            refuse_session(claims)
+        changed = None if claims is None else claims.changed(salt=self._stateless_salt(admission))
+        return self._forward(Kind.STATELESS, changed, self._query(admission, claims, light=not body))
 
     async def reroute(self, forward: Forward, *, unreachable: str) -> Forward:
         """Return the same request for another pod, after `unreachable` refused the connection.
@@ -202,25 +220,26 @@ class Gateway:
         self._endpoints.mark_unreachable(unreachable)
         return await self._with_kv(replace(forward, choice=self._choose(forward.query)))
 
-    async def read(self, tenant: TenantId, session_id: SessionId) -> ContextObject:
-        """Return one context. Raises ContextNotFound, ContextExpired, StoreUnavailable; never for a sidecar."""
-        session = await self._session(tenant, session_id)
-        return context_object(session, await self._holders.kv_state(session))
+    async def read(self, tenant: TenantId, session_id: SessionId) -> tuple[CacheSessionMetadata, KVState]:
+        """Return a context and its KV. Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar."""
+        _check_id(session_id)
+        try:
+            session = await self._directory.get_session_metadata(tenant, session_id)
+        except ContextNotFound as exc:
+            raise _not_found() from exc
+        return session, await self._holders.kv_state(session)
 
     async def list_contexts(
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model: ModelId = ""
-    ) -> ContextList:
-        """Return one page of the tenant's contexts, newest first. Raises StoreUnavailable."""
-        assert 1 <= limit <= MAX_LIST_LIMIT
-        sessions, has_more = await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
-        return {
-            "object": "list",
-            "data": [context_summary(session) for session in sessions],
-            "has_more": has_more,
-            "last_id": sessions[-1].session_id if sessions else None,
-        }
+    ) -> SessionPage:
+        """Return one page of the tenant's contexts, newest first; short, or empty, where `model` matches few.
 
-    async def delete(self, tenant: TenantId, session_id: SessionId) -> ContextDeleted:
+        Raises InvalidRequest (after), StoreUnavailable.
+        """
+        assert 1 <= limit <= MAX_LIST_LIMIT
+        return await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
+
+    async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a context: first its row, so that nothing points at KV that is going, then its KV everywhere.
 
         A sidecar that cannot be reached collects by TTL. Raises ContextNotFound, ContextExpired, StoreUnavailable.
@@ -231,55 +250,28 @@ class Gateway:
         except ContextNotFound as exc:
             raise _not_found() from exc
         await self._holders.delete(session)
-        return {"session_id": session_id, "status": "success"}
 
     async def is_serving(self) -> bool:
         """Return whether the context manager answers. Never raises."""
         return await self._directory.is_serving()
 
-    def _parse_if_needed(self, admission: Admission, body: bytes) -> dict[str, Any] | None:
-        if not body:
-            return None
-        content_type = admission.headers.get("content-type", "")
-        wanted = self._says_where(admission) and content_type.lower().startswith("application/json")
-        return parse_leniently(body) if wanted or needs_parsing(body, content_type) else None
+    def _stateless_salt(self, admission: Admission) -> str:
+        """Return the tenant's salt where one is given; empty: none."""
+        if not self._rules.salts_stateless or admission.path not in SALTED_PATHS:
+            return ""
+        # No model in it: the engine's cache knows models apart, and a context's salt, which has it, stays another.
+        return cache_salt(admission.tenant, ModelId(""), self._rules.secret)
 
-    def _says_where(self, admission: Admission) -> bool:
-        """Return whether a body that claims nothing still decides which pod it goes to."""
-        states = self._endpoints.states()
-        if len(states) < 2:
-            return False
-        return model_matters(states) or strategy_of(admission.headers.get(STRATEGY_HEADER)) is Strategy.PREFIX_CACHE
+    async def _turn_forward(self, admission: Admission, claims: Claims | None, session_id: SessionId) -> Forward:
+        """Return the pod of a turn, which has its KV or is fetching it.
 
-    async def _claimed_session(self, tenant: TenantId, claim: SessionClaim) -> CacheSessionMetadata | None:
-        """Return the session, or None when only a header names an id that is nobody's: a label of the client's own.
-
-        With the store down we cannot tell label from context, and an answer without its context would be wrong.
+        With the store down a turn is refused: an answer without its context would be wrong.
         """
-        try:
-            return await self._directory.locate(tenant, claim.session_id)
-        except ContextNotFound as exc:
-            if claim.binding:
-                raise _not_found() from exc
-            return None
-
-    async def _session(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         _check_id(session_id)
         try:
-            return await self._directory.get_session_metadata(tenant, session_id)
+            session = await self._directory.locate(admission.tenant, session_id)
         except ContextNotFound as exc:
             raise _not_found() from exc
-
-    def _create_forward(self, admission: Admission, parsed: dict[str, Any]) -> Forward:
-        query = self._query(admission, parsed, affinity=prompt_affinity(admission.tenant, parsed))
-        return self._forward(
-            Kind.CREATE, without_forbidden_keys(parsed), query, headers=self._identity_header(admission, None)
-        )
-
-    async def _turn_forward(
-        self, admission: Admission, parsed: dict[str, Any] | None, session: CacheSessionMetadata
-    ) -> Forward:
-        """Return the pod of a turn, which has its KV or is fetching it."""
         query = RouteQuery(
             model=session.model_id,
             holder=session.holder,
@@ -287,7 +279,7 @@ class Gateway:
             subset=admission.subset,
         )
         headers = self._identity_header(admission, session.session_id)
-        body = None if parsed is None else without_forbidden_keys(parsed)
+        body = None if claims is None else claims.changed()
         return await self._with_kv(self._forward(Kind.TURN, body, query, headers=headers, session=session))
 
     async def _with_kv(self, forward: Forward) -> Forward:
@@ -303,28 +295,25 @@ class Gateway:
             request_id=admission.request_id,
             expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
             session_id=session_id,
+            context_mode=admission.context_mode,
         )
         return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
 
     def _query(
         self,
         admission: Admission,
-        parsed: dict[str, Any] | None = None,
+        claims: Claims | None = None,
         *,
         affinity: bytes = b"",
         light: bool = False,
     ) -> RouteQuery:
-        header = admission.headers.get(STRATEGY_HEADER)
-        if header is None and parsed is None and admission.subset is None and not light:
-            return _ANY_POD
-        strategy = strategy_of(header)
+        strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
         if strategy is Strategy.SESSION_AFFINITY:
             affinity = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or affinity
-        elif strategy is Strategy.PREFIX_CACHE and parsed is not None:
-            affinity = affinity or prompt_affinity(admission.tenant, parsed)
-        return RouteQuery(
-            model=model_of(parsed), affinity=affinity, strategy=strategy, subset=admission.subset, light=light
-        )
+        elif strategy is Strategy.PREFIX_CACHE and claims is not None:
+            affinity = affinity or prompt_affinity(admission.tenant, claims)
+        model = None if claims is None else claims.model()
+        return RouteQuery(model=model, affinity=affinity, strategy=strategy, subset=admission.subset, light=light)
 
     def _forward(
         self,

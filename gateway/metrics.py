@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contextcache.certificate_metrics import CertificateMetrics
+from contextcache.process.metrics import CertificateMetrics
 
 _ROUTE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
@@ -18,7 +18,8 @@ class Metrics:
         self.requests = Counter(
             "contextcache_gateway_requests_total",
             "Requests answered, by kind and HTTP status. `completion` was refused before it was known to be a turn or "
-            "stateless, `refused` before it was known to be anything.",
+            "stateless, `refused` before it was known to be anything. Status `routed`: sent on to a pod by Envoy, "
+            "whose answer this process does not see.",
             ["kind", "status"],
             registry=registry,
         )
@@ -67,13 +68,13 @@ class Metrics:
         self.discovery_failures = Counter(
             "contextcache_gateway_discovery_failures_total",
             "Lists and watches of the Kubernetes API that failed, by resource and reason: unavailable, forbidden, "
-            "unauthorized, not_found, conflict, expired, invalid, internal. The last known pods stay.",
+            "unauthorized, not_found, expired, invalid, internal. The last known pods stay.",
             ["resource", "reason"],
             registry=registry,
         )
         self.discovery_synced = Gauge(
             "contextcache_gateway_discovery_synced_timestamp_seconds",
-            "Unix time at which the Kubernetes API last said something, by resource.",
+            "Unix time at which the Kubernetes API last said something, by resource; no sample without discovery.",
             ["resource"],
             registry=registry,
         )

@@ -2,6 +2,11 @@
 
 The pod classifies by the same decoded path, so a request that slipped past as `/v1//context` or `/v1/context/`
 could only meet a route there that we did not mean. Our own namespace is never passed on unsigned.
+
+Of the engine's own calls those pass that compute something for their caller from what the caller sent. Not passed:
+what steers the engine (adapters, weights, caches, profiles, its load and settings), what it keeps by id for anybody
+who knows the id (`/v1/responses/{id}`), what stands for other calls (`/invocations`), and the inner calls of engines
+in parts (`render`, `derender`, `/inference/v1/…`).
 """
 
 from __future__ import annotations
@@ -10,14 +15,40 @@ import re
 from enum import Enum
 from typing import ClassVar
 
-import grpc
-
 from contextcache.errors import ContextCacheError
 
 CONTEXT_PATH = "/v1/context"
 COMPLETION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 """Answered here, without a key."""
+
+ENGINE_CALLS = frozenset(
+    {
+        "GET /v1/models",
+        "POST /classify",
+        "POST /detokenize",
+        "POST /generative_scoring",
+        "POST /pooling",
+        "POST /rerank",
+        "POST /score",
+        "POST /tokenize",
+        "POST /v1/audio/transcriptions",
+        "POST /v1/audio/translations",
+        "POST /v1/chat/completions",
+        "POST /v1/chat/completions/batch",
+        "POST /v1/completions",
+        "POST /v1/embeddings",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
+        "POST /v1/rerank",
+        "POST /v1/responses",
+        "POST /v1/score",
+        "POST /v1/systemone",
+        "POST /v2/embed",
+        "POST /v2/rerank",
+    }
+)
+"""Inference as vLLM 0.32 serves it, method and path: what any client with a key may ask of the engine."""
 
 _PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+")
 
@@ -38,8 +69,7 @@ class PathNotFound(ContextCacheError):
 
     code: ClassVar[str] = "not_found"
     http_status: ClassVar[int] = 404
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.NOT_FOUND
-    openai_type: ClassVar[str] = "invalid_request_error"
+    grpc_status: ClassVar[str] = "NOT_FOUND"
 
 
 class MethodNotAllowed(ContextCacheError):
@@ -47,8 +77,7 @@ class MethodNotAllowed(ContextCacheError):
 
     code: ClassVar[str] = "method_not_allowed"
     http_status: ClassVar[int] = 405
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNIMPLEMENTED
-    openai_type: ClassVar[str] = "invalid_request_error"
+    grpc_status: ClassVar[str] = "UNIMPLEMENTED"
 
     def __init__(self, message: str, *, allow: str = "") -> None:
         super().__init__(message)
@@ -58,7 +87,7 @@ class MethodNotAllowed(ContextCacheError):
 def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
     """Return what `method` on the decoded `path` is. Raises PathNotFound, MethodNotAllowed.
 
-    `engine_paths` are the paths outside `/v1/` that reach the engine.
+    `engine_paths` are calls, method and path, that reach the engine beside ENGINE_CALLS.
     """
     segments = path.split("/")
     if not _PLAIN_PATH.fullmatch(path) or "." in segments or ".." in segments:
@@ -67,11 +96,10 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
         return _allowed(Kind.OWN, method, "GET")
     if path.casefold() == CONTEXT_PATH or path.casefold().startswith(CONTEXT_PATH + "/"):
         return _context_kind(method, path)
-    if path in COMPLETION_PATHS:
-        return Kind.COMPLETION if method == "POST" else Kind.STATELESS
-    if path.startswith("/v1/") or path in engine_paths:
-        return Kind.STATELESS
-    raise PathNotFound("no such path")
+    call = f"{method} {path}"
+    if call not in ENGINE_CALLS and call not in engine_paths:
+        raise PathNotFound("no such path")
+    return Kind.COMPLETION if method == "POST" and path in COMPLETION_PATHS else Kind.STATELESS
 
 
 def _context_kind(method: str, path: str) -> Kind:

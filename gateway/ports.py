@@ -1,17 +1,36 @@
-"""What the flows need from the world, as Protocols. Adapters are chosen in `app.py`, fakes live in `fakes.py`.
+"""What the flows need from the world, as Protocols. Adapters are chosen in `app.py`, fakes in tests/kit.
 
 Every call that leaves the process has a deadline of its own and fails with a ContextCacheError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from contextcache.model import CacheRef, CacheSessionMetadata, Manifest, ModelId, SessionId, TenantId
+from contextcache.model import (
+    CacheRef,
+    CacheSessionMetadata,
+    ContextMode,
+    Manifest,
+    ModelId,
+    SaveOutcome,
+    SessionId,
+    SessionPage,
+    TenantId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is calling, and what their key says."""
+
+    tenant: TenantId
+    context_mode: ContextMode | None = None
+    """Of requests that name none themselves; None: the key says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +103,12 @@ class SessionDirectory(Protocol):
 
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: ModelId = ""
-    ) -> tuple[tuple[CacheSessionMetadata, ...], bool]:
-        """Return one page of live sessions, newest first, and whether another follows."""
+    ) -> SessionPage:
+        """Return one page of live sessions, newest first."""
+        ...
+
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str) -> None:
+        """Add a pod to those that may have KV of the session. Raises ContextNotFound, ContextExpired."""
         ...
 
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
@@ -102,6 +125,10 @@ class KVSidecar(Protocol):
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
         """Return a sealed manifest and the tier that would serve it. Raises CacheRefNotFound."""
+        ...
+
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
+        """Return whether the KV is durable, or becomes so within the time, and if it never will, why."""
         ...
 
     async def delete_context(
@@ -145,6 +172,6 @@ class EndpointDirectory(Protocol):
 class Authenticator(Protocol):
     """Whose key it is."""
 
-    def tenant_of(self, authorization: str | None) -> TenantId:
-        """Return the tenant of an `Authorization` header. Raises Unauthorized."""
+    def caller_of(self, headers: Mapping[str, str]) -> Caller:
+        """Return who sent a request with these headers, by their lower-case names. Raises Unauthorized."""
         ...

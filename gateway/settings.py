@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import TlsSettings, TracingSettings
+from contextcache.process.settings import TlsSettings, TracingSettings
 from gateway.ports import Endpoint
+
+EngineCall = Annotated[str, Field(pattern=r"^[A-Z]+ (/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+$")]
+"""A method and a path, plainly spelled: `GET /version`."""
 
 
 class EndpointSettings(BaseModel):
@@ -86,7 +89,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
         "(envoy.lb.subset_hint) and leave the choice to it",
     )
     ext_proc_timeout_s: float = Field(
-        30.0, gt=0, description="seconds from a request's head to its answer towards Envoy; covers a slow upload"
+        30.0,
+        gt=0,
+        description="seconds from a request's head to its answer towards Envoy, pieces of a body excluded",
     )
     tenant_rate_per_s: float = Field(
         0.0, ge=0, description="requests a second of one tenant through this process; more is 429; 0: no limit"
@@ -122,16 +127,21 @@ class GatewaySettings(TlsSettings, TracingSettings):
     api_keys_file: Path | None = Field(
         None, description='JSON file {"keys": [{"sha256", "tenant"}]}; empty: one tenant, "default", and no keys'
     )
-    engine_paths: tuple[str, ...] = Field(
-        ("/health", "/version", "/ping", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/classify"),
-        description="JSON list of paths outside /v1/ that reach the engine; its operator calls are not among them",
+    engine_paths: tuple[EngineCall, ...] = Field(
+        (),
+        description='JSON list of calls beside inference that reach the engine, each as "GET /version"',
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="bytes of the largest request body; more is 413")
     max_buffered_bytes: int = Field(
         1 << 30, gt=0, description="bytes of all request bodies held at one time; more is 503, so memory is bounded"
     )
     max_in_flight: int = Field(2048, gt=0, description="requests carried at one time; more is 503")
-    body_timeout_s: float = Field(60.0, gt=0, description="seconds without a byte of a request body before it is 400")
+    body_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without a byte of a request body before it is 408, and for all of it, with one more "
+        "for each 32 KiB that came",
+    )
     connect_timeout_s: float = Field(2.0, gt=0, description="seconds to connect to a pod before another one is tried")
     idle_timeout_s: float = Field(600.0, gt=0, description="seconds without a byte from a pod; covers a long answer")
     total_timeout_s: float = Field(3600.0, gt=0, description="seconds a request may take in all")

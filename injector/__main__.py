@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from contextcache.process import run_part, settings_or_exit, wants_help
+from contextcache.process.run import run_part, settings_or_exit, wants_help
 from injector.payload import copy_payload
 from injector.server import serve
 from injector.settings import InjectorSettings

@@ -7,8 +7,8 @@ import logging
 import ssl
 from pathlib import Path
 
-from contextcache.file_version import file_version
-from contextcache.tls import shake_hands
+from contextcache.process.settings import file_version
+from contextcache.wire.tls import shake_hands
 from injector.metrics import InjectorMetrics
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _NO_PASSWORD = ""
 class Certificate:
     """A TLS context whose next handshake shows the newest good certificate.
 
-    Unlike `contextcache.tls` it has no CA: the API server shows no certificate of ours, and only it checks this one.
+    Unlike `contextcache.wire.tls` it has no CA: the API server shows no certificate of ours, and only it checks this.
     """
 
     def __init__(self, cert_file: Path, key_file: Path, metrics: InjectorMetrics) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from contextcache.metrics_server import health_page, metrics_server
+from contextcache.process.metrics import health_page, metrics_server
+from contextcache.wire.connections import HttpsListener
 from injector.certificate import Certificate
-from injector.https_listener import HttpsListener
 from injector.metrics import InjectorMetrics
 from injector.parts import read_parts
 from injector.settings import InjectorSettings
@@ -79,21 +79,31 @@ async def _https(webhook: Webhook, certificate: Certificate, settings: InjectorS
     handlers = runner.server
     assert handlers is not None
 
+    def end_idle() -> bool:
+        idle = next((handler for handler in handlers.connections if handler not in webhook.answering), None)
+        if idle is not None and idle.transport is not None:
+            # No last words: they could take as long as a handshake.
+            idle.transport.abort()
+        return idle is not None
+
     try:
-        listening = HttpsListener(
-            _listener(settings),
-            handlers,
-            is_busy=webhook.answering.__contains__,
-            context=certificate.context,
-            max_connections=settings.max_connections,
-            handshake_timeout_s=settings.handshake_timeout_s,
-        )
-        accepting = asyncio.create_task(listening.run(), name="https listener")
-        try:
-            yield listening.port
-        finally:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
+        with _listener(settings) as listener:
+            listening = HttpsListener(
+                listener,
+                handlers,
+                certificate.context,
+                handshake_timeout_s=settings.handshake_timeout_s,
+                connections_max=settings.max_connections,
+                # The API server asks again by itself, and gives up after some seconds.
+                patience_s=0,
+                num_open=lambda: len(handlers.connections),
+                end_idle=end_idle,
+            )
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                listening.close()
+                await listening.wait_closed()
     finally:
         await runner.cleanup()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import ProcessSettings
+from contextcache.process.settings import ProcessSettings
 
 
 class InjectorSettings(ProcessSettings):

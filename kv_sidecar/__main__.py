@@ -11,10 +11,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import SystemClock
-from contextcache.grpc_server import GrpcServer
-from contextcache.metrics_server import health_page, metrics_server
-from contextcache.process import run_part, settings_or_exit, wants_help
-from contextcache.tracing import tracer_of
+from contextcache.process.metrics import health_page, metrics_server
+from contextcache.process.run import run_part, settings_or_exit, wants_help
+from contextcache.wire.servers import GrpcServer
+from contextcache.wire.tracing import tracer_of
 from kv_sidecar.server import serve
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar

@@ -3,7 +3,7 @@
 Rules:
 1. Publish the pointer last, remove it first. Save: blocks and tail, then the manifest. Delete: manifest, then the
    blocks nobody else holds. A crash in between leaves files without a manifest, which the collector frees.
-2. A block is kept while a manifest holds it or a save in flight counts on it.
+2. A block is kept while a manifest or a lease holds it, or a save in flight counts on it.
 3. Whatever is wrong with stored bytes is a miss, never an answer.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from contextcache.clock import Clock
-from contextcache.crash_points import crash_point
 from contextcache.errors import (
     CacheRefNotFound,
     CacheRefPending,
@@ -25,10 +24,13 @@ from contextcache.errors import (
     SidecarUnavailable,
 )
 from contextcache.model import TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
+from contextcache.process.crash_points import crash_point
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
+from kv_sidecar.failed_saves import HOLD_DEADLINE, FailedSave
 from kv_sidecar.fingerprint import require_fingerprint
 from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.leases import Leases, LeaseTerms
 from kv_sidecar.leftovers import remove_whatever
 from kv_sidecar.limits import CatalogLimits
 from kv_sidecar.manifest import all_keys, block_key, num_files, rank_keys
@@ -85,6 +87,13 @@ class ContextCatalog:
         self._metrics = metrics
         self._saving = Saving(
             tiers=tiers, manifests=manifests, clock=clock, limits=limits, metrics=metrics, free=self._free
+        )
+        self._leases = Leases(
+            tiers.memory.pins,
+            clock=clock,
+            metrics=metrics,
+            max_leases=limits.max_leases,
+            life_ms_max=limits.lease_ms,
         )
         self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
         """Blocks of contexts that miss a file, kept for the save that follows the recompute."""
@@ -167,6 +176,17 @@ class ContextCatalog:
         """Drop a save whose bytes will not come, with all it brought. Harmless when there is none."""
         await self._finish(self._abandon(cache_ref))
 
+    async def give_up_save(self, failed: FailedSave) -> None:
+        """Take the engine's word that nothing is saved under a name, and why; whoever waits for it learns at once.
+
+        Nothing changes for what is sealed. Raises InvalidRequest.
+        """
+        await self._finish(self._give_up_save(failed))
+
+    def save_failure(self, tenant: TenantId, cache_ref: CacheRef) -> str:
+        """Return why there is no KV under a name, as a short fixed phrase; empty: not known, or there may be some."""
+        return "" if self._live(tenant, cache_ref) is not None else self._saving.failure(tenant, cache_ref)
+
     def expect(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Note that a pull may bring these: until `expect_no_more`, their manifests are pending, not missing."""
         self._expected.update((tenant, ref) for ref in cache_refs)
@@ -195,7 +215,7 @@ class ContextCatalog:
     async def open(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """Return a sealed, unexpired manifest whose blocks are all there.
 
-        Raises CacheRefNotFound; its kind CacheRefPending while a pull is bringing it, to its own tenant only.
+        Raises CacheRefNotFound; its kind CacheRefPending while it is being saved or pulled, to its own tenant only.
         """
         record = self._live(tenant, cache_ref)
         if record is not None:
@@ -203,8 +223,8 @@ class ContextCatalog:
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
                 return manifest
             await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
-        elif (tenant, cache_ref) in self._expected:
-            raise CacheRefPending("the KV is on its way from a peer")
+        elif (tenant, cache_ref) in self._expected or self._saving.is_saving(tenant, cache_ref):
+            raise CacheRefPending("the KV is on its way")
         self._metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
 
@@ -225,8 +245,9 @@ class ContextCatalog:
         *,
         shared: bool,
         disk_files: bool = False,
+        lease: LeaseTerms | None = None,
     ) -> AsyncGenerator[FetchedBlock, None]:
-        """Yield verified blocks in order; they stay pinned until the generator is closed.
+        """Yield verified blocks in order; they stay in place until the generator is closed, or the lease is over.
 
         The first load of what was pulled names the peer as the tier of all its blocks.
 
@@ -240,7 +261,10 @@ class ContextCatalog:
         if len(block_indices) > files:
             raise InvalidRequest("more blocks asked for than there are", param="block_indices")
         wanted = list(block_indices)
-        blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared, disk_files=disk_files)
+        leased = None
+        if lease is not None:
+            leased = self._leases.open(lease, [block_key(manifest, index, rank) for index in wanted])
+        blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared, disk_files=disk_files, leased=leased)
         is_fresh = self._take_fresh(manifest.cache_ref, rank)
         served = 0
         try:
@@ -252,6 +276,12 @@ class ContextCatalog:
             raise
         finally:
             await blocks.aclose()
+
+    async def end_load(self, lease_id: str) -> None:
+        """End a load's lease, and free what was deleted meanwhile. Idempotent."""
+        keys = self._leases.end(lease_id)
+        if keys:
+            await self._finish(self._free(keys))
 
     async def touch(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's unexpired manifests, and of those on their way; return how many."""
@@ -302,6 +332,13 @@ class ContextCatalog:
         self._pulled.discard((cache_ref, rank))
         return is_fresh
 
+    async def _give_up_save(self, failed: FailedSave) -> None:
+        keys = self._saving.give_up(failed)
+        if failed.reason == HOLD_DEADLINE:
+            # The next turn's save goes on where this one ended.
+            self._spare(keys)
+        await self._free(keys)
+
     async def _abandon(self, cache_ref: CacheRef) -> None:
         await self._free(self._saving.abandon(cache_ref))
 
@@ -320,12 +357,16 @@ class ContextCatalog:
 
         Not their tails: those are sent at every save, and one saved again under the same name may hold other tokens.
         """
-        now_ms = self._clock.now_ms()
         keys = _keys_of(await self._lose(select))
-        for key in keys:
-            if key.kind == "block":
-                self._spared.add(key, now_ms)
+        self._spare(keys)
         await self._free([key for key in keys if key.kind == "tail"])
+
+    def _spare(self, keys: Iterable[BlockKey]) -> None:
+        """Keep stored whole blocks that nobody holds for a while."""
+        now_ms = self._clock.now_ms()
+        for key in keys:
+            if key.kind == "block" and self._tiers.is_stored(key):
+                self._spared.add(key, now_ms)
 
     async def _lose_block(self, key: BlockKey) -> None:
         """Remove a block whose bytes are wrong, and what holds it.
@@ -350,7 +391,7 @@ class ContextCatalog:
 
     async def _collect(self) -> Removed:
         now_ms = self._clock.now_ms()
-        keys = self._saving.drop_overdue()
+        keys = [*self._saving.drop_overdue(), *self._leases.expire()]
         records = await self._manifests.sweep(lambda: self._manifests.index.expired(now_ms))
         self._metrics.collected.inc(len(records))
         self._spared.forget_old(now_ms)
@@ -370,7 +411,8 @@ class ContextCatalog:
         return await self._tiers.free(keys, wanted=self._is_wanted)
 
     def _is_wanted(self, key: BlockKey) -> bool:
-        return self._manifests.index.is_held(key) or self._saving.is_pinned(key) or key in self._spared
+        is_held = self._manifests.index.is_held(key) or self._saving.is_pinned(key)
+        return is_held or key in self._spared or self._leases.holds(key)
 
 
 def _keys_of(records: Sequence[ManifestRecord]) -> list[BlockKey]:

@@ -12,16 +12,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import grpc
+from opentelemetry.trace import Span, SpanKind
 
-from contextcache.channel import Connection
 from contextcache.convert import manifest_from_pb
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
-from contextcache.rpc import CHANNEL_OPTIONS, error_from_rpc
-from contextcache.tls import WatchedTls
-from contextcache.tracing import Span, child_span, trace_metadata
+from contextcache.model import CacheRef, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from contextcache.wire.channels import Connection
+from contextcache.wire.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, open_block_file, parse_block_file
 from kv_sidecar.block_id import block_id, chain_block_ids
 
@@ -67,11 +68,11 @@ class KVSidecarClient:
         self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
-        """Return whether the manifest became durable within `timeout_ms`."""
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
+        """Return whether the manifest became durable within `timeout_ms`, and if it never will, why."""
         request = pb.WaitSealedRequest(tenant=tenant, cache_ref=cache_ref, timeout_ms=timeout_ms)
         answer = await self._call(self._stub().WaitSealed, request, self._timeout_s + timeout_ms / 1000)
-        return answer.sealed
+        return SaveOutcome(answer.sealed, answer.reason)
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
         """Return the manifest and the name of the tier that would serve most of it. Raises CacheRefNotFound."""
@@ -202,26 +203,31 @@ class EngineSidecarClient:
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
         """Send block files, by name or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
-        with child_span(f"{SERVICE_NAME}/SaveBlocks", kind="client"), _mapped_errors():
+        with child_span(f"{SERVICE_NAME}/SaveBlocks", kind=SpanKind.CLIENT), _mapped_errors():
             return self._stub.SaveBlocks(requests, timeout=timeout_s, metadata=trace_metadata())
 
     def seal(self, cache_ref: CacheRef, rank: int) -> bool:
         """End this rank's save; True when the manifest is durable. Raises SaveIncomplete, ContextDeleted."""
         return self._call(self._stub.Seal, pb.SealRequest(cache_ref=cache_ref, rank=rank), self._timeout_s).sealed
 
+    def abandon_save(self, tenant: TenantId, cache_ref: CacheRef, reason: str, *, started_at_ms: int) -> None:
+        """Tell that this rank saves nothing under a name, and why, so that nobody waits for it."""
+        request = pb.AbandonSaveRequest(tenant=tenant, cache_ref=cache_ref, reason=reason, started_at_ms=started_at_ms)
+        self._call(self._stub.AbandonSave, request, self._timeout_s)
+
     def get_manifest(
         self, tenant: TenantId, cache_ref: CacheRef, timeout_s: float
     ) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return the manifest and the tier that would serve most of it.
 
-        Raises CacheRefNotFound, CacheRefPending while it is being pulled from a peer.
+        Raises CacheRefNotFound, CacheRefPending while it is being saved or pulled from a peer.
         """
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         answer = self._call(self._stub.GetManifest, request, timeout_s)
         return manifest_from_pb(answer.manifest), answer.tier
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
-        """Yield blocks in the order asked for; closing the iterator ends the stream and unpins them.
+        """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.
 
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock: each is a miss.
         """
@@ -232,6 +238,10 @@ class EngineSidecarClient:
                 yield from call
         finally:
             call.cancel()
+
+    def end_load(self, lease_id: str) -> None:
+        """End a load's lease."""
+        self._call(self._stub.EndLoad, pb.EndLoadRequest(lease_id=lease_id), self._timeout_s)
 
     def report_load(self, report: pb.LoadReport) -> None:
         """Leave what was done for a request, for its answer's receipt."""
@@ -249,7 +259,7 @@ class EngineSidecarClient:
 
 def _client_span(request: Any) -> AbstractContextManager[Span]:
     """Begin the span of a call; a request's message is named like its method."""
-    return child_span(f"{SERVICE_NAME}/{type(request).__name__.removesuffix('Request')}", kind="client")
+    return child_span(f"{SERVICE_NAME}/{type(request).__name__.removesuffix('Request')}", kind=SpanKind.CLIENT)
 
 
 class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _mapped_errors()

@@ -5,7 +5,7 @@ A step of data_directory.py is told as `<verb> <file name>`; its point is `sidec
 
 from __future__ import annotations
 
-from contextcache.crash_points import crash_point
+from contextcache.process.crash_points import crash_point
 from kv_sidecar.block_key import BlockKey
 
 _PUBLISHED = ("write", "rename", "sync", "published")

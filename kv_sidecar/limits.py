@@ -11,7 +11,7 @@ class CatalogLimits:
 
     block_tokens: int
     save_deadline_ms: int
-    """A save that is not sealed after this time is dropped."""
+    """A save of which nothing came for this time is dropped."""
     max_saves: int
     """Saves in flight; one more is refused."""
     tombstone_ms: int
@@ -20,6 +20,10 @@ class CatalogLimits:
     spare_ms: int
     """How long the blocks of a context that misses a file are kept, for the save that follows its recompute."""
     max_waiters: int
+    max_leases: int
+    """Loads that hold their blocks at once; one more holds them until its stream ends."""
+    lease_ms: int
+    """Longest life of a lease nobody ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class PullLimits:
     max_pulls: int
     """Pulls at once; one more is refused."""
     timeout_s: float
-    """Longest time of one pull."""
+    """Longest time of one pull, beyond what its bytes take at the slowest rate."""
+    bytes_per_s_min: int
+    """The slowest rate a pull may have."""
     block_tokens: int
     """Tokens in one block here; a peer with other blocks has nothing for us."""

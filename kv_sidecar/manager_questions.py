@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import grpc
 
-from contextcache.channel import Connection
 from contextcache.convert import held_to_pb
 from contextcache.errors import StoreUnavailable
 from contextcache.model import HeldCacheRef
-from contextcache.rpc import error_from_rpc
-from contextcache.tls import WatchedTls
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
+from contextcache.wire.channels import Connection
+from contextcache.wire.rpc import error_from_rpc
+from contextcache.wire.tls import WatchedTls
 
 
 class ManagerQuestions:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contextcache.certificate_metrics import CertificateMetrics
+from contextcache.process.metrics import CertificateMetrics
 from kv_sidecar.store import TierUsage
 from kv_sidecar.tenant_bytes import TenantBytes
 
@@ -31,25 +31,46 @@ class SidecarMetrics:
         self.blocks_taken = counter("taken_blocks", "Block files taken in and verified.")
         self.bytes_taken = counter("taken_bytes", "Bytes of those files.")
         self.seals = counter("seals", "Manifests made durable.")
-        self.refused = counter("refused_saves", "Saves that ended without a manifest, by code of the error.", ("code",))
+        self.refused = counter(
+            "refused_saves",
+            "Saves that ended without a manifest, by code of the error, or by the reason an engine's rank gave "
+            "(`staging_full`, `queue_full`, …; words this release does not know: `other`).",
+            ("code",),
+        )
         self.hits = counter("served_blocks", "Blocks handed out, by tier they were found in.", ("tier",))
         self.misses = counter("misses", "Questions for a manifest that is not there, not any more, or not readable.")
         self.deletes = counter("deleted_contexts", "Manifests removed because somebody asked.")
         self.collected = counter("collected_contexts", "Manifests removed because their time was over.")
-        self.orphaned = counter("orphaned_contexts", "Manifests removed because no session names them any more.")
+        self.orphaned = counter(
+            "orphaned_contexts",
+            "Manifests removed because no session names them any more: a delete that did not arrive, a crash, a "
+            "session that moved on.",
+        )
         self.failed_questions = counter(
-            "failed_manager_questions", "Questions which KV is still named that had no usable answer."
+            "failed_manager_questions",
+            "Questions which KV is still named that had no usable answer; nothing is freed for them.",
         )
         self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
         self.quarantined = counter("quarantined_files", "Files put aside because their bytes were wrong.")
         self.last_collect = Gauge(
             "contextcache_sidecar_last_collect_timestamp_seconds",
-            "Unix time at which the last whole pass of the collector began.",
+            "Unix time at which the last whole pass of the collector began; 0: none since the start.",
             registry=registry,
         )
-        self.bad_copies = counter("bad_memory_copies", "Blocks in memory that were not what they must be, and went.")
+        self.leases = counter(
+            "leases", "Leases on KV by how they went: ended by the engine, expired, refused for their number.", ("end",)
+        )
+        self.bad_copies = counter(
+            "bad_memory_copies",
+            "Blocks in the memory tier that were not what the manifest vouches for; dropped, and read from disk.",
+        )
         self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
-        self.pulls = counter("pulls", "Requests to pull from a peer, by how they ended or why not.", ("outcome",))
+        self.pulls = counter(
+            "pulls",
+            "Requests to pull from a peer, by how they ended (`pulled`, `deadline`, an error code) or why not "
+            "(`present`, `peer_not_allowed`, `no_engine`, `too_many_pulls`, `draining`).",
+            ("outcome",),
+        )
         self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")
         self.pull_seconds = Histogram(
             "contextcache_sidecar_pull_seconds",
@@ -60,7 +81,7 @@ class SidecarMetrics:
         self.certificates = CertificateMetrics("contextcache_sidecar", registry)
         self._io_seconds = Histogram(
             "contextcache_sidecar_io_seconds",
-            "Time of one block file's read, write or check, by tier.",
+            "Time of one block file's read, write or check, by tier (`host`: memory).",
             ("operation", "tier"),
             buckets=IO_SECONDS,
             registry=registry,
@@ -83,7 +104,7 @@ class SidecarMetrics:
         """Show how full each tier is, and how many contexts there are, whenever somebody looks."""
         blocks = Gauge("contextcache_sidecar_blocks", "Block files by tier.", ("tier",), registry=self._registry)
         size = Gauge("contextcache_sidecar_bytes", "Bytes of block files by tier.", ("tier",), registry=self._registry)
-        limit = Gauge("contextcache_sidecar_limit_bytes", "Limit; 0: none.", ("tier",), registry=self._registry)
+        limit = Gauge("contextcache_sidecar_limit_bytes", "Limit by tier; 0: none.", ("tier",), registry=self._registry)
         contexts = Gauge("contextcache_sidecar_contexts", "Sealed manifests.", registry=self._registry)
         contexts.set_function(num_contexts)
         for tier, of_tier in usage.items():

@@ -21,7 +21,7 @@ from typing import Protocol
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, StoreUnavailable
 from contextcache.model import CacheRef, HeldCacheRef
-from contextcache.rpc import cause_of
+from contextcache.wire.rpc import cause_of
 from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.manifest_index import ManifestRecord
 from kv_sidecar.metrics import SidecarMetrics

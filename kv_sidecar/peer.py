@@ -12,15 +12,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from contextcache.channel import open_channel
 from contextcache.convert import manifest_from_pb
 from contextcache.errors import CorruptBlock, InvalidRequest, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, TenantId
-from contextcache.rpc import error_from_rpc
-from contextcache.tls import WatchedTls
-from contextcache.tracing import trace_metadata
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from contextcache.wire.channels import open_channel
+from contextcache.wire.rpc import error_from_rpc
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.store import Buffer
 
@@ -34,6 +34,7 @@ class PeerSidecar:
         *,
         timeout_s: float,
         manifest_timeout_s: float,
+        bytes_per_s_min: int,
         slots: asyncio.Semaphore,
         limit_bytes: int,
         tls: WatchedTls | None = None,
@@ -44,6 +45,7 @@ class PeerSidecar:
         self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
         self._timeout_s = timeout_s
         self._manifest_timeout_s = min(timeout_s, manifest_timeout_s)
+        self._bytes_per_s_min = bytes_per_s_min
         self._slots = slots
         self._limit_bytes = limit_bytes
 
@@ -67,7 +69,8 @@ class PeerSidecar:
             rank=rank,
             block_indices=block_indices,
         )
-        call: Any = self._stub.LoadBlocks(request, timeout=self._timeout_s, metadata=trace_metadata())
+        timeout_s = self._timeout_s + manifest.size_bytes / self._bytes_per_s_min
+        call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         wanted = list(block_indices)
         try:
             async with FrameAssembly(self._slots, limit_bytes=self._limit_bytes) as frames:

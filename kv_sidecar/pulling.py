@@ -20,10 +20,17 @@ from itertools import takewhile
 from typing import Literal, Protocol, TypeAlias
 
 from contextcache.clock import Clock
-from contextcache.crash_points import crash_point
-from contextcache.errors import CacheRefNotFound, ContextCacheError, CorruptBlock, FingerprintMismatch, InvalidRequest
+from contextcache.errors import (
+    CacheRefNotFound,
+    CacheRefPending,
+    ContextCacheError,
+    CorruptBlock,
+    FingerprintMismatch,
+    InvalidRequest,
+)
 from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, TenantId
-from contextcache.tracing import child_span
+from contextcache.process.crash_points import crash_point
+from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.engine_ranks import EngineRanks
@@ -36,6 +43,9 @@ from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
 
+_ASK_AGAIN_S = 0.05
+_PENDING_QUESTIONS = 40
+"""Two seconds, which is how long an engine waits for a pull; after that the generation before is better than none."""
 MAX_REFS = 8
 """A session has two generations; the rest is room."""
 
@@ -171,8 +181,8 @@ class Pulls:
         outcome = "internal_error"
         try:
             with child_span("sidecar pull"):
-                async with asyncio.timeout(self._timeout_s(wanted)):
-                    await self._pull(wanted)
+                async with asyncio.timeout(self._timeout_s(wanted)) as deadline:
+                    await self._pull(wanted, deadline)
             outcome = "pulled"
         except TimeoutError:
             outcome = "deadline"
@@ -190,22 +200,29 @@ class Pulls:
     def _timeout_s(self, wanted: Wanted) -> float:
         return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
 
-    async def _pull(self, wanted: Wanted) -> None:
+    async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         # Before the first question: a deletion that comes while the peer answers is one during the pull.
         started_at_ms = self._clock.now_ms()
         peer = self._connect(wanted.peer, self._timeout_s(wanted))
         try:
             manifest = await self._find(wanted, peer)
+            self._allow_for(manifest, wanted, deadline)
             await self._save(manifest, peer, started_at_ms)
         finally:
             await peer.close()
+
+    def _allow_for(self, manifest: Manifest, wanted: Wanted, deadline: asyncio.Timeout) -> None:
+        """Put the deadline off by the time the bytes may take, unless the request named one of its own."""
+        ends_at_s = deadline.when()
+        if not wanted.timeout_s and ends_at_s is not None:
+            deadline.reschedule(ends_at_s + manifest.size_bytes / self._limits.bytes_per_s_min)
 
     async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
         """Return the first manifest that can be used here; the others are then no longer waited for."""
         missed: ContextCacheError = CacheRefNotFound("the peer has none of these")
         for cache_ref in wanted.cache_refs:
             try:
-                manifest = await peer.manifest(wanted.tenant, cache_ref)
+                manifest = await self._sealed(peer, wanted.tenant, cache_ref)
                 self._check(manifest, wanted.tenant, cache_ref)
             except (CacheRefNotFound, FingerprintMismatch) as exc:
                 missed = exc
@@ -213,6 +230,15 @@ class Pulls:
             self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
             return manifest
         raise missed
+
+    async def _sealed(self, peer: Peer, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """Return the peer's manifest; one that is still being saved there is waited for, a moment."""
+        for _ in range(_PENDING_QUESTIONS):
+            try:
+                return await peer.manifest(tenant, cache_ref)
+            except CacheRefPending:
+                await asyncio.sleep(_ASK_AGAIN_S)
+        return await peer.manifest(tenant, cache_ref)
 
     def _check(self, manifest: Manifest, tenant: TenantId, cache_ref: CacheRef) -> None:
         """Raise FingerprintMismatch when this engine cannot use it, CorruptBlock when it is not what was asked for."""

@@ -73,7 +73,9 @@ class SaveInFlight:
 
     manifest: Manifest
     deadline_ms: int
-    """Unix time in ms after which it is dropped."""
+    """Unix time in ms after which it is dropped, unless another block comes before."""
+    started_at_ms: int = 0
+    """Unix time in ms when its turn began, the same for all ranks; 0: not known."""
     prepared: set[int] = field(default_factory=set)
     sealed: set[int] = field(default_factory=set)
     publishing: bool = False

@@ -24,6 +24,7 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.announcements import Announcements
 from kv_sidecar.block_file import BlockMeta
 from kv_sidecar.block_key import BlockKey
+from kv_sidecar.failed_saves import FailedSave, FailedSaves, counted_reason
 from kv_sidecar.limits import CatalogLimits
 from kv_sidecar.manifest import all_keys, block_meta, num_files, rank_keys
 from kv_sidecar.metrics import SidecarMetrics
@@ -69,8 +70,7 @@ class Saving:
         keep_ms, max_names = limits.tombstone_ms, limits.max_tombstones
         self._deleted: RecentNames[tuple[str, TenantId, str]] = RecentNames(keep_ms=keep_ms, max_names=max_names)
         """Tombstones: ("ref" or "session", tenant, name)."""
-        self._dropped: RecentNames[CacheRef] = RecentNames(keep_ms=keep_ms, max_names=max_names)
-        """Saves that ended without a manifest."""
+        self._failed = FailedSaves(keep_ms=keep_ms, max_names=max_names)
 
     def is_pinned(self, key: BlockKey) -> bool:
         """Return whether a save in flight counts on the block."""
@@ -85,10 +85,10 @@ class Saving:
             if missing or manifest.tail_tokens:
                 self._tiers.disk.check_tenant(new.tenant)
         except ContextCacheError as exc:
-            self._give_up(new.cache_ref, exc)
+            self._refuse(new, exc)
             raise
         self._saves.prepare(save, new.rank)
-        self._dropped.discard(new.cache_ref)
+        self._failed.discard(new.cache_ref)
         self._metrics.saves.inc()
         return PreparedSave(manifest.block_ids, missing, manifest.tail_tokens)
 
@@ -115,6 +115,8 @@ class Saving:
         if save.dropped:
             await self._free([expected.key])
             raise ContextDeleted("the save was dropped")
+        # What goes on is not dropped: a long context takes minutes on a slow disk.
+        save.deadline_ms = self._clock.now_ms() + self._limits.save_deadline_ms
         self._metrics.blocks_taken.inc()
         self._metrics.bytes_taken.inc(size_bytes)
         return size_bytes
@@ -152,8 +154,13 @@ class Saving:
 
     async def wait(self, cache_ref: CacheRef, *, timeout_s: float) -> None:
         """Return when the save has ended, one way or the other, or after `timeout_s`."""
-        if self._dropped.added_at_ms(cache_ref, self._clock.now_ms()) is None:
+        if self._failed.get(cache_ref, self._clock.now_ms()) is None:
             await self._seals.wait(cache_ref, timeout_s=timeout_s)
+
+    def failure(self, tenant: TenantId, cache_ref: CacheRef) -> str:
+        """Return why there is no manifest under this name, to its own tenant; empty: not known."""
+        failed = self._failed.get(cache_ref, self._clock.now_ms())
+        return failed.reason if failed is not None and failed.tenant == tenant else ""
 
     def is_saving(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
         """Return whether a save of this tenant's is in flight under the name."""
@@ -163,7 +170,31 @@ class Saving:
     def abandon(self, cache_ref: CacheRef) -> list[BlockKey]:
         """Drop a save whose bytes will not come; return the blocks it counted on. Harmless when there is none."""
         save = self._saves.get(cache_ref)
-        return [] if save is None or save.publishing else self._drop(save)
+        keys = [] if save is None or save.publishing else self._drop(save, "pull_failed")
+        if (failed := self._failed.get(cache_ref, self._clock.now_ms())) is not None:
+            # The next pull may begin within the same ms, and is another attempt.
+            self._failed.discard(cache_ref)
+            self._note(replace(failed, started_at_ms=0))
+        return keys
+
+    def give_up(self, failed: FailedSave) -> list[BlockKey]:
+        """Note that an engine's rank saves nothing; return the blocks that a save begun by others counted on.
+
+        Nothing changes for a sealed context, or for another attempt under the same name.
+        """
+        failed.check()
+        save = self._saves.get(failed.cache_ref)
+        if self._manifests.index.get(failed.cache_ref) is not None:
+            return []
+        if save is None:
+            self._metrics.refused.labels(counted_reason(failed.reason)).inc()
+            self._note(failed)
+            return []
+        is_this = (save.manifest.tenant, save.started_at_ms) == (failed.tenant, failed.started_at_ms)
+        if not is_this or save.publishing:
+            return []
+        self._metrics.refused.labels(counted_reason(failed.reason)).inc()
+        return self._drop(save, failed.reason)
 
     def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> None:
         """Give the saves of a session another expiry."""
@@ -179,19 +210,26 @@ class Saving:
         if session_id:
             self._deleted.add(("session", tenant, session_id), now_ms)
             doomed += self._saves.of_session(tenant, session_id)
-        return [key for save in doomed if save and save.manifest.tenant == tenant for key in self._drop(save)]
+        return [
+            key
+            for save in doomed
+            if save and save.manifest.tenant == tenant
+            for key in self._drop(save, ContextDeleted.code)
+        ]
 
     def drop_overdue(self) -> list[BlockKey]:
         """Drop the saves past their deadline; return the blocks they counted on."""
         now_ms = self._clock.now_ms()
         overdue = [save for save in self._saves if save.deadline_ms <= now_ms and not save.publishing]
-        return [key for save in overdue for key in self._drop(save)]
+        return [key for save in overdue for key in self._drop(save, "save_deadline")]
 
     def _admit(self, new: NewSave, manifest: Manifest) -> SaveInFlight:
         """Return the save a rank belongs to, new or begun by another rank."""
         now_ms = self._clock.now_ms()
         if self._is_deleted(new, now_ms):
             raise ContextDeleted("the context was deleted")
+        if self._failed.is_over(new.cache_ref, new.started_at_ms, now_ms):
+            raise ContextDeleted("another rank gave this save up")
         if new.expires_at_ms <= now_ms:
             raise ContextExpired("the context has expired")
         if self._manifests.index.get(new.cache_ref) is not None:
@@ -203,7 +241,7 @@ class Saving:
             return save
         if len(self._saves) >= self._limits.max_saves:
             raise StorageFull("too many saves in flight")
-        return SaveInFlight(manifest, now_ms + self._limits.save_deadline_ms)
+        return SaveInFlight(manifest, now_ms + self._limits.save_deadline_ms, started_at_ms=new.started_at_ms)
 
     def _is_deleted(self, new: NewSave, now_ms: int) -> bool:
         if self._deleted.added_at_ms(("ref", new.tenant, new.cache_ref), now_ms) is not None:
@@ -212,7 +250,7 @@ class Saving:
         return deleted_at_ms is not None and new.started_at_ms <= deleted_at_ms
 
     def _no_save(self, cache_ref: CacheRef) -> ContextCacheError:
-        if self._dropped.added_at_ms(cache_ref, self._clock.now_ms()) is not None:
+        if self._failed.get(cache_ref, self._clock.now_ms()) is not None:
             return ContextDeleted("the save was dropped")
         return SaveIncomplete("there is no save under this cache_ref")
 
@@ -231,21 +269,25 @@ class Saving:
         return replace(save.manifest, size_bytes=sum(sizes), block_checksums=checksums)
 
     async def _fail(self, save: SaveInFlight, error: ContextCacheError) -> None:
-        self._give_up(save.manifest.cache_ref, error)
+        self._metrics.refused.labels(error.code).inc()
         if not save.publishing:
-            await self._free(self._drop(save))
+            await self._free(self._drop(save, error.code))
 
-    def _give_up(self, cache_ref: CacheRef, error: ContextCacheError) -> None:
+    def _refuse(self, new: NewSave, error: ContextCacheError) -> None:
         """Count a refusal, and let nobody wait for a save that will not come."""
         self._metrics.refused.labels(error.code).inc()
-        if self._saves.get(cache_ref) is None and not isinstance(error, ContextExists):
-            self._dropped.add(cache_ref, self._clock.now_ms())
-            self._seals.announce(cache_ref)
+        if self._saves.get(new.cache_ref) is None and not isinstance(error, ContextExists):
+            self._note(FailedSave(new.tenant, new.cache_ref, error.code, new.started_at_ms))
 
-    def _drop(self, save: SaveInFlight) -> list[BlockKey]:
-        """End a save without a manifest; return the blocks it counted on."""
+    def _drop(self, save: SaveInFlight, reason: str) -> list[BlockKey]:
+        """End a save without a manifest; return the blocks it counted on. Harmless when repeated."""
+        if save.dropped:
+            return []
         save.dropped = True
         keys = self._saves.remove(save)
-        self._dropped.add(save.manifest.cache_ref, self._clock.now_ms())
-        self._seals.announce(save.manifest.cache_ref)
+        self._note(FailedSave(save.manifest.tenant, save.manifest.cache_ref, reason, save.started_at_ms))
         return keys
+
+    def _note(self, failed: FailedSave) -> None:
+        self._failed.add(failed, self._clock.now_ms())
+        self._seals.announce(failed.cache_ref)

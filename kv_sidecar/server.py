@@ -12,14 +12,16 @@ from typing_extensions import override
 
 from contextcache.convert import manifest_to_pb
 from contextcache.errors import InvalidRequest
-from contextcache.grpc_server import GrpcServer
-from contextcache.rpc import FRAME_BYTES
-from contextcache.tracing import NO_TRACER, Tracer
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from contextcache.wire.rpc import FRAME_BYTES
+from contextcache.wire.servers import GrpcServer
+from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import SERVICE_NAME
+from kv_sidecar.failed_saves import FailedSave
 from kv_sidecar.fingerprint import check_fingerprint
 from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.manifest import MAX_WORLD_SIZE
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import NewSave
@@ -115,11 +117,17 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         return pb.SealResponse(sealed=await self._catalog.seal(request.cache_ref, request.rank))
 
     @override
+    async def AbandonSave(self, request: pb.AbandonSaveRequest, context: Context) -> pb.AbandonSaveResponse:
+        failed = FailedSave(request.tenant, request.cache_ref, request.reason, request.started_at_ms)
+        await self._catalog.give_up_save(failed)
+        return pb.AbandonSaveResponse()
+
+    @override
     async def WaitSealed(self, request: pb.WaitSealedRequest, context: Context) -> pb.WaitSealedResponse:
         timeout_ms = min(request.timeout_ms, MAX_WAIT_SEALED_MS)
         record = await self._catalog.wait_sealed(request.tenant, request.cache_ref, timeout_s=timeout_ms / 1000)
         if record is None:
-            return pb.WaitSealedResponse(sealed=False)
+            return pb.WaitSealedResponse(reason=self._catalog.save_failure(request.tenant, request.cache_ref))
         return pb.WaitSealedResponse(sealed=True, num_tokens=record.num_tokens, size_bytes=record.size_bytes)
 
     @override
@@ -137,6 +145,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             request.block_indices,
             shared=request.shared_memory,
             disk_files=request.disk_files and self._sidecar.settings.share_data_dir,
+            lease=LeaseTerms(request.lease_id, request.lease_ms) if request.lease_id else None,
         )
         try:
             async for block in blocks:
@@ -144,6 +153,11 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
                     yield response
         finally:
             await blocks.aclose()
+
+    @override
+    async def EndLoad(self, request: pb.EndLoadRequest, context: Context) -> pb.EndLoadResponse:
+        await self._catalog.end_load(request.lease_id)
+        return pb.EndLoadResponse()
 
     @override
     async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import TlsSettings, TracingSettings
+from contextcache.process.settings import TlsSettings, TracingSettings
 from kv_sidecar.limits import CatalogLimits, PullLimits
 from kv_sidecar.peer_rules import PeerRules
 
@@ -70,7 +70,9 @@ class SidecarSettings(TlsSettings, TracingSettings):
         4, ge=1, le=64, description="Block files put together from frames at once; others wait (flow control)."
     )
     collect_interval_s: float = Field(30.0, gt=0, description="Seconds between two passes of the collector.")
-    save_deadline_s: int = Field(120, ge=1, description="Seconds after which a save that was not sealed is dropped.")
+    save_deadline_s: int = Field(
+        120, ge=1, description="Seconds after its last block from which an unsealed save is dropped."
+    )
     saves_max: int = Field(1024, ge=1, description="Saves in flight; more are refused.")
     tombstone_s: int = Field(3600, ge=0, description="Seconds for which deleted names refuse a late save.")
     tombstones_max: int = Field(65536, ge=1, description="Deleted names remembered; the oldest are forgotten first.")
@@ -79,6 +81,14 @@ class SidecarSettings(TlsSettings, TracingSettings):
     )
     leftover_s: int = Field(
         600, ge=1, description="Seconds after which unannounced, unfinished and quarantined files are removed."
+    )
+    leases_max: int = Field(
+        1024, ge=1, description="Loads that keep their blocks in place at once; one more keeps them less long."
+    )
+    lease_s: int = Field(
+        300,
+        ge=1,
+        description="Longest time in seconds for which a load that nobody ends keeps its blocks in memory and on disk.",
     )
     prefetch_blocks: int = Field(1, ge=0, le=8, description="Blocks read ahead of the one the engine is copying.")
     io_threads: int = Field(
@@ -93,7 +103,15 @@ class SidecarSettings(TlsSettings, TracingSettings):
         '"*": any; empty: pulls are off.',
     )
     pulls_max: int = Field(8, ge=1, description="Pulls from peers at once; more are refused.")
-    pull_timeout_s: float = Field(10.0, gt=0, description="Longest time of one pull; a request may ask for less.")
+    pull_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Longest time of one pull, plus what its bytes take at SIDECAR_PULL_BYTES_PER_S_MIN; a request may "
+        "ask for less.",
+    )
+    pull_bytes_per_s_min: int = Field(
+        50_000_000, ge=1, description="Slowest rate of a pull, in bytes per second: larger contexts get more time."
+    )
     pull_manifest_timeout_s: float = Field(
         1.0, gt=0, description="Longest wait for a peer's manifest, a few KB: one that takes longer hangs."
     )
@@ -139,8 +157,15 @@ class SidecarSettings(TlsSettings, TracingSettings):
             max_tombstones=self.tombstones_max,
             spare_ms=self.spare_s * 1000,
             max_waiters=self.waiters_max,
+            max_leases=self.leases_max,
+            lease_ms=self.lease_s * 1000,
         )
 
     def pull_limits(self) -> PullLimits:
         """Return the bounds of pulls."""
-        return PullLimits(max_pulls=self.pulls_max, timeout_s=self.pull_timeout_s, block_tokens=self.block_tokens)
+        return PullLimits(
+            max_pulls=self.pulls_max,
+            timeout_s=self.pull_timeout_s,
+            bytes_per_s_min=self.pull_bytes_per_s_min,
+            block_tokens=self.block_tokens,
+        )

@@ -148,6 +148,7 @@ class Sidecar:
             address,
             timeout_s=timeout_s,
             manifest_timeout_s=self.settings.pull_manifest_timeout_s,
+            bytes_per_s_min=self.settings.pull_bytes_per_s_min,
             slots=self._pull_slots,
             limit_bytes=self.settings.block_size_bytes_max,
             tls=self.tls,

@@ -39,7 +39,9 @@ class TenantBytes(Collector):
         """Yield the gauge as it was last shown."""
         family = GaugeMetricFamily(
             "contextcache_sidecar_tenant_bytes",
-            "Bytes of block files on disk by tenant, the largest tenants by name, all others under an empty one.",
+            "Bytes of block files on disk by tenant, each file once: the `SIDECAR_TENANTS_SHOWN_MAX` largest by name, "
+            "all others under an empty one. `SIDECAR_TENANT_LIMIT_BYTES` is held against it; shown anew in each pass "
+            "of the collector.",
             labels=("tenant",),
         )
         for tenant, size_bytes in self._shown.items():

@@ -143,16 +143,25 @@ class Tiers:
             return taken.size_bytes
 
     async def fetch(
-        self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, shared: bool, disk_files: bool = False
+        self,
+        manifest: Manifest,
+        rank: int,
+        block_indices: Sequence[int],
+        *,
+        shared: bool,
+        disk_files: bool = False,
+        leased: Pins | None = None,
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield blocks in order, reading ahead; they stay in memory until the generator is closed.
+
+        `leased`: where they are pinned instead, for as long as that is open.
 
         `disk_files`: what is only on disk is verified and named there, not copied into memory: the operating system's
         page cache has it already, and fresh pages cost more than reading them.
 
         Raises CacheRefNotFound when a block has gone, CorruptBlock when its bytes are wrong.
         """
-        pins = self.memory.pins()
+        pins = leased or self.memory.pins()
         ahead: list[asyncio.Task[FetchedBlock]] = []
         waiting = list(reversed(block_indices))
         try:
@@ -164,7 +173,8 @@ class Tiers:
                 yield await ahead.pop(0)
         finally:
             # Before the wait, which may be cut off. What is still being read pins nothing any more.
-            pins.close()
+            if leased is None:
+                pins.close()
             for task in ahead:
                 task.cancel()
             await asyncio.gather(*ahead, return_exceptions=True)

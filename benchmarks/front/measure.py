@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.front.load import Job, Outcome
-from benchmarks.front.parts import ROOT, Parts, Way
+from benchmarks.front.parts import Parts, Way
 from benchmarks.front.process_figures import CpuSample
+from benchmarks.processes import ROOT
 from deploy.local.plain_text import plain_text
 from deploy.local.progress import Step, StepFailed, say
 

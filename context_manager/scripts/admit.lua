@@ -6,11 +6,9 @@ if not row or row.state ~= 'creating' or row.lease_id ~= ARGV[5] then
 end
 if row.pending then
   if tonumber(ARGV[7]) > tonumber(ARGV[6]) then
-    redis.call('DEL', KEYS[1], KEYS[2])
-    redis.call('ZREM', KEYS[3], ARGV[1])
-    redis.call('ZREM', KEYS[4], ARGV[2])
+    removed()
     return {'quota', ARGV[6]}
   end
   redis.call('HDEL', KEYS[1], 'pending')
 end
-return {'ok', redis.call('HGETALL', KEYS[1])}
+return stored()

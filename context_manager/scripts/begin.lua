@@ -1,4 +1,5 @@
--- ARGV[5] lease_id, ARGV[6] lease_until_ms, ARGV[7] '1' for read only, ARGV[8] expected generation or ''
+-- ARGV[5] lease_id, ARGV[6] lease_until_ms, ARGV[7] '1' for read only, ARGV[8] expected generation or '',
+-- ARGV[9] mark of the transcript as the caller knows it, or ''. Answers {'ok', row, segments the caller knows, the others}
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
@@ -24,6 +25,15 @@ end
 if row.ttl_policy == 'sliding' then
   local expires_at_ms = integer(now_ms + tonumber(row.ttl_s) * 1000)
   redis.call('HSET', KEYS[1], 'expires_at_ms', expires_at_ms)
-  redis.call('ZADD', KEYS[3], expires_at_ms, ARGV[1])
 end
-return {'ok', redis.call('HGETALL', KEYS[1]), redis.call('LRANGE', KEYS[2], 0, -1)}
+local known = 0
+for _, entry in ipairs(read_marks(row)) do
+  if entry[1] == ARGV[9] then
+    known = entry[2]
+  end
+end
+-- A reader of a fixed life has changed nothing that would have to be replicated.
+local answer = (takes_lease or row.ttl_policy == 'sliding') and stored() or {'ok', redis.call('HGETALL', KEYS[1])}
+answer[3] = known
+answer[4] = redis.call('LRANGE', KEYS[2], known, -1)
+return answer

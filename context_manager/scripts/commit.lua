@@ -1,5 +1,6 @@
 -- ARGV[5] lease_id, ARGV[6] expected generation, ARGV[7] segments to keep, ARGV[8] cache_ref, ARGV[9] holder,
--- ARGV[10] tokens in the new segments, ARGV[11...] the new segments, packed
+-- ARGV[10] tokens in the new segments, ARGV[11] mark of the transcript as this commit leaves it, ARGV[12] characters of
+-- marks that are kept at most, ARGV[13...] the new segments, packed
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
@@ -10,7 +11,7 @@ local generation = tonumber(ARGV[6]) + 1
 if row.committed_lease_id == ARGV[5] and tonumber(row.generation) == generation then
   -- Written again, so that a WAIT behind it waits for the commit and not for nothing.
   redis.call('HSET', KEYS[1], 'committed_lease_id', ARGV[5])
-  return {'ok', redis.call('HGETALL', KEYS[1])}
+  return stored()
 end
 if row.lease_id ~= ARGV[5] or row.pending then
   return {'lease_lost'}
@@ -38,8 +39,17 @@ if keep < num_segments then
     redis.call('LTRIM', KEYS[2], 0, keep - 1)
   end
 end
-for i = 11, #ARGV do
+for i = 13, #ARGV do
   redis.call('RPUSH', KEYS[2], ARGV[i])
+end
+num_segments = keep + #ARGV - 12
+local marks = integer(generation) .. ' ' .. ARGV[11] .. ':' .. integer(num_segments)
+for _, entry in ipairs(read_marks(row)) do
+  local longer = marks .. ' ' .. entry[1] .. ':' .. integer(math.min(entry[2], keep))
+  if #longer > tonumber(ARGV[12]) then
+    break
+  end
+  marks = longer
 end
 local expires_at_ms = row.expires_at_ms
 if row.ttl_policy == 'sliding' then
@@ -48,8 +58,8 @@ end
 redis.call('HSET', KEYS[1],
   'state', 'ready', 'generation', integer(generation), 'expires_at_ms', expires_at_ms,
   'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
+  'holders', with_holder(row, ARGV[9]),
   'num_tokens', integer(num_tokens), 'num_turns', integer(tonumber(row.num_turns) + 1),
-  'num_segments', integer(keep + #ARGV - 10),
+  'num_segments', integer(num_segments), 'marks', marks,
   'lease_id', '', 'lease_until_ms', '0', 'committed_lease_id', ARGV[5])
-redis.call('ZADD', KEYS[3], expires_at_ms, ARGV[1])
-return {'ok', redis.call('HGETALL', KEYS[1])}
+return stored()

@@ -9,7 +9,4 @@ if row.lease_id ~= ARGV[5] or not lease_lives(row, now_ms) then
   return {'lease_lost'}
 end
 redis.call('HSET', KEYS[1], 'lease_until_ms', ARGV[6])
-if where == 'creating' then
-  redis.call('ZADD', KEYS[3], ARGV[6], ARGV[1])
-end
-return {'ok', redis.call('HGETALL', KEYS[1])}
+return stored()

@@ -1,5 +1,5 @@
--- ARGV[5] lease_id, ARGV[6] lease_until_ms, ARGV[7] created_at_ms, ARGV[8] contexts the tenant may have, 0 for any
--- number, ARGV[9...] the new row as field, value, ...; KEYS[5...] the tenant's sets in the other shards, for the limit.
+-- ARGV[5] lease_id, ARGV[6] contexts the tenant may have, 0 for any number, ARGV[7...] the new row as field, value, ...;
+-- KEYS[5...] the tenant's sets in the other shards, for the limit.
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
@@ -9,19 +9,17 @@ end
 if is_there(where) then
   return {'exists'}
 end
-local contexts_max = tonumber(ARGV[8])
+local contexts_max = tonumber(ARGV[6])
 if contexts_max > 0 then
   -- A dead row of this very id is about to be replaced.
-  local num_contexts = redis.call('ZSCORE', KEYS[4], ARGV[2]) and -1 or 0
+  local num_contexts = count(KEYS[4]) > 0 and redis.call('ZSCORE', KEYS[4], ARGV[2]) and -1 or 0
   for i = 4, #KEYS do
-    num_contexts = num_contexts + redis.call('ZCARD', KEYS[i])
+    num_contexts = num_contexts + count(KEYS[i])
   end
   if num_contexts >= contexts_max then
     return {'quota', contexts_max}
   end
 end
 redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], unpack(ARGV, 9))
-redis.call('ZADD', KEYS[3], ARGV[6], ARGV[1])
-redis.call('ZADD', KEYS[4], ARGV[7], ARGV[2])
-return {'ok', redis.call('HGETALL', KEYS[1])}
+redis.call('HSET', KEYS[1], unpack(ARGV, 7))
+return stored()

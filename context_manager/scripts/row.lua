@@ -3,14 +3,18 @@
 -- Scripts about one session get KEYS = session hash, transcript list, expiry set, tenant set (one cluster slot) and
 -- ARGV = member of the expiry set, session id, now_ms, tombstone_ms, then their own arguments.
 -- They answer {'ok', row as a flat list, ...} or {refusal, number}; nothing is written before a refusal.
+-- A script that has written a row ends with `stored`: no key of ours is ever without an end.
+-- GRACE_MS is set in front of this file (redis_layout.py).
+
+-- A life longer than this is a damaged number.
+local YEAR_MS = 366 * 24 * 3600 * 1000
 
 -- Lua writes large numbers as 1.7e+12, which Redis and Python do not read back as the same text.
 local function integer(number)
   return string.format('%.0f', number)
 end
 
-local function read_row(key)
-  local flat = redis.call('HGETALL', key)
+local function row_of(flat)
   if #flat == 0 then
     return nil
   end
@@ -19,6 +23,30 @@ local function read_row(key)
     row[flat[i]] = flat[i + 1]
   end
   return row
+end
+
+local function read_row(key)
+  return row_of(redis.call('HGETALL', key))
+end
+
+local function is_number(text)
+  return text and #text <= 15 and string.find(text, '^%d+$')
+end
+
+local KINDS = {
+  tombstone = {'created_at_ms', 'expires_at_ms'},
+  creating = {'created_at_ms', 'expires_at_ms', 'ttl_s', 'generation', 'num_segments', 'lease_until_ms'},
+}
+KINDS.ready = KINDS.creating
+
+-- Returns whether a row can be understood: nothing is computed with, or written to, one that is damaged.
+local function is_whole(row)
+  for _, name in ipairs(KINDS[row.state] or {'state'}) do
+    if not is_number(row[name]) then
+      return false
+    end
+  end
+  return true
 end
 
 local function due_at_ms(row)
@@ -32,10 +60,24 @@ local function lease_lives(row, now_ms)
   return row.lease_id ~= '' and tonumber(row.lease_until_ms) > now_ms
 end
 
--- Returns 'absent', 'expired', 'creating' or 'live'.
+-- Marks of the row's transcript, see session_row.py: {{mark, leading segments behind it}, ...}, the newest first.
+local function read_marks(row)
+  local marks = {}
+  if row.marks and string.match(row.marks, '^%d+') == row.generation then
+    for mark, known in string.gmatch(row.marks, ' ([^ :]+):(%d+)') do
+      marks[#marks + 1] = {mark, tonumber(known)}
+    end
+  end
+  return marks
+end
+
+-- Returns 'absent', 'damaged', 'expired', 'creating' or 'live'.
 local function standing(row, now_ms, tombstone_ms)
   if not row then
     return 'absent'
+  end
+  if not is_whole(row) then
+    return 'damaged'
   end
   if row.state == 'creating' and tonumber(row.lease_until_ms) <= now_ms then
     return 'absent'
@@ -55,4 +97,87 @@ end
 
 local function is_there(where)
   return where == 'creating' or where == 'live'
+end
+
+-- Returns for how long Redis keeps what is needed until `until_ms`. Counted from now and never less than the grace, so
+-- that no clock, however wrong, makes Redis delete what was written just now.
+local function keep_ms(until_ms, now_ms, tombstone_ms)
+  return math.max(until_ms - now_ms, 0) + tombstone_ms + GRACE_MS
+end
+
+-- Returns how many are in a set. One of another type has nobody.
+local function count(set)
+  local number = redis.pcall('ZCARD', set)
+  return type(number) == 'number' and number or 0
+end
+
+-- Lets a set live for `ms` at least. One without an end is of the release before: the others in it need
+-- `longest_ms` at most.
+local function keep_set(set, ms, longest_ms)
+  local left_ms = redis.call('PTTL', set)
+  if left_ms < 0 and count(set) > 1 then
+    ms = math.max(ms, longest_ms)
+  end
+  if left_ms < ms then
+    redis.call('PEXPIRE', set, integer(ms))
+  end
+end
+
+-- Puts a session where sweeps and lists find it, and dates its keys.
+-- `keys` are session, transcript, expiry set and tenant set.
+local function enter(keys, member, id, row, now_ms, tombstone_ms)
+  local session, transcript, expiry, tenant = unpack(keys)
+  redis.call('ZADD', expiry, integer(due_at_ms(row)), member)
+  -- A spoilt one costs a tenant its list, not its turns.
+  redis.pcall('ZADD', tenant, row.created_at_ms, id)
+  local ms = keep_ms(due_at_ms(row), now_ms, tombstone_ms)
+  redis.call('PEXPIRE', session, integer(ms))
+  redis.call('PEXPIRE', transcript, integer(ms))
+  local latest = tonumber(redis.call('ZREVRANGE', expiry, 0, 0, 'WITHSCORES')[2])
+  local longest_ms = keep_ms(math.min(latest, now_ms + YEAR_MS), now_ms, tombstone_ms)
+  keep_set(expiry, ms, longest_ms)
+  keep_set(tenant, ms, longest_ms)
+end
+
+-- The end of every script that has written a row and leaves it: its answer.
+local function stored()
+  local flat = redis.call('HGETALL', KEYS[1])
+  enter({KEYS[1], KEYS[2], KEYS[3], KEYS[4]}, ARGV[1], ARGV[2], row_of(flat), tonumber(ARGV[3]), tonumber(ARGV[4]))
+  return {'ok', flat}
+end
+
+-- The end of every script that takes a row away. Where it was in the lists is remembered, if KEYS[5] is given: a client
+-- that deletes page by page goes on behind what it has deleted.
+local function removed(created_at_ms)
+  local tombstone_ms = tonumber(ARGV[4])
+  -- First what frees memory: a full Redis lets a script write when it has begun so, and refuses it otherwise.
+  redis.call('UNLINK', KEYS[1], KEYS[2])
+  redis.call('ZREM', KEYS[3], ARGV[1])
+  redis.pcall('ZREM', KEYS[4], ARGV[2])
+  if KEYS[5] and tombstone_ms > 0 then
+    redis.call('HSET', KEYS[5], 'created_at_ms', created_at_ms)
+    redis.call('PEXPIRE', KEYS[5], integer(tombstone_ms))
+  end
+end
+
+-- Returns the endpoints that may have KV of a session, '\n' between them, once `name` may too; '*' for any endpoint: the
+-- row is or was a manager's of an older release, nobody said where, or they are more than session_row.HOLDERS_MAX.
+local function with_holder(row, name)
+  local holders = row.holders
+  if not holders or holders == '*' or name == '' then
+    return '*'
+  end
+  local count, is_known, counts_last = 0, false, row.holder == ''
+  for known in string.gmatch(holders, '[^\n]+') do
+    is_known = is_known or known == name
+    counts_last = counts_last or known == row.holder
+    count = count + 1
+  end
+  if not counts_last or (count >= 16 and not is_known) then
+    return '*'
+  end
+  if is_known then
+    return holders
+  end
+  return holders == '' and name or holders .. '\n' .. name
 end

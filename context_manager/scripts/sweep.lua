@@ -1,32 +1,72 @@
--- Takes the due sessions among the candidates of one shard, so that each is taken once whoever else sweeps.
+-- Takes the due sessions among the candidates of one shard, so that each is taken once whoever else sweeps; those that
+-- are not due get the score and the end that their rows ask for; those that are damaged are set aside.
 -- KEYS[1] expiry set, then session, transcript and tenant set of each candidate;
 -- ARGV[1] now_ms, ARGV[2] tombstone_ms, then member of the expiry set and session id of each candidate.
--- Answers a flat list: member, 'expired' or 'abandoned', ...
+-- Answers a flat list: member, 'expired', 'abandoned' or 'damaged', ...
 local now_ms, tombstone_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+local expiry = KEYS[1]
 local taken = {}
-for i = 0, (#KEYS - 1) / 3 - 1 do
-  local session, transcript, tenant = KEYS[2 + 3 * i], KEYS[3 + 3 * i], KEYS[4 + 3 * i]
-  local member, id = ARGV[3 + 2 * i], ARGV[4 + 2 * i]
-  local score = redis.call('ZSCORE', KEYS[1], member)
-  local row = score and tonumber(score) <= now_ms and read_row(session) or nil
-  if score and tonumber(score) <= now_ms and (not row or row.state == 'tombstone') then
-    redis.call('ZREM', KEYS[1], member)
-    redis.call('ZREM', tenant, id)
-  elseif row and due_at_ms(row) > now_ms then
-    redis.call('ZADD', KEYS[1], integer(due_at_ms(row)), member)
-  elseif row then
-    redis.call('ZREM', KEYS[1], member)
-    redis.call('ZREM', tenant, id)
-    redis.call('UNLINK', transcript)
-    redis.call('DEL', session)
-    taken[#taken + 1] = member
-    taken[#taken + 1] = row.state == 'creating' and 'abandoned' or 'expired'
-    local remembered_ms = tonumber(row.expires_at_ms) + tombstone_ms - now_ms
-    if row.state ~= 'creating' and remembered_ms > 0 then
-      redis.call('HSET', session, 'state', 'tombstone',
-        'created_at_ms', row.created_at_ms, 'expires_at_ms', row.expires_at_ms)
-      redis.call('PEXPIRE', session, integer(remembered_ms))
+
+-- Returns the row, nil where there is none, false for one that cannot be understood.
+local function row_to_judge(session)
+  local kind = redis.call('TYPE', session).ok
+  if kind == 'none' then
+    return nil
+  elseif kind ~= 'hash' then
+    return false
+  end
+  local row = read_row(session)
+  return is_whole(row) and row
+end
+
+-- Nobody can use it, and perhaps somebody can mend it: it stays until its own end.
+local function set_aside(keys)
+  for _, key in ipairs(keys) do
+    if redis.call('PTTL', key) == -1 then
+      redis.call('PEXPIRE', key, integer(tombstone_ms + GRACE_MS))
     end
+  end
+  return 'damaged'
+end
+
+local function bury(session, transcript, row)
+  redis.call('UNLINK', session, transcript)
+  if row.state == 'creating' then
+    return 'abandoned'
+  end
+  local remembered_ms = tonumber(row.expires_at_ms) + tombstone_ms - now_ms
+  if remembered_ms > 0 then
+    redis.call('HSET', session, 'state', 'tombstone',
+      'created_at_ms', row.created_at_ms, 'expires_at_ms', row.expires_at_ms)
+    redis.call('PEXPIRE', session, integer(remembered_ms))
+  end
+  return 'expired'
+end
+
+local function take(session, transcript, tenant, member, id)
+  local row = row_to_judge(session)
+  if row and row.state ~= 'tombstone' and due_at_ms(row) > now_ms then
+    enter({session, transcript, expiry, tenant}, member, id, row, now_ms, tombstone_ms)
+    return
+  end
+  redis.call('ZREM', expiry, member)
+  redis.pcall('ZREM', tenant, id)
+  local fate = nil
+  if row == false then
+    fate = set_aside({session, transcript})
+  elseif row and row.state ~= 'tombstone' then
+    fate = bury(session, transcript, row)
+  end
+  if fate then
+    taken[#taken + 1] = member
+    taken[#taken + 1] = fate
+  end
+end
+
+for i = 0, (#KEYS - 1) / 3 - 1 do
+  -- Without a score another sweep, or a delete, was faster.
+  if redis.call('ZSCORE', expiry, ARGV[3 + 2 * i]) then
+    take(KEYS[2 + 3 * i], KEYS[3 + 3 * i], KEYS[4 + 3 * i], ARGV[3 + 2 * i], ARGV[4 + 2 * i])
   end
 end
 return taken

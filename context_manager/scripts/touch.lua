@@ -11,7 +11,6 @@ end
 if ARGV[5] ~= '' then
   local expires_at_ms = integer(now_ms + tonumber(ARGV[5]) * 1000)
   redis.call('HSET', KEYS[1], 'ttl_s', ARGV[5], 'expires_at_ms', expires_at_ms)
-  redis.call('ZADD', KEYS[3], expires_at_ms, ARGV[1])
 end
 if ARGV[6] ~= '' then
   redis.call('HSET', KEYS[1], 'ttl_policy', ARGV[6])
@@ -19,4 +18,4 @@ end
 if ARGV[7] ~= '' then
   redis.call('HSET', KEYS[1], 'metadata', ARGV[7])
 end
-return {'ok', redis.call('HGETALL', KEYS[1])}
+return stored()

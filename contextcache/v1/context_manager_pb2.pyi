@@ -5,7 +5,7 @@ The context manager: which tenant has which context, where its KV is, until when
 
 Every call names the tenant. Errors use a gRPC status plus two trailing metadata keys,
 `contextcache-code` (for example `context_not_found`) and `contextcache-detail-bin` (JSON), so that
-both ends raise the same error class (contextcache/rpc.py).
+both ends raise the same error class (contextcache/wire/rpc.py).
 """
 
 import builtins
@@ -162,6 +162,9 @@ class Session(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_TURNS_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
+    KNOWS_HOLDERS_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Public name, `ctx_` and 128 random bits, or the client's own."""
     tenant: builtins.str
@@ -192,9 +195,19 @@ class Session(google.protobuf.message.Message):
     """Tokens in the transcript."""
     num_turns: builtins.int
     """Committed turns, the create included."""
+    knows_holders: builtins.bool
+    """False: `holders` says nothing, any endpoint may have some; the session has been at too many, or the manager or the
+    row is of an older release.
+    """
+    mark: builtins.str
+    """Name of the transcript as it is, minted by the commit; empty when a manager of the release before committed last."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Client's metadata: string keys and values."""
+
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Endpoints that may have KV of the session, each once, `holder` among them."""
 
     def __init__(
         self,
@@ -215,8 +228,11 @@ class Session(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         num_turns: builtins.int = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        holders: collections.abc.Iterable[builtins.str] | None = ...,
+        knows_holders: builtins.bool = ...,
+        mark: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "generation", b"generation", "holder", b"holder", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
 
@@ -481,6 +497,8 @@ class BeginTurnRequest(google.protobuf.message.Message):
     LEASE_TTL_MS_FIELD_NUMBER: builtins.int
     READ_ONLY_FIELD_NUMBER: builtins.int
     EXPECTED_GENERATION_FIELD_NUMBER: builtins.int
+    TAKES_PACKED_FIELD_NUMBER: builtins.int
+    KNOWN_MARK_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -493,6 +511,10 @@ class BeginTurnRequest(google.protobuf.message.Message):
     """True: no lease, nothing will be committed."""
     expected_generation: builtins.int
     """When set, the turn is refused (FAILED_PRECONDITION generation_mismatch) unless it is the current one."""
+    takes_packed: builtins.bool
+    """The caller reads `packed`; without it the transcript comes as messages, whole."""
+    known_mark: builtins.str
+    """Mark of the transcript as the caller has it; empty, or none of the session's last ones: it is sent whole."""
     def __init__(
         self,
         *,
@@ -502,9 +524,11 @@ class BeginTurnRequest(google.protobuf.message.Message):
         lease_ttl_ms: builtins.int = ...,
         read_only: builtins.bool = ...,
         expected_generation: builtins.int | None = ...,
+        takes_packed: builtins.bool = ...,
+        known_mark: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "read_only", b"read_only", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation", "known_mark", b"known_mark", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "read_only", b"read_only", "session_id", b"session_id", "takes_packed", b"takes_packed", "tenant", b"tenant"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_generation", b"_expected_generation"]) -> typing.Literal["expected_generation"] | None: ...
 
 Global___BeginTurnRequest: typing_extensions.TypeAlias = BeginTurnRequest
@@ -517,22 +541,34 @@ class BeginTurnResponse(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     TRANSCRIPT_FIELD_NUMBER: builtins.int
+    PACKED_FIELD_NUMBER: builtins.int
+    KNOWN_SEGMENTS_FIELD_NUMBER: builtins.int
+    known_segments: builtins.int
+    """Leading segments that the caller has under `known_mark`."""
     @property
     def session(self) -> Global___Session:
         """The session; state BUSY unless read_only."""
 
     @property
     def transcript(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]:
-        """The transcript, oldest first."""
+        """The whole transcript, oldest first, for callers that do not read `packed`."""
+
+    @property
+    def packed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The segments behind the known ones, as they lie in the store (context_manager/segments.py): the manager does
+        not look into them, the caller finds out whether they are whole.
+        """
 
     def __init__(
         self,
         *,
         session: Global___Session | None = ...,
         transcript: collections.abc.Iterable[Global___Segment] | None = ...,
+        packed: collections.abc.Iterable[builtins.bytes] | None = ...,
+        known_segments: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session", "transcript", b"transcript"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["known_segments", b"known_segments", "packed", b"packed", "session", b"session", "transcript", b"transcript"]) -> None: ...
 
 Global___BeginTurnResponse: typing_extensions.TypeAlias = BeginTurnResponse
 
@@ -625,6 +661,44 @@ class TurnCommit(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
 
 Global___TurnCommit: typing_extensions.TypeAlias = TurnCommit
+
+@typing.final
+class NoteHolderRequest(google.protobuf.message.Message):
+    """NoteHolderRequest names an endpoint that KV of a session is about to be sent to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    HOLDER_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    session_id: builtins.str
+    """Session."""
+    holder: builtins.str
+    """Endpoint, as TurnCommit names it."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        session_id: builtins.str = ...,
+        holder: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+
+Global___NoteHolderRequest: typing_extensions.TypeAlias = NoteHolderRequest
+
+@typing.final
+class NoteHolderResponse(google.protobuf.message.Message):
+    """NoteHolderResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___NoteHolderResponse: typing_extensions.TypeAlias = NoteHolderResponse
 
 @typing.final
 class CommitTurnRequest(google.protobuf.message.Message):
@@ -864,7 +938,7 @@ class ListSessionsRequest(google.protobuf.message.Message):
     limit: builtins.int
     """Page size, 1 to 100."""
     after: builtins.str
-    """Session id of the last item of the page before; empty for the first page."""
+    """last_id of the page before, or the id of any session, also of one removed or expired lately; empty: the first page."""
     model_id: builtins.str
     """Only this model's sessions; empty for all."""
     def __init__(
@@ -887,19 +961,23 @@ class ListSessionsResponse(google.protobuf.message.Message):
 
     SESSIONS_FIELD_NUMBER: builtins.int
     HAS_MORE_FIELD_NUMBER: builtins.int
+    LAST_ID_FIELD_NUMBER: builtins.int
     has_more: builtins.bool
-    """Whether another page follows."""
+    """Whether more may follow."""
+    last_id: builtins.str
+    """Where the next page goes on; empty when the list has nothing."""
     @property
     def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Session]:
-        """Newest first."""
+        """Newest first; fewer than asked for, even none, where model_id matches few."""
 
     def __init__(
         self,
         *,
         sessions: collections.abc.Iterable[Global___Session] | None = ...,
         has_more: builtins.bool = ...,
+        last_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["has_more", b"has_more", "sessions", b"sessions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["has_more", b"has_more", "last_id", b"last_id", "sessions", b"sessions"]) -> None: ...
 
 Global___ListSessionsResponse: typing_extensions.TypeAlias = ListSessionsResponse
 

@@ -66,6 +66,11 @@ class ContextManagerServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
+        self.NoteHolder = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/NoteHolder',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.NoteHolderRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.NoteHolderResponse.FromString,
+                _registered_method=True)
         self.CommitTurn = channel.unary_unary(
                 '/contextcache.v1.ContextManagerService/CommitTurn',
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.CommitTurnRequest.SerializeToString,
@@ -147,6 +152,13 @@ class ContextManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NoteHolder(self, request, context):
+        """NoteHolder adds an endpoint to those that may have KV of a session, before KV is sent there. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CommitTurn(self, request, context):
         """CommitTurn appends the turn, sets the new cache_ref, grows the generation by one and releases the lease, in one step.
         """
@@ -170,7 +182,7 @@ class ContextManagerServiceServicer(object):
 
     def UnregisterSessionCache(self, request, context):
         """UnregisterSessionCache removes a session for good. The EP's unregister_session_cache: metadata only,
-        the caller deletes the KV at the holders named in the answer.
+        the caller deletes the KV at the holders named in the answer, or everywhere where it knows none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,6 +235,11 @@ def add_ContextManagerServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.RenewLeaseRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_context__manager__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'NoteHolder': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteHolder,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.NoteHolderRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.NoteHolderResponse.SerializeToString,
             ),
             'CommitTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitTurn,
@@ -419,6 +436,33 @@ class ContextManagerService(object):
             '/contextcache.v1.ContextManagerService/RenewLease',
             contextcache_dot_v1_dot_context__manager__pb2.RenewLeaseRequest.SerializeToString,
             contextcache_dot_v1_dot_context__manager__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NoteHolder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/NoteHolder',
+            contextcache_dot_v1_dot_context__manager__pb2.NoteHolderRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.NoteHolderResponse.FromString,
             options,
             channel_credentials,
             insecure,

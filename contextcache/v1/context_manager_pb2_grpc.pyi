@@ -5,7 +5,7 @@ The context manager: which tenant has which context, where its KV is, until when
 
 Every call names the tenant. Errors use a gRPC status plus two trailing metadata keys,
 `contextcache-code` (for example `context_not_found`) and `contextcache-detail-bin` (JSON), so that
-both ends raise the same error class (contextcache/rpc.py).
+both ends raise the same error class (contextcache/wire/rpc.py).
 """
 
 import abc
@@ -32,11 +32,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _ContextManagerServiceReserveSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceReserveSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ReserveSessionRequest,
         contextcache.v1.context_manager_pb2.ReserveSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ReserveSessionRequest,
         contextcache.v1.context_manager_pb2.ReserveSessionResponse,
     ],
@@ -48,11 +47,10 @@ _ContextManagerServiceReserveSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRegisterSessionCacheType = typing_extensions.TypeVar(
     '_ContextManagerServiceRegisterSessionCacheType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RegisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.RegisterSessionCacheResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RegisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.RegisterSessionCacheResponse,
     ],
@@ -64,11 +62,10 @@ _ContextManagerServiceRegisterSessionCacheType = typing_extensions.TypeVar(
 
 _ContextManagerServiceLocateSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceLocateSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.LocateSessionRequest,
         contextcache.v1.context_manager_pb2.LocateSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.LocateSessionRequest,
         contextcache.v1.context_manager_pb2.LocateSessionResponse,
     ],
@@ -80,11 +77,10 @@ _ContextManagerServiceLocateSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceGetSessionMetadataType = typing_extensions.TypeVar(
     '_ContextManagerServiceGetSessionMetadataType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetSessionMetadataRequest,
         contextcache.v1.context_manager_pb2.GetSessionMetadataResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetSessionMetadataRequest,
         contextcache.v1.context_manager_pb2.GetSessionMetadataResponse,
     ],
@@ -96,11 +92,10 @@ _ContextManagerServiceGetSessionMetadataType = typing_extensions.TypeVar(
 
 _ContextManagerServiceBeginTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceBeginTurnType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.BeginTurnRequest,
         contextcache.v1.context_manager_pb2.BeginTurnResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.BeginTurnRequest,
         contextcache.v1.context_manager_pb2.BeginTurnResponse,
     ],
@@ -112,11 +107,10 @@ _ContextManagerServiceBeginTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRenewLeaseType = typing_extensions.TypeVar(
     '_ContextManagerServiceRenewLeaseType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
     ],
@@ -126,13 +120,27 @@ _ContextManagerServiceRenewLeaseType = typing_extensions.TypeVar(
     ],
 )
 
+_ContextManagerServiceNoteHolderType = typing_extensions.TypeVar(
+    '_ContextManagerServiceNoteHolderType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.NoteHolderRequest,
+        contextcache.v1.context_manager_pb2.NoteHolderResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.NoteHolderRequest,
+        contextcache.v1.context_manager_pb2.NoteHolderResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.NoteHolderRequest,
+        contextcache.v1.context_manager_pb2.NoteHolderResponse,
+    ],
+)
+
 _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceCommitTurnType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
     ],
@@ -144,11 +152,10 @@ _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceAbortTurnType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
         contextcache.v1.context_manager_pb2.AbortTurnResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
         contextcache.v1.context_manager_pb2.AbortTurnResponse,
     ],
@@ -160,11 +167,10 @@ _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceTouchSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceTouchSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.TouchSessionRequest,
         contextcache.v1.context_manager_pb2.TouchSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.TouchSessionRequest,
         contextcache.v1.context_manager_pb2.TouchSessionResponse,
     ],
@@ -176,11 +182,10 @@ _ContextManagerServiceTouchSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
     '_ContextManagerServiceUnregisterSessionCacheType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
     ],
@@ -192,11 +197,10 @@ _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
 
 _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
     '_ContextManagerServiceCheckCacheRefsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
     ],
@@ -208,11 +212,10 @@ _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
 
 _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     '_ContextManagerServiceListSessionsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
     ],
@@ -222,7 +225,7 @@ _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
-class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
+class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
     """ContextManagerService is the only writer of session state. Every state change is atomic and idempotent
     for the same lease_id.
     """
@@ -252,6 +255,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.RenewLeaseRequest,
             contextcache.v1.context_manager_pb2.RenewLeaseResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.NoteHolderRequest,
+            contextcache.v1.context_manager_pb2.NoteHolderResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.CommitTurnRequest,
@@ -306,6 +313,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.RenewLeaseResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.NoteHolderRequest,
+            contextcache.v1.context_manager_pb2.NoteHolderResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.CommitTurnRequest,
             contextcache.v1.context_manager_pb2.CommitTurnResponse,
         ],
@@ -353,6 +364,9 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
     RenewLease: _ContextManagerServiceRenewLeaseType
     """RenewLease extends a lease that the caller still holds."""
 
+    NoteHolder: _ContextManagerServiceNoteHolderType
+    """NoteHolder adds an endpoint to those that may have KV of a session, before KV is sent there. Idempotent."""
+
     CommitTurn: _ContextManagerServiceCommitTurnType
     """CommitTurn appends the turn, sets the new cache_ref, grows the generation by one and releases the lease, in one step."""
 
@@ -364,7 +378,7 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
 
     UnregisterSessionCache: _ContextManagerServiceUnregisterSessionCacheType
     """UnregisterSessionCache removes a session for good. The EP's unregister_session_cache: metadata only,
-    the caller deletes the KV at the holders named in the answer.
+    the caller deletes the KV at the holders named in the answer, or everywhere where it knows none.
     """
 
     CheckCacheRefs: _ContextManagerServiceCheckCacheRefsType
@@ -399,6 +413,10 @@ ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServ
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.NoteHolderRequest,
+        contextcache.v1.context_manager_pb2.NoteHolderResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
@@ -484,6 +502,14 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         """RenewLease extends a lease that the caller still holds."""
 
     @abc.abstractmethod
+    def NoteHolder(
+        self,
+        request: contextcache.v1.context_manager_pb2.NoteHolderRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.NoteHolderResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.NoteHolderResponse]]:
+        """NoteHolder adds an endpoint to those that may have KV of a session, before KV is sent there. Idempotent."""
+
+    @abc.abstractmethod
     def CommitTurn(
         self,
         request: contextcache.v1.context_manager_pb2.CommitTurnRequest,
@@ -514,7 +540,7 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse]]:
         """UnregisterSessionCache removes a session for good. The EP's unregister_session_cache: metadata only,
-        the caller deletes the KV at the holders named in the answer.
+        the caller deletes the KV at the holders named in the answer, or everywhere where it knows none.
         """
 
     @abc.abstractmethod

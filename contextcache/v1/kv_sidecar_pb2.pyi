@@ -367,6 +367,48 @@ class SealResponse(google.protobuf.message.Message):
 Global___SealResponse: typing_extensions.TypeAlias = SealResponse
 
 @typing.final
+class AbandonSaveRequest(google.protobuf.message.Message):
+    """AbandonSaveRequest names what will not be saved."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    STARTED_AT_MS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    cache_ref: builtins.str
+    """KV that will not be."""
+    reason: builtins.str
+    """Short fixed phrase, such as `staging_full`."""
+    started_at_ms: builtins.int
+    """As in PrepareSaveRequest: which attempt this was."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        cache_ref: builtins.str = ...,
+        reason: builtins.str = ...,
+        started_at_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "reason", b"reason", "started_at_ms", b"started_at_ms", "tenant", b"tenant"]) -> None: ...
+
+Global___AbandonSaveRequest: typing_extensions.TypeAlias = AbandonSaveRequest
+
+@typing.final
+class AbandonSaveResponse(google.protobuf.message.Message):
+    """AbandonSaveResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___AbandonSaveResponse: typing_extensions.TypeAlias = AbandonSaveResponse
+
+@typing.final
 class WaitSealedRequest(google.protobuf.message.Message):
     """WaitSealedRequest waits for a manifest."""
 
@@ -401,20 +443,26 @@ class WaitSealedResponse(google.protobuf.message.Message):
     SEALED_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     sealed: builtins.bool
     """True: durable. False: not within the time, or the save failed."""
     num_tokens: builtins.int
     """Tokens in the manifest when sealed."""
     size_bytes: builtins.int
     """Bytes this context holds, shared blocks counted whole."""
+    reason: builtins.str
+    """Why there will be no manifest, as a short fixed phrase such as `staging_full`; empty: it may still come, or nobody
+    remembers.
+    """
     def __init__(
         self,
         *,
         sealed: builtins.bool = ...,
         num_tokens: builtins.int = ...,
         size_bytes: builtins.int = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "sealed", b"sealed", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "reason", b"reason", "sealed", b"sealed", "size_bytes", b"size_bytes"]) -> None: ...
 
 Global___WaitSealedResponse: typing_extensions.TypeAlias = WaitSealedResponse
 
@@ -548,6 +596,8 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     BLOCK_INDICES_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     DISK_FILES_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
@@ -560,6 +610,12 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     """True: answer with names in the shared directory where possible."""
     disk_files: builtins.bool
     """True: blocks that are only on disk may be named in the disk directory instead of being copied into memory."""
+    lease_id: builtins.str
+    """Lease of the engine's making, 16 to 64 letters and digits: the blocks asked for are neither evicted nor freed until
+    EndLoad names it. Empty: none. A second call may name it again.
+    """
+    lease_ms: builtins.int
+    """Longest time of the lease in ms; the sidecar has a limit of its own."""
     @property
     def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions wanted, in order; the number of whole blocks names the tail."""
@@ -574,10 +630,42 @@ class LoadBlocksRequest(google.protobuf.message.Message):
         block_indices: collections.abc.Iterable[builtins.int] | None = ...,
         shared_memory: builtins.bool = ...,
         disk_files: builtins.bool = ...,
+        lease_id: builtins.str = ...,
+        lease_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
 
 Global___LoadBlocksRequest: typing_extensions.TypeAlias = LoadBlocksRequest
+
+@typing.final
+class EndLoadRequest(google.protobuf.message.Message):
+    """EndLoadRequest names a lease."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """As in LoadBlocksRequest."""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id"]) -> None: ...
+
+Global___EndLoadRequest: typing_extensions.TypeAlias = EndLoadRequest
+
+@typing.final
+class EndLoadResponse(google.protobuf.message.Message):
+    """EndLoadResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___EndLoadResponse: typing_extensions.TypeAlias = EndLoadResponse
 
 @typing.final
 class LoadBlocksResponse(google.protobuf.message.Message):
@@ -731,6 +819,8 @@ class LoadReport(google.protobuf.message.Message):
     RESTORE_MS_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Request as named in the signed parameters."""
     outcome: Global___LoadOutcome.ValueType
@@ -747,6 +837,10 @@ class LoadReport(google.protobuf.message.Message):
     """Bytes injected."""
     reason: builtins.str
     """Short fixed phrase for a miss or failure, such as `fingerprint_mismatch`."""
+    rank: builtins.int
+    """Rank that reports."""
+    world_size: builtins.int
+    """Ranks that report this load; 0: this one only."""
     def __init__(
         self,
         *,
@@ -758,14 +852,16 @@ class LoadReport(google.protobuf.message.Message):
         restore_ms: builtins.float = ...,
         size_bytes: builtins.int = ...,
         reason: builtins.str = ...,
+        rank: builtins.int = ...,
+        world_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device_tokens", b"device_tokens", "loaded_tokens", b"loaded_tokens", "outcome", b"outcome", "reason", b"reason", "request_id", b"request_id", "restore_ms", b"restore_ms", "size_bytes", b"size_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_tokens", b"device_tokens", "loaded_tokens", b"loaded_tokens", "outcome", b"outcome", "rank", b"rank", "reason", b"reason", "request_id", b"request_id", "restore_ms", b"restore_ms", "size_bytes", b"size_bytes", "tier", b"tier", "world_size", b"world_size"]) -> None: ...
 
 Global___LoadReport: typing_extensions.TypeAlias = LoadReport
 
 @typing.final
 class ReportLoadRequest(google.protobuf.message.Message):
-    """ReportLoadRequest carries a report; a later one for the same request replaces it."""
+    """ReportLoadRequest carries a report. Of several for one request, the worst outcome is the one that is told."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

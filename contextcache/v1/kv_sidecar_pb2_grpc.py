@@ -55,6 +55,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.SealRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.SealResponse.FromString,
                 _registered_method=True)
+        self.AbandonSave = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/AbandonSave',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveResponse.FromString,
+                _registered_method=True)
         self.WaitSealed = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/WaitSealed',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.WaitSealedRequest.SerializeToString,
@@ -69,6 +74,11 @@ class KVSidecarServiceStub(object):
                 '/contextcache.v1.KVSidecarService/LoadBlocks',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksResponse.FromString,
+                _registered_method=True)
+        self.EndLoad = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/EndLoad',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadResponse.FromString,
                 _registered_method=True)
         self.TouchContext = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/TouchContext',
@@ -140,6 +150,14 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AbandonSave(self, request, context):
+        """AbandonSave tells that a rank saves nothing under a cache_ref, and why. A save that others have begun is dropped,
+        whoever waits for it learns at once. Changes nothing for what is sealed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WaitSealed(self, request, context):
         """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request.
         """
@@ -149,14 +167,22 @@ class KVSidecarServiceServicer(object):
 
     def GetManifest(self, request, context):
         """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
-        `cache_ref_pending` while it is being pulled from a peer: it is worth asking again.
+        `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadBlocks(self, request, context):
-        """LoadBlocks hands out verified blocks of one rank in the order asked for; they stay pinned until the stream ends.
+        """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
+        or, with a lease, until EndLoad or the end of its time: names in a stream say nothing of what was opened.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndLoad(self, request, context):
+        """EndLoad ends the lease of a load: the engine has copied what it was promised, or wants it no more. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,6 +262,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.SealRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.SealResponse.SerializeToString,
             ),
+            'AbandonSave': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbandonSave,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveResponse.SerializeToString,
+            ),
             'WaitSealed': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitSealed,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.WaitSealedRequest.FromString,
@@ -250,6 +281,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.LoadBlocks,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksResponse.SerializeToString,
+            ),
+            'EndLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndLoad,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadResponse.SerializeToString,
             ),
             'TouchContext': grpc.unary_unary_rpc_method_handler(
                     servicer.TouchContext,
@@ -407,6 +443,33 @@ class KVSidecarService(object):
             _registered_method=True)
 
     @staticmethod
+    def AbandonSave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/AbandonSave',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.AbandonSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def WaitSealed(request,
             target,
             options=(),
@@ -477,6 +540,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/LoadBlocks',
             contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/EndLoad',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.EndLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

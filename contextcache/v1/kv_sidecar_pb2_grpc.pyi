@@ -32,11 +32,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _KVSidecarServiceHandshakeType = typing_extensions.TypeVar(
     '_KVSidecarServiceHandshakeType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         contextcache.v1.kv_sidecar_pb2.HandshakeResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         contextcache.v1.kv_sidecar_pb2.HandshakeResponse,
     ],
@@ -48,11 +47,10 @@ _KVSidecarServiceHandshakeType = typing_extensions.TypeVar(
 
 _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
     '_KVSidecarServicePrepareSaveType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
     ],
@@ -64,11 +62,10 @@ _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
 
 _KVSidecarServiceSaveBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceSaveBlocksType',
-    grpc.StreamUnaryMultiCallable[
+    bound=grpc.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
+    ] | grpc.aio.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
     ],
@@ -80,11 +77,10 @@ _KVSidecarServiceSaveBlocksType = typing_extensions.TypeVar(
 
 _KVSidecarServiceSealType = typing_extensions.TypeVar(
     '_KVSidecarServiceSealType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SealRequest,
         contextcache.v1.kv_sidecar_pb2.SealResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SealRequest,
         contextcache.v1.kv_sidecar_pb2.SealResponse,
     ],
@@ -94,13 +90,27 @@ _KVSidecarServiceSealType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceAbandonSaveType = typing_extensions.TypeVar(
+    '_KVSidecarServiceAbandonSaveType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+    ],
+)
+
 _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
     '_KVSidecarServiceWaitSealedType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
     ],
@@ -112,11 +122,10 @@ _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetManifestType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
     ],
@@ -128,11 +137,10 @@ _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
 
 _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceLoadBlocksType',
-    grpc.UnaryStreamMultiCallable[
+    bound=grpc.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
+    ] | grpc.aio.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
     ],
@@ -142,13 +150,27 @@ _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceEndLoadType = typing_extensions.TypeVar(
+    '_KVSidecarServiceEndLoadType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+        contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+        contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+        contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
+    ],
+)
+
 _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceTouchContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
     ],
@@ -160,11 +182,10 @@ _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceDeleteContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
         contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
         contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
     ],
@@ -176,11 +197,10 @@ _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReportLoadType = typing_extensions.TypeVar(
     '_KVSidecarServiceReportLoadType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReportLoadRequest,
         contextcache.v1.kv_sidecar_pb2.ReportLoadResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReportLoadRequest,
         contextcache.v1.kv_sidecar_pb2.ReportLoadResponse,
     ],
@@ -192,11 +212,10 @@ _KVSidecarServiceReportLoadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetLoadReportType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
     ],
@@ -208,11 +227,10 @@ _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
 
 _KVSidecarServicePullContextType = typing_extensions.TypeVar(
     '_KVSidecarServicePullContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
     ],
@@ -224,11 +242,10 @@ _KVSidecarServicePullContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetTenantUsageType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
     ],
@@ -240,11 +257,10 @@ _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
 
 _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     '_KVSidecarServiceStatsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
         contextcache.v1.kv_sidecar_pb2.StatsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
         contextcache.v1.kv_sidecar_pb2.StatsResponse,
     ],
@@ -254,7 +270,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -276,6 +292,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.SealResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+            contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
             contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
         ],
@@ -286,6 +306,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryStreamMultiCallable[
             contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
             contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+            contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
@@ -336,6 +360,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.SealResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+            contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
             contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
         ],
@@ -346,6 +374,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.aio.UnaryStreamMultiCallable[
             contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
             contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+            contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
@@ -391,16 +423,26 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     Seal: _KVSidecarServiceSealType
     """Seal ends a rank's save. When every rank has sealed, the manifest is written, last. FAILED_PRECONDITION when blocks are missing."""
 
+    AbandonSave: _KVSidecarServiceAbandonSaveType
+    """AbandonSave tells that a rank saves nothing under a cache_ref, and why. A save that others have begun is dropped,
+    whoever waits for it learns at once. Changes nothing for what is sealed.
+    """
+
     WaitSealed: _KVSidecarServiceWaitSealedType
     """WaitSealed returns once the manifest of a cache_ref is durable, or sealed=false at the deadline in the request."""
 
     GetManifest: _KVSidecarServiceGetManifestType
     """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
-    `cache_ref_pending` while it is being pulled from a peer: it is worth asking again.
+    `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
     """
 
     LoadBlocks: _KVSidecarServiceLoadBlocksType
-    """LoadBlocks hands out verified blocks of one rank in the order asked for; they stay pinned until the stream ends."""
+    """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
+    or, with a lease, until EndLoad or the end of its time: names in a stream say nothing of what was opened.
+    """
+
+    EndLoad: _KVSidecarServiceEndLoadType
+    """EndLoad ends the lease of a load: the engine has copied what it was promised, or wants it no more. Idempotent."""
 
     TouchContext: _KVSidecarServiceTouchContextType
     """TouchContext moves the expiry of all manifests of a session."""
@@ -445,6 +487,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
         contextcache.v1.kv_sidecar_pb2.SealResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+        contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
     ],
@@ -455,6 +501,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+        contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
@@ -524,6 +574,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         """Seal ends a rank's save. When every rank has sealed, the manifest is written, last. FAILED_PRECONDITION when blocks are missing."""
 
     @abc.abstractmethod
+    def AbandonSave(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse]]:
+        """AbandonSave tells that a rank saves nothing under a cache_ref, and why. A save that others have begun is dropped,
+        whoever waits for it learns at once. Changes nothing for what is sealed.
+        """
+
+    @abc.abstractmethod
     def WaitSealed(
         self,
         request: contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
@@ -538,7 +598,7 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.GetManifestResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.GetManifestResponse]]:
         """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
-        `cache_ref_pending` while it is being pulled from a peer: it is worth asking again.
+        `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
         """
 
     @abc.abstractmethod
@@ -547,7 +607,17 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse], collections.abc.AsyncIterator[contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse]]:
-        """LoadBlocks hands out verified blocks of one rank in the order asked for; they stay pinned until the stream ends."""
+        """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
+        or, with a lease, until EndLoad or the end of its time: names in a stream say nothing of what was opened.
+        """
+
+    @abc.abstractmethod
+    def EndLoad(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.EndLoadResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.EndLoadResponse]]:
+        """EndLoad ends the lease of a load: the engine has copied what it was promised, or wants it no more. Idempotent."""
 
     @abc.abstractmethod
     def TouchContext(

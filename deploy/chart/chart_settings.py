@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
-_FIXED = "the chart: ports, paths and addresses in pods are its own"
-_UNUSED = "nobody: means something on other platforms only"
+_FIXED = "fixed: ports, paths and addresses in pods are the chart's own"
+_UNUSED = "never set: means something on other platforms only"
 _TLS = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_server_name"), "tls")
 _TRACES = {"traces_endpoint": "tracing.endpoint", "traces_sample_ratio": "tracing.sampleRatio"}
 _EVERYWHERE = {**_TLS, **_TRACES}
@@ -48,9 +48,6 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "redis_ca_file": "redis.tlsSecret",
         "redis_cert_file": "redis.clientCertificate",
         "redis_key_file": "redis.clientCertificate",
-        "sweep_lease": "contextManager.sweepLease",
-        "sweep_lease_namespace": "the release's namespace",
-        "sweep_lease_identity": "the pod's name",
         "log_level": "logLevel",
     },
     "SIDECAR_": {
@@ -97,12 +94,14 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "admin_host": _FIXED,
         "admin_port": _FIXED,
         "sds_dir": _FIXED,
+        "api_keys_file": "auth",
+        "api_keys_filter_file": _FIXED,
         "drain_delay_s": "envoy.drainDelayS",
         "engine_paths": "gateway.settings.enginePaths: both must know the same",
         "max_body_bytes": "gateway.settings.maxBodyBytes: both must have the same",
     },
 }
-"""Prefix of a process's settings → field → which value of the chart sets it. Envoy's have no environment."""
+"""Prefix of a process's settings → field → which value of the chart sets it, and why. Envoy's have no environment."""
 
 
 def settings_schema(settings: type[BaseModel], prefix: str) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class RbacValues(Section):
 
     create: bool = Field(
         True,
-        description="create Roles and RoleBindings: the gateway reads EndpointSlices and pods, the context-manager "
-        "holds one Lease",
+        description="create the gateway's Role and RoleBinding: it reads EndpointSlices and pods; nobody else asks "
+        "the Kubernetes API",
     )
 
 

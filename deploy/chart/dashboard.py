@@ -1,4 +1,4 @@
-"""The Grafana dashboard: rows of panels, each a few queries over metrics in docs/operations.md. Pure.
+"""The Grafana dashboard: rows of panels, each a few queries over metrics in docs/operations/metrics.md. Pure.
 
 Grafana 11's JSON model, as far as we use it: what is left out gets Grafana's defaults. The variables are a Prometheus
 data source and the release's namespace.
@@ -251,6 +251,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 Query(rate("contextcache_sidecar_collector_failures_total"), "collector failures"),
                 Query(rate("contextcache_manager_sweep_failures_total"), "sweep failures"),
                 Query(rate("contextcache_gateway_auth_failures_total"), "auth failures"),
+                Query(rate("envoy_api_keys_refused"), "auth failures at Envoy"),
                 Query(rate("contextcache_gateway_discovery_failures_total"), "discovery failures"),
             ),
             unit="ops",

@@ -21,17 +21,26 @@ from deploy.chart.chart_settings import CHART_SETTINGS
 from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.settings import EnvoySettings, GatewayAddress
 from deploy.envoy.tls import secrets
+from gateway.paths import ENGINE_CALLS
 
 FOLDER = "/etc/context-cache/envoy"
 """Where the ConfigMap is mounted: the bootstrap and the SDS files beside it."""
 TLS_FOLDER = "/etc/context-cache/tls"
 LISTEN_TLS_FOLDER = "/etc/context-cache/listen-tls"
 METRICS_PORT = 9090
+KEYS = {
+    "api_keys_file": "/etc/context-cache/keys/api-keys.json",
+    # Where the keeper may write.
+    "api_keys_filter_file": "/tmp/envoy-keys/filter.json",
+}
+"""A release always has API keys."""
 
 _GATEWAY_HOST, _PODS_HOST, _TRACES_HOST = "gateway.mark.", "pods.mark.", "traces.mark"
 _PODS_PORT, _TRACES_PORT, _LISTEN_PORT = 64901, 64902, 64903
 _RATIO = 0.654321
-_PATH = "/mark/engine-path"
+_METHOD, _PATH = "MARK", "/mark/engine-path"
+_INFERENCE_PATHS = sorted(path for path in (call.split()[1] for call in ENGINE_CALLS) if not path.startswith("/v1/"))
+"""Routes that know prefixes need these named."""
 _STRINGS = {
     _GATEWAY_HOST: "gatewayHost",
     _PODS_HOST: "podsHost",
@@ -86,7 +95,7 @@ def envoy_defaults() -> str:
         for name, field in EnvoySettings.model_fields.items()
         if name not in CHART_SETTINGS["ENVOY_"] or name in elsewhere
     }
-    return json.dumps(defaults, indent=2) + "\n"
+    return json.dumps({**defaults, "inferencePaths": _INFERENCE_PATHS}, indent=2) + "\n"
 
 
 def _files() -> dict[str, Any]:
@@ -129,11 +138,12 @@ def _settings(more: Settings) -> EnvoySettings:
             "listen_host": "0.0.0.0",
             "listen_port": _LISTEN_PORT,
             "metrics_listen": f"0.0.0.0:{METRICS_PORT}",
-            "engine_paths": (_PATH,),
+            "engine_paths": (f"{_METHOD} {_PATH}",),
             "access_log": "",
             "fail_open_stateless": False,
             "traces_ca_file": "/mark/traces-ca",
             "sds_dir": FOLDER,
+            **KEYS,
             **_number_marks(),
             **more,
         }
@@ -208,15 +218,16 @@ def _list_item(value: Any, numbers: Iterator[int]) -> list[Any]:
     inner = _with_markers(_unwrapped(value), numbers)
     if isinstance(value, Optional):
         return [f"@0 if {value.condition}@", inner, "@0 end@"]
-    if isinstance(value, dict) and value.get("match") == {"path": _PATH}:
-        return ["@0 range $path := $settings.enginePaths@", inner, "@0 end@"]
+    if isinstance(value, dict) and value.get("match", {}).get("path") == _PATH:
+        return ["@0 range $call := $settings.enginePaths@", inner, "@0 end@"]
     return [inner]
 
 
 def _without_marks(text: str) -> str:
     text = re.sub(r"^( *)(?:- )?'@\d+ (.*?)@'(?:: null)?$", r"\1{{- \2 }}", text, flags=re.MULTILINE)
     text = re.sub(r"'@switch (\S+)@'", r"{{ toJson \1 }}", text)
-    text = text.replace(f"path: {_PATH}", "path: {{ toJson $path }}")
+    for number, mark in enumerate((f"exact: {_METHOD}", f"path: {_PATH}")):
+        text = text.replace(mark, f'{mark.split()[0]} {{{{ index (splitList " " $call) {number} | toJson }}}}')
     for mark, name in _STRINGS.items():
         text = text.replace(mark, f"{{{{ toJson $settings.{name} }}}}")
     ratio = "{{ round (mulf $settings.tracesSampleRatio 1000000) 0 | int }}"

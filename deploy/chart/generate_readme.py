@@ -56,6 +56,16 @@ _PODS = """
 
 Every component with pods has these keys too: `{components}`.
 """
+_SETTINGS = {
+    "gateway.settings": "gateway",
+    "contextManager.settings": "context-manager",
+    "envoy.settings": "envoy",
+    "sidecar.settings": "kv-sidecar",
+    "engine.turn": "turn-middleware",
+    "engine.connector": "connector",
+    "injector.settings": "injector",
+}
+"""Maps of settings, and their headings in docs/operations/settings.md."""
 
 
 def readme(values: type[Section]) -> str:
@@ -101,19 +111,10 @@ def _is_pods_own(section: type[Section], name: str) -> bool:
 
 
 def _settings(section: type[Section], key: str) -> Iterator[str]:
-    """Yield a table for each map of settings: the fields of the process, which are keys of the map."""
-    for name, schema in section.model_json_schema()["properties"].items():
-        if (
-            schema.get("type") != "object"
-            or "properties" not in schema
-            or name not in {"settings", "turn", "connector"}
-        ):
-            continue
-        rows = (
-            (f"`{field}`", f"`{_text(found['default'])}`" if "default" in found else "", found.get("description", ""))
-            for field, found in schema["properties"].items()
-        )
-        yield from ("", f"Keys of `{key}.{name}`; the defaults are those of the process:", "", *_table(rows))
+    """Yield where the keys of each map of settings stand: they are the fields of a process, listed once."""
+    for name in section.model_json_schema()["properties"]:
+        if anchor := _SETTINGS.get(f"{key}.{name}"):
+            yield from ("", f"Keys of `{key}.{name}`: [settings](../../docs/operations/settings.md#{anchor}).")
 
 
 def _table(rows: Any) -> Iterator[str]:

@@ -25,11 +25,6 @@ class ContextManagerValues(Pod):
         default_factory=lambda: resources("250m", "256Mi", "1Gi"), description="requests and limits of the container"
     )
     pdb: PodDisruptionBudget = Field(default_factory=PodDisruptionBudget, description="its PodDisruptionBudget")
-    sweep_lease: bool = Field(
-        True,
-        description="only the pod that holds a Lease sweeps; false: each does, which is as right and costs more, and "
-        "needs no rights in Kubernetes",
-    )
     termination_grace_period_seconds: int = Field(
         30, ge=1, description="seconds until the pod is killed; more than settings.drainS"
     )

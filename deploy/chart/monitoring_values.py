@@ -24,12 +24,12 @@ class PodMonitor(Section):
 
 
 class PrometheusRule(Section):
-    """Alert rules of the Prometheus operator, each with a section in docs/operations.md."""
+    """Alert rules of the Prometheus operator, each with a section in docs/operations/alerts.md."""
 
     enabled: bool = Field(False, description="create them; needs the operator's CustomResourceDefinitions")
     labels: Strings = Field(default_factory=dict, description="labels the operator selects by")
     runbook_url: Url = Field(
-        "", description="address of your copy of docs/operations.md, for links in alerts; empty: its path in the source"
+        "", description="address of your copy of docs/operations/alerts.md, for links in alerts; empty: its path here"
     )
 
 
@@ -46,7 +46,7 @@ class Dashboard(Section):
 
 
 class MonitoringValues(Section):
-    """Metrics, alerts and a dashboard. Names and meanings: docs/operations.md."""
+    """Metrics, alerts and a dashboard. Names and meanings: docs/operations/."""
 
     pod_monitor: PodMonitor = Field(default_factory=PodMonitor, description="PodMonitors for the Prometheus operator")
     prometheus_rule: PrometheusRule = Field(

@@ -26,7 +26,7 @@ class Dns(Section):
 
 
 class ApiServer(Section):
-    """The Kubernetes API, which the gateway watches and the context-manager's Lease lives in."""
+    """The Kubernetes API, which the gateway watches."""
 
     cidrs: list[str] = Field(
         default_factory=list, description="networks of the API servers, after address translation; []: any address"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
+from deploy.envoy.api_keys import key_filter, refusal_counter
 from deploy.envoy.clusters import LB_NAMESPACE, PLUGIN, clusters, socket_address
 from deploy.envoy.local_replies import local_reply_config
 from deploy.envoy.routes import EXT_PROC, TYPE, routes
@@ -41,6 +42,8 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
                 "drain_delay_s": settings.drain_delay_s,
                 "drain_timeout_s": settings.drain_timeout_s,
                 "metrics_listen": settings.metrics_listen,
+                "api_keys_file": settings.api_keys_file,
+                "api_keys_filter_file": settings.api_keys_filter_file,
             },
         },
         "admin": {"address": socket_address(_joined(settings.admin_host, settings.admin_port))},
@@ -101,7 +104,7 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
         "stream_idle_timeout": duration(settings.idle_timeout_s),
         "delayed_close_timeout": "1s",
         "local_reply_config": local_reply_config(settings),
-        **_access_log(settings),
+        "access_log": [*refusal_counter(settings), *_access_log(settings)],
         **tracing(settings),
         "http_filters": _http_filters(settings),
         "route_config": {"name": "routes", "virtual_hosts": [_virtual_host(settings)]},
@@ -147,11 +150,13 @@ def _early_header_mutation() -> dict[str, Any]:
 
 
 def _http_filters(settings: EnvoySettings) -> list[dict[str, Any]]:
-    # Buffering first: the plugin is asked when the request is whole, so that a slow upload holds no stream of it, and
+    # Keys first: who has none costs nothing more, neither a buffer nor a look of the plugin.
+    # Then buffering: the plugin is asked when the request is whole, so that a slow upload holds no stream of it, and
     # the limit holds for bodies that it does not look at too. A request over the limit is refused when so much of it
     # has been read, not by its content-length: most clients read no answer before they have sent everything. Buffers
     # of connections stay at Envoy's 1 MiB, so that a client that reads slowly slows the pod and fills no memory here.
     return [
+        *key_filter(settings),
         {
             "name": "envoy.filters.http.buffer",
             "typed_config": {
@@ -207,10 +212,10 @@ def _ext_proc(settings: EnvoySettings) -> dict[str, Any]:
     }
 
 
-def _access_log(settings: EnvoySettings) -> dict[str, Any]:
+def _access_log(settings: EnvoySettings) -> list[dict[str, Any]]:
     """Log one JSON line a request: who was asked what and how it went; no body, no key, no query."""
     if not settings.access_log:
-        return {}
+        return []
     fields: dict[str, str] = {
         "time": "%START_TIME%",
         "method": "%REQ(:METHOD):16%",
@@ -234,15 +239,16 @@ def _access_log(settings: EnvoySettings) -> dict[str, Any]:
     }
     for name in _RECEIPT_HEADERS:
         fields[name.removeprefix("x-").replace("-", "_")] = f"%RESP({name.upper()}):128%"
-    log = {
-        "name": "envoy.access_loggers.file",
-        "typed_config": {
-            "@type": f"{TYPE}extensions.access_loggers.file.v3.FileAccessLog",
-            "path": settings.access_log,
-            "log_format": {"json_format": fields, "omit_empty_values": True},
-        },
-    }
-    return {"access_log": [log]}
+    return [
+        {
+            "name": "envoy.access_loggers.file",
+            "typed_config": {
+                "@type": f"{TYPE}extensions.access_loggers.file.v3.FileAccessLog",
+                "path": settings.access_log,
+                "log_format": {"json_format": fields, "omit_empty_values": True},
+            },
+        }
+    ]
 
 
 def _overload_manager(settings: EnvoySettings) -> dict[str, Any]:

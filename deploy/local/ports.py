@@ -44,6 +44,11 @@ class PortPlan:
         return self.envoy + 3
 
     @property
+    def gateway_metrics(self) -> int:
+        """The gateway's metrics, and what it knows of its pods."""
+        return self.envoy + 4
+
+    @property
     def redis(self) -> int:
         """Sessions."""
         return self.envoy + _OTHERS

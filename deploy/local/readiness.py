@@ -5,25 +5,23 @@ Every probe is bounded by a short timeout and answers False on any failure to re
 
 from __future__ import annotations
 
-import http.client
-import json
 import socket
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from contextcache.rpc import CHANNEL_OPTIONS
+from contextcache.wire.rpc import CHANNEL_OPTIONS
 from deploy.local.ports import LOOPBACK
 
 _PROBE_S = 2.0
 _FIRST_TOKEN_S = 120.0
 """The first forward pass of a process is slower than any later one."""
-# Loopback never goes through a proxy, whatever the environment says.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Loopback never goes through a proxy, whatever the environment says, and shows no certificate.
+_client = partial(httpx.Client, trust_env=False, verify=False)
 
 
 def redis_answers(port: int) -> bool:
@@ -54,7 +52,7 @@ class HttpReady:
 
     def __call__(self) -> bool:
         """Ask once."""
-        return _status(urllib.request.Request(self.url), _PROBE_S) == http.client.OK
+        return _is_ok(self.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +64,8 @@ class EngineReady:
 
     def __call__(self) -> bool:
         """Ask once; the token is asked for only of a healthy engine."""
-        if not HttpReady(f"{self.url}/health")():
-            return False
-        body = json.dumps({"model": self.model, "prompt": "Ready", "max_tokens": 1}).encode()
-        request = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
-        return _status(request, _FIRST_TOKEN_S) == http.client.OK
+        first_token = {"model": self.model, "prompt": "Ready", "max_tokens": 1}
+        return _is_ok(f"{self.url}/health") and _is_ok(f"{self.url}/v1/completions", first_token, _FIRST_TOKEN_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +77,11 @@ class EnvoyReady:
 
     def __call__(self) -> bool:
         """Ask once."""
-        return HttpReady(f"{self.admin_url}/ready")() and HttpReady(f"{self.url}/readyz")()
+        return _is_ok(f"{self.admin_url}/ready") and _is_ok(f"{self.url}/readyz")
 
 
 def gateway_endpoints(url: str) -> dict[str, dict[str, Any]]:
-    """Return what a gateway knows of its pods, by name; nothing when it does not answer."""
+    """Return what a gateway knows of its pods, by name, as its metrics port says; nothing when it does not answer."""
     described = _json(f"{url}/readyz")
     return dict(described.get("endpoints") or {})
 
@@ -109,31 +104,18 @@ def _is_fault(fact: tuple[str, Any]) -> bool:
 
 
 def _json(url: str) -> dict[str, Any]:
+    """Return the object that a GET answers with, whatever its status; empty when there is none."""
     try:
-        with _OPENER.open(url, timeout=_PROBE_S) as answer:
-            parsed = json.load(answer)
-    except urllib.error.HTTPError as exc:
-        with exc:
-            parsed = _parsed(exc.read())
-    except (OSError, ValueError, http.client.HTTPException):
+        with _client(timeout=_PROBE_S) as client:
+            parsed = client.get(url).json()
+    except (httpx.HTTPError, ValueError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
 
 
-def _parsed(body: bytes) -> Any:
+def _is_ok(url: str, body: dict[str, Any] | None = None, timeout_s: float = _PROBE_S) -> bool:
     try:
-        return json.loads(body)
-    except ValueError:
-        return None
-
-
-def _status(request: urllib.request.Request, timeout_s: float) -> int:
-    try:
-        with _OPENER.open(request, timeout=timeout_s) as answer:
-            answer.read()
-            return int(answer.status)
-    except urllib.error.HTTPError as exc:
-        exc.close()
-        return exc.code
-    except (OSError, http.client.HTTPException):
-        return 0
+        with _client(timeout=timeout_s) as client:
+            return client.request("GET" if body is None else "POST", url, json=body).is_success
+    except httpx.HTTPError:
+        return False

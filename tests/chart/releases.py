@@ -146,7 +146,7 @@ _VALUES: dict[str, Values] = {
             "terminationGracePeriodSeconds": 120,
         }
     },
-    "manager settings": {"contextManager": {"settings": {"maxTtlS": 86400, "tombstoneS": 60}, "sweepLease": False}},
+    "manager settings": {"contextManager": {"settings": {"maxTtlS": 86400, "tombstoneS": 60}}},
     "envoy settings": {"envoy": {"settings": {"failOpenStateless": False, "idleTimeoutS": 1200, "concurrency": 4}}},
     "hpa": {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 30}}},
     "hpa for envoy": {"envoy": {"autoscaling": {"enabled": True}}},
@@ -276,7 +276,7 @@ _VALUES: dict[str, Values] = {
             "tests": {"enabled": False},
             "rbac": {"create": False},
             "serviceAccount": {"create": False},
-            "contextManager": {"sweepLease": False, "replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
+            "contextManager": {"replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
             "gateway": {"replicas": 1, "pdb": {"enabled": False}, "topologySpread": False},
         },
     ),

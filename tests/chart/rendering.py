@@ -1,12 +1,24 @@
-"""What Helm makes of the chart: renderings as lists of documents, each made once in a run of the tests."""
+"""What Helm makes of the chart: renderings as lists of documents.
+
+Each is made once a day by all processes that run tests, and kept in `.build` for as long as chart, values and Helm stay
+what they are; what is random in it is new the next day.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import gzip
+import hashlib
 import json
+import os
+import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +32,9 @@ CHART = ROOT / "charts" / "context-cache"
 HELM_S = 120
 """Seconds one call of Helm may take; it takes a tenth of one on an idle machine."""
 KUBE_VERSION = "1.32.0"
+KEPT = ROOT / ".build" / "renderings"
+KEPT_S = 24 * 3600
+"""How long renderings stay after the last was added to theirs."""
 
 Document = dict[str, Any]
 
@@ -75,7 +90,66 @@ def run_helm(helm: Helm, *arguments: str, stdin: str = "", env: Mapping[str, str
 
 
 def helm_says(release: Release, helm: Helm = HELM_4) -> tuple[int, str, str]:
-    """Return exit status, output and complaint of `helm template`."""
+    """Return exit status, output and complaint of `helm template`, of this run or of one before."""
+    key = hashlib.sha256(f"{release.key()} {helm.program_sha256}".encode()).hexdigest()
+    folder = kept_folder()
+    kept = folder / f"{key}.json.gz"
+    with _one_at_a_time(int(key[:12], 16)):
+        if not kept.exists():
+            said = _helm_says(release, helm)
+            if not folder.name.endswith(_chart_digest()):
+                return said  # somebody edits it at this moment
+            making = kept.with_suffix(f".{os.getpid()}")
+            making.write_bytes(gzip.compress(json.dumps(said).encode(), compresslevel=1))
+            making.rename(kept)
+    status, output, complaint = json.loads(gzip.decompress(kept.read_bytes()))
+    return status, output, complaint
+
+
+def render_ahead(releases: Iterable[Release], helm: Helm = HELM_4) -> None:
+    """Have Helm render what is not kept yet, on all cores."""
+    different = {release.key(): release for release in releases}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda release: helm_says(release, helm), different.values()))
+
+
+@functools.cache
+def kept_folder() -> Path:
+    """Return where today's renderings of the chart as it is now are kept, and remove old ones."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    for other in KEPT.iterdir():
+        if other.is_dir() and other.stat().st_mtime < time.time() - KEPT_S:
+            shutil.rmtree(other, ignore_errors=True)
+    folder = KEPT / f"{time.strftime('%Y-%m-%d')}-{_chart_digest()}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _chart_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in CHART.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(CHART)} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _lock() -> int:
+    """Return an open file that stays open: closing one that is open twice would unlock the other."""
+    return os.open(KEPT / ".lock", os.O_RDWR | os.O_CREAT)
+
+
+@contextmanager
+def _one_at_a_time(byte: int) -> Iterator[None]:
+    """Hold one byte of the lock file, and so one rendering, against other processes."""
+    fcntl.lockf(_lock(), fcntl.LOCK_EX, 1, byte)
+    try:
+        yield
+    finally:
+        fcntl.lockf(_lock(), fcntl.LOCK_UN, 1, byte)
+
+
+def _helm_says(release: Release, helm: Helm) -> tuple[int, str, str]:
     done = run_helm(
         helm,
         *("template", release.name, str(CHART), "--namespace", release.namespace),

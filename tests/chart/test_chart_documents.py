@@ -11,6 +11,7 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 from tests.chart.custom_resources import CUSTOM_RESOURCES, faults
+from tests.chart.each_release import in_each_release
 from tests.chart.manifests import COMPONENT, INSTANCE, NAME, identity, name_of, of_kind, pods
 from tests.chart.releases import RELEASES
 from tests.chart.rendering import CHART, Document, render, render_both
@@ -79,9 +80,10 @@ def test_every_custom_resource_is_one_we_know_and_has_its_shape():
     assert seen == set(CUSTOM_RESOURCES)
 
 
-@pytest.mark.parametrize("name", RELEASES)
-def test_both_helms_make_the_same(name):
-    of_helm_3, of_helm_4 = ({identity(one): _settled(one) for one in made} for made in render_both(RELEASES[name]))
+@pytest.mark.thorough
+@in_each_release
+def test_both_helms_make_the_same(release):
+    of_helm_3, of_helm_4 = ({identity(one): _settled(one) for one in made} for made in render_both(release))
 
     assert of_helm_3 == of_helm_4
 
@@ -110,17 +112,16 @@ def _settled(document: Document) -> Document:
     return walk(document, "")
 
 
-@pytest.mark.parametrize("name", RELEASES)
-def test_no_object_is_there_twice(name):
-    names = [identity(document) for document in render(RELEASES[name])]
+@in_each_release
+def test_no_object_is_there_twice(documents):
+    names = [identity(document) for document in documents]
 
     assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.parametrize("name", RELEASES)
-def test_objects_leave_their_namespace_to_helm_and_carry_the_standard_labels(name):
-    release = RELEASES[name]
-    for document in render(release):
+@in_each_release
+def test_objects_leave_their_namespace_to_helm_and_carry_the_standard_labels(release, documents):
+    for document in documents:
         labels = document["metadata"]["labels"]
 
         assert "namespace" not in document["metadata"], identity(document)
@@ -129,9 +130,9 @@ def test_objects_leave_their_namespace_to_helm_and_carry_the_standard_labels(nam
         assert {NAME, "app.kubernetes.io/version", "helm.sh/chart"} <= labels.keys(), identity(document)
 
 
-@pytest.mark.parametrize("name", RELEASES)
-def test_names_and_labels_are_of_lengths_and_letters_that_kubernetes_takes(name):
-    for document in render(RELEASES[name]):
+@in_each_release
+def test_names_and_labels_are_of_lengths_and_letters_that_kubernetes_takes(documents):
+    for document in documents:
         pattern = _DNS_1035 if document["kind"] == "Service" else _DNS_1123
         given = name_of(document).replace(".", "-") if document["kind"] != "Service" else name_of(document)
 
@@ -151,11 +152,11 @@ def _is_label(value: str) -> bool:
     return not value or re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?", value) is not None
 
 
-def test_the_names_of_a_stateful_set_s_pods_leave_room_for_what_kubernetes_adds():
+@in_each_release
+def test_the_names_of_a_stateful_set_s_pods_leave_room_for_what_kubernetes_adds(documents):
     """Deployments' pods get 17 characters more; a pod's name is the endpoint's name, 128 at most, a label 63."""
-    for release in RELEASES.values():
-        for document in of_kind(render(release), "Deployment", "StatefulSet"):
-            assert len(name_of(document)) <= 57, identity(document)
+    for document in of_kind(documents, "Deployment", "StatefulSet"):
+        assert len(name_of(document)) <= 57, identity(document)
 
 
 def test_every_label_of_the_user_is_on_every_object_and_pod():

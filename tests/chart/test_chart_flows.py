@@ -68,7 +68,6 @@ ALWAYS: set[Flow] = {
     ("gateway", "engine", 50061),
     ("gateway", "injected", 8000),
     ("gateway", "injected", 50061),
-    ("context-manager", "api-server", 443),
     ("engine", "context-manager", 50051),
     ("engine", "injected", 50061),
     ("injected", "context-manager", 50051),
@@ -187,8 +186,8 @@ def test_somebody_else_s_pods_keep_their_own_traffic_by_default():
     assert into == {("app", "injected", 8000)}
 
 
-def test_without_a_lease_or_discovery_nobody_asks_the_kubernetes_api_for_nothing():
-    found = flows(merged(NARROW, {"contextManager": {"sweepLease": False}}))
+def test_nobody_but_the_gateway_asks_the_kubernetes_api():
+    found = flows(NARROW)
 
     assert ("gateway", "api-server", 443) in found
     assert ("context-manager", "api-server", 443) not in found
@@ -213,9 +212,7 @@ def test_peers_apart_reach_no_other_sidecar():
     ],
 )
 def test_the_store_is_reached_on_the_port_that_its_address_names(redis, ports):
-    policy = one(
-        render(Release({"redis": redis, "contextManager": {"sweepLease": False}})), "NetworkPolicy", "-manager"
-    )
+    policy = one(render(Release({"redis": redis})), "NetworkPolicy", "-manager")
     opened = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
 
     assert opened - {53} == ports

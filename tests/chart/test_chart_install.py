@@ -9,7 +9,7 @@ import json
 import pytest
 
 from deploy.chart.tools import HELMS
-from tests.chart.cluster import Cluster, running_cluster
+from tests.chart.api_server import ApiServer, running_api_server
 from tests.chart.manifests import identity, pods
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, merged
 from tests.chart.rendering import CHART, Release, render, run_helm
@@ -20,12 +20,12 @@ VALKEY = {"redis": {"url": ""}, "valkey": {"enabled": True}}
 @pytest.fixture(params=HELMS, ids=lambda helm: helm.version)
 def helm(request, tmp_path):
     """Run one version of Helm against an empty cluster: `helm(command, …, values)`; the cluster is `helm.cluster`."""
-    with running_cluster() as cluster:
+    with running_api_server() as cluster:
 
         class Runner:
             """Helm with a cluster."""
 
-            def __init__(self, found: Cluster) -> None:
+            def __init__(self, found: ApiServer) -> None:
                 self.cluster = found
 
             def __call__(self, command: str, *arguments: str, values: dict | None = None) -> str:
@@ -43,7 +43,7 @@ def helm(request, tmp_path):
         yield Runner(cluster)
 
 
-def generated(cluster: Cluster) -> dict[str, str]:
+def generated(cluster: ApiServer) -> dict[str, str]:
     """Return every value of every Secret that the chart made."""
     return {
         f"{name}/{key}": value

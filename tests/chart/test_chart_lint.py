@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from deploy.chart.tools import HELMS
+from tests.chart.each_release import in_each_release
 from tests.chart.releases import RELEASES
-from tests.chart.rendering import CHART, ROOT, Release, helm_says, render, run_helm
+from tests.chart.rendering import CHART, ROOT, Release, helm_says, run_helm
 
 
 def chart_yaml() -> dict:
@@ -57,6 +58,6 @@ def test_the_chart_installs_the_version_of_this_tree():
     assert chart_yaml()["appVersion"] == project["version"]
 
 
-@pytest.mark.parametrize("name", RELEASES)
-def test_there_is_something_to_install(name):
-    assert len(render(RELEASES[name])) >= 8
+@in_each_release
+def test_there_is_something_to_install(documents):
+    assert len(documents) >= 8

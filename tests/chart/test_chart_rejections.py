@@ -193,6 +193,7 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("helm", [HELM_3, HELM_4], ids=lambda helm: helm.version)
 def test_wrong_values_are_refused_in_words_that_name_the_key(helm, name):

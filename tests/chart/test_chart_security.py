@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-
-from tests.chart.manifests import COMPONENT, Pod, env_of, identity, name_of, of_kind, pod_of, pods
+from tests.chart.each_release import in_each_release
+from tests.chart.manifests import COMPONENT, Pod, env_of, identity, name_of, of_kind, pods
 from tests.chart.releases import RELEASES
 from tests.chart.rendering import render
 
@@ -24,26 +23,12 @@ RIGHTS = {
         ("discovery.k8s.io", "endpointslices", (), ("list", "watch")),
         ("", "pods", (), ("list", "watch")),
     },
-    "context-manager": {
-        ("coordination.k8s.io", "leases", ("FULLNAME-sweeper",), ("get", "update")),
-    },
 }
 """Everything that anything of ours may ask of the Kubernetes API, all of it in its own namespace."""
 PUBLIC_ENV = re.compile(r"^(?!.*(PASSWORD|TOKEN|API_KEY$|_SECRET$)).*$")
 
 
-@pytest.fixture(params=RELEASES)
-def release(request):
-    """Each release."""
-    return RELEASES[request.param]
-
-
-@pytest.fixture
-def documents(release):
-    """Its documents."""
-    return render(release)
-
-
+@in_each_release
 def test_every_pod_is_restricted_but_for_what_is_written_down(documents):
     found = {}
     for pod in pods(documents):
@@ -110,6 +95,7 @@ def test_the_restricted_check_notices_each_rule():
         assert [name for name, value in holds.items() if not value] == [rule]
 
 
+@in_each_release
 def test_images_are_fixed_by_a_tag_or_a_digest(documents):
     for pod in pods(documents):
         for container in pod.containers:
@@ -119,6 +105,7 @@ def test_images_are_fixed_by_a_tag_or_a_digest(documents):
             assert digest.startswith("sha256:") or (tag and tag != "latest"), (pod.owner, container["image"])
 
 
+@in_each_release
 def test_every_container_says_what_it_needs_and_the_most_memory_it_may_take(documents):
     for pod in pods(documents):
         for container in pod.containers:
@@ -129,11 +116,13 @@ def test_every_container_says_what_it_needs_and_the_most_memory_it_may_take(docu
             assert "memory" in resources.get("limits", {}) or where[1] == "vllm", where
 
 
+@in_each_release
 def test_nobody_gets_the_environment_of_services(documents):
     """CONTEXT_CACHE_GATEWAY_PORT and its like would be read as settings by somebody, some day."""
     assert {pod.owner for pod in pods(documents) if pod.spec.get("enableServiceLinks") is not False} == set()
 
 
+@in_each_release
 def test_only_parts_that_ask_the_kubernetes_api_carry_a_token(documents):
     rights = {document["metadata"]["labels"].get(COMPONENT) for document in of_kind(documents, "Role")}
     for pod in pods(documents):
@@ -144,6 +133,7 @@ def test_only_parts_that_ask_the_kubernetes_api_carry_a_token(documents):
         assert not (pod.component in rights and not mounted), pod.owner
 
 
+@in_each_release
 def test_rights_are_those_of_the_table_and_bound_to_their_own_account(documents):
     assert of_kind(documents, "ClusterRole", "ClusterRoleBinding") == []
     accounts = {name_of(account) for account in of_kind(documents, "ServiceAccount")}
@@ -169,16 +159,6 @@ def test_rights_are_those_of_the_table_and_bound_to_their_own_account(documents)
         assert not accounts or subject["name"] in accounts
 
 
-def test_the_lease_in_the_rights_is_the_one_that_managers_ask_for():
-    documents = render(RELEASES["a long name"])
-    [container] = pod_of(documents, "context-manager").containers
-    role = next(role for role in of_kind(documents, "Role") if name_of(role).endswith("-context-manager"))
-
-    assert [rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule] == [
-        [env_of(container)["MANAGER_SWEEP_LEASE"]]
-    ]
-
-
 def test_without_rbac_and_accounts_none_is_made():
     documents = render(RELEASES["no rbac"])
 
@@ -195,6 +175,7 @@ def secret_values(documents) -> set[str]:
     return {text for text in texts if len(text) >= 16}
 
 
+@in_each_release
 def test_no_secret_is_in_arguments_variables_annotations_or_config_maps(documents):
     texts = secret_values(documents)
     for document in documents:
@@ -204,6 +185,7 @@ def test_no_secret_is_in_arguments_variables_annotations_or_config_maps(document
             assert not [secret for secret in texts if secret in text], identity(document)
 
 
+@in_each_release
 def test_variables_that_sound_secret_come_from_secrets(documents):
     for pod in pods(documents):
         for container in pod.containers:
@@ -225,6 +207,7 @@ def test_a_redis_url_out_of_a_secret_is_nowhere_else():
         assert "secretKeyRef" in value
 
 
+@in_each_release
 def test_files_with_secrets_are_mounted_for_the_group_alone(documents):
     for pod in pods(documents):
         for volume in pod.spec.get("volumes", []):

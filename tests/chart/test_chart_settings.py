@@ -21,6 +21,7 @@ from deploy.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
 from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
+from tests.chart.each_release import in_each_release
 from tests.chart.manifests import env_of, pod_of, pods
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, merged
 from tests.chart.rendering import CHART, ROOT, Release, render
@@ -97,12 +98,12 @@ def sample(settings: type, prefix: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("prefix", PROCESSES)
-def test_every_value_arrives_in_the_process_as_it_was_given(prefix, monkeypatch):
+def test_every_value_arrives_in_the_process_as_it_was_given(prefix):
     settings, path, component, container = PROCESSES[prefix]
     given = sample(settings, prefix)
     section, key = path.split(".")
     values = merged(REDIS, ENGINE, INJECTOR, {section: {key: {camel(name): value for name, value in given.items()}}})
-    found = read(settings, prefix, container_of(Release(values), component, container), monkeypatch)
+    found = read(settings, prefix, container_of(Release(values), component, container))
 
     assert json.loads(json.dumps({name: getattr(found, name) for name in given}, default=str)) == given
     assert len(given) >= 5
@@ -114,9 +115,9 @@ def container_of(release: Release, component: str, name: str) -> dict:
     return found
 
 
-def read(settings: type, prefix: str, container: dict, monkeypatch: pytest.MonkeyPatch):
+def read(settings: type, prefix: str, container: dict):
     """Return the settings as the process itself would read them from a container's variables."""
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(prefix):
                 patch.delenv(name)
@@ -133,10 +134,10 @@ def variables(container: dict) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", RELEASES)
-def test_the_processes_of_every_release_can_read_their_variables_and_know_each(name, monkeypatch):
+@in_each_release
+def test_the_processes_of_every_release_can_read_their_variables_and_know_each(documents):
     num_read = 0
-    for pod in pods(render(RELEASES[name])):
+    for pod in pods(documents):
         for container in pod.containers:
             for prefix, (settings, *_) in PROCESSES.items():
                 own = {variable for variable in env_of(container) if variable.startswith(prefix)}
@@ -145,7 +146,7 @@ def test_the_processes_of_every_release_can_read_their_variables_and_know_each(n
                 known = {f"{prefix}{field.upper()}" for field in settings.model_fields}
 
                 assert own <= known, (pod.owner, container["name"])
-                read(settings, prefix, container, monkeypatch)
+                read(settings, prefix, container)
                 num_read += 1
     assert num_read >= 2
 
@@ -160,11 +161,11 @@ def test_a_number_of_eight_digits_is_no_power_of_ten():
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("engine", "http"), ("tls by cert-manager", "https")])
-def test_what_both_ends_must_agree_on_they_agree_on(name, scheme, monkeypatch):
+def test_what_both_ends_must_agree_on_they_agree_on(name, scheme):
     documents = RELEASES[name]
-    gateway = read(GatewaySettings, "GATEWAY_", container_of(documents, "gateway", "gateway"), monkeypatch)
-    turn = read(TurnSettings, "TURN_", container_of(documents, "engine", "vllm"), monkeypatch)
-    sidecar = read(SidecarSettings, "SIDECAR_", container_of(documents, "engine", "kv-sidecar"), monkeypatch)
+    gateway = read(GatewaySettings, "GATEWAY_", container_of(documents, "gateway", "gateway"))
+    turn = read(TurnSettings, "TURN_", container_of(documents, "engine", "vllm"))
+    sidecar = read(SidecarSettings, "SIDECAR_", container_of(documents, "engine", "kv-sidecar"))
     vllm = container_of(documents, "engine", "vllm")
 
     assert gateway.kubernetes_scheme == scheme

@@ -169,7 +169,7 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
     }
     settings = {
         "gateway.settings": {"tenantBurst": 7},
-        "contextManager.settings": {"sweepLimit": 7},
+        "contextManager.settings": {"tenantContextsMax": 7},
         "sidecar.settings": {"ioThreads": 7},
         "envoy.settings": {"concurrency": 7},
         "injector.settings": {"maxRequests": 7},
@@ -211,6 +211,7 @@ def defaults() -> Values:
     return yaml.safe_load((CHART / "values.yaml").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", [path for path in KEYS if path not in WITHOUT_EFFECT])
 def test_every_value_has_an_effect(path, defaults):
     default: Any = defaults

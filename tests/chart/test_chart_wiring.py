@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
+from tests.chart.each_release import in_each_release
 from tests.chart.manifests import (
     COMPONENT,
     ENGINES,
@@ -38,18 +37,7 @@ FROM_OUTSIDE = {
 """Secrets that these releases say exist already."""
 
 
-@pytest.fixture(params=RELEASES)
-def release(request):
-    """Each release."""
-    return RELEASES[request.param]
-
-
-@pytest.fixture
-def documents(release):
-    """Its documents."""
-    return render(release)
-
-
+@in_each_release
 def test_workloads_select_their_own_pods_by_the_three_labels_that_never_change(documents):
     for workload in of_kind(documents, *WORKLOADS):
         selector = workload["spec"]["selector"]["matchLabels"]
@@ -58,6 +46,7 @@ def test_workloads_select_their_own_pods_by_the_three_labels_that_never_change(d
         assert selects(selector, workload["spec"]["template"]["metadata"]["labels"]), identity(workload)
 
 
+@in_each_release
 def test_no_workload_selects_another_s_pods(documents):
     for workload in of_kind(documents, *WORKLOADS):
         selector = workload["spec"]["selector"]["matchLabels"]
@@ -93,6 +82,7 @@ def selectors(document):
             yield spec["selector"]
 
 
+@in_each_release
 def test_every_selector_finds_pods_when_there_are_any(documents):
     present = list(pods(documents))
     for document in documents:
@@ -105,6 +95,7 @@ def test_every_selector_finds_pods_when_there_are_any(documents):
             assert optional or any(matches(selector, pod.labels) for pod in present), identity(document)
 
 
+@in_each_release
 def test_services_lead_to_ports_that_their_pods_have(documents):
     for service in of_kind(documents, "Service"):
         found = [pod for pod in pods(documents) if selects(service["spec"]["selector"], pod.labels)]
@@ -115,6 +106,7 @@ def test_services_lead_to_ports_that_their_pods_have(documents):
             assert target in known, (identity(service), pod.owner, target)
 
 
+@in_each_release
 def test_no_two_containers_of_a_pod_want_the_same_port_or_port_name(documents):
     for pod in pods(documents):
         wanted = [port for container in pod.running for port in container.get("ports", [])]
@@ -124,6 +116,7 @@ def test_no_two_containers_of_a_pod_want_the_same_port_or_port_name(documents):
             assert sorted(set(values), key=str) == sorted(values, key=str), pod.owner
 
 
+@in_each_release
 def test_probes_ask_a_port_of_their_own_container(documents):
     for pod in pods(documents):
         for container in pod.running:
@@ -137,6 +130,7 @@ def test_probes_ask_a_port_of_their_own_container(documents):
                         assert probe[way]["port"] in own, (pod.owner, container["name"], kind)
 
 
+@in_each_release
 def test_whatever_stays_is_probed(documents):
     for pod in pods(documents):
         if pod.owner.startswith("Pod/"):
@@ -147,6 +141,7 @@ def test_whatever_stays_is_probed(documents):
             assert "startupProbe" in container, (pod.owner, container["name"])
 
 
+@in_each_release
 def test_every_mount_has_its_volume_and_every_volume_is_mounted(documents):
     for document in of_kind(documents, *WORKLOADS, "Pod"):
         for pod in pods([document]):
@@ -157,6 +152,7 @@ def test_every_mount_has_its_volume_and_every_volume_is_mounted(documents):
             assert mounted == volumes | claims, pod.owner
 
 
+@in_each_release
 def test_no_two_mounts_of_a_container_have_the_same_path(documents):
     for pod in pods(documents):
         for container in pod.containers:
@@ -165,6 +161,7 @@ def test_no_two_mounts_of_a_container_have_the_same_path(documents):
             assert sorted(set(paths)) == sorted(paths), (pod.owner, container["name"])
 
 
+@in_each_release
 def test_settings_that_are_files_are_mounted_where_they_are_said_to_be(documents):
     for pod in pods(documents):
         for container in pod.containers:
@@ -174,6 +171,7 @@ def test_settings_that_are_files_are_mounted_where_they_are_said_to_be(documents
                     assert any(value == path or value.startswith(f"{path}/") for path in paths), (pod.owner, name)
 
 
+@in_each_release
 def test_no_variable_is_given_twice(documents):
     for pod in pods(documents):
         for container in pod.containers:
@@ -182,6 +180,7 @@ def test_no_variable_is_given_twice(documents):
             assert sorted(set(names)) == sorted(names), (pod.owner, container["name"])
 
 
+@in_each_release
 def test_secrets_config_maps_and_keys_that_are_used_exist(documents):
     there = {identity(document): set(contents(document)) for document in documents}
     made = {one["spec"]["secretName"] for one in of_kind(documents, "Certificate")}
@@ -211,6 +210,7 @@ def references(pod):
                 yield "Secret", value["secretKeyRef"]["name"], {value["secretKeyRef"]["key"]}
 
 
+@in_each_release
 def test_service_accounts_are_made_or_the_namespace_s_own(documents):
     made = {name_of(account) for account in of_kind(documents, "ServiceAccount")}
     for pod in pods(documents):
@@ -219,6 +219,7 @@ def test_service_accounts_are_made_or_the_namespace_s_own(documents):
         assert not made or named is None or named in made, pod.owner
 
 
+@in_each_release
 def test_addresses_in_settings_name_services_and_ports_of_this_release(release, documents):
     services = {name_of(service): service for service in of_kind(documents, "Service")}
     domain = f".{release.namespace}.svc.{release.values.get('clusterDomain', 'cluster.local')}"
@@ -240,6 +241,7 @@ def test_addresses_in_settings_name_services_and_ports_of_this_release(release, 
     assert seen >= 1
 
 
+@in_each_release
 def test_disruption_budgets_are_for_the_pods_of_their_component_and_let_sick_ones_go(documents):
     for budget in of_kind(documents, "PodDisruptionBudget"):
         component = budget["metadata"]["labels"][COMPONENT]
@@ -258,6 +260,7 @@ def test_every_component_of_more_than_one_pod_has_a_budget():
     assert covered == components(documents) - {"valkey"}
 
 
+@in_each_release
 def test_whoever_is_scaled_by_somebody_else_has_no_number_of_replicas(documents):
     scaled = {scaler["spec"]["scaleTargetRef"]["name"] for scaler in of_kind(documents, "HorizontalPodAutoscaler")}
     scaled |= {scaler["spec"]["scaleTargetRef"]["name"] for scaler in of_kind(documents, "ScaledObject")}
@@ -266,6 +269,7 @@ def test_whoever_is_scaled_by_somebody_else_has_no_number_of_replicas(documents)
     assert scaled <= {name_of(deployment) for deployment in of_kind(documents, "Deployment")}
 
 
+@in_each_release
 def test_a_rollout_of_what_serves_takes_nobody_away_first(documents):
     for deployment in of_kind(documents, "Deployment"):
         if deployment["metadata"]["labels"][COMPONENT] in {"gateway", "context-manager", "envoy", "injector"}:
@@ -323,6 +327,7 @@ def test_the_engines_service_is_there_without_the_chart_s_own_engine():
     assert one(documents, "Service", "-engines")
 
 
+@in_each_release
 def test_times_to_end_fit_into_one_another(documents):
     """A pod is killed after its grace period: what it needs to leave in peace must be shorter."""
     for pod in pods(documents):
@@ -333,10 +338,3 @@ def test_times_to_end_fit_into_one_another(documents):
             )
 
             assert asleep_s < grace_s, pod.owner
-
-
-def test_the_sweeper_s_lease_is_there_under_the_name_that_managers_know(release, documents):
-    manager = env_of(pod_of(documents, "context-manager").containers[0])
-    leases = {name_of(lease) for lease in of_kind(documents, "Lease")}
-
-    assert leases == ({manager["MANAGER_SWEEP_LEASE"]} if "MANAGER_SWEEP_LEASE" in manager else set())

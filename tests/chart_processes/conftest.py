@@ -9,10 +9,10 @@ import pytest
 
 from deploy.local.model import prepare_model
 from tests.chart.rendering import Release
-from tests.helpers.rendered.cluster import Cluster, running_cluster
-from tests.helpers.rendered.front import Front
-from tests.helpers.rendered.installation import install
-from tests.helpers.rendered.scenario import MODEL, Scenario, scenario
+from tests.kit.rendered.cluster import Cluster, running_cluster
+from tests.kit.rendered.front import Front
+from tests.kit.rendered.installation import install
+from tests.kit.rendered.scenario import MODEL, Scenario, scenario
 
 
 @pytest.fixture(scope="class")

@@ -1,6 +1,6 @@
 """The processes run from the rendered manifests: commands, arguments, environment and files as the chart gives them.
 
-tests/helpers/rendered/substitutions.py lists what has to differ on one machine.
+tests/kit/rendered/substitutions.py lists what has to differ on one machine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.chart.manifests import COMPONENT
-from tests.helpers.rendered.cluster import Cluster
-from tests.helpers.rendered.front import READY_S, Front
-from tests.helpers.rendered.monitors import scraped
-from tests.helpers.rendered.notes import run_notes
-from tests.helpers.rendered.scenario import FRONT_NAME, MODEL, PARTS_NAME
-from tests.helpers.vllm_answers import ids_of_length, wait_until
+from tests.kit.rendered.cluster import Cluster
+from tests.kit.rendered.front import READY_S, Front
+from tests.kit.rendered.monitors import scraped
+from tests.kit.rendered.notes import run_notes
+from tests.kit.rendered.scenario import FRONT_NAME, MODEL, PARTS_NAME
+from tests.kit.until import wait_until
+from tests.kit.vllm_answers import ids_of_length
 
 pytestmark = pytest.mark.timeout(900)
 PROMPT = "Say this is a test"
@@ -92,7 +93,7 @@ class _RenderedRelease:
         ] * 3
         assert stored_bytes(cluster) == 0
         # The last turn's save may still be on its way, to be refused: the context is gone.
-        wait_until(lambda: staged_bytes(cluster) == 0, within_s=60)
+        wait_until(lambda: staged_bytes(cluster) == 0, what="nothing is being handed over")
 
     def test_a_rollout_of_the_gateways_fails_no_request(self, cluster, front):
         assert_a_rollout_fails_no_request(cluster, front, "gateway")
@@ -127,13 +128,6 @@ class _RenderedRelease:
         assert created["usage"]["prompt_tokens"] == 5
         assert asked["usage"]["prompt_tokens"] == 1
         assert deleted["status"] == "success"
-
-    def test_one_manager_holds_the_sweepers_lease(self, cluster):
-        def holder() -> str:
-            (lease,) = [found for key, found in cluster.kube.objects.items() if key[0] == "leases"]
-            return (lease["spec"].get("holderIdentity") or "").rpartition("_")[0]
-
-        wait_until(lambda: holder() in {pod.name for pod in cluster.of("context-manager")}, within_s=READY_S)
 
     def test_containers_with_a_read_only_root_write_to_mounted_volumes_only(self, cluster):
         strays = {
@@ -178,7 +172,7 @@ class TestPlain(_RenderedRelease):
             pod[name].kill()
         cluster.observe()
         was_ready = pod.ready
-        wait_until(lambda: front.ask("GET", "/readyz").status_code == 503, within_s=READY_S)
+        wait_until(lambda: front.ask("GET", "/readyz").status_code == 503, what="nobody is ready", deadline_s=READY_S)
         refused = front.ask("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi"})
         for name in ("kv-sidecar", "vllm"):
             pod.restart(pod[name])
@@ -227,10 +221,10 @@ def assert_a_rollout_fails_no_request(cluster: Cluster, front: Front, component:
     """Replace every pod of a component while clients ask."""
     old = cluster.of(component)
     with traffic(front) as counted:
-        wait_until(lambda: counted.total() >= NUM_ANSWERS, within_s=READY_S)
+        wait_until(lambda: counted.total() >= NUM_ANSWERS, what="there is traffic", deadline_s=READY_S)
         killed = [name for pod in old for name in cluster.replace(pod)]
         answered = counted.total()
-        wait_until(lambda: counted.total() >= answered + NUM_ANSWERS, within_s=READY_S)
+        wait_until(lambda: counted.total() >= answered + NUM_ANSWERS, what="traffic goes on", deadline_s=READY_S)
 
     assert {what for what in counted if what[1] != 200} == set()
     assert {what[0] for what in counted} == {"turn", "stateless", "read"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import new_cache_ref
+from contextcache.model import SaveOutcome, new_cache_ref
 from kv_sidecar.client import TIER_NAMES
 
 
@@ -25,6 +25,13 @@ class GatewaySidecarContract:
         for tenant, asked in (("demo", new_cache_ref()), ("other", ref)):
             with pytest.raises(CacheRefNotFound):
                 await sidecar.get_manifest(tenant, asked)
+
+    async def test_whether_kv_is_durable_is_told_without_waiting(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+
+        assert await sidecar.wait_sealed("demo", ref, timeout_ms=0) == SaveOutcome(is_sealed=True)
+        assert await sidecar.wait_sealed("other", ref, timeout_ms=0) == SaveOutcome(is_sealed=False)
+        assert await sidecar.wait_sealed("demo", new_cache_ref(), timeout_ms=0) == SaveOutcome(is_sealed=False)
 
     async def test_a_delete_by_session_frees_its_bytes_once(self, sidecar, keep):
         ref = await keep("ctx_1", "demo")

@@ -11,7 +11,8 @@ from contextcache.errors import CacheRefNotFound, FingerprintMismatch
 from contextcache.model import new_cache_ref
 from kv_sidecar.block_file import parse_block_file
 from kv_sidecar.manifest import block_meta
-from tests.helpers.kv_blocks import TENANT
+from tests.kit.kv_blocks import TENANT
+from tests.kit.until import until
 
 PROMPT = tuple(range(10))
 
@@ -61,4 +62,4 @@ class SidecarPeerContract:
         async with aclosing(peer.block_files(manifest, 0, [0, 1, 2])) as files:
             await anext(files)
 
-        await self.until(lambda: not there.memory.has_pins)
+        await until(lambda: not there.memory.has_pins, what="no block is pinned")

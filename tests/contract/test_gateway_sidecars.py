@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from contextcache.model import new_cache_ref
-from gateway.fakes import MemorySidecar
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.server import serve
 from tests.contract.gateway_sidecar_contract import GatewaySidecarContract
-from tests.helpers.gateway_parts import manifest_of
-from tests.helpers.kv_blocks import SidecarUnderTest
+from tests.kit.gateway_parts import manifest_of
+from tests.kit.kv_blocks import SidecarUnderTest
+from tests.kit.memory_sidecar import MemorySidecar
 
 
 class TestMemorySidecar(GatewaySidecarContract):

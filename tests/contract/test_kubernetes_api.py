@@ -1,4 +1,4 @@
-"""The client and API servers, the fake and real ones: what both must do for discovery and leases to be right."""
+"""The client and API servers, the fake and real ones: what both must do for discovery to be right."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import asyncio
 
 import pytest
 
-from contextcache.kubernetes_objects import (
+from contextcache.kubernetes.objects import (
     ENDPOINT_SLICES,
-    LEASES,
     PODS,
     KubernetesAnswerInvalid,
-    KubernetesConflict,
     KubernetesExpired,
     KubernetesForbidden,
-    KubernetesNotFound,
     KubernetesUnauthorized,
     KubernetesUnavailable,
     Selection,
 )
-from tests.helpers.fake_kube import FakeKube
-from tests.helpers.kube_objects import DEADLINE_S, LABELS, SELECTOR, KubeAdmin, pod_object, slice_entry, slice_object
-from tests.helpers.kube_servers import SERVERS, client_of, emptied_server
+from tests.kit.fake_kube import FakeKube
+from tests.kit.kube_objects import DEADLINE_S, LABELS, SELECTOR, KubeAdmin, pod_object, slice_entry, slice_object
+from tests.kit.kube_servers import SERVERS, client_of, emptied_server
 
 
 @pytest.fixture(params=SERVERS)
@@ -44,11 +41,6 @@ async def events_of(admin: KubeAdmin, resource_version: str, number: int, *, tim
             if len(found) == number:
                 break
     return found
-
-
-def lease(holder: str) -> dict:
-    spec = {"holderIdentity": holder, "leaseDurationSeconds": 15}
-    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "cc"}, "spec": spec}
 
 
 async def test_a_list_holds_what_the_selector_chooses(admin):
@@ -94,48 +86,17 @@ async def test_a_watch_ends_when_its_time_is_over(admin):
 
 
 async def test_a_deleted_pod_with_a_finalizer_is_shown_as_ending_first(admin):
+    pods = Selection(PODS, admin.namespace, SELECTOR)
     body = pod_object("p")
     body["metadata"]["finalizers"] = ["context-cache.io/test"]
     await admin.add(PODS, body)
     await admin.remove(PODS, "p")
-    ending = await admin.read(PODS, "p")
+    (ending,) = (await admin.list(pods)).objects
     assert ending["metadata"]["deletionTimestamp"]
     assert ending["spec"]["initContainers"][0]["name"] == "kv-sidecar"
     await admin.annotate(PODS, "p", finalizers=[])
 
-    with pytest.raises(KubernetesNotFound):
-        await admin.read(PODS, "p")
-
-
-async def test_an_object_is_made_once(admin):
-    await admin.add(LEASES, lease("a"))
-
-    with pytest.raises(KubernetesConflict):
-        await admin.add(LEASES, lease("b"))
-
-
-async def test_a_stale_write_is_refused_and_changes_nothing(admin):
-    stale = await admin.add(LEASES, lease("a"))
-    await admin.change(LEASES, "cc", spec=lease("b")["spec"])
-
-    with pytest.raises(KubernetesConflict):
-        await admin.replace(LEASES, stale, namespace=admin.namespace, timeout_s=DEADLINE_S)
-    assert (await admin.read(LEASES, "cc"))["spec"]["holderIdentity"] == "b"
-
-
-async def test_of_many_writers_from_one_state_one_wins(admin):
-    found = await admin.add(LEASES, lease("a"))
-
-    async def write(holder):
-        return await admin.replace(
-            LEASES, {**found, "spec": lease(holder)["spec"]}, namespace=admin.namespace, timeout_s=DEADLINE_S
-        )
-
-    results = await asyncio.gather(*(write(f"h{number}") for number in range(8)), return_exceptions=True)
-
-    assert sum(isinstance(result, KubernetesConflict) for result in results) == 7
-    winner = next(result for result in results if isinstance(result, dict))
-    assert (await admin.read(LEASES, "cc"))["spec"] == winner["spec"]
+    assert (await admin.list(pods)).objects == ()
 
 
 async def test_a_list_of_many_pages_is_one_state(kube, fake_admin):
@@ -212,6 +173,7 @@ async def test_a_watch_broken_off_is_no_end(kube, fake_admin):
 
 
 async def test_a_server_that_says_nothing_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("contextcache.kubernetes.client._LIST_S", 0.2)
     held = asyncio.Event()
 
     async def say_nothing(reader, writer):
@@ -224,7 +186,7 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path, monkeypatch):
 
     with pytest.raises(KubernetesUnavailable):
         async with asyncio.timeout(DEADLINE_S):
-            await admin.get(LEASES, namespace="ns", name="cc", timeout_s=0.2)
+            await admin.list(slices_of(admin))
     held.set()
     await admin.close()
     silent.close()

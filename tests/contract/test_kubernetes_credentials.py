@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from contextcache.kubernetes_api import KubernetesApi
-from contextcache.kubernetes_objects import PODS, KubernetesUnauthorized, KubernetesUnavailable, Selection
-from tests.helpers.fake_kube import TOKEN, FakeKube
+from contextcache.kubernetes.client import KubernetesApi
+from contextcache.kubernetes.objects import PODS, KubernetesUnauthorized, KubernetesUnavailable, Selection
+from tests.kit.fake_kube import TOKEN, FakeKube
 
 SELECTION = Selection(PODS, "team-a", "")
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import SystemClock
-from contextcache.kubernetes_objects import ENDPOINT_SLICES, PODS
-from gateway import reflector
-from gateway.endpoint_slices import SliceRules, addresses_of, endpoints_of, pod_of
-from gateway.kubernetes_endpoints import KubernetesEndpoints
+from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS
 from gateway.metrics import Metrics
+from gateway.pods import reflector
+from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules, addresses_of, endpoints_of, pod_of
 from gateway.ports import Endpoint
-from tests.helpers.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
-from tests.helpers.kube_servers import SERVERS, emptied_server
+from tests.kit.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
+from tests.kit.kube_servers import SERVERS, emptied_server
+from tests.kit.seed import random_of
+from tests.kit.until import until
 
 DEADLINE_S = 90
 A = Endpoint("a", "http://10.0.0.1:8000", "10.0.0.1:50061")
@@ -39,16 +40,18 @@ class Discovery:
         self.metrics = metrics
 
     async def until(self, *expected: Endpoint) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DEADLINE_S):
-                while (self.found.changed() or self.found.endpoints) != expected:
-                    await asyncio.sleep(0.01)
-        assert self.found.endpoints == expected
+        def endpoints() -> tuple[Endpoint, ...]:
+            self.found.changed()
+            return self.found.endpoints
+
+        await until(endpoints, is_so=lambda found: found == expected, what=f"endpoints {expected}")
 
     async def until_failed(self, resource: str, reason: str, number: int = 1) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.failures(resource, reason) < number:
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: self.failures(resource, reason),
+            is_so=lambda seen: seen >= number,
+            what=f"{number} of {reason}",
+        )
 
     def failures(self, resource: str, reason: str) -> float:
         labels = {"resource": resource, "reason": reason}
@@ -99,7 +102,7 @@ async def test_after_two_hundred_slices_churned_the_state_is_what_the_server_has
     """With connections broken off and versions forgotten all the while, where the server can be made to."""
     async with emptied_server(kind, tmp_path, monkeypatch) as (kube, admin):
         async with discovery_of(admin) as discovery:
-            await churn(admin, kube, random.Random(4))
+            await churn(admin, kube, random_of("churn"))
             slices, pods = (
                 await admin.list(discovery.found._slices._selection),
                 await admin.list(discovery.found._pods._selection),

@@ -3,7 +3,7 @@
 import pytest
 
 from context_manager.memory_store import MemorySessionStore
-from tests.contract.session_store_contract import TOMBSTONE_S, SessionStoreContract
+from tests.contract.session_store_contract import KEY, TOMBSTONE_S, SessionStoreContract
 
 
 class TestMemorySessionStore(SessionStoreContract):
@@ -14,3 +14,6 @@ class TestMemorySessionStore(SessionStoreContract):
     @pytest.fixture
     def limited(self) -> MemorySessionStore:
         return MemorySessionStore(tombstone_s=TOMBSTONE_S, tenant_contexts_max=self.CONTEXTS_MAX)
+
+    async def lose_last_segment(self, store: MemorySessionStore) -> None:
+        store._transcripts[KEY].pop()

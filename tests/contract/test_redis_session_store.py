@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_keys import script_keys
+from context_manager.redis_layout import SWEEPER_KEY, place_key, script_keys, tenant_key
 from context_manager.redis_store import RedisSessionStore
-from context_manager.store import NUM_SHARDS, SessionKey
+from context_manager.segments import pack_segment
+from context_manager.store import NUM_SHARDS, SessionKey, shard_of
 from contextcache.errors import ContextCacheError, ContextExpired, ContextQuotaExceeded, LeaseLost
 from contextcache.model import TtlPolicy
 from tests.contract.session_store_contract import (
@@ -27,7 +29,8 @@ from tests.contract.session_store_contract import (
     first_commit,
     turn_commit,
 )
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
 
 
 def connection_to(server: ValkeyServer, **options: float) -> RedisConnection:
@@ -43,6 +46,37 @@ class RedisContract(SessionStoreContract):
         store = RedisSessionStore(connection_to(server), tombstone_s=TOMBSTONE_S)
         yield store
         await store.close()
+
+    async def lose_last_segment(self, store: RedisSessionStore) -> None:
+        await store._redis.call("RPOP", script_keys(KEY)[1])
+
+    async def test_a_context_can_be_deleted_from_a_redis_that_is_full(
+        self, store: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        """Deleting is what frees memory."""
+        await self.create(store)
+        server.command("CONFIG", "SET", "maxmemory", "1")
+
+        try:
+            await store.unregister(KEY, now_ms=NOW)
+        finally:
+            server.command("CONFIG", "SET", "maxmemory", "0")
+
+        assert server.command("EXISTS", *script_keys(KEY)) == b":0\r\n"
+
+    @pytest.mark.parametrize("change", [("HDEL", "holders"), ("HSET", "holder", "pod-of-an-older-manager")])
+    async def test_a_row_that_an_older_release_wrote_does_not_know_its_holders(
+        self, store: RedisSessionStore, server: ValkeyServer, change: tuple[str, ...]
+    ) -> None:
+        """Managers of two releases write one row during an upgrade."""
+        await self.create(store)
+        command, *rest = change
+        server.command(command, script_keys(KEY)[0], *rest)
+
+        assert (await store.get(KEY, now_ms=NOW)).holders is None
+        await store.note_holder(KEY, holder="pod-9", now_ms=NOW)
+        await self.begin(store)
+        assert (await store.commit_turn(turn_commit("turn"), now_ms=NOW)).holders is None
 
     @pytest.fixture
     async def limited(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
@@ -76,13 +110,46 @@ class RedisContract(SessionStoreContract):
         assert (await self.begin(store))[1] == (PROMPT, ANSWER)
         assert (await self.begin(store))[1] == (PROMPT, ANSWER)
 
-    async def test_a_deleted_session_leaves_no_key(self, store: RedisSessionStore, server: ValkeyServer) -> None:
+    async def test_a_deleted_session_leaves_its_place_in_lists_for_a_while(
+        self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
+    ) -> None:
         await self.create(store)
         await self.begin(store)
         await store.commit_turn(turn_commit("turn"), now_ms=NOW)
         await store.unregister(KEY, now_ms=NOW)
 
-        assert server.command("DBSIZE") == b":0\r\n"
+        assert server.command("DBSIZE") == b":1\r\n"
+        assert await raw.call("HGETALL", place_key(KEY)) == {b"created_at_ms": str(NOW).encode()}
+        assert 0 < await raw.call("PTTL", place_key(KEY)) <= TOMBSTONE_S * 1000
+
+    async def test_names_deleted_while_a_page_is_read_hide_no_other(
+        self, store: RedisSessionStore, raw: RedisConnection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Seen to fail before: each name that left a set moved the rest under an offset, and as many were skipped."""
+        names = [name for number in range(20_000) if shard_of("demo", name := f"ctx_{number}") == 0][:100]
+        for number, name in enumerate(names):
+            model_id = "rare" if 84 <= number < 89 else "smol"
+            await self.reserve(store, replace(NEW, session_id=name, model_id=model_id), now_ms=NOW + number)
+        doomed, batch = names[90:], RedisConnection.batch
+
+        async def deleting(connection: RedisConnection, commands: Sequence[Any]) -> list[Any]:
+            answers = await batch(connection, commands)
+            await raw.call("ZREM", tenant_key(0, "demo"), *doomed)
+            return answers
+
+        monkeypatch.setattr(RedisConnection, "batch", deleting)
+
+        assert await self.ids(store, limit=5, model_id="rare") == (names[84:89][::-1], False)
+
+    async def test_one_of_all_managers_sweeps_until_the_key_has_ended(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        claims = await asyncio.gather(*(store.claim_sweep(for_ms=60_000) for _ in range(8)))
+
+        assert sum(claims) == 1
+        assert 0 < await raw.call("PTTL", SWEEPER_KEY) <= 60_000
+        await raw.call("PEXPIRE", SWEEPER_KEY, 1)
+        await until(lambda: store.claim_sweep(for_ms=60_000), what="the claim ends")
 
     async def test_a_tombstone_is_one_key_that_redis_lets_go_by_itself(
         self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
@@ -95,7 +162,7 @@ class RedisContract(SessionStoreContract):
         ttl_ms = await raw.call("PTTL", hash_key)
         assert 0 < ttl_ms <= (TOMBSTONE_S - 1) * 1000
         await self.reserve(store, lease_id="again", now_ms=NOW + TTL_MS + 1000)
-        assert await raw.call("PTTL", hash_key) == -1
+        assert await raw.call("PTTL", hash_key) > TOMBSTONE_S * 1000
 
     async def test_a_session_found_late_leaves_no_tombstone(
         self, store: RedisSessionStore, server: ValkeyServer
@@ -135,16 +202,6 @@ class RedisContract(SessionStoreContract):
         await store.commit_turn(turn_commit("turn"), now_ms=NOW + 5)
         assert await score() == TTL_MS + 5
 
-    async def test_a_half_lost_transcript_is_never_continued(
-        self, store: RedisSessionStore, raw: RedisConnection
-    ) -> None:
-        await self.create(store)
-        await raw.call("LTRIM", script_keys(KEY)[1], 0, 0)
-
-        with pytest.raises(ContextCacheError) as refused:
-            await self.begin(store)
-        assert refused.value.code == "internal_error"
-
     async def test_a_transcript_of_other_bytes_is_never_continued(
         self, store: RedisSessionStore, raw: RedisConnection
     ) -> None:
@@ -155,6 +212,44 @@ class RedisContract(SessionStoreContract):
         with pytest.raises(ContextCacheError) as refused:
             await self.begin(store)
         assert refused.value.code == "internal_error"
+
+    async def test_a_row_of_the_release_before_is_sent_whole(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        """Seen to fail with marks believed at any generation: a commit of the release before was not sent."""
+        mark = (await self.create(store)).mark
+        row, transcript, *_ = script_keys(KEY)
+        # A commit of its script: everything as ours but the marks.
+        await raw.call("RPUSH", transcript, pack_segment(ANSWER))
+        await raw.call("HSET", row, "generation", "2", "num_segments", "3", "num_tokens", "5")
+
+        assert await self.known(store, mark) == (0, (PROMPT, ANSWER, ANSWER))
+        assert (await store.get(KEY, now_ms=NOW)).mark == ""
+        later = await self.turn(store, 2, keep=3)
+        assert await self.known(store, mark) == (0, (PROMPT, ANSWER, ANSWER, PROMPT))
+        assert await self.known(store, later) == (4, ())
+        await raw.call("HDEL", row, "marks")
+        assert await self.known(store, later) == (0, (PROMPT, ANSWER, ANSWER, PROMPT))
+
+    async def test_a_row_stays_in_one_compact_piece(self, store: RedisSessionStore, raw: RedisConnection) -> None:
+        """Seen to fail with marks of more than 64 characters: the encoding became hashtable, twice the memory."""
+        await self.create(store)
+        for generation in range(1, 6):
+            await self.turn(store, generation, keep=1)
+
+        assert await raw.call("OBJECT", "ENCODING", script_keys(KEY)[0]) in (b"listpack", b"ziplist")
+
+    async def test_what_is_known_and_damaged_is_not_read(self, store: RedisSessionStore, raw: RedisConnection) -> None:
+        """Whoever has it whole goes on; whoever needs it is told, and so is everybody once segments are missing."""
+        mark = (await self.create(store)).mark
+        await raw.call("LSET", script_keys(KEY)[1], 0, b"\x00garbage")
+
+        assert await self.known(store, mark) == (2, ())
+        with pytest.raises(ContextCacheError):
+            await self.known(store, "")
+        await raw.call("RPOP", script_keys(KEY)[1])
+        with pytest.raises(ContextCacheError):
+            await self.known(store, mark)
 
     async def test_a_transcript_of_a_hundred_thousand_tokens_comes_back_whole(self, store: RedisSessionStore) -> None:
         await self.reserve(store)

@@ -9,14 +9,8 @@ import pytest
 from kv_sidecar.peer import PeerSidecar
 from kv_sidecar.server import serve
 from tests.contract.sidecar_peer_contract import SidecarPeerContract
-from tests.helpers.catalog_peer import CatalogPeer
-from tests.helpers.kv_blocks import SidecarUnderTest
-
-
-async def _until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.kv_blocks import SidecarUnderTest
 
 
 @pytest.fixture
@@ -26,23 +20,24 @@ async def there(tmp_path):
 
 
 class TestCatalogPeer(SidecarPeerContract):
-    until = staticmethod(_until)
-
     @pytest.fixture
     def peer(self, there):
         return CatalogPeer(there)
 
 
 class TestPeerOverGrpc(SidecarPeerContract):
-    until = staticmethod(_until)
-
     @pytest.fixture
     async def peer(self, there):
         server = serve(there.sidecar, ["127.0.0.1:0"])
         await server.start()
         address = f"127.0.0.1:{server.ports[0]}"
         peer = PeerSidecar(
-            address, timeout_s=10, manifest_timeout_s=10, slots=asyncio.Semaphore(1), limit_bytes=1 << 20
+            address,
+            timeout_s=10,
+            manifest_timeout_s=10,
+            bytes_per_s_min=1 << 30,
+            slots=asyncio.Semaphore(1),
+            limit_bytes=1 << 20,
         )
         yield peer
         await peer.close()

@@ -1,25 +1,54 @@
-"""One stack for those fault tests that leave it whole: it takes longest to start."""
+"""What these tests break: one stack over a tiny model, and processes around a toy engine. Both take long to start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import aiohttp
 import pytest
 
-from tests.faults.stack import FaultStack
+from tests.kit.faults.races_world import World as Toys
+from tests.kit.faults.whole_world import WholeWorld, whole_world
+from tests.kit.seed import SEED
 
 
 @pytest.fixture(scope="session")
-def _stack_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultStack]:
+def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeWorld]:
     # A memory tier of 1 000 tokens, so that what is restored comes from there and from disk.
     memory = {"SIDECAR_MEMORY_LIMIT_BYTES": str(1 << 20)}
-    with FaultStack(tmp_path_factory.mktemp("whole"), patient=True, env=memory) as stack:
-        yield stack
+    with whole_world(tmp_path_factory.mktemp("world"), seed=SEED, env=memory) as world:
+        yield world
 
 
 @pytest.fixture
-def whole_stack(_stack_of_the_session: FaultStack) -> Iterator[FaultStack]:
-    """A stack of one engine, with the patience of a busy machine; whole before and after."""
-    _stack_of_the_session.mend()
-    yield _stack_of_the_session
-    _stack_of_the_session.mend()
+def world(_world: WholeWorld) -> Iterator[WholeWorld]:
+    """The stack, whole before and after. Who ends its engine comes last: test_vllm_ends.py."""
+    _world.mend()
+    yield _world
+    _world.mend()
+
+
+@pytest.fixture(scope="session")
+def _toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+    world = Toys(tmp_path_factory.mktemp("toys"), with_gateways=True)
+    try:
+        world.start()
+        yield world
+    finally:
+        world.stop()
+
+
+@pytest.fixture
+def toys(_toys: Toys) -> Iterator[Toys]:
+    """Two gateways, two managers and two pods whose engine is a toy; each runs before and after."""
+    _toys.mend()
+    yield _toys
+    _toys.mend()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """Calls on connections of their own."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), connector=connector) as session:
+        yield session

@@ -13,11 +13,11 @@ import pytest
 
 from contextcache.errors import CorruptBlock
 from kv_sidecar.client import BlockFileWriter, BlockMeta, open_block_file
-from tests.faults import files
-from tests.faults.clock_shift import Interposed
-from tests.faults.disk import limit_file_size, small_disk
-from tests.faults.proxy import Proxy
-from tests.helpers.sidecar_process import poll_until
+from tests.kit.faults import files
+from tests.kit.faults.clock_shift import Interposed
+from tests.kit.faults.disk import limit_file_size, small_disk
+from tests.kit.faults.proxy import Proxy
+from tests.kit.until import wait_until
 
 DEADLINE_S = 30
 
@@ -108,7 +108,7 @@ def test_a_healthy_link_carries_bytes_both_ways_and_counts_them(proxy):
 
     assert answer == data
     assert (proxy.bytes_sent, proxy.bytes_received, proxy.num_connections) == (len(data), len(data), 1)
-    poll_until(lambda: proxy.num_open == 0, DEADLINE_S)
+    wait_until(lambda: proxy.num_open == 0, what="the connection is closed")
 
 
 def test_a_cut_link_breaks_what_is_open_refuses_what_is_new_and_heals_under_the_same_address(proxy):
@@ -196,7 +196,7 @@ def test_a_target_that_is_not_there_is_an_end_for_the_client_not_for_the_proxy(p
     # The end may come while the client is still connecting.
     with contextlib.suppress(ConnectionResetError), connect(proxy) as client:
         assert ended(client)
-    poll_until(lambda: proxy.num_refused_by_target == 1, DEADLINE_S)
+    wait_until(lambda: proxy.num_refused_by_target == 1, what="the target has refused")
 
     proxy.target = healthy
     with connect(proxy) as client:
@@ -347,12 +347,12 @@ def test_orders_shift_one_processs_clock_and_slow_its_disk_until_they_are_taken_
         orders.shift_clock("somebody_else", 3_600_000)
         assert abs(ask()[0]) < 60
         orders.shift_clock("obedient", -3_600_000)
-        poll_until(lambda: abs(ask()[0] + 3600) < 60, DEADLINE_S)
+        wait_until(lambda: abs(ask()[0] + 3600) < 60, what="the clock is an hour behind")
         orders.slow_disk("obedient", write_ms=100, fsync_ms=300)
-        poll_until(lambda: ask()[1] >= 0.4, DEADLINE_S)
+        wait_until(lambda: ask()[1] >= 0.4, what="the disk is slow")
         assert abs(ask()[0] + 3600) < 60
         orders.heal()
-        poll_until(lambda: abs(ask()[0]) < 60, DEADLINE_S)
+        wait_until(lambda: abs(ask()[0]) < 60, what="the clock is right")
     assert process.returncode == 0
 
 

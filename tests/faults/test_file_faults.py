@@ -15,36 +15,36 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults import files
-from tests.faults.cases import TIERS, file_case, is_spoilt
-from tests.faults.one_world import _world, world  # noqa: F401  # fixtures
-from tests.faults.world import BOUND_S, describe
+from tests.kit.faults.cases import file_case, is_spoilt
+from tests.kit.faults.world import BOUND_S, describe
 
 pytestmark = pytest.mark.timeout(600)
 
-_EVERY = [(tier, kind, fault) for tier in TIERS for kind in files.KINDS for fault in files.FAULTS]
-ALL = [case for case in _EVERY if case[:2] != ("shared", "manifest")]
-"""The whole product; shared memory has no manifests."""
-FEW = [
+QUICK = [
     ("disk", "block", "flip_data_bit"),
     ("disk", "tail", "rewrite_data"),
+    ("disk", "block", "age"),
+    ("disk", "manifest", "remove"),
+]
+"""What `make test` has time for: bits, what a file says of itself, what is no fault, what is gone; each kind."""
+FEW = [
     ("disk", "block", "swap_data"),
     ("disk", "tail", "swap_whole"),
     ("disk", "block", "halve"),
     ("disk", "tail", "remove"),
     ("disk", "tail", "become_fifo"),
     ("disk", "block", "become_directory"),
-    ("disk", "block", "age"),
     ("disk", "manifest", "flip_header_bit"),
     ("disk", "manifest", "swap_data"),
-    ("disk", "manifest", "remove"),
     ("disk", "manifest", "empty"),
 ]
-"""What `make test` has time for: each class of fault, each kind."""
+"""Each other class of fault, each kind."""
+CASES = [pytest.param(*case, id="-".join(case)) for case in QUICK]
+CASES += [pytest.param(*case, id="-".join(case), marks=pytest.mark.thorough) for case in FEW]
 
 
-@pytest.mark.parametrize(("tier", "kind", "fault"), FEW, ids=["-".join(case) for case in FEW])
-def test_the_next_turn_is_right_and_the_fault_is_counted_when_a_stored_file_goes_wrong(world, tier, kind, fault):  # noqa: F811
+@pytest.mark.parametrize(("tier", "kind", "fault"), CASES)
+def test_the_next_turn_is_right_and_the_fault_is_counted_when_a_stored_file_goes_wrong(world, tier, kind, fault):
     # A good file must be used; a machine that stalls may miss a load's deadline, and the turn is computed then.
     for _ in range(1 if is_spoilt(fault) else 3):
         row = file_case(world, tier, kind, fault)

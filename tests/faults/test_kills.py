@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.cases import POINTS, kill_mid_turn_case, point_case
-from tests.faults.one_world import _world, world  # noqa: F401  # fixtures
-from tests.faults.world import describe
+from tests.kit.faults.cases import POINTS, kill_mid_turn_case, point_case
+from tests.kit.faults.world import describe
 
 pytestmark = pytest.mark.timeout(600)
 
+thorough = pytest.mark.thorough
 FEW = [
-    "sidecar.block.rename",
     "sidecar.manifest.write",
-    "sidecar.manifest.published",
     "manager.commit.before",
-    "manager.commit.after",
+    pytest.param("sidecar.block.rename", marks=thorough),
+    pytest.param("sidecar.manifest.published", marks=thorough),
+    pytest.param("manager.commit.after", marks=thorough),
 ]
 """Publish and commit; the others are in the torture run."""
 
 
 @pytest.mark.parametrize("point", FEW)
-def test_a_part_that_dies_at_a_point_costs_time_and_never_a_turn(world, point):  # noqa: F811
+def test_a_part_that_dies_at_a_point_costs_time_and_never_a_turn(world, point):
     row = point_case(world, point)
 
     print(describe([row]))
@@ -38,8 +38,8 @@ def test_a_part_that_dies_at_a_point_costs_time_and_never_a_turn(world, point): 
     assert row.faults == []
 
 
-@pytest.mark.parametrize("part", ["gateway", "manager", "sidecar"])
-def test_a_part_killed_in_the_middle_of_a_turn_loses_nothing_acknowledged(world, part):  # noqa: F811
+@pytest.mark.parametrize("part", ["gateway", pytest.param("manager", marks=thorough), "sidecar"])
+def test_a_part_killed_in_the_middle_of_a_turn_loses_nothing_acknowledged(world, part):
     row = kill_mid_turn_case(world, part)
 
     print(f"{describe([row])} recovered in {row.recovery_s:.1f} s")

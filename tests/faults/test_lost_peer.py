@@ -7,13 +7,14 @@ import time
 import pytest
 
 from kv_sidecar.client import EngineSidecarClient
-from tests.faults.proxy import Proxy
-from tests.helpers.sidecar_process import SidecarProcess, fault
+from tests.kit.faults.proxy import Proxy
+from tests.kit.sidecar_process import SidecarProcess, fault
 
 NOTICED_S = 60
 """It takes 17 s: a ping every 12 s, 5 s for its answer. The rest is for a machine that stalls."""
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(180)
 def test_a_connection_that_has_gone_silent_for_ever_is_given_up_and_made_anew(tmp_path):
     """Seen failing with gRPC's own ping timeout and no pings between calls: every call failed for 120 s."""

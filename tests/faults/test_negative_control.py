@@ -10,10 +10,11 @@ from random import Random
 import httpx
 import pytest
 
-from tests.faults.files import StoredFiles
-from tests.faults.forgery import change_bytes, vouch_for_what_is_there
-from tests.faults.reference import LOGPROB_TOLERANCE, ColdEngine, compare, read_answer
-from tests.faults.stack import KEY, MODEL, poll_until
+from tests.kit.faults.files import StoredFiles
+from tests.kit.faults.reference import LOGPROB_TOLERANCE, ColdEngine, compare, read_answer
+from tests.kit.stack import KEY, MODEL
+from tests.kit.until import wait_until
+from tests.kit.vouching import change_bytes, vouch_for_what_lies_there
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,9 +41,9 @@ class Context:
         self.wait_sealed()
 
     def wait_sealed(self):
-        poll_until(
-            lambda: self.http.get(f"/v1/context/{self.session_id}").json()["holder"]["state"] == "sealed",
-            within_s=60,
+        wait_until(
+            lambda: self.http.get(f"/v1/context/{self.session_id}").json()["holder"]["state"],
+            is_so=lambda state: state == "sealed",
             what="the KV is durable",
         )
 
@@ -61,7 +62,7 @@ class Context:
         for path in (*self.files.on_disk("block"), *self.files.on_disk("tail")):
             change_bytes(path, reseal=file_checksums)
         if manifest_checksums:
-            vouch_for_what_is_there(self.files)
+            vouch_for_what_lies_there(self.stack.data())
         self.stack.start("sidecar")
 
     def quarantined(self):
@@ -80,8 +81,8 @@ class Context:
 
 
 @pytest.fixture
-def context(whole_stack, request):
-    context = Context(whole_stack, request.node.name)
+def context(world, request):
+    context = Context(world.stack, request.node.name)
     yield context
     context.close()
 
@@ -94,7 +95,7 @@ def restored(context):
         answers.append(context.ask())
         return answers[-1].usage["context"]["source"] in RESTORED
 
-    poll_until(ask, within_s=60, what="the KV comes from the sidecar")
+    wait_until(ask, what="the KV comes from the sidecar")
     return answers[-1]
 
 
@@ -123,17 +124,18 @@ def test_a_checksum_left_alone_is_enough_to_notice(context, file_checksums):
     failed_before = failed_loads(context)
 
     context.change(file_checksums=file_checksums, manifest_checksums=False)
+    put_aside, files_before = context.quarantined(), context.files.quarantined()
     noticed = []
 
     def ask():
         noticed.append(context.ask())
         assert noticed[-1].usage["context"]["source"] == "recompute"
-        return context.quarantined() > 0
+        return context.quarantined() > put_aside
 
-    poll_until(ask, within_s=60, what="the bad file is noticed, not the sidecar's absence")
+    wait_until(ask, what="the bad file is noticed, not the sidecar's absence")
     for answer in noticed:
         compare(answer, context.cold(answer))
-    assert context.files.quarantined()
+    assert len(context.files.quarantined()) > len(files_before)
     assert failed_loads(context) > failed_before
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.races_model import Attempt, Told, answer_to, explain
+from tests.kit.faults.races_model import Attempt, Told, answer_to, explain
 
 
 def told(attempt, told, *, generation=0, before=""):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.helpers.fake_vllm import FakeVllm, _json
+from tests.kit.fake_vllm import FakeVllm, _json
 
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
@@ -25,7 +25,7 @@ class StrictVllm(FakeVllm):
             raw += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        if path in _PATHS and (fault := _fault(path, raw)):
+        if fault := _fault(path, raw) if path in _PATHS else _json_fault(raw):
             error = {"message": fault, "type": "BadRequestError", "code": 400}
             await _json(send, 400, {"error": error})
             return
@@ -42,12 +42,19 @@ class StrictVllm(FakeVllm):
         await super().__call__(scope, again, send)
 
 
-def _fault(path: str, raw: bytes) -> str:
-    """Return what is wrong with a request, or nothing."""
+def _json_fault(raw: bytes) -> str:
     try:
-        body = json.loads(raw)
+        json.loads(raw or b"{}")
     except (ValueError, RecursionError):
         return "the body is not JSON"
+    return ""
+
+
+def _fault(path: str, raw: bytes) -> str:
+    """Return what is wrong with a request, or nothing."""
+    if fault := _json_fault(raw):
+        return fault
+    body = json.loads(raw or b"null")
     if not isinstance(body, dict):
         return "the body is not an object"
     if not isinstance(body.get("model"), str) or not body["model"]:

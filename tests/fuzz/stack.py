@@ -13,10 +13,11 @@ from pathlib import Path
 
 from context_manager.client import ContextManagerClient
 from tests.fuzz.engine import StrictVllm
-from tests.helpers.gateway_process import ROOT, GatewayProcess
-from tests.helpers.gateway_server import settings_for
-from tests.helpers.turn_pod import running_turn_pod
-from tests.helpers.valkey import ValkeyServer, free_port
+from tests.kit.gateway_process import ROOT, GatewayProcess
+from tests.kit.gateway_server import settings_for
+from tests.kit.ports import free_port
+from tests.kit.turn_pod import running_turn_pod
+from tests.kit.valkey import ValkeyServer
 
 BODY_TIMEOUT_S = 2
 """What the gateway waits for the next piece of a body."""

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from contextcache.extproc.v3 import external_processor_pb2 as pb
-from gateway.ext_proc_server import SERVICE_NAME
-from tests.helpers.ext_proc import BUFFERED, DUPLEX, answer_body, body, head, trailers
-from tests.helpers.gateway_parts import KEY
+from gateway.envoy.server import SERVICE_NAME
+from tests.kit.ext_proc import BUFFERED, DUPLEX, answer_body, body, head, trailers
+from tests.kit.gateway_parts import KEY
 
 DEADLINE_S = 40
 """The processor's own is 2 s (`stack.py`); the rest is for a machine that stands still."""
@@ -55,7 +55,7 @@ ANY = st.one_of(
 )
 GOOD_HEADS = st.builds(
     head,
-    st.sampled_from(("/v1/completions", "/v1/context", "/v1/embeddings", "/v1/x")),
+    st.sampled_from(("/v1/completions", "/v1/context", "/v1/embeddings", "/v1/models", "/v1/x")),
     headers=st.lists(st.tuples(NAMES.filter(lambda name: name and name[0] != ":"), RAW), max_size=3),
     mode=st.sampled_from((BUFFERED, DUPLEX, None, 1, 3)),
     ends=st.booleans(),

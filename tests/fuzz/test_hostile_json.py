@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.gateway_parts import KEY
+from tests.kit.gateway_parts import KEY
+from tests.kit.hostile_bodies import SHAPES, hostile_body
 
 DEADLINE_S = 30
 NO_HTTP = b"Invalid HTTP request received."
@@ -138,6 +139,16 @@ def test_no_body_and_no_header_makes_a_part_fail(context, path, body, headers):
         named = answer.headers["x-session-id"]
         read = ask(context.http_port, "GET", f"/v1/context/{named}", None, {})
         assert json.loads(read.body).get("state") == "ready", (answer.body[:500], read.body)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/v1/embeddings"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_width_and_no_depth_makes_a_part_fail(context, path, shape):
+    """As large as the stack takes. Read whole by the pod where it is a turn or a create."""
+    for start in (b'{"session_id":"ctx_fuzz","model":"toy-model",', b'{"model":"toy-model",'):
+        answer = ask(context.http_port, "POST", path, hostile_body(shape, (1 << 20) - 256, start=start), {})
+
+        check_told(answer)
 
 
 @settings(max_examples=150)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.request_head import HEAD_SIZE_BYTES_MAX
-from tests.helpers.gateway_parts import KEY
+from gateway.http.uvicorn_limits import HEAD_SIZE_BYTES_MAX
+from tests.kit.gateway_parts import KEY
 
 DEADLINE_S = 40
 """Of one exchange: the body timeout of 2 s, and a machine that stands still now and then."""

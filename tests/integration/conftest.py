@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.gateway_server import RunningManager
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.gateway_server import RunningManager
+from tests.kit.stub_engine import StubEngine
+from tests.kit.valkey import ValkeyServer
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from pydantic import SecretStr
 
 from doctor.examination import Plan, examine
 from doctor.finding import Level
-from tests.helpers.gateway_parts import KEY
-from tests.helpers.gateway_server import running_gateway, settings_for
-from tests.helpers.turn_pod import running_turn_pod
-from tests.helpers.valkey import free_port
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.ports import free_port
+from tests.kit.turn_pod import running_turn_pod
 
 PATIENCE_S = 120
 
@@ -60,13 +60,19 @@ async def test_a_deployment_that_works_passes_every_check_and_its_story(tmp_path
 
 
 async def test_without_its_manager_it_says_what_is_missing(tmp_path, manager):
-    async with deployment(tmp_path, manager) as (gateway, _):
+    async with deployment(tmp_path, manager) as (gateway, settings):
         await manager.stop()
-        findings = await examined(gateway.url, with_story=True, manager=f"127.0.0.1:{manager.port}")
+        findings = await examined(
+            gateway.url,
+            with_story=True,
+            metrics_url=f"http://127.0.0.1:{settings.metrics_port}",
+            manager=f"127.0.0.1:{manager.port}",
+        )
         await manager.start()
 
     found = {finding.check: finding for finding in findings}
-    assert found["ready"].text == "missing: context manager"
+    assert found["ready"].text == "the gateway misses something"
+    assert found["details"].text == "missing: context manager"
     assert found["key"].level is Level.FAILED
     assert found["context-manager"].level is Level.FAILED
 
@@ -75,10 +81,12 @@ async def test_without_a_pod_it_says_so(tmp_path, manager, engine):
     engine.healthy = False
     settings = settings_for(tmp_path, {"pod-a": engine}, manager_port=manager.port)
     async with running_gateway(settings, num_ready=0) as gateway:
-        findings = await examined(gateway.url, with_story=True)
+        metrics_url = f"http://127.0.0.1:{gateway.metrics_port}"
+        findings = await examined(gateway.url, with_story=True, metrics_url=metrics_url)
 
     found = {finding.check: finding for finding in findings}
-    assert found["ready"].text == "missing: ready endpoint"
+    assert found["ready"].level is Level.FAILED
+    assert found["details"].text == "missing: ready endpoint"
     assert found["models"].level is Level.FAILED
     assert found["turns"].level is Level.SKIPPED
 

@@ -15,14 +15,13 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from contextcache.error_body import error_body
-from contextcache.errors import BodyTooLarge
+from contextcache.errors import BodyTooLarge, error_body
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import PODS
 from gateway.paths import PathNotFound
-from tests.helpers.envoy_process import RunningEnvoy, envoy_settings, running_envoy
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.stub_processor import StubProcessor
+from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
+from tests.kit.stub_engine import StubEngine
+from tests.kit.stub_processor import StubProcessor
 
 ROOT = Path(__file__).parents[2]
 LIMIT_BYTES = 32 << 20
@@ -155,7 +154,7 @@ async def test_no_header_of_a_client_steers(state):
         bench.plugin.hang = state == "silent"
         if state == "dead":
             await bench.plugin_dies()
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/x"), ("POST", "/tokenize")):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/responses/r1"), ("POST", "/tokenize")):
             for headers in (STEERING, FORGETTING, STEERING | FORGETTING):
                 data = b"{}" if method == "POST" else None
                 assert await bench.status_of(method, path, data=data, headers=headers) == 200

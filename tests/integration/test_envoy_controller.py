@@ -15,13 +15,13 @@ from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
 from deploy.envoy.clusters import PLUGIN
 from gateway.flows import DESTINATION_HEADER
-from tests.helpers import http2
-from tests.helpers.envoy_process import envoy_settings, running_envoy
-from tests.helpers.fronts import Front
-from tests.helpers.gateway_parts import KEY, SECRET
-from tests.helpers.gateway_server import running_gateway, settings_for
-from tests.helpers.inference_pool import as_inference_pool
-from tests.helpers.stub_engine import StubEngine
+from tests.kit import http2
+from tests.kit.envoy_process import envoy_settings, running_envoy
+from tests.kit.fronts import Front
+from tests.kit.gateway_parts import KEY, SECRET
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.inference_pool import as_inference_pool
+from tests.kit.stub_engine import StubEngine
 
 FORGED = {IDENTITY_HEADER: "v1.forged.mac", UNROUTED_HEADER: "1", "target-pod": "127.0.0.1:1"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,18 +11,21 @@ import pytest
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import PODS
 from deploy.envoy.settings import EnvoySettings
-from tests.helpers.envoy_process import DEADLINE_S, RunningEnvoy, running_envoy
-from tests.helpers.name_server import NameServer
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.stub_processor import StubProcessor
-from tests.helpers.valkey import free_port
+from tests.kit.envoy_process import DEADLINE_S, RunningEnvoy, running_envoy
+from tests.kit.name_server import NameServer
+from tests.kit.ports import free_port
+from tests.kit.stub_engine import StubEngine
+from tests.kit.stub_processor import StubProcessor
+from tests.kit.until import until
+
+pytestmark = pytest.mark.thorough
 
 PODS_NAME = "release-engines.cache.svc.cluster.local"
 GATEWAYS_NAME = "release-gateway-headless.cache.svc.cluster.local"
 
 
 @dataclass
-class Cluster:
+class Named:
     """Three pods on addresses of their own and one port, as in a cluster, and a gateway."""
 
     names: NameServer
@@ -51,13 +53,13 @@ class Cluster:
 
 
 @pytest.fixture
-async def cluster():
-    async with running_cluster() as found:
+async def named():
+    async with running_named() as found:
         yield found
 
 
 @asynccontextmanager
-async def running_cluster():
+async def running_named():
     async with AsyncExitStack() as stack:
         names = await stack.enter_async_context(NameServer.running())
         port = free_port()
@@ -78,79 +80,73 @@ async def running_cluster():
         await envoy.until_healthy(PODS, 2)
         await envoy.until_healthy(PLUGIN, 1)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
-        yield Cluster(names, pods, plugin, envoy, http)
+        yield Named(names, pods, plugin, envoy, http)
 
 
-async def test_each_address_behind_the_name_is_a_pod_that_the_plugin_can_choose(cluster):
-    assert [await cluster.served_by(number) for number in (0, 1, 1, 0)] == [0, 1, 1, 0]
+async def test_each_address_behind_the_name_is_a_pod_that_the_plugin_can_choose(named):
+    assert [await named.served_by(number) for number in (0, 1, 1, 0)] == [0, 1, 1, 0]
 
 
-async def test_names_that_end_in_a_dot_are_asked_for_as_they_are(cluster):
-    assert set(cluster.names.asked) == {PODS_NAME, GATEWAYS_NAME}
+async def test_names_that_end_in_a_dot_are_asked_for_as_they_are(named):
+    assert set(named.names.asked) == {PODS_NAME, GATEWAYS_NAME}
 
 
-async def test_a_pod_that_dns_does_not_know_yet_is_served_by_another_and_by_itself_once_it_is_known(cluster):
-    early = await cluster.served_by(2)
-    await cluster.list_pods(0, 1, 2)
+async def test_a_pod_that_dns_does_not_know_yet_is_served_by_another_and_by_itself_once_it_is_known(named):
+    early = await named.served_by(2)
+    await named.list_pods(0, 1, 2)
 
     assert early in (0, 1)
-    assert await cluster.served_by(2) == 2
+    assert await named.served_by(2) == 2
 
 
-async def test_another_order_of_the_same_addresses_changes_nothing(cluster):
-    await cluster.list_pods(0, 1, 2)
-    asked = len(cluster.names.asked)
-    await cluster.list_pods(2, 0, 1)
-    async with asyncio.timeout(DEADLINE_S):
-        while cluster.names.asked[asked:].count(PODS_NAME) < 4:
-            await asyncio.sleep(0.02)
+async def test_another_order_of_the_same_addresses_changes_nothing(named):
+    await named.list_pods(0, 1, 2)
+    asked = len(named.names.asked)
+    await named.list_pods(2, 0, 1)
+    await until(lambda: named.names.asked[asked:].count(PODS_NAME) >= 4, what="it asks for pods four times")
 
-    assert [await cluster.served_by(number) for number in (0, 1, 2)] == [0, 1, 2]
+    assert [await named.served_by(number) for number in (0, 1, 2)] == [0, 1, 2]
 
 
-async def test_a_pod_that_dns_forgets_gets_nothing_more_though_it_is_healthy(cluster):
-    await cluster.list_pods(1)
+async def test_a_pod_that_dns_forgets_gets_nothing_more_though_it_is_healthy(named):
+    await named.list_pods(1)
 
-    assert [await cluster.served_by(0) for _ in range(4)] == [1] * 4
+    assert [await named.served_by(0) for _ in range(4)] == [1] * 4
 
 
-async def test_an_answer_that_runs_goes_on_when_dns_forgets_its_pod(cluster):
-    cluster.plugin.pick = f"{cluster.pods[0].host}:{cluster.pods[0].port}"
-    async with cluster.http.post(cluster.envoy.url + "/v1/completions", data=b'{"stream": true}') as stream:
-        await cluster.list_pods(1)
-        cluster.pods[0].release("late")
-        cluster.pods[0].finish()
+async def test_an_answer_that_runs_goes_on_when_dns_forgets_its_pod(named):
+    named.plugin.pick = f"{named.pods[0].host}:{named.pods[0].port}"
+    async with named.http.post(named.envoy.url + "/v1/completions", data=b'{"stream": true}') as stream:
+        await named.list_pods(1)
+        named.pods[0].release("late")
+        named.pods[0].finish()
 
         assert b"late" in await stream.read()
 
 
-async def test_without_an_answer_of_dns_envoy_goes_on_with_what_it_knows(cluster):
-    cluster.names.silent = True
-    asked = len(cluster.names.asked)
-    async with asyncio.timeout(DEADLINE_S):
-        while len(cluster.names.asked) < asked + 4:
-            await asyncio.sleep(0.02)
+async def test_without_an_answer_of_dns_envoy_goes_on_with_what_it_knows(named):
+    named.names.silent = True
+    asked = len(named.names.asked)
+    await until(lambda: len(named.names.asked) >= asked + 4, what="it asks four times more")
 
-    assert [await cluster.served_by(number) for number in (0, 1)] == [0, 1]
+    assert [await named.served_by(number) for number in (0, 1)] == [0, 1]
 
 
-async def test_no_pod_at_all_is_said_so_and_pods_that_come_are_found(cluster):
-    cluster.names.addresses[PODS_NAME] = []
-    await cluster.envoy.until_stat(f"cluster.{PODS}.membership_total", 0)
-    async with cluster.http.post(cluster.envoy.url + "/v1/completions", data=b"{}") as answer:
+async def test_no_pod_at_all_is_said_so_and_pods_that_come_are_found(named):
+    named.names.addresses[PODS_NAME] = []
+    await named.envoy.until_stat(f"cluster.{PODS}.membership_total", 0)
+    async with named.http.post(named.envoy.url + "/v1/completions", data=b"{}") as answer:
         refused = answer.status, (await answer.json())["error"]["code"]
-    await cluster.list_pods(2)
+    await named.list_pods(2)
 
     assert refused == (503, "no_ready_endpoint")
-    assert await cluster.served_by(2) == 2
+    assert await named.served_by(2) == 2
 
 
-async def test_gateways_that_dns_forgets_serve_on_while_they_are_healthy(cluster):
+async def test_gateways_that_dns_forgets_serve_on_while_they_are_healthy(named):
     """A cluster's DNS without a ready gateway must not become a front that checks no key."""
-    cluster.names.addresses[GATEWAYS_NAME] = []
-    asked = len(cluster.names.asked)
-    async with asyncio.timeout(DEADLINE_S):
-        while cluster.names.asked[asked:].count(GATEWAYS_NAME) < 6:
-            await asyncio.sleep(0.02)
+    named.names.addresses[GATEWAYS_NAME] = []
+    asked = len(named.names.asked)
+    await until(lambda: named.names.asked[asked:].count(GATEWAYS_NAME) >= 6, what="it asks for gateways six times more")
 
-    assert await cluster.served_by(1) == 1
+    assert await named.served_by(1) == 1

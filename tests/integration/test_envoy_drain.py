@@ -12,18 +12,15 @@ import aiohttp
 import pytest
 import yaml
 
-from tests.helpers.kept_envoy import DEADLINE_S, ROOT, kept_envoy
-from tests.helpers.valkey import free_port
+from tests.kit.kept_envoy import DEADLINE_S, ROOT, kept_envoy
+from tests.kit.ports import free_port
+from tests.kit.until import until
 
 
 @pytest.fixture
 def free_ports():
     """Three ports that are nobody's: unlike the tests' other Envoys, a kept one is told its ports."""
     return [free_port() for _ in range(3)]
-
-
-async def _is(found: bool) -> bool:
-    return found
 
 
 def events(tmp_path) -> list[str]:
@@ -48,13 +45,13 @@ async def test_a_drain_loses_no_request_and_no_token(tmp_path, free_ports):
                         kept.keeper.send_signal(signal.SIGTERM)
 
         async def load_balancer() -> None:
-            await kept.until(kept.is_draining)
+            await until(kept.is_draining, what="Envoy drains")
             num_before = len(answers)
-            await kept.until(lambda: _is(len(answers) >= num_before + 50))
+            await until(lambda: len(answers) >= num_before + 50, what="50 answers more")
             noticed.set()
 
         await asyncio.gather(load_balancer(), *(client() for _ in range(8)))
-        await kept.until(kept.is_closed)
+        await until(kept.is_closed, what="nobody listens")
         for _ in range(5):
             kept.pod.release()
         for _ in range(5):
@@ -69,14 +66,15 @@ async def test_a_drain_loses_no_request_and_no_token(tmp_path, free_ports):
         assert events(tmp_path) == ["envoy drains"]
 
 
+@pytest.mark.thorough
 async def test_a_drain_says_so_first_closes_the_port_then_and_waits_for_the_last_answer(tmp_path, free_ports):
     async with kept_envoy(tmp_path, free_ports, drain_delay_s=10) as kept:
         stream = await kept.post(b'{"stream": true}')
         kept.keeper.send_signal(signal.SIGTERM)
-        await kept.until(kept.is_draining)
+        await until(kept.is_draining, what="Envoy drains")
         async with kept.post(b"{}") as answer:
             await answer.read()
-        await kept.until(kept.is_closed)
+        await until(kept.is_closed, what="nobody listens")
         still_runs = kept.keeper.returncode is None
         kept.pod.release("last")
         kept.pod.finish()
@@ -102,7 +100,7 @@ async def test_a_second_signal_ends_the_wait(tmp_path, free_ports):
     async with kept_envoy(tmp_path, free_ports, drain_delay_s=20, drain_timeout_s=600) as kept:
         stream = await kept.post(b'{"stream": true}')
         kept.keeper.send_signal(signal.SIGTERM)
-        await kept.until(kept.is_draining)
+        await until(kept.is_draining, what="Envoy drains")
         kept.keeper.send_signal(signal.SIGTERM)
 
         assert await kept.ended() == 0
@@ -128,7 +126,7 @@ async def test_a_keeper_that_is_killed_takes_envoy_along(tmp_path, free_ports):
     async with kept_envoy(tmp_path, free_ports) as kept:
         kept.keeper.kill()
         await kept.ended()
-        await kept.until(kept.envoy_is_gone)
+        await until(kept.envoy_is_gone, what="Envoy is gone")
 
         assert await kept.is_closed()
 

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
-from tests.helpers import http2
-from tests.helpers.fronts import code_of, running_front
-from tests.helpers.gateway_parts import KEY
-from tests.helpers.gateway_server import settings_for
+from tests.kit import http2
+from tests.kit.fronts import code_of, running_front
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_server import settings_for
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
 TRAILERS = {"x-session-id": "ctx_1", IDENTITY_HEADER: "v1.forged.mac"}

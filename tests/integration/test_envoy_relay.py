@@ -11,9 +11,10 @@ import pytest
 from yarl import URL
 
 from deploy.envoy.relay import MAX_CONNECTIONS, Relay, listening
-from tests.helpers.kept_envoy import DEADLINE_S, ROOT, kept_envoy
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.valkey import free_port
+from tests.kit.kept_envoy import DEADLINE_S, ROOT, kept_envoy
+from tests.kit.ports import free_port
+from tests.kit.stub_engine import StubEngine
+from tests.kit.until import until
 
 _POLL_S = 0.02
 
@@ -146,7 +147,7 @@ async def test_without_an_answer_of_admin_the_relay_says_so(tmp_path):
 async def test_the_relay_says_not_ready_from_the_signal_on_and_shows_metrics_to_the_end(tmp_path, free_ports):
     async with kept_envoy(tmp_path, free_ports, drain_delay_s=600) as kept:
         kept.keeper.send_signal(signal.SIGTERM)
-        await kept.until(kept.is_draining)
+        await until(kept.is_draining, what="Envoy drains")
         found = [(await relayed(kept, path))[0] for path in ("/ready", "/healthz", "/stats/prometheus")]
         kept.keeper.send_signal(signal.SIGTERM)
 

@@ -17,10 +17,11 @@ from cryptography import x509
 
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import GATEWAY_HTTP, PODS
-from tests.helpers.certificates import NAME, CertificateFiles
-from tests.helpers.envoy_process import DEADLINE_S, RunningEnvoy, envoy_settings, running_envoy
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.stub_processor import StubProcessor
+from tests.kit.certificates import NAME, CertificateFiles
+from tests.kit.envoy_process import DEADLINE_S, RunningEnvoy, envoy_settings, running_envoy
+from tests.kit.stub_engine import StubEngine
+from tests.kit.stub_processor import StubProcessor
+from tests.kit.until import until
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
 
@@ -167,11 +168,13 @@ async def test_a_new_certificate_is_shown_without_a_restart_and_costs_no_request
         clients = [asyncio.create_task(client()) for _ in range(4)]
         leaf = secret.rotate()
         streams = []
-        async with asyncio.timeout(DEADLINE_S):
-            while serial_of(leaf) not in front.shown():
-                # Each one that runs needs a connection of its own.
-                streams.append(await front.http.post(f"{front.envoy.url}/v1/completions", data=b'{"stream": true}'))
-                await asyncio.sleep(0.05)
+
+        async def is_shown() -> bool:
+            # Each one that runs needs a connection of its own.
+            streams.append(await front.http.post(f"{front.envoy.url}/v1/completions", data=b'{"stream": true}'))
+            return serial_of(leaf) in front.shown()
+
+        await until(is_shown, what="the new certificate is shown", interval_s=0.05)
         stopped.set()
         await asyncio.gather(*clients)
         for stream in streams:
@@ -241,9 +244,9 @@ async def test_clients_get_https_with_a_certificate_that_changes_without_a_resta
             status = answer.status
         before = await shown_to_clients(front.envoy.port)
         leaf = public.rotate(name="localhost")
-        async with asyncio.timeout(DEADLINE_S):
-            while await shown_to_clients(front.envoy.port) == before:
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: shown_to_clients(front.envoy.port), is_so=lambda shown: shown != before, what="another certificate"
+        )
 
         assert status == 200
         assert await shown_to_clients(front.envoy.port) == serial_of(leaf)

@@ -12,10 +12,12 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_
 
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import PODS
-from tests.helpers.envoy_process import DEADLINE_S, envoy_settings, running_envoy
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.stub_processor import StubProcessor
-from tests.helpers.trace_collector import TraceCollector
+from tests.kit.envoy_process import DEADLINE_S, envoy_settings, running_envoy
+from tests.kit.stub_engine import StubEngine
+from tests.kit.stub_processor import StubProcessor
+from tests.kit.trace_collector import TraceCollector
+
+pytestmark = pytest.mark.thorough
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CALLER[:-2] + "00"

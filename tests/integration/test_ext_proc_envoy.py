@@ -3,7 +3,6 @@ endpoint picker after us. How our own bootstrap does is shown in `test_envoy_boo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import json
@@ -19,11 +18,12 @@ from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import EXT_PROC
-from gateway.ext_proc_messages import allowed_subset, destination_metadata, head_answer
-from gateway.ext_proc_server import SERVICE_NAME
-from tests.helpers.envoy_process import envoy_settings, running_envoy
-from tests.helpers.gateway_parts import KEY, SECRET
-from tests.helpers.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
+from gateway.envoy.messages import allowed_subset, destination_metadata, head_answer
+from gateway.envoy.server import SERVICE_NAME
+from tests.kit.envoy_process import envoy_settings, running_envoy
+from tests.kit.gateway_parts import KEY, SECRET
+from tests.kit.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
+from tests.kit.until import until
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
 ROUTED_TURNS = '{kind="turn",status="routed"}'
@@ -161,10 +161,11 @@ async def test_in_full_duplex_a_turn_goes_to_its_holder_whole_and_signed(tmp_pat
         by_body = await post("/v1/completions", in_body)
         by_header = await post("/v1/completions", in_header, {"x-session-id": "ctx_1"})
         # Counted when our last write has returned, which may be after the client has its answer.
-        async with asyncio.timeout(DEADLINE_S):
-            while await gateway.metric("contextcache_gateway_requests_total", ROUTED_TURNS) < 2:
-                await asyncio.sleep(0.02)
-        routed = await gateway.metric("contextcache_gateway_requests_total", ROUTED_TURNS)
+        routed = await until(
+            lambda: gateway.metric("contextcache_gateway_requests_total", ROUTED_TURNS),
+            is_so=lambda number: number >= 2,
+            what="two turns are counted",
+        )
 
     assert by_body == by_header == (200, {"pod": "pod-b"})
     assert [json.loads(body) for _, body in pods["pod-b"].received] == [in_body, in_header]
@@ -184,7 +185,7 @@ async def test_in_full_duplex_bodies_change_are_bounded_and_are_refused(tmp_path
     [(_, body)] = pods["pod-a"].received + pods["pod-b"].received
 
     assert changed[0] == 200
-    assert json.loads(body) == {"prompt": stolen["prompt"]}
+    assert json.loads(body) == {"prompt": stolen["prompt"], "cache_salt": None}
     assert (too_large[0], too_large[1]["error"]["code"]) == (413, "body_too_large")
     assert (unknown[0], unknown[1]["error"]["code"]) == (404, "context_not_found")
 

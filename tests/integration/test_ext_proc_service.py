@@ -18,14 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from gateway.auth import SingleTenant
-from gateway.body_budget import BodyBudget
-from gateway.envoy_front import EnvoyFront
-from gateway.ext_proc_server import LIVENESS, READINESS, SERVICE_NAME, ExtProcServer
-from gateway.http_front import FrontLimits
-from tests.helpers.ext_proc import DUPLEX, Answer, ExtProcClient, body, head
-from tests.helpers.gateway_parts import SECRET, GatewayParts
-from tests.helpers.gateway_server import DEADLINE_S, running_gateway, settings_for
+from gateway.envoy.front import EnvoyFront
+from gateway.envoy.server import LIVENESS, READINESS, SERVICE_NAME, ExtProcServer
+from gateway.tenants.keys import SingleTenant
+from gateway.tenants.limits import FrontLimits
+from tests.kit.ext_proc import DUPLEX, Answer, ExtProcClient, body, head
+from tests.kit.gateway_parts import SECRET, GatewayParts
+from tests.kit.gateway_server import DEADLINE_S, running_gateway, settings_for
+from tests.kit.until import until
 
 ROOT = Path(__file__).parents[2]
 JSON = {"content-type": "application/json"}
@@ -49,9 +49,9 @@ async def running(tmp_path, engine, manager, **more):
 @contextlib.asynccontextmanager
 async def processor(*, is_ready=lambda: True, budget_bytes=1 << 20):
     """A processor alone, over sessions in memory."""
-    parts = GatewayParts(SingleTenant())
+    parts = GatewayParts(SingleTenant(), limits={"total_bytes_max": budget_bytes})
     await parts.endpoints.probe_all()
-    front = front_of(parts, budget_bytes)
+    front = front_of(parts)
     server = ExtProcServer(front, listen="127.0.0.1:0", max_body_bytes=1 << 20, is_ready=is_ready)
     await server.start()
     client = ExtProcClient(server.port)
@@ -62,11 +62,11 @@ async def processor(*, is_ready=lambda: True, budget_bytes=1 << 20):
         await server.stop(0)
 
 
-def front_of(parts, budget_bytes=1 << 20) -> EnvoyFront:
+def front_of(parts) -> EnvoyFront:
     return EnvoyFront(
         gateway=parts.gateway,
         endpoints=parts.endpoints,
-        budget=BodyBudget(budget_bytes),
+        tenants=parts.tenants,
         limits=FrontLimits(),
         metrics=parts.metrics,
     )
@@ -76,12 +76,6 @@ async def health_of(client, *names) -> list[int]:
     stub = health_pb2_grpc.HealthStub(client.channel)
     requests = [health_pb2.HealthCheckRequest(service=name) for name in names]
     return [(await stub.Check(request, timeout=DEADLINE_S)).status for request in requests]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("mode", [2, DUPLEX])
@@ -132,7 +126,7 @@ async def test_errors_of_the_real_manager_are_typed(tmp_path, engine, manager):
         try:
             away = await client.ask(head(headers=JSON), body({"session_id": "ctx_none", "prompt": "x"}))
             stateless = await client.ask(head(headers=JSON), body({"prompt": "x"}))
-            await until(lambda: readiness_is(client, SERVING))
+            await until(lambda: readiness_is(client, SERVING), what="health says SERVING")
             [health] = await health_of(client, SERVICE_NAME)
         finally:
             await manager.start()
@@ -148,12 +142,12 @@ async def test_a_client_that_leaves_costs_nothing_that_is_not_given_back():
     async with processor(budget_bytes=1_000_000) as (_, client, parts):
         for _ in range(3):
             call = client.open()
-            await call.write(head("/v1/x", mode=DUPLEX))
+            await call.write(head("/v1/embeddings", mode=DUPLEX))
             await call.write(body(big, ends=False))
-            await until(lambda: streams_are(parts, 1))
+            await until(lambda: streams_are(parts, 1), what="streams are 1")
             call.cancel()
-            await until(lambda: streams_are(parts, 0))
-        answers = await duplex(client, head("/v1/x", mode=DUPLEX), big)
+            await until(lambda: streams_are(parts, 0), what="streams are 0")
+        answers = await duplex(client, head("/v1/embeddings", mode=DUPLEX), big)
 
     assert b"".join(answer.piece.body for answer in answers[1:]) == big
 
@@ -166,7 +160,7 @@ async def test_a_proxy_that_ends_its_side_without_the_body_is_no_fault(caplog):
         await call.done_writing()
         ended = await call.read()
         code = await call.code()
-        await until(lambda: streams_are(parts, 0))
+        await until(lambda: streams_are(parts, 0), what="streams are 0")
 
     assert (ended, code) == (grpc.aio.EOF, grpc.StatusCode.OK)
     assert "request failed" not in caplog.messages
@@ -183,10 +177,10 @@ async def test_health_has_a_name_for_each_question():
     async with processor(is_ready=lambda: ready) as (server, client, _):
         serving = await health_of(client, "", LIVENESS, READINESS, SERVICE_NAME)
         ready = False
-        await until(lambda: readiness_is(client, NOT_SERVING))
+        await until(lambda: readiness_is(client, NOT_SERVING), what="health says NOT_SERVING")
         without_pods = await health_of(client, "", LIVENESS, SERVICE_NAME)
         ready = True
-        await until(lambda: readiness_is(client, SERVING))
+        await until(lambda: readiness_is(client, SERVING), what="health says SERVING")
         await server.drain()
         draining = await health_of(client, "", LIVENESS, READINESS, SERVICE_NAME)
         answers = await client.ask(head("/v1/models", method="GET", ends=True))
@@ -203,10 +197,11 @@ async def test_health_has_a_name_for_each_question():
 async def test_both_fronts_say_that_they_drain_before_they_stop(tmp_path, engine, manager):
     async with running(tmp_path, engine, manager, drain_delay_s=6) as (gateway, client):
         gateway.stop.set()
-        await until(lambda: readiness_is(client, NOT_SERVING))
+        await until(lambda: readiness_is(client, NOT_SERVING), what="health says NOT_SERVING")
         [health] = await health_of(client, SERVICE_NAME)
         async with gateway.get("/readyz") as readyz:
-            missing = (await readyz.json())["missing"]
+            assert await readyz.json() == {"ready": False}
+        missing = (await gateway.details())["missing"]
         answers = await client.ask(head("/v1/models", method="GET", ends=True))
         await asyncio.wait_for(gateway.serving, DEADLINE_S)
 
@@ -221,7 +216,7 @@ async def test_a_request_under_way_is_finished_after_the_port_has_closed(tmp_pat
         await call.write(head(headers=JSON))
         await call.read()
         gateway.stop.set()
-        await until(lambda: is_closed(gateway.ext_proc_port))
+        await until(lambda: is_closed(gateway.ext_proc_port), what="its port is closed")
         await call.write(body({"prompt": "x"}))
         answer = Answer(await call.read())
         await asyncio.wait_for(gateway.serving, DEADLINE_S)

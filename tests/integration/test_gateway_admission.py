@@ -7,14 +7,15 @@ import asyncio
 import aiohttp
 import pytest
 
-from contextcache.admission import TenantsInHand
+from contextcache.clock import SystemClock
 from contextcache.errors import ContextQuotaExceeded
-from gateway.body_budget import BodyBudget
-from tests.helpers.ext_proc import BUFFERED, DUPLEX, Answer, ExtProcClient, body, head
-from tests.helpers.fronts import FRONTS, code_of, running_front
-from tests.helpers.gateway_parts import OTHER_KEY
-from tests.helpers.gateway_server import DEADLINE_S, running_gateway, settings_for
-from tests.helpers.turn_pod import MODEL, running_turn_pod
+from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
+from tests.kit.ext_proc import BUFFERED, DUPLEX, Answer, ExtProcClient, body, head
+from tests.kit.fronts import FRONTS, code_of, running_front
+from tests.kit.gateway_parts import OTHER_KEY
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.until import until
 
 OTHER = {"authorization": f"Bearer {OTHER_KEY}"}
 STREAM = {"prompt": "x", "stream": True}
@@ -44,9 +45,11 @@ async def envoy(gateway):
 
 
 async def until_in_flight(gateway, number: int) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while await gateway.metric("contextcache_gateway_requests_in_flight", '{endpoint="pod-a"}') != number:
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: gateway.metric("contextcache_gateway_requests_in_flight", '{endpoint="pod-a"}'),
+        is_so=lambda seen: seen == number,
+        what=f"{number} requests in flight",
+    )
 
 
 async def refusals(gateway, limit: str) -> float:
@@ -100,7 +103,7 @@ async def test_a_refused_or_failed_request_leaves_nothing_in_hand(gateway, engin
 
 
 async def test_bodies_of_a_tenant_are_bounded_over_both_fronts(gateway, engine, envoy):
-    """Seen failing without `take_bytes` in `BodyBudget.take`: both are let in."""
+    """Seen failing without `take_bytes` in `TenantLimits.take_bytes`: both are let in."""
     stream = await gateway.post("/v1/completions", {**STREAM, "prompt": "x" * 2500})
     large = {"prompt": "x" * 2500}
     async with gateway.post("/v1/completions", large) as answer:
@@ -165,15 +168,15 @@ async def test_a_limit_below_one_body_is_refused_at_the_start(tmp_path, engine):
         settings_for(tmp_path, {"pod-a": engine}, max_body_bytes=100, tenant_buffered_bytes_max=99)
 
 
-def test_a_budget_that_refuses_has_counted_nothing():
-    tenants = TenantsInHand(bytes_max=10)
-    budget = BodyBudget(15, tenants=tenants)
-    with budget.hold("a", limit_bytes=100) as first, budget.hold("b", limit_bytes=100) as second:
+async def test_limits_that_refuse_have_counted_nothing():
+    tenants = TenantLimits(clock=SystemClock(), bytes_max=10, total_bytes_max=15)
+    limits = FrontLimits(max_body_bytes=100)
+    with HeldBody(tenants, "a", limits) as first, HeldBody(tenants, "b", limits) as second:
         first.add(b"x" * 10)
         for held, size in ((second, 6), (first, 1), (second, 11)):
             with pytest.raises(Exception, match="as it may"):
                 held.add(b"y" * size)
         second.add(b"z" * 5)
 
-        assert (budget.held_bytes, tenants.held_by("a")[1], tenants.held_by("b")[1]) == (15, 10, 5)
-    assert (budget.held_bytes, tenants.is_empty()) == (0, True)
+        assert (tenants.held_bytes, tenants.held_by("a")[1], tenants.held_by("b")[1]) == (15, 10, 5)
+    assert (tenants.held_bytes, tenants.is_empty()) == (0, True)

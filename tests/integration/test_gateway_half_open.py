@@ -10,7 +10,8 @@ import pytest
 import trustme
 import uvloop
 
-from gateway.tls_listener import TlsListener
+from contextcache.wire.connections import HttpsListener
+from tests.kit.until import until
 
 DEADLINE_S = 60
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -37,7 +38,7 @@ class Door:
         self._socket.setblocking(False)
         self._knocked: list[socket.socket] = []
         self.port = self._socket.getsockname()[1]
-        self.listener = TlsListener(self._socket, Echo, server, **{"handshake_timeout_s": DEADLINE_S, **limits})
+        self.listener = HttpsListener(self._socket, Echo, server, **{"handshake_timeout_s": DEADLINE_S, **limits})
 
     async def greet(self) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self._client)
@@ -89,7 +90,7 @@ def test_silent_connections_keep_nobody_out(run):
     """Seen failing without the bound: 60 stay half open; without the patience: honest ones are broken off."""
 
     async def main():
-        door = Door(half_open_max=8, patience_s=0.2)
+        door = Door(connections_max=8, patience_s=0.2)
         silent = [door.knock() for _ in range(60)]
         most = 0
         answers = []
@@ -103,8 +104,7 @@ def test_silent_connections_keep_nobody_out(run):
             await asyncio.sleep(0.01)
         door.listener.close()
         await door.listener.wait_closed()
-        while not all(map(is_closed, silent)):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(map(is_closed, silent)), what="every silent connection is closed")
         await door.close()
         return most, answers, door.listener.num_half_open
 
@@ -117,7 +117,7 @@ def test_silent_connections_keep_nobody_out(run):
 
 def test_a_burst_of_honest_clients_waits_and_all_are_served(run):
     async def main():
-        door = Door(half_open_max=4, patience_s=DEADLINE_S)
+        door = Door(connections_max=4, patience_s=DEADLINE_S)
         answers = await asyncio.gather(*(door.greet() for _ in range(100)))
         await door.close()
         return answers
@@ -127,14 +127,13 @@ def test_a_burst_of_honest_clients_waits_and_all_are_served(run):
 
 def test_who_speaks_no_tls_is_gone_and_costs_nothing(run):
     async def main():
-        door = Door(half_open_max=4, patience_s=DEADLINE_S)
+        door = Door(connections_max=4, patience_s=DEADLINE_S)
         for _ in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
             writer.write(b"GET / HTTP/1.1\r\nhost: g\r\n\r\n")
             await asyncio.gather(reader.read(), return_exceptions=True)
             writer.close()
-        while door.listener.num_half_open:
-            await asyncio.sleep(0.01)
+        await until(lambda: not door.listener.num_half_open, what="none is half open")
         answer = await door.greet()
         await door.close()
         return answer
@@ -146,8 +145,7 @@ def test_a_handshake_that_never_ends_ends_at_its_deadline(run):
     async def main():
         door = Door(handshake_timeout_s=0.2)
         silent = door.knock()
-        while not is_closed(silent) or door.listener.num_half_open:
-            await asyncio.sleep(0.01)
+        await until(lambda: is_closed(silent) and not door.listener.num_half_open, what="the silent one is closed")
         await door.close()
 
     run(main)

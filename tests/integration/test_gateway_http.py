@@ -7,10 +7,11 @@ import socket
 
 import pytest
 
-from tests.helpers.fronts import code_of
-from tests.helpers.gateway_parts import KEY, OTHER_KEY, write_keys
-from tests.helpers.gateway_server import DEADLINE_S, running_gateway, settings_for
-from tests.helpers.stub_engine import StubEngine
+from tests.kit.fronts import code_of
+from tests.kit.gateway_parts import KEY, OTHER_KEY, write_keys
+from tests.kit.gateway_server import DEADLINE_S, running_gateway, settings_for
+from tests.kit.stub_engine import StubEngine
+from tests.kit.until import until
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
@@ -24,13 +25,13 @@ async def gateway(tmp_path, engine, manager):
 
 async def test_new_keys_count_without_a_restart(gateway, tmp_path):
     write_keys(tmp_path / "keys.json", {"a-new-key": "demo", OTHER_KEY: "other"})
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            async with gateway.post("/v1/completions", {}, headers={"authorization": "Bearer a-new-key"}) as answer:
-                if answer.status == 200:
-                    break
-                assert await code_of(answer) == (401, "invalid_api_key")
-            await asyncio.sleep(0.05)
+
+    async def is_known() -> bool:
+        async with gateway.post("/v1/completions", {}, headers={"authorization": "Bearer a-new-key"}) as answer:
+            assert answer.status == 200 or await code_of(answer) == (401, "invalid_api_key")
+            return answer.status == 200
+
+    await until(is_known, what="the new key counts")
 
     async with gateway.post("/v1/completions", {}) as answer:
         assert await code_of(answer) == (401, "invalid_api_key")
@@ -77,15 +78,15 @@ async def test_a_request_body_that_stops_coming_is_refused_and_gives_its_room_ba
             answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
             writer.close()
             await writer.wait_closed()
-            assert answer.startswith(b"HTTP/1.1 400")
+            assert answer.startswith(b"HTTP/1.1 408")
         async with gateway.post("/v1/completions", b"x" * 50) as whole:
             assert whole.status == 200
 
     assert len(engine.turns) == 1
 
 
-async def test_requests_over_the_limits_are_refused_and_the_room_is_given_back(tmp_path, engine):
-    settings = settings_for(tmp_path, {"pod-a": engine}, max_in_flight=1, max_buffered_bytes=100)
+async def test_requests_over_the_limit_are_refused_and_the_room_is_given_back(tmp_path, engine):
+    settings = settings_for(tmp_path, {"pod-a": engine}, max_in_flight=1)
     async with running_gateway(settings, num_ready=1) as gateway:
         async with gateway.post("/v1/completions", STREAM) as running:
             engine.release()
@@ -94,11 +95,8 @@ async def test_requests_over_the_limits_are_refused_and_the_room_is_given_back(t
                 assert await code_of(answer) == (503, "no_ready_endpoint")
             engine.finish()
             await running.content.read()
-        async with gateway.post("/v1/completions", b"x" * 101) as answer:
-            assert await code_of(answer) == (503, "no_ready_endpoint")
-        for _ in range(3):
-            async with gateway.post("/v1/completions", b"x" * 99) as answer:
-                assert answer.status == 200
+        async with gateway.post("/v1/completions", {}) as answer:
+            assert answer.status == 200
 
 
 async def test_a_stop_lets_a_running_stream_finish(tmp_path, engine):
@@ -107,9 +105,7 @@ async def test_a_stop_lets_a_running_stream_finish(tmp_path, engine):
         engine.release("one")
         await answer.content.readany()
         gateway.stop.set()
-        async with asyncio.timeout(DEADLINE_S):
-            while await _accepts(gateway.port):
-                await asyncio.sleep(0.02)
+        await until(lambda: _accepts(gateway.port), is_so=lambda accepts: not accepts, what="nobody listens")
         await asyncio.wait({gateway.serving}, timeout=0.5)
         assert not gateway.serving.done()
         engine.release("two")

@@ -4,8 +4,7 @@ import socket
 
 from aiohttp import web
 
-from gateway.carrier import carrier_session
-from gateway.pod_socket import SILENT_S, UNCONFIRMED_MS
+from gateway.http.carrier import SILENT_S, UNCONFIRMED_MS, carrier_session
 
 
 async def test_a_connection_to_a_pod_asks_whether_it_is_there_and_waits_for_no_confirmation_for_ever():

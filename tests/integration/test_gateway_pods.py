@@ -1,12 +1,12 @@
 """A running gateway whose pods come, drain, go and say how much they have to do."""
 
-import asyncio
 import json
 
 import pytest
 
-from tests.helpers.gateway_server import DEADLINE_S, running_gateway, settings_for
-from tests.helpers.stub_engine import StubEngine
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.stub_engine import StubEngine
+from tests.kit.until import until
 
 
 @pytest.fixture
@@ -38,14 +38,8 @@ async def gateway(tmp_path, engines, write):
         yield gateway
 
 
-async def until(gateway, condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            async with gateway.get("/readyz") as answer:
-                found = (await answer.json())["endpoints"]
-            if condition(found):
-                return
-            await asyncio.sleep(0.02)
+async def until_pods(gateway, condition):
+    await until(gateway.details, is_so=lambda details: condition(details["endpoints"]), what="pods as they should be")
 
 
 async def ask(gateway, num_requests):
@@ -56,17 +50,17 @@ async def ask(gateway, num_requests):
 
 async def test_pods_come_drain_and_go_while_requests_run(gateway, engines, write):
     write(pod_a=False, pod_b=False)
-    await until(gateway, lambda pods: set(pods) == {"pod-a", "pod-b"} and pods["pod-b"]["ready"])
+    await until_pods(gateway, lambda pods: set(pods) == {"pod-a", "pod-b"} and pods["pod-b"]["ready"])
     await ask(gateway, 4)
     assert {len(engine.turns) for engine in engines.values()} == {2}
 
     async with gateway.post("/v1/completions", {"prompt": "x", "stream": True}) as streaming:
         held = next(name for name, engine in engines.items() if len(engine.turns) == 3)
         write(**{name.replace("-", "_"): name == held for name in engines})
-        await until(gateway, lambda pods: pods[held]["draining"] and pods[held]["in_flight"] == 1)
+        await until_pods(gateway, lambda pods: pods[held]["draining"] and pods[held]["in_flight"] == 1)
         await ask(gateway, 3)
         write(**{name.replace("-", "_"): False for name in engines if name != held})
-        await until(gateway, lambda pods: held not in pods)
+        await until_pods(gateway, lambda pods: held not in pods)
         engines[held].release("last words")
         engines[held].finish()
         words = await streaming.text()
@@ -77,20 +71,20 @@ async def test_pods_come_drain_and_go_while_requests_run(gateway, engines, write
 
 async def test_a_broken_file_changes_nothing(gateway, tmp_path, write):
     (tmp_path / "endpoints.json").write_text('[{"name": "pod-b"')
-    async with asyncio.timeout(DEADLINE_S):
-        while not await gateway.metric("contextcache_gateway_endpoint_reload_failures_total"):
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: gateway.metric("contextcache_gateway_endpoint_reload_failures_total"), what="a failed reload is counted"
+    )
     await ask(gateway, 1)
 
     write(pod_b=False)
-    await until(gateway, lambda pods: set(pods) == {"pod-b"} and pods["pod-b"]["ready"])
+    await until_pods(gateway, lambda pods: set(pods) == {"pod-b"} and pods["pod-b"]["ready"])
     await ask(gateway, 1)
 
 
 async def test_a_pods_load_is_read_shown_and_obeyed(gateway, engines, write):
     write(pod_a=False, pod_b=False)
     engines["pod-a"].load = {"vllm:num_requests_running": 5.0, "vllm:kv_cache_usage_perc": 0.25}
-    await until(gateway, lambda pods: len(pods) == 2 and pods["pod-b"]["ready"] and pods["pod-a"]["running"] == 5)
+    await until_pods(gateway, lambda pods: len(pods) == 2 and pods["pod-b"]["ready"] and pods["pod-a"]["running"] == 5)
     await ask(gateway, 3)
 
     assert (len(engines["pod-a"].turns), len(engines["pod-b"].turns)) == (0, 3)
@@ -100,10 +94,10 @@ async def test_a_pods_load_is_read_shown_and_obeyed(gateway, engines, write):
 
 async def test_when_every_pod_is_full_work_is_refused_and_a_look_is_not(gateway, engines):
     engines["pod-a"].load = {"vllm:num_requests_waiting": 256.0}
-    await until(gateway, lambda pods: pods["pod-a"]["waiting"] == 256)
+    await until_pods(gateway, lambda pods: pods["pod-a"]["waiting"] == 256)
     async with gateway.post("/v1/completions", {"prompt": "x"}) as answer:
         refused = await answer.json()
-    async with gateway.get("/v1/looks") as look:
+    async with gateway.get("/v1/models") as look:
         assert look.status == 200
 
     assert (answer.status, answer.headers["retry-after"]) == (429, "2")

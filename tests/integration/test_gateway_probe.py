@@ -5,9 +5,9 @@ import asyncio
 import aiohttp
 import pytest
 
-from gateway.endpoints import Health
+from gateway.pods.endpoints import Health
+from gateway.pods.probe import HttpProbe
 from gateway.ports import Endpoint, EngineLoad
-from gateway.probe import HttpProbe
 
 LOAD = {"vllm:num_requests_running": 3.0, "vllm:num_requests_waiting": 2.0, "vllm:kv_cache_usage_perc": 0.5}
 

@@ -7,9 +7,10 @@ import asyncio
 import aiohttp
 
 from gateway.__main__ import serve
-from tests.helpers.gateway_server import settings_for
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.valkey import free_port
+from tests.kit.gateway_server import settings_for
+from tests.kit.ports import free_port
+from tests.kit.stub_engine import StubEngine
+from tests.kit.until import until
 
 DEADLINE_S = 60
 DRAIN_DELAY_S = 600.0
@@ -33,9 +34,9 @@ async def test_a_gateway_without_manager_and_pods_serves_until_it_drains(tmp_pat
         before = {path: (await http.get(url + path)).status for path in ("/healthz", "/serving", "/readyz")}
         page = await (await http.get(f"{url}/metrics")).text()
         stop.set()
-        async with asyncio.timeout(DEADLINE_S):
-            while (await http.get(f"{url}/serving")).status != 503:
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: http.get(f"{url}/serving"), is_so=lambda answer: answer.status == 503, what="it serves no more"
+        )
         draining = (await http.get(f"{url}/healthz")).status
     serving.cancel()
     await asyncio.wait([serving])

@@ -12,14 +12,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from benchmarks.front.process_figures import resident_bytes
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import PODS
-from tests.helpers.envoy_process import envoy_settings, running_envoy
-from tests.helpers.fronts import FRONTS, StreamingEngine
-from tests.helpers.gateway_parts import KEY
-from tests.helpers.gateway_process import GatewayProcess
-from tests.helpers.gateway_server import settings_for
+from tests.kit.envoy_process import envoy_settings, running_envoy
+from tests.kit.fronts import StreamingEngine
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_process import GatewayProcess
+from tests.kit.gateway_server import settings_for
+from tests.kit.process_memory import memory_bytes
+from tests.kit.until import until
 
 NUM_STREAMS = 1000
 NUM_AT_ONCE = 100
@@ -78,7 +79,7 @@ class OpenStream:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["envoy", pytest.param("http", marks=pytest.mark.thorough)])
 async def test_a_thousand_open_streams_all_come_whole(front: str, tmp_path: Path, manager, record_property) -> None:
     """Seen failing with `GATEWAY_MAX_IN_FLIGHT=900` (503), and with descriptors for 500 streams (broken off)."""
     engine = StreamingEngine()
@@ -87,13 +88,15 @@ async def test_a_thousand_open_streams_all_come_whole(front: str, tmp_path: Path
     try:
         await gateway.start()
         async with asyncio.timeout(DEADLINE_S), port_of(front, gateway, engine) as port:
-            before = resident_bytes(gateway.process.pid)
+            before = memory_bytes(gateway.process.pid, "RssAnon")
             streams: list[OpenStream] = []
             for _ in range(0, NUM_STREAMS, NUM_AT_ONCE):
                 streams += await asyncio.gather(*(OpenStream.opened(port) for _ in range(NUM_AT_ONCE)))
-            while front == "http" and await in_flight(gateway) < NUM_STREAMS:
-                await asyncio.sleep(0.05)
-            grown = resident_bytes(gateway.process.pid) - before
+            if front == "http":
+                await until(
+                    lambda: in_flight(gateway), is_so=lambda number: number >= NUM_STREAMS, what="all are in flight"
+                )
+            grown = memory_bytes(gateway.process.pid, "RssAnon") - before
             engine.go_on.set()
             rests = await asyncio.gather(*(stream.rest() for stream in streams))
     finally:

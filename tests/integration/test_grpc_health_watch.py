@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from contextcache.channel import open_channel
-from contextcache.grpc_server import GrpcServer
-from contextcache.tls import WatchedTls
-from contextcache.tracing import TRACEPARENT, open_tracer
-from tests.helpers.certificates import CertificateFiles
-from tests.helpers.valkey import free_port
+from contextcache.wire.channels import open_channel
+from contextcache.wire.servers import GrpcServer
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import TRACEPARENT, open_tracer
+from tests.kit.certificates import CertificateFiles
+from tests.kit.ports import free_port
 
 DEADLINE_S = 30
 TRACED = ((TRACEPARENT, f"00-{'1' * 32}-{'2' * 16}-01"),)

@@ -7,7 +7,7 @@ import base64
 import json
 import ssl
 import threading
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -17,7 +17,8 @@ from injector import webhook
 from injector.server import serve
 from injector.settings import InjectorSettings
 from injector.webhook import Webhook
-from tests.helpers.valkey import free_port
+from tests.kit.ports import free_port
+from tests.kit.until import until
 from tests.unit.injector.pods import apply_patch, make_parts, make_pod
 
 HOST = "cc-injector.llm.svc"
@@ -252,12 +253,11 @@ async def test_a_new_certificate_is_shown_without_a_restart(injector):
     other = trustme.CA()
     async with injector.running():
         injector.issue(other)
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                with suppress(aiohttp.ClientConnectorCertificateError):
-                    status, _ = await injector.post(make_review(make_pod()), ca=other)
-                    break
-                await asyncio.sleep(0.05)
+        status, _ = await until(
+            lambda: injector.post(make_review(make_pod()), ca=other),
+            what="an answer with the new certificate",
+            despite=(aiohttp.ClientConnectorCertificateError,),
+        )
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await injector.post(make_review(make_pod()))
 
@@ -271,9 +271,9 @@ async def test_probes_and_metrics_are_on_a_port_of_their_own(injector):
         ready, _ = await plain(injector, "/readyz")
         _, metrics = await plain(injector, "/metrics")
         injector.stop.set()
-        async with asyncio.timeout(PATIENCE_S):
-            while (draining := (await plain(injector, "/readyz"))[0]) == 200:
-                await asyncio.sleep(0.01)
+        draining, _ = await until(
+            lambda: plain(injector, "/readyz"), is_so=lambda answer: answer[0] != 200, what="it drains"
+        )
 
     assert (ready, draining) == (200, 503)
     assert 'contextcache_injector_reviews_total{outcome="injected"} 1.0' in metrics

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
+from prometheus_client import CollectorRegistry
 
-from contextcache.kubernetes_objects import ENDPOINT_SLICES, PODS
-from tests.helpers.fake_kube import FakeKube
-from tests.helpers.gateway_parts import KEY
-from tests.helpers.gateway_process import GatewayProcess
-from tests.helpers.gateway_server import DEADLINE_S, settings_for
-from tests.helpers.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
-from tests.helpers.kube_servers import client_of
-from tests.helpers.stub_engine import StubEngine
+from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS
+from gateway.app import _listed_endpoints
+from gateway.metrics import Metrics
+from gateway.ports import Endpoint
+from tests.kit.fake_kube import FakeKube
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_process import GatewayProcess
+from tests.kit.gateway_server import DEADLINE_S, settings_for
+from tests.kit.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
+from tests.kit.kube_servers import client_of
+from tests.kit.stub_engine import StubEngine
+from tests.kit.until import until
 
 
 @pytest.fixture
@@ -59,15 +66,13 @@ async def endpoints(gateway) -> dict:
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as http,
-        http.get(f"http://127.0.0.1:{gateway.http_port}/readyz") as answer,
+        http.get(f"http://127.0.0.1:{gateway.metrics_port}/readyz") as answer,
     ):
         return (await answer.json())["endpoints"]
 
 
-async def until(gateway, condition):
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition(await endpoints(gateway)):
-            await asyncio.sleep(0.05)
+async def until_pods(gateway, condition):
+    await until(lambda: endpoints(gateway), is_so=condition, what="pods as they should be")
 
 
 async def ask(gateway, num_requests) -> None:
@@ -85,12 +90,12 @@ def num_asked(engine) -> int:
 
 
 async def test_a_gateway_serves_the_pods_the_cluster_has(gateway, engines, kube, admin):
-    await until(gateway, lambda pods: len(pods) == 2 and all(pod["ready"] for pod in pods.values()))
+    await until_pods(gateway, lambda pods: len(pods) == 2 and all(pod["ready"] for pod in pods.values()))
     await ask(gateway, 6)
     assert all(num_asked(engine) for engine in engines.values())
 
     await admin.annotate(PODS, "pod-a", annotations={"context-cache.io/drain": "true"})
-    await until(gateway, lambda pods: pods["pod-a"]["draining"])
+    await until_pods(gateway, lambda pods: pods["pod-a"]["draining"])
     before = num_asked(engines["pod-a"])
     await ask(gateway, 6)
     assert num_asked(engines["pod-a"]) == before
@@ -100,7 +105,7 @@ async def test_a_gateway_serves_the_pods_the_cluster_has(gateway, engines, kube,
     await kube.back()
 
     await admin.remove(ENDPOINT_SLICES, "pod-a")
-    await until(gateway, lambda pods: set(pods) == {"pod-b"})
+    await until_pods(gateway, lambda pods: set(pods) == {"pod-b"})
     await ask(gateway, 2)
 
 
@@ -113,13 +118,10 @@ async def test_a_gateway_started_without_the_api_server_serves_once_it_is_there(
     starting = asyncio.create_task(process.start())
     try:
         # It lives, and says that it has no pods.
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                try:
-                    assert await endpoints(process) == {}
-                    break
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.05)
+        found = await until(
+            lambda: endpoints(process), is_so=lambda _: True, what="it answers", despite=(aiohttp.ClientError,)
+        )
+        assert found == {}
         await kube.back()
         await starting
         await ask(process, 2)
@@ -127,3 +129,28 @@ async def test_a_gateway_started_without_the_api_server_serves_once_it_is_there(
         starting.cancel()
         await asyncio.wait([starting])
         await process.stop()
+
+
+async def test_where_pods_are_looked_for_and_how_often_is_the_operators_to_say(tmp_path, kube, admin):
+    admin.namespace = "engines"
+    await admin.add(PODS, pod_object("pod-a"))
+    slices = slice_object("a", slice_entry("pod-a", "10.0.0.1"), port_name="api", sidecar_port_name="kv")
+    await admin.add(ENDPOINT_SLICES, slices)
+    asked = Counter()
+    kube.allows = lambda *what: asked.update([what]) is None
+    given = {
+        "kubernetes_service_selector": SELECTOR,
+        "kubernetes_namespace": "engines",
+        "kubernetes_port_name": "api",
+        "kubernetes_sidecar_port_name": "kv",
+        "kubernetes_scheme": "https",
+        "kubernetes_resync_s": 1,
+    }
+    settings = settings_for(tmp_path, {}, manager_port=1, **given)
+    async with AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S):
+        endpoints, _ = await _listed_endpoints(settings, stack, Metrics(CollectorRegistry()))
+        while asked["list", "endpointslices", "engines"] < 3:
+            await asyncio.sleep(0.02)
+
+    assert endpoints == (Endpoint("pod-a", "https://10.0.0.1:8000", "10.0.0.1:50061"),)
+    assert {namespace for _, _, namespace in asked} == {"engines"}

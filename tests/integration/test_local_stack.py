@@ -2,19 +2,16 @@
 
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deploy.envoy.routes import PODS
@@ -26,6 +23,8 @@ from deploy.local.progress import StepFailed
 from deploy.local.readiness import envoy_hosts, gateway_endpoints
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS, RunningPart, read_state, write_part
+from tests.kit.ports import free_ports
+from tests.kit.until import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,28 +33,20 @@ SMALL = ("redis", "manager", "sidecar")
 """What starts in seconds."""
 
 
-def free_port() -> int:
-    """Return a port whose whole plan is free now, below the ports the kernel hands out to clients."""
-    while True:
-        port = 20_000 + 20 * secrets.randbelow(600)
-        if all(is_free(port + offset) for offset in range(PORTS_OF_A_STACK)):
-            return port
-
-
 @pytest.fixture
 def stack(tmp_path):
-    stack = Stack(tmp_path / "stack", port=free_port(), model_dir=tmp_path / "no-model")
+    stack = Stack(tmp_path / "stack", port=free_ports(PORTS_OF_A_STACK), model_dir=tmp_path / "no-model")
     yield stack
     stack.clean()
 
 
 def states(stack):
     """Return each part's state; a part that is late for one look is looked at again."""
-    deadline_s = time.monotonic() + 30
-    while "starting" in (found := {status.name: status.state for status in stack.status()}).values():
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.05)
-    return found
+    return wait_until(
+        lambda: {status.name: status.state for status in stack.status()},
+        is_so=lambda found: "starting" not in found.values(),
+        what="no part is starting",
+    )
 
 
 def test_parts_come_up_are_recorded_and_go_without_a_trace(stack):
@@ -119,10 +110,7 @@ def test_what_a_dead_part_left_on_its_port_ends_before_the_part_starts_again(sta
     record = name_of(leader.pid)
     write_part(stack.paths, "redis", RunningPart(record.pid, "redis://gone", record.started))
     leader.wait(30)
-    deadline_s = time.monotonic() + 60
-    while is_free(port):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: not is_free(port), what="the port is taken")
 
     stack.start("redis")
 
@@ -134,7 +122,7 @@ def test_another_process_finds_and_stops_the_stack(stack):
     stack.up(["redis"])
     record = read_state(stack.paths)["redis"]
     done = run("--directory", str(stack.paths.root), "down")
-    stack._children["redis"].wait(10)
+    stack._processes.reap("redis")
 
     assert done.returncode == 0, done.stderr
     assert not is_alive(record.name)
@@ -167,7 +155,7 @@ def test_a_taken_port_is_named_with_who_has_it(stack):
 
 
 def test_a_part_that_dies_shows_its_log_and_takes_the_others_with_it(tmp_path):
-    port = free_port()
+    port = free_ports(PORTS_OF_A_STACK)
     broken = Stack(tmp_path / "stack", port=port, env={"MANAGER_REDIS_URL": "nonsense://"})
     with pytest.raises(
         StepFailed, match=r"(?s)manager ended with exit [1-9]\d*; last lines of \S*\.log:\n.*unknown Redis URL scheme"
@@ -181,7 +169,7 @@ def test_a_part_that_dies_shows_its_log_and_takes_the_others_with_it(tmp_path):
 
 
 def test_each_engine_gets_a_sidecar_of_its_own(tmp_path):
-    pair = Stack(tmp_path / "stack", port=free_port(), engines=2)
+    pair = Stack(tmp_path / "stack", port=free_ports(PORTS_OF_A_STACK), engines=2)
     try:
         pair.up([*SMALL, "sidecar-1"])
         pair.kill("sidecar-1")
@@ -199,12 +187,12 @@ def test_a_number_of_engines_that_has_no_ports_is_refused(tmp_path, engines):
 
 
 def test_a_request_gets_through_envoy_to_an_engine_and_an_engine_that_drains_gets_none(tmp_path):
-    pair = Stack(tmp_path / "stack", port=free_port(), engines=2)
+    pair = Stack(tmp_path / "stack", port=free_ports(PORTS_OF_A_STACK), engines=2)
     around = [name for name in part_names(2) if not name.startswith("engine")]
     try:
         with stub_engine(pair.engine_urls[0]) as first, stub_engine(pair.engine_urls[1]) as second:
             pair.up(around)
-            wait_until(lambda: ask_models(pair) == 200)
+            wait_until(lambda: ask_models(pair) == 200, what="a request gets through", deadline_s=90)
             pair.drain("engine")
             first.clear()
             second.clear()
@@ -228,11 +216,11 @@ def test_a_request_gets_through_envoy_to_an_engine_and_an_engine_that_drains_get
 
 
 def test_the_stack_knows_which_engines_gateway_and_envoy_have_seen(tmp_path):
-    pair = Stack(tmp_path / "stack", port=free_port(), engines=2)
+    pair = Stack(tmp_path / "stack", port=free_ports(PORTS_OF_A_STACK), engines=2)
     admin = f"http://127.0.0.1:{pair._settings(remembered=False).ports.envoy_admin}"
 
     def seen():
-        known = gateway_endpoints(pair.front_url)
+        known = gateway_endpoints(pair.gateway_metrics_url)
         return [known.get(name, {}).get("ready") for name in ("engine-0", "engine-1")], envoy_hosts(admin, PODS)
 
     addresses = [url.removeprefix("http://") for url in pair.engine_urls]
@@ -240,8 +228,16 @@ def test_the_stack_knows_which_engines_gateway_and_envoy_have_seen(tmp_path):
         with stub_engine(pair.engine_urls[0]):
             with stub_engine(pair.engine_urls[1]):
                 pair.up([name for name in part_names(2) if not name.startswith("engine")])
-                wait_until(lambda: seen() == ([True, True], set(addresses)))
-            wait_until(lambda: seen() == ([True, False], set(addresses[:1])))
+                wait_until(
+                    seen,
+                    is_so=lambda found: found == ([True, True], set(addresses)),
+                    what="gateway and Envoy have seen it",
+                )
+            wait_until(
+                seen,
+                is_so=lambda found: found == ([True, False], set(addresses[:1])),
+                what="gateway and Envoy have seen it",
+            )
 
         assert gateway_endpoints("http://127.0.0.1:1") == {}
         assert envoy_hosts("http://127.0.0.1:1", PODS) == set()
@@ -266,8 +262,9 @@ def test_a_part_cannot_be_started_into_a_stack_that_is_down(stack):
         stack.start("redis")
 
 
+@pytest.mark.thorough
 def test_two_stacks_run_side_by_side(stack, tmp_path):
-    other = Stack(tmp_path / "other", port=free_port())
+    other = Stack(tmp_path / "other", port=free_ports(PORTS_OF_A_STACK))
     try:
         stack.up(SMALL)
         other.up(SMALL)
@@ -281,13 +278,20 @@ def test_two_stacks_run_side_by_side(stack, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_while_starting_stops_what_was_started(tmp_path, number):
     directory = tmp_path / "stack"
-    command = [sys.executable, "-m", "deploy.local", "--directory", str(directory), "up", "--port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.local",
+        "--directory",
+        str(directory),
+        "up",
+        "--port",
+        str(free_ports(PORTS_OF_A_STACK)),
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     stack = Stack(directory)
     try:
-        deadline_s = time.monotonic() + 90
-        while "sidecar" not in read_state(stack.paths) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        wait_until(lambda: "sidecar" in read_state(stack.paths), what="parts are starting", deadline_s=90)
         records = read_state(stack.paths)
         process.send_signal(number)
         _, told = process.communicate(timeout=120)
@@ -337,23 +341,8 @@ def stub_engine(url):
 
 
 def ask_models(stack):
-    request = urllib.request.Request(
-        f"{stack.url}/v1/models", headers={"authorization": f"Bearer {next(iter(API_KEYS))}"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            answer.read()
-            return answer.status
-    except urllib.error.HTTPError as exc:
-        exc.close()
-        return exc.code
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < deadline_s, "not within 90 s"
-        time.sleep(0.05)
+    key = next(iter(API_KEYS))
+    return httpx.get(f"{stack.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10).status_code
 
 
 def run(*arguments):

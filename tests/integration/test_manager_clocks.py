@@ -24,11 +24,12 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_store import RedisSessionStore
 from context_manager.settings import ManagerSettings
+from context_manager.store import shard_of
 from context_manager.store_clock import StoreClock
 from contextcache.clock import ManualClock, SystemClock
 from contextcache.errors import ContextBusy, ContextCacheError, LeaseLost, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, SessionState, TurnCommit
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.valkey import ValkeyServer
 
 HOUR_MS = 3_600_000
 SKEWS_MS = (0, 30_000, -30_000, HOUR_MS, -HOUR_MS)
@@ -95,13 +96,11 @@ class World:
         now_ms = self.true.now_ms()
         living = [holder for holder in self.holders.values() if holder.until_ms > now_ms + 1]
         try:
-            session, transcript = await manager.begin_turn(
-                "demo", "ctx_1", lease_id=f"turn-{number}", lease_ttl_ms=LEASE_MS
-            )
+            begun = await manager.begin_turn("demo", "ctx_1", lease_id=f"turn-{number}", lease_ttl_ms=LEASE_MS)
         except ContextBusy:
             return
         assert living == [], f"two holders at {now_ms}"
-        self.holders[number] = Holder(number, now_ms + LEASE_MS, session.generation, len(transcript))
+        self.holders[number] = Holder(number, now_ms + LEASE_MS, begun.session.generation, len(begun.packed))
 
     async def renew(self, manager: ContextCacheManager, holder: Holder) -> None:
         try:
@@ -167,11 +166,11 @@ async def played(valkey: ValkeyServer, steps: list[tuple[str, int, int]]) -> Non
                 else:
                     world.holders.pop(holder.number)
                     await manager.abort_turn("demo", "ctx_1", lease_id=f"turn-{holder.number}")
-            assert await manager.sweep(10) == 0, "a session was buried early"
-        _, transcript = await world.managers[2].begin_turn(
+            assert await manager.sweep(shard_of("demo", "ctx_1")) == 0, "a session was buried early"
+        begun = await world.managers[2].begin_turn(
             "demo", "ctx_1", lease_id="reader", lease_ttl_ms=1000, read_only=True
         )
-        assert [segment.token_ids[0] for segment in transcript] == [0, *world.committed]
+        assert [segment.token_ids[0] for segment in begun.transcript()] == [0, *world.committed]
     finally:
         await store.close()
 

@@ -10,13 +10,17 @@ import ast
 import signal
 from pathlib import Path
 
+import pytest
+
+from context_manager import redis_listing, redis_store
 from context_manager.client import ContextManagerClient
-from context_manager.crash_points import POINTS
-from context_manager.redis_scripts import load_scripts
-from tests.helpers.manager_crashes import crash_everywhere, seconds_until_free
-from tests.helpers.manager_process import running_manager_process
-from tests.helpers.session_churn import SessionChurn, until_nothing_is_wrong
-from tests.helpers.valkey import ValkeyServer
+from context_manager.redis_layout import CRASH_POINTS as POINTS
+from context_manager.redis_layout import load_scripts
+from tests.kit.manager_crashes import crash_everywhere, seconds_until_free
+from tests.kit.manager_process import running_manager_process
+from tests.kit.seed import SEED
+from tests.kit.session_churn import SessionChurn, until_nothing_is_wrong
+from tests.kit.valkey import ValkeyServer
 
 IN_MAKE_TEST = (
     *("manager.reserve.after", "manager.begin.after", "manager.commit.before", "manager.commit.after"),
@@ -28,32 +32,34 @@ IN_MAKE_TEST = (
 def test_there_is_a_point_on_either_side_of_every_script() -> None:
     """What passes through RedisSessionStore is named by its script; the list has no other point."""
     assert {f"manager.{name}.{side}" for name in load_scripts() for side in ("before", "after")} == set(POINTS)
-    source = ast.parse((Path(__file__).parents[2] / "context_manager" / "redis_store.py").read_text())
-    calls = [
-        node for node in ast.walk(source) if isinstance(node, ast.Call) and ast.unparse(node.func) == "crash_point"
-    ]
+    sources = [Path(module.__file__).read_text() for module in (redis_listing, redis_store)]
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes if ast.unparse(node.func) == "crash_point"]
     told = {ast.unparse(call.args[0]) for call in calls}
     assert told == {
         "f'manager.{script}.before'",
         "f'manager.{script}.after'",
         "'manager.sweep.before'",
         "'manager.sweep.after'",
+        "'manager.claim.before'",
+        "'manager.claim.after'",
     }
 
 
 async def test_managers_that_die_anywhere_lose_nothing_and_leave_nothing(tmp_path: Path, valkey: ValkeyServer) -> None:
-    told = await crash_everywhere(tmp_path, valkey, IN_MAKE_TEST, seed=1)
+    told = await crash_everywhere(tmp_path, valkey, IN_MAKE_TEST, seed=SEED)
 
     print(told)
     assert told.faults == []
 
 
+@pytest.mark.thorough
 async def test_expiry_deletes_and_commits_that_race_leave_nothing_behind(tmp_path: Path, valkey: ValkeyServer) -> None:
     async with (
         running_manager_process(tmp_path, valkey.url) as one,
         running_manager_process(tmp_path, valkey.url, MANAGER_SWEEP_INTERVAL_S="0.05") as other,
     ):
-        churn = SessionChurn([one.address, other.address], num_sessions=16, seed=2)
+        churn = SessionChurn([one.address, other.address], num_sessions=16, seed=SEED)
         try:
             churn.start()
             await churn.until_acknowledged(400)

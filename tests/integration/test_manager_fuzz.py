@@ -20,13 +20,15 @@ from hypothesis import strategies as st
 
 from contextcache.errors import ERRORS_BY_CODE
 from contextcache.model import MAX_TTL_S
-from contextcache.rpc import CODE_KEY, DETAIL_KEY
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
-from tests.helpers.manager_process import ManagerProcess
-from tests.helpers.valkey import ValkeyServer
+from contextcache.wire.rpc import CODE_KEY, DETAIL_KEY
+from tests.kit.manager_process import ManagerProcess
+from tests.kit.valkey import ValkeyServer
 
-KEY = re.compile(r"cc:\{s\d+\}:(expiry|tenant:[\w.-]{1,64}|(session|transcript):[\w.-]{1,64}:[\w.-]{1,128})", re.ASCII)
+KEY = re.compile(
+    r"cc:\{s\d+\}:(expiry|tenant:[\w.-]{1,64}|(session|transcript|place):[\w.-]{1,64}:[\w.-]{1,128})", re.ASCII
+)
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["ContextManagerService"].methods}
 REF = "ref_" + "0" * 32
 TEXTS = st.one_of(
@@ -84,6 +86,7 @@ VALID: dict[str, dict[str, Any]] = {
     "RenewLease": {"tenant": "demo", "session_id": "ctx_2", **LEASE},
     "CommitTurn": {"commit": COMMIT},
     "AbortTurn": {"tenant": "demo", "session_id": "ctx_2", "lease_id": "turn"},
+    "NoteHolder": {"tenant": "demo", "session_id": "ctx_2", "holder": "pod-9"},
     "TouchSession": NAMED | {"ttl_s": 600, "metadata": {"entries": {"a": "b"}}},
     "UnregisterSessionCache": NAMED,
     "CheckCacheRefs": {"held": [NAMED | {"cache_ref": REF}]},
@@ -181,6 +184,7 @@ def prepared(stub: Any, valkey: ValkeyServer) -> None:
     assert sent(stub, "BeginTurn", begin) is None
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(call=CALLS)
 def test_a_message_with_any_fields_gets_a_typed_answer_and_a_refused_one_stores_nothing(

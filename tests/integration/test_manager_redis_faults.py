@@ -22,7 +22,8 @@ from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
-from tests.helpers.valkey import ValkeyServer, free_port, valkey_binary
+from tests.kit.ports import free_port
+from tests.kit.valkey import ValkeyServer, valkey_binary
 
 NOW = 1_700_000_000_000
 KEY = SessionKey("demo", "ctx_1")
@@ -41,7 +42,7 @@ async def create(store: RedisSessionStore, session_id: str = "ctx_1") -> None:
     await store.commit_turn(replace(FIRST, session_id=session_id), now_ms=NOW)
 
 
-@pytest.mark.parametrize("cluster", [False, True])
+@pytest.mark.parametrize("cluster", [False, pytest.param(True, marks=pytest.mark.thorough)])
 async def test_a_killed_redis_is_unavailable_and_found_again(tmp_path: Path, cluster: bool) -> None:
     valkey = ValkeyServer(tmp_path, cluster=cluster)
     valkey.start()
@@ -67,7 +68,7 @@ async def test_a_killed_redis_is_unavailable_and_found_again(tmp_path: Path, clu
         valkey.stop()
 
 
-@pytest.mark.parametrize("cluster", [False, True])
+@pytest.mark.parametrize("cluster", [False, pytest.param(True, marks=pytest.mark.thorough)])
 async def test_a_restart_between_two_calls_is_not_noticed(tmp_path: Path, cluster: bool) -> None:
     valkey = ValkeyServer(tmp_path, cluster=cluster)
     valkey.start()
@@ -108,7 +109,7 @@ async def test_more_calls_than_connections_all_succeed(valkey: ValkeyServer) -> 
     await store.close()
 
 
-@pytest.mark.parametrize("cluster", [False, True])
+@pytest.mark.parametrize("cluster", [False, pytest.param(True, marks=pytest.mark.thorough)])
 async def test_a_cancelled_call_ends_and_mixes_up_no_replies(tmp_path: Path, cluster: bool) -> None:
     """A swallowed cancellation hangs a shutdown; a connection left with an unread reply answers the next caller."""
     valkey = ValkeyServer(tmp_path, cluster=cluster)
@@ -204,6 +205,7 @@ async def test_the_master_is_found_through_sentinel(valkey: ValkeyServer, tmp_pa
         sentinel.wait(timeout=10)
 
 
+@pytest.mark.thorough
 async def test_two_sweepers_bury_ten_thousand_sessions_once_each_in_bounded_memory(valkey: ValkeyServer) -> None:
     num_sessions = 10_000
     store = store_at(valkey.url, timeout_s=30.0, max_connections=16)
@@ -220,7 +222,7 @@ async def test_two_sweepers_bury_ten_thousand_sessions_once_each_in_bounded_memo
     for registry in registries:
         metrics = ManagerMetrics(registry)
         manager = ContextCacheManager(store, clock=clock, metrics=metrics)
-        sweepers.append(SessionSweeper(manager, metrics=metrics, interval_s=5.0, limit=1000))
+        sweepers.append(SessionSweeper(manager, metrics=metrics, interval_s=5.0))
     peak_before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     passes = await asyncio.gather(*(sweeper.sweep_pass() for sweeper in sweepers))
     last = await sweepers[0].sweep_pass()

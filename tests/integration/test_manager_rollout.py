@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from context_manager.client import ContextManagerClient
 from contextcache.errors import ContextNotFound, StoreUnavailable
 from contextcache.model import SessionId, TenantId
-from tests.helpers.manager_process import ManagerProcess, running_manager_process
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.manager_process import ManagerProcess, running_manager_process
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
+
+pytestmark = pytest.mark.thorough
 
 NUM_CALLERS = 8
 NUM_ROLLOUTS = 4
@@ -46,11 +50,10 @@ class Callers:
 
     async def until_each_calls_every_manager(self) -> None:
         """A manager that is back is called again within a second; the refusals are counted where they were made."""
-        async with asyncio.timeout(TIMEOUT_S):
-            for manager in self._managers:
-                before = await asyncio.to_thread(manager.metric, "contextcache_manager_refusals_total")
-                while await asyncio.to_thread(manager.metric, "contextcache_manager_refusals_total") < before + 50:
-                    await asyncio.sleep(0.05)
+        for manager in self._managers:
+            refusals = functools.partial(asyncio.to_thread, manager.metric, "contextcache_manager_refusals_total")
+            wanted = await refusals() + 50
+            await until(refusals, is_so=lambda number, wanted=wanted: number >= wanted, what=f"{wanted} refusals")
 
     def end(self) -> None:
         self._is_over = True

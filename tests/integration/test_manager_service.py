@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -37,13 +36,16 @@ from contextcache.model import (
     Segment,
     SegmentKind,
     SessionMode,
+    SessionPage,
     SessionState,
     TtlPolicy,
     TurnCommit,
     new_cache_ref,
     new_session_id,
 )
-from tests.helpers.valkey import ValkeyServer, free_port
+from tests.kit.ports import free_port
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2, 0xFFFF_FFFF), text="Grüße 🙂")
 ANSWER = Segment(SegmentKind.ANSWER, (7,), messages_json="[]")
@@ -115,12 +117,14 @@ async def test_a_conversation_over_the_wire(client: ContextManagerClient) -> Non
     assert await client.locate("demo", first.session_id) == committed
     touched = await client.touch("demo", first.session_id, ttl_s=120, ttl_policy=TtlPolicy.FIXED, metadata={})
     assert (touched.ttl_s, touched.ttl_policy, touched.metadata) == (120, TtlPolicy.FIXED, {})
-    assert await client.list_sessions("demo", limit=10, model_id="smol") == ((touched,), False)
+    assert await client.list_sessions("demo", limit=10, model_id="smol") == SessionPage(
+        (touched,), has_more=False, last_id=first.session_id
+    )
     held = [HeldCacheRef("demo", first.session_id, ref) for ref in (first.cache_ref, new_cache_ref())]
     assert await client.check_cache_refs(held) == (1,)
     assert await client.unregister_session_cache("demo", first.session_id) == touched
     assert await client.check_cache_refs(held) == (0, 1)
-    assert await client.list_sessions("demo", limit=10) == ((), False)
+    assert await client.list_sessions("demo", limit=10) == SessionPage((), has_more=False, last_id="")
 
 
 async def test_errors_arrive_as_the_class_they_left_as(client: ContextManagerClient) -> None:
@@ -200,8 +204,12 @@ async def test_a_short_life_ends_and_the_sweeper_frees_it(valkey: ValkeyServer) 
                 if outcomes[-1:] != [outcome]:
                     outcomes.append(outcome)
                 await asyncio.sleep(0.02)
-            while valkey.command("DBSIZE") != b":0\r\n":
-                await asyncio.sleep(0.02)
+            # What says who sweeps comes and goes.
+            await until(
+                lambda: valkey.command("KEYS", "cc:*"),
+                is_so=lambda keys: b"cc:{" not in keys,
+                what="none is left",
+            )
 
     assert outcomes == [None, ContextExpired, ContextNotFound]
 
@@ -248,11 +256,12 @@ async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeySer
         process = subprocess.Popen([sys.executable, "-m", "context_manager"], env=environment, stderr=output)
     client = ContextManagerClient(f"127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 90
-        while not await client.is_serving():
+
+        async def serves() -> bool:
             assert process.poll() is None, (tmp_path / "manager.log").read_text()
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+            return await client.is_serving()
+
+        await until(serves, what="the manager serves", deadline_s=90)
         await create(client)
         scraped = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=5)
         scraped.request("GET", "/metrics")
@@ -293,3 +302,18 @@ async def test_reflection_names_the_service(client: ContextManagerClient) -> Non
 
     names = {service.name for service in answer.list_services_response.service}
     assert names >= {"contextcache.v1.ContextManagerService", "grpc.health.v1.Health"}
+
+
+async def test_no_life_is_longer_than_the_operator_allows(valkey: ValkeyServer) -> None:
+    async with running_manager(valkey.url, max_ttl_s=100) as client:
+        await create(client, ttl_s=100)
+        with pytest.raises(TtlOutOfRange):
+            await create(client, ttl_s=101)
+
+
+async def test_calls_share_as_many_connections_to_redis_as_the_operator_allows(valkey: ValkeyServer) -> None:
+    async with running_manager(valkey.url, timeout_s=30.0, redis_max_connections=2) as client:
+        await asyncio.gather(*(create(client) for _ in range(40)))
+        listed = valkey.command("CLIENT", "LIST").count(b"id=")
+
+    assert listed <= 2 + 1  # and the one that asks

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from contextcache.metrics_server import Page, health_page, metrics_server
+from contextcache.process.metrics import Page, health_page, metrics_server
 
 _PATIENCE_S = 60
 _HELD = 2000

@@ -22,11 +22,14 @@ from context_manager.redis_store import RedisSessionStore
 from context_manager.store import SessionKey
 from contextcache.errors import ContextNotFound, LeaseLost, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
-from tests.faults.proxy import Proxy
-from tests.helpers.manager_process import ManagerProcess, running_manager_process
-from tests.helpers.turn_load import TENANT, TurnLoad
-from tests.helpers.valkey import ValkeyServer
-from tests.helpers.valkey_failover import FailoverPair
+from tests.kit.faults.proxy import Proxy
+from tests.kit.manager_process import ManagerProcess, running_manager_process
+from tests.kit.turn_load import TENANT, TurnLoad
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
+from tests.kit.valkey_failover import FailoverPair
+
+pytestmark = pytest.mark.thorough
 
 NUM_SESSIONS = 8
 NOW = 1_700_000_000_000
@@ -88,9 +91,9 @@ async def test_a_valkey_that_is_gone_is_told_in_time_and_found_again_and_nothing
         for _ in range(2):
             valkey.kill() if fault == "killed" else valkey.pause()
             await load.until_refused(2 * NUM_SESSIONS)
-            async with asyncio.timeout(60):  # a sweep meets the outage too
-                while not manager.metric("contextcache_manager_sweep_failures_total"):
-                    await asyncio.sleep(0.1)
+            await until(
+                lambda: manager.metric("contextcache_manager_sweep_failures_total"), what="a sweep meets the outage too"
+            )
             valkey.start() if fault == "killed" else valkey.resume()
             await load.until_acknowledged(2 * NUM_SESSIONS)
         check_waits(load)

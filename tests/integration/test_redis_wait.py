@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from context_manager.redis_connection import RedisConnection, ReplicaWait
-from context_manager.redis_scripts import Script
+from context_manager.redis_layout import Script
 from contextcache.errors import StoreUnavailable
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
 
 _TEXT = "if ARGV[1] == 'no' then return {'refused', 7} end redis.call('SET', KEYS[1], 'x') return {'ok'}"
 SCRIPT = Script(text=_TEXT, sha=hashlib.sha1(_TEXT.encode()).hexdigest())
@@ -48,9 +49,7 @@ async def test_a_master_that_becomes_a_replica_in_the_wait_may_have_the_write(
     server: ValkeyServer, connection: RedisConnection, errors: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     writing = asyncio.create_task(connection.script(SCRIPT, ["k"], [""], repeatable=True, durable=True))
-    async with asyncio.timeout(30):
-        while b"blocked_clients:1" not in server.command("INFO", "clients"):
-            await asyncio.sleep(0.02)
+    await until(lambda: b"blocked_clients:1" in server.command("INFO", "clients"), what="the server lets it wait")
     assert server.command("REPLICAOF", "127.0.0.1", "1") == b"+OK\r\n"
 
     with pytest.raises(StoreUnavailable):

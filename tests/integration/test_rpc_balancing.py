@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import grpc
 import grpc.aio
 
-from contextcache.rpc import CHANNEL_OPTIONS
+from contextcache.wire.rpc import CHANNEL_OPTIONS
 
 
 class _Servers:

@@ -24,16 +24,18 @@ import pytest
 from yarl import URL
 
 from contextcache.identity import cache_salt
-from contextcache.logs import _JsonLines
-from contextcache.tracing import open_tracer
+from contextcache.process.logs import _JsonLines
+from contextcache.wire.tracing import open_tracer
 from kv_sidecar.client import KVSidecarClient
-from tests.helpers.engine_rank import EngineRank
-from tests.helpers.fake_vllm import _json
-from tests.helpers.gateway_parts import SECRET, write_keys
-from tests.helpers.tenant_world import SavingEngine
-from tests.helpers.trace_collector import running_collector
-from tests.helpers.turn_pod import MODEL, running_turn_pod
-from tests.helpers.valkey import ValkeyServer, free_port
+from tests.kit.engine_rank import EngineRank
+from tests.kit.fake_vllm import _json
+from tests.kit.gateway_parts import SECRET, write_keys
+from tests.kit.ports import free_port
+from tests.kit.tenant_world import SavingEngine
+from tests.kit.trace_collector import running_collector
+from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
 from vllm_plugin.turn.app import SidecarReports
 
 ROOT = Path(__file__).parents[2]
@@ -105,12 +107,6 @@ class Part:
             await self.process.wait()
 
 
-async def until(ready) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await ready():
-            await asyncio.sleep(0.05)
-
-
 @asynccontextmanager
 async def pod_log() -> AsyncIterator[io.StringIO]:
     """Everything the pod, in this very process, would log as JSON lines at DEBUG."""
@@ -170,12 +166,13 @@ async def tell_the_story(http: aiohttp.ClientSession, url: str) -> list[tuple[in
         ("POST", "/v1/completions", {**turn, "prompt": "canary", "context_mode": "canary"}, {}),
         ("POST", "/v1/completions", {**turn, "prompt": "canary", "model": "canary-model"}, {}),
         ("POST", "/v1/completions", {**turn, "prompt": "canary"}, {"if-match": "canary"}),
-        ("POST", "/v1/completions", {**turn, "prompt": "canary"}, {"x-session-id": "canary"}),
+        ("POST", "/v1/completions", {**turn, "prompt": "canary"}, {"x-session-id": "ctx_canary"}),
         ("POST", "/v1/completions", {**turn, "prompt": "canary" * 50_000}, {}),
         ("GET", "/v1/context?limit=canary", None, {}),
         ("GET", "/v1/context?after=canary", None, {}),
         ("GET", "/v1/context/canary", None, {}),
         ("GET", "/canary", None, {}),
+        ("GET", "/v1/context", None, {"x-api-key": "canary-of-another"}),
     ]
     for method, path, body, headers in wrong:
         assert (await call(method, path, body, **headers))[0] in range(400, 500), (method, path)
@@ -245,7 +242,7 @@ async def test_no_key_prompt_answer_or_secret_is_in_a_log_a_metric_a_trace_or_an
             await part.start()
             stack.push_async_callback(part.stop)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
-        await until(lambda: _answers(http, f"http://127.0.0.1:{http_port}/readyz"))
+        await until(lambda: _answers(http, f"http://127.0.0.1:{http_port}/readyz"), what="the gateway is ready")
         engine.rank = await asyncio.to_thread(_rank, f"unix://{socket}")
         stack.callback(engine.rank.close)
         engine.sidecar = KVSidecarClient(f"unix://{socket}", timeout_s=20)

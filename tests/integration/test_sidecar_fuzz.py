@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contextcache.clock import SystemClock
-from contextcache.rpc import CODE_KEY
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.rpc import CODE_KEY
 from kv_sidecar.server import serve
-from tests.helpers.engine_rank import EngineRank
-from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.engine_rank import EngineRank
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVSidecarService"]
 WAITS = {"WaitSealed", "GetLoadReport"}

@@ -18,9 +18,9 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from tests.helpers.engine_rank import EngineRank
-from tests.helpers.kv_blocks import new_save
-from tests.helpers.valkey import free_port
+from tests.kit.engine_rank import EngineRank
+from tests.kit.kv_blocks import new_save
+from tests.kit.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT = tuple(range(10))

@@ -23,10 +23,11 @@ from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.manifest import block_meta
 from kv_sidecar.server import serve
-from tests.helpers.engine_rank import EngineRank
-from tests.helpers.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
-from tests.helpers.valkey import free_port
 from tests.integration.test_sidecar_process import SidecarProcess
+from tests.kit.engine_rank import EngineRank
+from tests.kit.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
+from tests.kit.ports import free_port
+from tests.kit.until import until
 
 PROMPT = tuple(range(10))
 LARGE_PAGE_BYTES = 1 << 20
@@ -47,9 +48,7 @@ class Node:
 
     async def settled(self) -> None:
         """Return when no pull is going on, as the sidecar itself tells it."""
-        async with asyncio.timeout(30):
-            while (await self.client.stats()).num_pulls:
-                await asyncio.sleep(0.01)
+        await until(self.client.stats, is_so=lambda stats: not stats.num_pulls, what="no pull is going on")
 
     def pulls(self, outcome: str) -> float:
         return self.kv.counted("pulls_total", outcome=outcome)
@@ -271,6 +270,7 @@ async def test_a_peer_that_does_not_keep_to_the_protocol_is_not_believed(start_n
     assert here.kv.block_files() == set()
 
 
+@pytest.mark.thorough
 async def test_a_hundred_megabytes_are_pulled_in_bounded_memory(tmp_path: Path, process: SidecarProcess) -> None:
     address, new = await large_peer(process, num_blocks=25)
     (tmp_path / "here").mkdir()
@@ -289,10 +289,9 @@ async def test_a_hundred_megabytes_are_pulled_in_bounded_memory(tmp_path: Path, 
         rank = await asyncio.to_thread(EngineRank, listen)
         before_kb = peak_kb(here)
         assert await client.pull_context(TENANT, [new.cache_ref], peer=address) == "started"
-        async with asyncio.timeout(90):
-            while (await client.stats()).num_pulls:
-                await asyncio.sleep(0.05)
-        stats = await client.stats()
+        stats = await until(
+            client.stats, is_so=lambda stats: not stats.num_pulls, what="no pull is going on", deadline_s=90
+        )
         rank.close()
         await client.close()
         grown_kb = peak_kb(here) - before_kb

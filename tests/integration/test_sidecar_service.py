@@ -18,12 +18,13 @@ from contextcache.errors import (
     SaveIncomplete,
     SidecarUnavailable,
 )
-from contextcache.model import new_cache_ref
+from contextcache.model import SaveOutcome, new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
 from kv_sidecar.server import serve
-from tests.helpers.engine_rank import EngineRank
-from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save
+from tests.kit.engine_rank import EngineRank
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save
+from tests.kit.until import until
 
 PROMPT = tuple(range(10))
 
@@ -59,7 +60,7 @@ async def test_what_an_engine_saves_it_loads(running: Running, over: str, frames
     rank = await running.rank(over=over, frames=frames)
     new = await asyncio.to_thread(rank.save, PROMPT)
 
-    assert await running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=0)
+    assert (await running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=0)).is_sealed
     manifest, tier = await running.client.get_manifest(TENANT, new.cache_ref)
     assert (manifest.token_ids, tier) == (PROMPT, "host")
     assert manifest.size_bytes == running.kv.disk_bytes()
@@ -99,8 +100,21 @@ async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None
     await asyncio.to_thread(rank.client.save_blocks, rank.requests(new, [0, 1, 2]), 10)
     await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
 
-    assert await waiting
-    assert not await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=1)
+    assert (await waiting).is_sealed
+    assert not (await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=1)).is_sealed
+    rank.close()
+
+
+async def test_a_waiter_learns_at_once_that_nothing_was_saved_and_why(running: Running) -> None:
+    rank, ref = await running.rank(), new_cache_ref()
+    waiting = asyncio.create_task(running.client.wait_sealed(TENANT, ref, timeout_ms=20_000))
+    await asyncio.to_thread(rank.client.abandon_save, TENANT, ref, "staging_full", started_at_ms=7)
+
+    async with asyncio.timeout(10):
+        assert await waiting == SaveOutcome(is_sealed=False, reason="staging_full")
+    assert (await running.client.wait_sealed("other", ref, timeout_ms=0)).reason == ""
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(rank.client.abandon_save, TENANT, ref, "A sentence.", started_at_ms=7)
     rank.close()
 
 
@@ -200,9 +214,7 @@ async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
     await asyncio.to_thread(next, reading)
     await asyncio.to_thread(reading.close)  # type: ignore[attr-defined]  # a generator
 
-    async with asyncio.timeout(10):
-        while running.kv.memory.has_pins:
-            await asyncio.sleep(0.01)
+    await until(lambda: not running.kv.memory.has_pins, what="no block is pinned")
     rank.close()
 
 
@@ -244,7 +256,7 @@ async def test_touch_and_stats(running: Running) -> None:
 async def test_a_call_whose_client_is_closed_is_unavailable_and_cancels_nobody(running: Running) -> None:
     async def wait() -> bool:
         try:
-            return await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=20_000)
+            return (await running.client.wait_sealed(TENANT, new_cache_ref(), timeout_ms=20_000)).is_sealed
         except SidecarUnavailable:
             return False
 

@@ -22,12 +22,12 @@ from contextcache.v1 import context_manager_pb2 as manager_pb
 from contextcache.v1 import context_manager_pb2_grpc as manager_grpc
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as sidecar_grpc
-from tests.helpers.fronts import FRONTS
-from tests.helpers.gateway_parts import SECRET
-from tests.helpers.kv_blocks import BLOCK_TOKENS, FINGERPRINT
-from tests.helpers.tenant_attacks import KINDS, attack_each_other, standing
-from tests.helpers.tenant_world import SYSTEM_PROMPT, created, key_of, running_tenants
-from tests.helpers.turn_pod import MODEL
+from tests.kit.gateway_parts import SECRET
+from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT
+from tests.kit.seed import SEED, random_of
+from tests.kit.tenant_attacks import KINDS, attack_each_other, standing
+from tests.kit.tenant_world import SYSTEM_PROMPT, created, key_of, running_tenants
+from tests.kit.turn_pod import MODEL
 
 NUM_CALLS = 1200
 """By front; `tests.torture` makes more than 10 000."""
@@ -37,10 +37,10 @@ DEADLINE_S = 30
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["envoy", pytest.param("http", marks=pytest.mark.thorough)])
 async def test_no_call_tells_one_tenant_anything_of_another(front: str, tmp_path: Path) -> None:
     async with running_tenants(tmp_path, front=front) as world:
-        tally = await attack_each_other(world, num_calls=NUM_CALLS, seed=5)
+        tally = await attack_each_other(world, num_calls=NUM_CALLS, seed=SEED)
 
     assert tally.hits == []
     assert tally.differences == []
@@ -149,6 +149,7 @@ def manager_calls(rng: Random, tenant: str, session_id: str):
     yield "CommitTurn", manager_pb.CommitTurnRequest(commit=commit)
     yield "RegisterSessionCache", manager_pb.RegisterSessionCacheRequest(commit=first)
     yield "AbortTurn", manager_pb.AbortTurnRequest(**named, lease_id="l")
+    yield "NoteHolder", manager_pb.NoteHolderRequest(**named, holder="pod-9")
     yield "TouchSession", manager_pb.TouchSessionRequest(**named, ttl_s=600)
     yield "UnregisterSessionCache", manager_pb.UnregisterSessionCacheRequest(**named)
     yield "ListSessions", manager_pb.ListSessionsRequest(tenant=tenant, limit=10, after=session_id)
@@ -170,7 +171,7 @@ def sidecar_calls(rng: Random, tenant: str, session_id: str, cache_ref: str):
 
 @pytest.mark.timeout(120)
 async def test_manager_and_sidecar_answer_alike_for_absent_deleted_and_foreign_ids(tmp_path: Path) -> None:
-    rng = Random(5)
+    rng = random_of("ids of nobody")
     async with running_tenants(tmp_path) as world:
         ids, refs = {}, {}
         for kind, owner in (("foreign", "green"), ("deleted", "red"), ("absent", "")):
@@ -199,6 +200,8 @@ async def test_manager_and_sidecar_answer_alike_for_absent_deleted_and_foreign_i
                     found = await asyncio.gather(*(doors[door].ask(method, request) for door, method, request in calls))
                     num_calls += len(calls)
                     for number, ((door, method, _), one) in enumerate(zip(calls, found, strict=True)):
+                        if (method, kind) == ("ListSessions", "deleted"):
+                            continue  # its own: red may page on behind it
                         answers.setdefault((f"{door} {method}", number), set()).add(repr(one))
             standing = await doors["manager"].ask(
                 "LocateSession", manager_pb.LocateSessionRequest(tenant="green", session_id=ids["foreign"])

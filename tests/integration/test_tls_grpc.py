@@ -15,30 +15,30 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-import contextcache.grpc_server
+import contextcache.wire.servers
 from context_manager.client import ContextManagerClient
 from context_manager.manager import ContextCacheManager
 from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
-from contextcache.channel import Connection
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound, ContextNotFound, SidecarUnavailable, StoreUnavailable
-from contextcache.grpc_server import bind
 from contextcache.model import new_cache_ref
-from contextcache.rpc import CHANNEL_OPTIONS
-from contextcache.tls import WatchedTls
-from gateway.auth import SingleTenant
-from gateway.body_budget import BodyBudget
-from gateway.envoy_front import EnvoyFront
-from gateway.ext_proc_server import ExtProcServer
-from gateway.http_front import FrontLimits
+from contextcache.wire.channels import Connection
+from contextcache.wire.rpc import CHANNEL_OPTIONS
+from contextcache.wire.servers import bind
+from contextcache.wire.tls import WatchedTls
+from gateway.envoy.front import EnvoyFront
+from gateway.envoy.server import ExtProcServer
+from gateway.tenants.keys import SingleTenant
+from gateway.tenants.limits import FrontLimits
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.peer import PeerSidecar
 from kv_sidecar.server import serve
-from tests.helpers.certificates import NAME, CertificateFiles
-from tests.helpers.gateway_parts import SECRET, GatewayParts
-from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.certificates import NAME, CertificateFiles
+from tests.kit.gateway_parts import SECRET, GatewayParts
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.until import until
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.settings import TurnSettings
 
@@ -77,7 +77,7 @@ async def running_processor(tls):
     front = EnvoyFront(
         gateway=parts.gateway,
         endpoints=parts.endpoints,
-        budget=BodyBudget(1 << 20),
+        tenants=parts.tenants,
         limits=FrontLimits(),
         metrics=parts.metrics,
     )
@@ -182,6 +182,7 @@ async def test_clients_refuse_servers_that_are_not_of_the_deployment(server, cer
             address,
             timeout_s=DEADLINE_S,
             manifest_timeout_s=DEADLINE_S,
+            bytes_per_s_min=1 << 30,
             slots=asyncio.Semaphore(1),
             limit_bytes=1,
             tls=ours,
@@ -208,6 +209,7 @@ async def test_parts_of_a_deployment_understand_each_other(certificates, tmp_pat
             f"127.0.0.1:{sidecar_port}",
             timeout_s=DEADLINE_S,
             manifest_timeout_s=DEADLINE_S,
+            bytes_per_s_min=1 << 30,
             slots=asyncio.Semaphore(1),
             limit_bytes=1,
             tls=ours,
@@ -235,9 +237,7 @@ async def test_a_sidecar_pulls_from_a_peer_of_its_deployment_and_from_no_other(c
         refused = await elsewhere.kv.save(tuple(range(10)))
         assert await here.client.pull_context(TENANT, [new.cache_ref], peer=there.address) == "started"
         assert await here.client.pull_context(TENANT, [refused.cache_ref], peer=elsewhere.address) == "started"
-        async with asyncio.timeout(DEADLINE_S):
-            while (await here.client.stats()).num_pulls:
-                await asyncio.sleep(0.01)
+        await until(here.client.stats, is_so=lambda stats: not stats.num_pulls, what="no pull is going on")
 
         manifest, tier = await here.client.get_manifest(TENANT, new.cache_ref)
         assert (manifest.token_ids, tier) == (tuple(range(10)), "peer")
@@ -291,10 +291,12 @@ async def test_certificates_and_their_ca_change_under_load_without_one_lost_call
         async def until_answered_with_new_files():
             certificate = certificates.files.cert_file.read_bytes()
             already = answers.count(certificate)
-            async with asyncio.timeout(DEADLINE_S):
-                while answers.count(certificate) < already + 50:
-                    assert not any(task.done() for task in asking)
-                    await asyncio.sleep(0.01)
+
+            def num_new() -> int:
+                assert not any(task.done() for task in asking)
+                return answers.count(certificate) - already
+
+            await until(num_new, is_so=lambda number: number >= 50, what="50 answers more with this certificate")
             seen.add(await asyncio.to_thread(certificate_shown, port, certificates))
 
         await until_answered_with_new_files()
@@ -323,7 +325,7 @@ async def test_certificates_and_their_ca_change_under_load_without_one_lost_call
 async def test_a_client_shows_its_new_certificate_while_calls_on_the_old_one_run_to_their_end(
     certificates, monkeypatch
 ):
-    monkeypatch.setattr("contextcache.channel._SETTLING_S", 0)
+    monkeypatch.setattr("contextcache.wire.channels._SETTLING_S", 0)
     now_s = [0.0]
     tls = WatchedTls(certificates.files, monotonic_s=lambda: now_s[0])
     arrived, release = asyncio.Event(), asyncio.Event()
@@ -375,10 +377,10 @@ def certificate_shown(port: int, certificates: CertificateFiles) -> bytes:
 
 
 async def test_who_connects_and_shows_nothing_is_gone_at_the_deadline(certificates, tmp_path, monkeypatch):
-    options = dict(contextcache.grpc_server.SERVER_OPTIONS)
+    options = dict(contextcache.wire.servers.SERVER_OPTIONS)
     assert options["grpc.server_handshake_timeout_ms"] == 10_000
     options["grpc.server_handshake_timeout_ms"] = 200
-    monkeypatch.setattr(contextcache.grpc_server, "SERVER_OPTIONS", list(options.items()))
+    monkeypatch.setattr(contextcache.wire.servers, "SERVER_OPTIONS", list(options.items()))
     async with running_manager(WatchedTls(certificates.files)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(DEADLINE_S):
@@ -387,26 +389,24 @@ async def test_who_connects_and_shows_nothing_is_gone_at_the_deadline(certificat
 
 
 async def test_connections_are_bounded_and_those_that_go_make_room(certificates, monkeypatch):
-    options = dict(contextcache.grpc_server.SERVER_OPTIONS)
+    options = dict(contextcache.wire.servers.SERVER_OPTIONS)
     options["grpc.max_allowed_incoming_connections"] = 4
     options["grpc.server_handshake_timeout_ms"] = 600_000
-    monkeypatch.setattr(contextcache.grpc_server, "SERVER_OPTIONS", list(options.items()))
+    monkeypatch.setattr(contextcache.wire.servers, "SERVER_OPTIONS", list(options.items()))
     tls = WatchedTls(certificates.files)
     async with running_manager(tls) as port:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         ends = [asyncio.create_task(reader.read()) for reader, _ in silent]
-        async with asyncio.timeout(DEADLINE_S):
-            while sum(end.done() for end in ends) < 8:
-                await asyncio.sleep(0.01)
-        assert sum(end.done() for end in ends) == 8
+        ended = await until(
+            lambda: sum(end.done() for end in ends), is_so=lambda number: number >= 8, what="8 have ended"
+        )
+        assert ended == 8
 
         for _, writer in silent:
             writer.close()
         await asyncio.gather(*ends, return_exceptions=True)
         client = ContextManagerClient(f"127.0.0.1:{port}", timeout_s=DEADLINE_S, tls=tls)
-        async with asyncio.timeout(DEADLINE_S):
-            while not await client.is_serving():
-                await asyncio.sleep(0.1)
+        await until(client.is_serving, what="the manager serves")
         await client.close()
 
 

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,15 +16,16 @@ import aiohttp
 import pytest
 import trustme
 
-import gateway.http_server
+import gateway.http.uvicorn_limits
 from context_manager.server import manager_server
-from contextcache.tls import WatchedTls
+from contextcache.wire.tls import WatchedTls
 from gateway.__main__ import serve
-from tests.helpers.certificates import NAME, CertificateFiles
-from tests.helpers.gateway_parts import KEY
-from tests.helpers.gateway_server import RunningManager, settings_for
-from tests.helpers.stub_engine import StubEngine
-from tests.helpers.valkey import free_port
+from tests.kit.certificates import NAME, CertificateFiles
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_server import RunningManager, settings_for
+from tests.kit.ports import free_port
+from tests.kit.stub_engine import StubEngine
+from tests.kit.until import until, wait_until
 
 DEADLINE_S = 60
 ROOT = Path(__file__).parents[2]
@@ -174,9 +174,7 @@ async def test_without_tls_clients_whoever_has_an_api_key_is_served(tmp_path, ce
 async def test_probes_and_prometheus_need_no_certificate_on_their_own_port(tmp_path, certificates, engine, manager):
     async with running_front(tmp_path, certificates, engine, manager) as (_, port):
         url = f"http://127.0.0.1:{port}"
-        async with asyncio.timeout(DEADLINE_S):
-            while (ready := await got(f"{url}/readyz"))[0] != 200:
-                await asyncio.sleep(0.05)
+        ready = await until_ready(port)
         health, page = [await got(url + path) for path in ("/healthz", "/metrics")]
         other, posted = await got(f"{url}/v1/context"), await asyncio.to_thread(posted_to, port)
 
@@ -199,9 +197,7 @@ async def test_a_pod_over_https_is_probed_and_spoken_to_by_the_name_in_its_certi
         running_pod(ca.issue_cert(NAME), ca) as pod,
         running_front(tmp_path, certificates, pod, manager) as (port, probes),
     ):
-        async with asyncio.timeout(DEADLINE_S):
-            while (await got(f"http://127.0.0.1:{probes}/readyz"))[0] != 200:
-                await asyncio.sleep(0.05)
+        await until_ready(probes)
         assert await completed(port, client_context(ca, ca.issue_cert(NAME))) == 200
         assert len(pod.turns) == 1
 
@@ -224,9 +220,7 @@ async def test_a_pod_that_was_ready_and_changes_its_name_gets_no_request(tmp_pat
         running_front(tmp_path, certificates, pod, manager, probe_interval_s=600) as (port, probes),
     ):
         ours = client_context(ca, ca.issue_cert(NAME))
-        async with asyncio.timeout(DEADLINE_S):
-            while (await got(f"http://127.0.0.1:{probes}/readyz"))[0] != 200:
-                await asyncio.sleep(0.05)
+        await until_ready(probes)
         # Nobody probes it now: it is the request's own connection that has to notice.
         await pod.stop()
         pod.tls = server_context(ca.issue_cert("somebody-else"), clients=ca)
@@ -241,7 +235,7 @@ async def test_new_files_are_shown_to_new_connections_and_old_connections_go_on(
 ):
     now_s = [0.0]
     monkeypatch.setattr(
-        "contextcache.certificate_metrics.open_tls",
+        "contextcache.process.metrics.open_tls",
         lambda files, on_failure: WatchedTls(files, on_failure=on_failure, monotonic_s=lambda: now_s[0]),
     )
     ca, next_ca = certificates.ca, trustme.CA()
@@ -263,8 +257,8 @@ async def test_new_files_are_shown_to_new_connections_and_old_connections_go_on(
 async def test_a_client_that_never_shakes_hands_is_gone_at_the_deadline(
     tmp_path, certificates, engine, manager, monkeypatch
 ):
-    assert gateway.http_server.HANDSHAKE_TIMEOUT_S == 10
-    monkeypatch.setattr(gateway.http_server, "HANDSHAKE_TIMEOUT_S", 0.2)
+    assert gateway.http.uvicorn_limits.HANDSHAKE_TIMEOUT_S == 10
+    monkeypatch.setattr(gateway.http.uvicorn_limits, "HANDSHAKE_TIMEOUT_S", 0.2)
     async with running_front(tmp_path, certificates, engine, manager) as (port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(DEADLINE_S):
@@ -295,19 +289,19 @@ def test_the_process_itself_keeps_to_it_on_its_own_event_loop(tmp_path, certific
         certificates.ca = trustme.CA()
         certificates.rotate()
         renewed = client_context(certificates.ca, certificates.ca.issue_cert(NAME))
-        assert until_answered(port, renewed)
+        # It looks for new files once a second.
+        answer = wait_until(
+            lambda: raw_request(port, renewed), what="new files are used", despite=(ssl.SSLCertVerificationError,)
+        )
+        assert answer.startswith(b"HTTP/1.1 200 ")
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
 
 
-def until_answered(port: int, context: ssl.SSLContext) -> bool:
-    """Ask until the process has seen the new files; it looks once a second."""
-    ends_at_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < ends_at_s:
-        try:
-            return raw_request(port, context).startswith(b"HTTP/1.1 200 ")
-        except ssl.SSLCertVerificationError:
-            time.sleep(0.05)
-    return False
+async def until_ready(port: int) -> tuple[int, str]:
+    """Return the answer of a probe when it is 200."""
+    return await until(
+        lambda: got(f"http://127.0.0.1:{port}/readyz"), is_so=lambda answer: answer[0] == 200, what="it is ready"
+    )

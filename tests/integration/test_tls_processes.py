@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contextcache.metrics_server import Page, health_page, metrics_server
+from contextcache.process.metrics import Page, health_page, metrics_server
 from kv_sidecar.client import KVSidecarClient
-from tests.helpers.certificates import CertificateFiles
-from tests.helpers.gateway_parts import KEY, SECRET, write_keys
-from tests.helpers.valkey import free_port
+from tests.kit.certificates import CertificateFiles
+from tests.kit.gateway_parts import KEY, SECRET, write_keys
+from tests.kit.ports import free_port
+from tests.kit.until import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90
@@ -175,9 +176,11 @@ async def test_a_draining_sidecar_is_not_healthy(tmp_path):
         # Later on the same connection: the first has arrived when this is answered.
         await client.stats()
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(DEADLINE_S):
-            while (found := await asyncio.to_thread(status_of, port, "/healthz"))[0] == 200:
-                await asyncio.sleep(0.05)
+        found = await until(
+            lambda: asyncio.to_thread(status_of, port, "/healthz"),
+            is_so=lambda answer: answer[0] != 200,
+            what="it drains",
+        )
         assert found == (503, "not serving\n")
         process.kill()
         waiting.cancel()
@@ -186,8 +189,8 @@ async def test_a_draining_sidecar_is_not_healthy(tmp_path):
 
 
 async def test_the_port_for_probes_bounds_what_a_caller_can_hold(monkeypatch):
-    monkeypatch.setattr("contextcache.metrics_server._CONNECTIONS_MAX", 2)
-    monkeypatch.setattr("contextcache.metrics_server._DEADLINE_S", 600)
+    monkeypatch.setattr("contextcache.process.metrics._CONNECTIONS_MAX", 2)
+    monkeypatch.setattr("contextcache.process.metrics._DEADLINE_S", 600)
     pages = {"/healthz": health_page(lambda: True)}
     async with metrics_server("127.0.0.1", 0, registry=CollectorRegistry(), pages=pages) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
@@ -217,7 +220,7 @@ async def said(port: int, request: bytes) -> bytes:
 
 
 async def test_the_port_for_probes_ends_silent_and_endless_requests(monkeypatch):
-    monkeypatch.setattr("contextcache.metrics_server._DEADLINE_S", 0.2)
+    monkeypatch.setattr("contextcache.process.metrics._DEADLINE_S", 0.2)
     async with metrics_server("127.0.0.1", 0, registry=CollectorRegistry(), pages={}) as port:
         async with asyncio.timeout(DEADLINE_S):
             silent = await said(port, b"")

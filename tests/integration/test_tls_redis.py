@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 import trustme
 
+from context_manager.redis_address import RedisTls
+from context_manager.redis_address import redis_tls as tls_of
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_tls import RedisTls
+from context_manager.settings import ManagerSettings
 from contextcache.errors import StoreUnavailable
-from tests.helpers.certificates import CertificateFiles
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.certificates import CertificateFiles
+from tests.kit.valkey import ValkeyServer
 
 DEADLINE_S = 30
 HOST = "127.0.0.1"
@@ -93,10 +95,13 @@ def redis_tls(certificates: CertificateFiles, **more) -> RedisTls:
 
 async def test_redis_is_believed_by_its_ca_and_shown_the_managers_certificate(valkey, tmp_path):
     certificates = CertificateFiles(tmp_path / "tls")
-    ca = certificates.ca
+    ca, files = certificates.ca, certificates.files
+    settings = ManagerSettings(
+        redis_ca_file=files.ca_file, redis_cert_file=files.cert_file, redis_key_file=files.key_file
+    )
     async with (
         running_redis(valkey, ca.issue_cert(HOST), ca) as (redis, url),
-        connected(url, redis_tls(certificates)) as connection,
+        connected(url, tls_of(settings, on_failure=lambda: None)) as connection,
     ):
         assert await connection.call("ECHO", "x") == b"x"
 

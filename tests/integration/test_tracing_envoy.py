@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from contextcache.tracing import open_tracer
+from contextcache.wire.tracing import open_tracer
 from deploy.envoy.clusters import PLUGIN
-from tests.helpers.envoy_process import envoy_settings, running_envoy
-from tests.helpers.fronts import Client
-from tests.helpers.gateway_server import RunningManager, running_gateway, settings_for
-from tests.helpers.trace_collector import running_collector
-from tests.helpers.turn_pod import MODEL, running_turn_pod
+from tests.kit.envoy_process import envoy_settings, running_envoy
+from tests.kit.fronts import Client
+from tests.kit.gateway_server import RunningManager, running_gateway, settings_for
+from tests.kit.trace_collector import running_collector
+from tests.kit.turn_pod import MODEL, running_turn_pod
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REQUEST = {"model": MODEL, "prompt": "hello", "max_tokens": 2}

@@ -25,18 +25,20 @@ with warnings.catch_warnings():
 from context_manager.__main__ import serve as serve_manager
 from context_manager.settings import ManagerSettings
 from contextcache.identity import KV_TRANSFER_KEY, verify_kv_transfer
-from contextcache.tracing import NO_TRACER, open_tracer
+from contextcache.wire.tracing import NO_TRACER, open_tracer
 from kv_sidecar.__main__ import run as run_sidecar
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.settings import SidecarSettings
-from tests.helpers.ext_proc import ExtProcClient, body, head
-from tests.helpers.fake_vllm import FakeVllm
-from tests.helpers.gateway_parts import SECRET
-from tests.helpers.gateway_server import running_gateway, settings_for
-from tests.helpers.scheduler_loop import LoopConfig, SchedulerLoop
-from tests.helpers.trace_collector import TraceCollector, running_collector
-from tests.helpers.turn_pod import MODEL, running_turn_pod
-from tests.helpers.valkey import ValkeyServer, free_port
+from tests.kit.ext_proc import ExtProcClient, body, head
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.gateway_parts import SECRET
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.ports import free_port
+from tests.kit.scheduler_loop import LoopConfig, SchedulerLoop
+from tests.kit.trace_collector import TraceCollector, running_collector
+from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
 from vllm_plugin.turn.app import SidecarReports
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -117,9 +119,7 @@ async def running_sidecar(tmp_path: Path, endpoint: str) -> AsyncIterator[str]:
     address = f"unix://{tmp_path}/s.sock"
     async with until_stopped(lambda stop: run_sidecar(settings, stop)):
         client = KVSidecarClient(address, timeout_s=5)
-        async with asyncio.timeout(DEADLINE_S):
-            while not await client.is_serving():
-                await asyncio.sleep(0.05)
+        await until(client.is_serving, what="the sidecar serves")
         await client.close()
         yield address
 
@@ -180,7 +180,7 @@ async def test_a_turn_is_one_trace_from_the_gateway_to_the_connector(tmp_path: P
             traceparent=KEPT,
         )
         assert answered["usage"]["context"]["committed"]
-        await collector.until(lambda: len(turn_spans(collector, "connector save: hand over")) > 0)
+        await collector.until(lambda: len(turn_spans(collector, "connector save: seal")) > 0)
         await collector.until(lambda: len(turn_spans(collector, "gateway turn")) > 0)
 
     spans = [span for span in collector.spans if span.trace_id == TRACE]
@@ -206,7 +206,7 @@ async def test_a_turn_is_one_trace_from_the_gateway_to_the_connector(tmp_path: P
         ("context-cache-gateway", "gateway turn"),
     ]
     (seal,) = [s for s in spans if s.name.endswith("/Seal") and s.kind == SERVER]
-    assert ("context-cache-connector", "connector save: hand over") in collector.ancestry(seal)
+    assert ("context-cache-connector", "connector save: seal") in collector.ancestry(seal)
     assert collector.one("turn /v1/completions").attributes["contextcache.session_id"] == created["session_id"]
     assert not [span for span in spans if span.failed]
 
@@ -262,9 +262,8 @@ async def test_a_collector_that_refuses_or_is_not_there_costs_a_count_and_no_ans
         collector.refuses = True
         async with running_deployment(tmp_path, valkey, collector.endpoint) as deployment:
             await deployment.post("/v1/context", {"prompt": "a" * 20, "max_tokens": 4}, traceparent=KEPT)
-            async with asyncio.timeout(DEADLINE_S):
-                while not await deployment.gateway.metric("contextcache_gateway_lost_spans_total"):
-                    await asyncio.sleep(0.05)
+            lost = lambda: deployment.gateway.metric("contextcache_gateway_lost_spans_total")
+            await until(lost, what="lost spans are counted")
     assert collector.spans == []
 
 

@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 
 from deploy.local.progress import say
+from deploy.local.run_stamp import run_stamp
 from deploy.local.table import render
 from tests.torture.report import Options, Report
 
@@ -86,7 +87,9 @@ def _show(report: Report, seed: int) -> None:
 
 def _write(file: Path, seed: int, reports: list[Report]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"seed": seed, "runs": [report.as_json() for report in reports]}, indent=2) + "\n")
+    file.write_text(
+        json.dumps({**run_stamp(), "seed": seed, "runs": [report.as_json() for report in reports]}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from deploy.local.progress import say
-from tests.faults.conversation_run import ConversationRun
-from tests.faults.reference import Difference
-from tests.faults.stack import FaultStack
+from tests.kit.faults.conversation_run import ConversationRun
+from tests.kit.faults.reference import Difference
+from tests.kit.tiny_stack import TinyStack
 from tests.torture.report import Options, Report
 
 ENGINES = 2
@@ -31,7 +31,7 @@ def run(options: Options) -> Report:
     with tempfile.TemporaryDirectory(prefix="context-cache-torture-") as directory:
         # A memory tier of 2 000 tokens, so that what is restored comes from there, from disk and from the peer.
         memory = {"SIDECAR_MEMORY_LIMIT_BYTES": str(2 << 20)}
-        with FaultStack(Path(directory), engines=ENGINES, patient=True, env=memory) as stack:
+        with TinyStack(Path(directory), engines=ENGINES, patient=True, env=memory) as stack:
             report.rows["stack up, s"] = round(stack.started_in_s)
             with ConversationRun(stack, options.random(report.name), seed=options.seed) as conversations:
                 _take(conversations, options, report)

@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 
 from deploy.local.progress import say
-from tests.faults import cases, files
-from tests.faults.disk import limit_file_size
-from tests.faults.one_world import WholeWorld, whole_world
-from tests.faults.world import BOUND_S, Row
+from tests.kit.faults import cases, files
+from tests.kit.faults.disk import limit_file_size
+from tests.kit.faults.whole_world import WholeWorld, whole_world
+from tests.kit.faults.world import BOUND_S, Row
 from tests.torture.report import Options, Report
 
 DEFAULT_MINUTES = 12.0
@@ -63,7 +63,7 @@ def _all_cases(world: WholeWorld) -> tuple[list[Case], list[Case]]:
         for tier, kind, fault in product(cases.TIERS, files.KINDS, files.FAULTS)
         if (tier, kind) != ("shared", "manifest")
     ]
-    for link, fault in product(world.stack.proxies, cases.LINK_FAULTS):
+    for link, fault in product(world.stack.links.proxies, cases.LINK_FAULTS):
         quick.append((f"link {link} {fault}", partial(cases.link_case, link=link, fault=fault)))
         quick.append((f"mid-turn {link} {fault}", partial(cases.link_mid_turn_case, link=link, fault=fault)))
     for part in ("gateway", "manager", "sidecar", "redis"):
@@ -122,11 +122,7 @@ def _one(world: WholeWorld, name: str, case: Callable[[WholeWorld], Row]) -> Row
     except Exception as exc:  # noqa: BLE001  # the next case must have its turn
         return Row(name, "broke off", 0.0, faults=[f"{type(exc).__name__}: {str(exc)[:300]}"])
     finally:
-        world.orders.heal()
-        if world.disk is not None:
-            world.disk.free()
-        world.stack.mend()
-        world.engine_pids = world.stack.engine_pids()
+        world.mend()
 
 
 def _fill(report: Report, rows: list[Row]) -> None:

@@ -12,8 +12,8 @@ import traceback
 from pathlib import Path
 
 from deploy.local.progress import say
-from tests.faults.bytes_rounds import plan_rounds, run_round
-from tests.faults.bytes_world import BytesWorld
+from tests.kit.faults.bytes_rounds import plan_rounds, run_round
+from tests.kit.faults.bytes_world import BytesWorld
 from tests.torture.report import Options, Report
 
 

@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 from deploy.local.progress import say
-from tests.faults.races_run import Races
-from tests.faults.races_world import World
+from tests.kit.faults.races_run import Races
+from tests.kit.faults.races_world import World
 from tests.torture.report import Options, Report
 
 ROUND_S = 30

@@ -2,7 +2,7 @@
 
 Rounds: every crash point of the manager (plain and Cluster); kill -9 and SIGSTOP of a Valkey with `appendfsync always`
 and with `everysec`; failovers by a Sentinel with and without WAIT. Lost turns are failures where the promise in
-docs/operations.md is "nothing", and figures where it is not.
+docs/operations/redis.md is "nothing", and figures where it is not.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from random import Random
 
 from context_manager.client import ContextManagerClient
-from context_manager.crash_points import POINTS
-from tests.helpers.manager_crashes import crash_everywhere
-from tests.helpers.manager_process import running_manager_process
-from tests.helpers.turn_load import TurnLoad
-from tests.helpers.valkey import ValkeyServer
-from tests.helpers.valkey_failover import FailoverPair
+from context_manager.redis_layout import CRASH_POINTS as POINTS
+from tests.kit.manager_crashes import crash_everywhere
+from tests.kit.manager_process import running_manager_process
+from tests.kit.turn_load import TurnLoad
+from tests.kit.valkey import ValkeyServer
+from tests.kit.valkey_failover import FailoverPair
 from tests.torture.report import Options, Report
 
 _ONLY_IN_A_CLUSTER = {"manager.admit.before", "manager.admit.after"}

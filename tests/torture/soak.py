@@ -14,7 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from deploy.local.progress import say
-from tests.faults.stack import FaultStack
+from tests.kit.stack import Stack
+from tests.kit.tiny_stack import TinyStack
 from tests.torture.report import Options, Report
 from tests.torture.soak_faults import LINKS, Faults
 from tests.torture.soak_load import NUM_LIVE, Load
@@ -40,14 +41,14 @@ async def run(options: Options) -> Report:
     report = Report("soak", rows={"minutes": minutes, "live contexts": NUM_LIVE})
     random = options.random("soak")
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
-        stack = FaultStack(Path(directory), proxied=LINKS, env=_ENV)
+        stack = TinyStack(Path(directory), proxied=LINKS, env=_ENV)
         await asyncio.to_thread(stack.__enter__)
         try:
             load = Load(stack.url, stack.front_url, random)
             samples = await _soaked(stack, load, Faults(stack, random), minutes, report)
             _judge(samples, load, report)
             await _drained(stack, load, report)
-            parts = [part for part in stack.stack.part_names if part != "redis" and not stack.is_untouched(part)]
+            parts = [part for part in stack.part_names if part != "redis" and not stack.is_untouched(part)]
             report.failures += [f"{part} is not the process that it was" for part in parts]
         finally:
             await asyncio.to_thread(stack.__exit__, None, None, None)
@@ -55,7 +56,7 @@ async def run(options: Options) -> Report:
     return report
 
 
-async def _soaked(stack: FaultStack, load: Load, faults: Faults, minutes: float, report: Report) -> Samples:
+async def _soaked(stack: Stack, load: Load, faults: Faults, minutes: float, report: Report) -> Samples:
     samples, began_s = Samples(), time.monotonic()
     loading = asyncio.create_task(load.run(), name="soak load")
     failing = asyncio.create_task(faults.run(), name="soak faults")
@@ -89,7 +90,7 @@ def _judge(samples: Samples, load: Load, report: Report) -> None:
     report.tables["slopes"] = (["who", "what", "unit", "level", "slope/h", "±/h", "bound/h", "verdict"], cells)
 
 
-async def _drained(stack: FaultStack, load: Load, report: Report) -> None:
+async def _drained(stack: Stack, load: Load, report: Report) -> None:
     """Delete everything, and see that it goes."""
     await load.delete_all()
     began_s, last = time.monotonic(), Samples()

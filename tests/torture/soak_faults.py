@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.faults import files
-from tests.faults.stack import FaultStack
+from tests.kit.faults import files
+from tests.kit.stack import Stack
 
 LINKS = (
     "manager-redis", "gateway-manager", "gateway-engine", "gateway-sidecar", "turn-manager", "turn-sidecar",
@@ -26,7 +26,7 @@ _REDIS_RESTART_EVERY = 40
 class Faults:
     """One fault at a time, until `stop` is set; then all is mended."""
 
-    stack: FaultStack
+    stack: Stack
     random: Random
     seen: Counter[str] = field(default_factory=Counter)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +53,7 @@ class Faults:
 
     async def _link(self) -> None:
         name = self.random.choice(LINKS)
-        proxy = self.stack.proxies[name]
+        proxy = self.stack.links.proxies[name]
         fault = self.random.choice(("cut", "blackhole", "delay", "reset"))
         self.seen[f"{fault} {name}"] += 1
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.faults.stack import KEY, MODEL, OTHER_KEY
+from tests.kit.stack import KEY, MODEL, OTHER_KEY
 
 NUM_WORKERS = 4
 CONTEXTS_PER_WORKER = 6

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.faults.stack import FaultStack
+from tests.kit.stack import Stack
 from tests.torture.soak_slopes import Slope, slope_of
 
 MIB = 1 << 20
@@ -56,7 +56,7 @@ class Samples:
     times_s: list[float] = field(default_factory=list)
     series: dict[tuple[str, str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def take(self, stack: FaultStack, now_s: float, **more: float) -> None:
+    def take(self, stack: Stack, now_s: float, **more: float) -> None:
         """Count everything once; a part that does not answer keeps its last figures."""
         self.times_s.append(now_s)
         for who, pids in _processes(stack).items():
@@ -90,8 +90,8 @@ ALL_KEYS = ("redis store", "keys and tombstones", "keys")
 """Must be none in the end; meanwhile the faster a load deletes, the more tombstones there are."""
 
 
-def _processes(stack: FaultStack) -> dict[str, list[int]]:
-    found = {part: stack.pids(part) for part in stack.stack.part_names}
+def _processes(stack: Stack) -> dict[str, list[int]]:
+    found = {part: stack.pids(part) for part in stack.part_names}
     for engine in stack.engines:
         core = stack.engine_core_pids(engine)
         found[f"{engine} core"] = core
@@ -119,7 +119,7 @@ def _of_processes(pids: Iterable[int]) -> dict[tuple[str, str], float]:
     return totals
 
 
-def _of_directories(stack: FaultStack) -> dict[tuple[str, str, str], float]:
+def _of_directories(stack: Stack) -> dict[tuple[str, str, str], float]:
     found = {}
     for who, folder in (("disk", stack.data()), ("shared memory", stack.shared())):
         sizes = [_size(path) for path in folder.rglob("*")]
@@ -128,7 +128,7 @@ def _of_directories(stack: FaultStack) -> dict[tuple[str, str, str], float]:
     return found
 
 
-def _of_redis(stack: FaultStack) -> dict[tuple[str, str, str], float]:
+def _of_redis(stack: Stack) -> dict[tuple[str, str, str], float]:
     import redis
 
     with suppress(redis.RedisError), redis.Redis(port=stack._plan.redis, socket_timeout=3) as client:
@@ -143,7 +143,7 @@ def _of_redis(stack: FaultStack) -> dict[tuple[str, str, str], float]:
 
 
 def _num_keys_but_tombstones(client: Any) -> int:
-    names = list(client.scan_iter(count=1000))
+    names = [name for name in client.scan_iter(count=1000) if b":place:" not in name]
     pipeline = client.pipeline(transaction=False)
     for name in names:
         if b":session:" in name:
@@ -151,7 +151,7 @@ def _num_keys_but_tombstones(client: Any) -> int:
     return len(names) - pipeline.execute().count(b"tombstone")
 
 
-def _in_hand(stack: FaultStack) -> dict[tuple[str, str, str], float]:
+def _in_hand(stack: Stack) -> dict[tuple[str, str, str], float]:
     found = {}
     for part, names in IN_HAND.items():
         with suppress(httpx.HTTPError):

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from deploy.local.progress import say
-from tests.helpers.fronts import FRONTS
-from tests.helpers.tenant_attacks import attack_each_other
-from tests.helpers.tenant_world import running_tenants
+from tests.kit.fronts import FRONTS
+from tests.kit.tenant_attacks import attack_each_other
+from tests.kit.tenant_world import running_tenants
 from tests.torture.report import Options, Report
 
 CALLS_A_TURN = 12

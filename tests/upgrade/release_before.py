@@ -1,7 +1,6 @@
-"""The release before this one, as a stack runs it: its own code, out of an archive beside this file.
+"""The release before this one, as a stack runs it: its own code, out of the newest snapshot (snapshot.py).
 
-Made at each release, for the next one to be held against, with `git archive <commit> gateway context_manager kv_sidecar
-vllm_plugin contextcache deploy proto buf.yaml | xz -9e`. Both releases run in the same environment.
+Both releases run in the same environment.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-ARCHIVE = Path(__file__).parent / "release-0.1.0.tar.xz"
+from tests.upgrade.snapshot import newest_snapshot
+
 _STEP_S = 600
 _CALL = """
 import json, sys
@@ -28,10 +28,12 @@ getattr(Stack(Path(directory), **settings), method)(*arguments)
 
 
 class ReleaseBefore:
-    """The code of the release before, unpacked once."""
+    """The code of the release before, unpacked once. There must be one."""
 
     def __init__(self, directory: Path) -> None:
-        with tarfile.open(ARCHIVE) as archive:
+        snapshot = newest_snapshot()
+        assert snapshot is not None
+        with tarfile.open(snapshot) as archive:
             archive.extractall(directory, filter="data")
         self.directory = directory
 

@@ -21,25 +21,18 @@ import pytest
 from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
 from contextcache.model import new_cache_ref
-from tests.helpers.patience import CONNECTOR
-from tests.helpers.sidecar_process import SidecarProcess, fault, poll_until
+from tests.kit.patience import CONNECTOR
+from tests.kit.sidecar_process import SidecarProcess, fault
+from tests.kit.tiny_engine import ENVIRONMENT, SECRET
+from tests.kit.until import wait_until
 
 pytestmark = [
     pytest.mark.timeout(300),
+    pytest.mark.thorough,
     # vLLM and torch warn about themselves in many places; what is tested here is the connector.
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SECRET = b"a secret for tests, 32 bytes or more"
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
 ANSWER_TOKENS = 6
 TOLERANCE = 1e-3
 
@@ -91,14 +84,16 @@ class Engine:
             self._llm.llm_engine.step()
             return not self._scheduler.has_requests()
 
-        poll_until(is_idle, 90)
+        wait_until(is_idle, what="the engine holds nothing", deadline_s=90)
 
     def forget_prefixes(self) -> None:
         assert self._llm.reset_prefix_cache()
 
     def wait_sealed(self, cache_ref: str) -> None:
         client = self.scheduler_side._sidecar.get()
-        poll_until(lambda: fault(lambda: client.get_manifest("demo", cache_ref, 1)) is None, 90)
+        wait_until(
+            lambda: fault(lambda: client.get_manifest("demo", cache_ref, 1)) is None, what="it is sealed", deadline_s=90
+        )
 
     def save(self, prompt: list[int]) -> tuple[str, Answer]:
         """Answer a prompt cold, save it, and empty the engine."""
@@ -114,10 +109,12 @@ class Engine:
         self.sidecar.start()
         client = self.scheduler_side._sidecar.get()
         unknown = new_cache_ref()
-        poll_until(
-            lambda: not isinstance(fault(lambda: client.get_manifest("demo", unknown, 1)), SidecarUnavailable), 20
+        wait_until(
+            lambda: fault(lambda: client.get_manifest("demo", unknown, 1)),
+            is_so=lambda error: not isinstance(error, SidecarUnavailable),
+            what="the scheduler's half finds the sidecar",
         )
-        poll_until(lambda: fault(self.worker_side._link.terms) is None, 90)
+        wait_until(lambda: fault(self.worker_side._link.terms) is None, what="the worker finds it", deadline_s=90)
 
     def counted(self, name: str, reason: str | None = None) -> int:
         return self.worker_side.counters.get(name, reason) + self.scheduler_side.counters.get(name, reason)
@@ -148,7 +145,7 @@ def _start(directory: Path, extra: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    from tests.helpers.tiny_model import make_tiny_model
+    from tests.kit.tiny_model import make_tiny_model
 
     return LLM(
         model=str(make_tiny_model(directory / "model")),

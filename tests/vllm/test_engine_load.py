@@ -3,9 +3,9 @@
 import aiohttp
 import pytest
 
+from gateway.pods.probe import LOAD_PATH, HttpProbe
 from gateway.ports import Endpoint, EngineLoad
-from gateway.probe import LOAD_PATH, HttpProbe
-from tests.vllm.conftest import MODEL
+from tests.kit.stack import MODEL
 
 # The first test that asks for the stack starts it.
 pytestmark = pytest.mark.timeout(900)

@@ -3,55 +3,48 @@
 Whatever happens to the holder, the next turn gives the cold answer; what it cost is in the receipt.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from deploy.local.readiness import gateway_endpoints
-from deploy.local.stack import Stack
-from tests.helpers.patience import CONNECTOR, PARTS
-from tests.helpers.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens, wait_until
-from tests.vllm.conftest import Client, both_fronts, free_port_range, stored_bytes, wait_ready
+from tests.kit.caller import Caller
+from tests.kit.stack import MODEL
+from tests.kit.until import wait_until
+from tests.kit.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens
+from tests.vllm.conftest import IDLE, http_front_too
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A stack of two engines; parts a test kills it starts again."""
-    running = Stack(
-        tmp_path_factory.mktemp("pair"),
-        port=free_port_range(),
-        dtype="float32",
-        engines=2,
-        dev=True,
-        connector=CONNECTOR,
-        env={**PARTS, "SIDECAR_COLLECT_INTERVAL_S": "0.5"},
-    )
-    try:
-        running.up()
-        yield running
-    finally:
-        running.clean()
+def pair(stack):
+    """The stack, whose second engine works as well."""
+    stack.mend()
+    stack.drain(IDLE, draining=False)
+    yield stack
+    stack.mend()
+    stack.drain(IDLE)
 
 
 @pytest.fixture
 def client(pair, front):
     """A caller of tenant `demo`; both engines run, and none drains, before and after."""
-    pair.up()
-    wait_ready(pair)
-    caller = Client(pair, front=front)
+    pair.mend()
+    caller = Caller(pair, front=front)
     yield caller
     caller.close()
-    pair.up()
-    for name in pair.names_of("engine"):
+    pair.mend()
+    for name in pair.engines:
         pair.drain(name, draining=False)
 
 
 class Conversation:
     """A context of some hundred tokens, saved, and where it is."""
 
-    def __init__(self, client, *, seed):
+    def __init__(self, client, *, seed, length=600):
         self.client = client
-        self.session_id = client.create(prompt=ids_of_length(600, seed=seed))["session_id"]
+        self.session_id = client.create(prompt=ids_of_length(length, seed=seed))["session_id"]
         self.wait_sealed()
 
     @property
@@ -66,12 +59,12 @@ class Conversation:
     def ask(self, text):
         """Return the answer to the next turn, its receipt headers among it."""
         body = {"prompt": text, "session_id": self.session_id, "return_token_ids": True, "logprobs": 1}
-        response = self.client.http.post("/v1/completions", json=self.client._body(body))
+        response = self.client.http.post("/v1/completions", json=self.client.body(body))
         assert response.status_code == 200, response.text
         return response.json() | {"headers": response.headers}
 
     def wait_sealed(self):
-        wait_until(lambda: self.client.sealed(self.session_id), within_s=90)
+        self.client.wait_sealed(self.session_id)
 
 
 def sidecar_of(engine):
@@ -83,10 +76,10 @@ def wait_gone(stack, engine):
 
     def is_gone():
         # Empty when the gateway was too busy to answer.
-        known = {stack.engine_named(name): state for name, state in gateway_endpoints(stack.front_url).items()}
+        known = {stack.engine_named(name): state for name, state in stack.gateway_endpoints().items()}
         return engine in known and not known[engine]["ready"]
 
-    wait_until(is_gone, within_s=90)
+    wait_until(is_gone, what=f"the gateway knows that {engine} is gone", deadline_s=90)
 
 
 def assert_equals_cold(client, warm):
@@ -95,9 +88,10 @@ def assert_equals_cold(client, warm):
 
     assert tokens(warm) == tokens(cold)
     assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
+    return cold
 
 
-@both_fronts
+@http_front_too
 def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_equals_the_cold_answer(client, front):
     conversation = Conversation(client, seed=1 + (front == "http"))
     holder, context_tokens = conversation.holder, conversation.tokens
@@ -119,41 +113,80 @@ def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_
     assert_equals_cold(client, again)
 
 
-def test_contexts_of_a_killed_engine_move_with_their_kv_and_are_recomputed_when_its_sidecar_is_killed_too(client):
-    stack = client.stack
-    holder, refuge = stack.names_of("engine")
-    stack.drain(refuge)
-    saved, lost = Conversation(client, seed=3), Conversation(client, seed=4)
-    stack.drain(refuge, draining=False)
-    lost_tokens = lost.tokens
-    assert (saved.holder, lost.holder) == (holder, holder)
+@dataclass
+class Killed:
+    """What was asked while an engine and then its sidecar were dead, and after both were back."""
 
-    stack.kill(holder)
-    wait_gone(stack, holder)
+    moved: dict[str, Any]
+    """By the context whose engine alone was dead."""
+    recomputed: dict[str, Any]
+    """By the one whose sidecar was dead too; and its next turn."""
+    again: dict[str, Any]
+    lost_tokens: int
+    back: dict[str, Any]
+    """And the one after its first engine was back, and the second drained."""
+    restored: dict[str, Any]
+    """By the one that nobody asked for meanwhile."""
+    rested_tokens: int
+
+
+@pytest.fixture(scope="module")
+def killed(pair):
+    """Kill an engine and its sidecar once for both tests: it takes half a minute to come back."""
+    client = Caller(pair)
+    holder, refuge = pair.engines
+    pair.drain(refuge)
+    saved, lost, resting = (Conversation(client, seed=seed, length=n) for seed, n in ((3, 600), (4, 600), (6, 1450)))
+    resting.ask(" go on")
+    resting.wait_sealed()
+    pair.drain(refuge, draining=False)
+    lost_tokens, rested_tokens = lost.tokens, resting.tokens
+    assert {saved.holder, lost.holder, resting.holder} == {holder}
+
+    pair.kill(holder)
+    wait_gone(pair, holder)
     moved = saved.ask(" and then")
-    stack.kill(sidecar_of(holder))
-    recomputed = lost.ask(" and then")
-    again = lost.ask(" and after that")
-
-    assert moved["usage"]["context"]["source"] == "peer"
-    assert_equals_cold(client, moved)
-    context = recomputed["usage"]["context"]
-    assert (context["source"], context["cached_tokens"]) == ("recompute", 0)
-    assert recomputed["usage"]["prompt_tokens"] > lost_tokens
-    assert recomputed["headers"]["x-context-cache"] == "miss"
-    assert_equals_cold(client, recomputed)
-    assert again["usage"]["context"]["source"] == "device"
+    pair.kill(sidecar_of(holder))
+    recomputed, again = lost.ask(" and then"), lost.ask(" and after that")
     assert (saved.holder, lost.holder) == (refuge, refuge)
-
     lost.wait_sealed()
-    stack.start(sidecar_of(holder))
-    stack.start(holder)
-    stack.drain(refuge)
-    back = lost.ask(" and at last")
+    pair.start(sidecar_of(holder))
+    pair.start(holder)
+    pair.drain(refuge)
+    back, restored = lost.ask(" and at last"), resting.ask(" and then")
+    assert (lost.holder, resting.holder) == (holder, holder)
+    yield Killed(moved, recomputed, again, lost_tokens, back, restored, rested_tokens)
+    client.close()
 
-    assert lost.holder == holder
-    assert back["usage"]["context"]["source"] == "peer"
-    assert_equals_cold(client, back)
+
+def test_after_a_kill_of_engine_and_sidecar_the_next_turn_is_restored_from_disk_and_equals_the_cold_answer(
+    client, killed
+):
+    restored, context = killed.restored, killed.restored["usage"]["context"]
+    new = client.engine.post("/tokenize", json={"model": MODEL, "prompt": " and then"}).json()["tokens"]
+
+    assert context["source"] == "disk"
+    assert context["context_tokens"] == killed.rested_tokens
+    # The last token a model samples has never been through the model: it and the new ones are computed.
+    assert restored["usage"]["prompt_tokens"] == len(new) + 1
+    assert context["cached_tokens"] == killed.rested_tokens - 1
+    cold = assert_equals_cold(client, restored)
+    assert not (cold["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
+
+
+def test_contexts_of_a_killed_engine_move_with_their_kv_and_are_recomputed_when_its_sidecar_is_killed_too(
+    client, killed
+):
+    context = killed.recomputed["usage"]["context"]
+
+    assert killed.moved["usage"]["context"]["source"] == "peer"
+    assert (context["source"], context["cached_tokens"]) == ("recompute", 0)
+    assert killed.recomputed["usage"]["prompt_tokens"] > killed.lost_tokens
+    assert killed.recomputed["headers"]["x-context-cache"] == "miss"
+    assert killed.again["usage"]["context"]["source"] == "device"
+    assert killed.back["usage"]["context"]["source"] == "peer"
+    for answer in (killed.moved, killed.recomputed, killed.back):
+        assert_equals_cold(client, answer)
 
 
 def test_a_delete_after_a_move_frees_every_byte_on_both_sides(client):
@@ -162,8 +195,8 @@ def test_a_delete_after_a_move_frees_every_byte_on_both_sides(client):
     client.stack.drain(conversation.holder)
     conversation.ask(" and then")
     conversation.wait_sealed()
-    assert stored_bytes(client.stack) > 0
+    assert client.stack.stored_bytes() > 0
 
     client.delete(conversation.session_id)
 
-    assert stored_bytes(client.stack) == 0
+    assert client.stack.stored_bytes() == 0

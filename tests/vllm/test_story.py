@@ -8,22 +8,22 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens, wait_until
-from tests.vllm.conftest import KEY, MODEL, TOMBSTONE_S, Client, both_fronts
+from tests.kit.caller import Caller
+from tests.kit.stack import KEY, MODEL
+from tests.kit.until import wait_until
+from tests.kit.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens
+from tests.vllm.conftest import TOMBSTONE_S, both_fronts, http_front_too
 
 pytestmark = pytest.mark.timeout(900)
 
-LENGTHS = [1, 2, 31, 32, 33, 127, 128, 129, 255, 256, 257, 2500]
+LENGTHS = [1, 129, 2500, *(pytest.param(length, marks=pytest.mark.thorough) for length in (32, 33, 128, 257))]
+"""A token, more than a block, several chunks of prefill; the edges of pages and blocks."""
 
 
 @pytest.fixture
 def api(client):
     with openai.OpenAI(base_url=f"{client.url}/v1", api_key=KEY) as api:
         yield api
-
-
-def seal(client, session_id):
-    return wait_until(lambda: client.sealed(session_id), within_s=90)
 
 
 @both_fronts
@@ -45,7 +45,7 @@ def test_a_context_of_any_length_replays_to_one_token_from_the_sidecar_with_the_
     prompt = ids_of_length(length, seed=length)
     cold = client.complete(prompt=prompt, return_token_ids=True, logprobs=1)
     session_id = client.create(prompt=prompt)["session_id"]
-    seal(client, session_id)
+    client.wait_sealed(session_id)
     client.forget_prefixes()
 
     warm = client.complete(prompt=prompt, session_id=session_id, return_token_ids=True, logprobs=1)
@@ -83,7 +83,7 @@ def test_three_appended_turns_give_the_ids_of_one_request_with_the_whole_history
         history += new + answered
 
 
-@both_fronts
+@http_front_too
 def test_chat_turns_that_send_only_the_new_message_give_the_ids_of_the_whole_history(client):
     asks = ["What is the capital of France?", "And of Spain?", "And of Italy?"]
     messages = [{"role": "user", "content": asks[0]}]
@@ -101,7 +101,7 @@ def test_chat_turns_that_send_only_the_new_message_give_the_ids_of_the_whole_his
         assert answer["choices"][0]["message"]["content"] == whole["choices"][0]["message"]["content"]
 
 
-@both_fronts
+@http_front_too
 def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_message(client):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     first = client.create(messages=messages, max_tokens=32)
@@ -116,40 +116,12 @@ def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_mes
     assert context["cached_tokens"] >= context["context_tokens"] - 1
 
 
-def test_after_a_kill_of_engine_and_sidecar_the_next_turn_is_restored_from_disk_and_equals_the_cold_answer(client):
-    prompt = ids_of_length(1450)
-    first = client.create(prompt=prompt, return_token_ids=True)
-    session_id = first["session_id"]
-    client.complete(prompt=" go on", session_id=session_id)
-    seal(client, session_id)
-    context_tokens = client.get(session_id)["tokens"]
-
-    client.stack.kill("engine")
-    client.stack.kill("sidecar")
-    client.stack.start("sidecar")
-    client.stack.start("engine")
-    wait_until(lambda: client.http.get("/readyz").status_code == 200, within_s=90)
-    new = client.engine.post("/tokenize", json={"model": MODEL, "prompt": " and then"}).json()["tokens"]
-    warm = client.complete(prompt=" and then", session_id=session_id, return_token_ids=True, logprobs=1)
-    cold = client.complete(prompt=prompt_ids(warm), return_token_ids=True, logprobs=1)
-
-    context = warm["usage"]["context"]
-    assert context["source"] == "disk"
-    assert context["context_tokens"] == context_tokens
-    # The last token a model samples has never been through the model: it and the new ones are computed.
-    assert warm["usage"]["prompt_tokens"] == len(new) + 1
-    assert context["cached_tokens"] == context_tokens - 1
-    assert tokens(warm) == tokens(cold)
-    assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
-    assert cold["usage"]["prompt_tokens_details"] is None or not cold["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
 def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
     client.delete_all()
     other.delete_all()
     session_id = client.create(prompt=ids_of_length(600))["session_id"]
     client.complete(prompt=" more", session_id=session_id)
-    seal(client, session_id)
+    client.wait_sealed(session_id)
     assert stored() > 0
 
     client.delete(session_id)
@@ -166,10 +138,10 @@ def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
 def test_a_delete_frees_nothing_another_context_holds(client, stored):
     client.delete_all()
     one = client.create(prompt=ids_of_length(600))["session_id"]
-    seal(client, one)
+    client.wait_sealed(one)
     alone = stored()
     two = client.create(prompt=ids_of_length(600))["session_id"]
-    seal(client, two)
+    client.wait_sealed(two)
     both = stored()
 
     client.delete(one)
@@ -182,6 +154,7 @@ def test_a_delete_frees_nothing_another_context_holds(client, stored):
     assert stored() == 0
 
 
+@pytest.mark.thorough
 def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_collected(client, stored):
     client.delete_all()
     # Long enough for a machine so busy that an answer takes ten seconds: it must not be over before it was given.
@@ -191,9 +164,9 @@ def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_c
         return client.http.get(f"/v1/context/{session_id}").status_code
 
     assert status() == 200
-    wait_until(lambda: status() == 410, within_s=60)
-    wait_until(lambda: stored() == 0, within_s=30)
-    wait_until(lambda: status() == 404, within_s=TOMBSTONE_S + 30)
+    wait_until(status, is_so=lambda status: status == 410, what="the context has expired")
+    wait_until(lambda: stored() == 0, what="its bytes are collected")
+    wait_until(status, is_so=lambda status: status == 404, what="it is forgotten", deadline_s=TOMBSTONE_S + 30)
 
 
 @both_fronts
@@ -247,11 +220,11 @@ def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(
         answer = client.http.post("/v1/completions", json=body | {"stream": False, "max_tokens": 2})
         return answer if answer.status_code == 200 else None
 
-    answer = wait_until(next_turn, within_s=60)
+    answer = wait_until(next_turn, what="the next turn is answered")
     assert answer.headers["x-context-generation"] == "2"
 
 
-@both_fronts
+@http_front_too
 def test_two_turns_at_once_are_one_answer_and_one_409(client):
     session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
     body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "ignore_eos": True}
@@ -283,14 +256,11 @@ def test_without_the_manager_stateless_requests_pass_and_sessions_get_503(client
     for refused in (session, create):
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
         assert refused.headers["retry-after"]
+    body = {"model": MODEL, "prompt": "Hi", "session_id": session_id}
     wait_until(
-        lambda: (
-            client.http.post(
-                "/v1/completions", json={"model": MODEL, "prompt": "Hi", "session_id": session_id}
-            ).status_code
-            == 200
-        ),
-        within_s=60,
+        lambda: client.http.post("/v1/completions", json=body).status_code,
+        is_so=lambda status: status == 200,
+        what="the session is served again",
     )
 
 
@@ -306,7 +276,7 @@ def test_without_the_sidecar_answers_go_on_and_saves_resume_when_it_is_back(clie
     assert answer["usage"]["context"]["source"] == "recompute"
     assert answer["usage"]["context"]["committed"]
     # The connector asks an absent sidecar ever more rarely, every 10 s at most.
-    wait_until(lambda: is_saved(client), within_s=120)
+    wait_until(lambda: is_saved(client), what="saves go on", deadline_s=120)
 
 
 def is_saved(client):
@@ -331,23 +301,25 @@ BAD_BODIES = {
 
 
 @both_fronts
-@pytest.mark.parametrize("name", BAD_BODIES)
-def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored, name):
-    body, status, code = BAD_BODIES[name]
+def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored):
     client.delete_all()
-    wait_until(lambda: stored() == 0, within_s=30)
+    wait_until(lambda: stored() == 0, what="nothing is stored")
 
-    response = client.http.post("/v1/context", json={"model": MODEL, "max_tokens": 2} | body)
+    def refused(body):
+        response = client.http.post("/v1/context", json={"model": MODEL, "max_tokens": 2} | body)
+        error = response.json()
+        assert error["detail"] == error["error"]["message"]
+        return response.status_code, error["error"]["code"]
 
-    error = response.json()
-    assert (response.status_code, error["error"]["code"]) == (status, code), response.text
-    assert error["detail"] == error["error"]["message"]
+    found = {name: refused(body) for name, (body, *_) in BAD_BODIES.items()}
+
+    assert found == {name: (status, code) for name, (_, status, code) in BAD_BODIES.items()}
     assert client.http.get("/v1/context").json()["data"] == []
     assert stored() == 0
     assert client.complete(prompt="alive?")["choices"]
 
 
-@both_fronts
+@http_front_too
 def test_invalid_json_is_refused_with_line_and_column(client):
     create = b'{\n  "model": "m",\n  "prompt": "Say this is a test",\n  "ttl": 3600,\n}'
     ask = b'{\n  "session_id": "session-01"\n  "model": "m",\n  "prompt": "x"\n}'
@@ -361,7 +333,7 @@ def test_invalid_json_is_refused_with_line_and_column(client):
     assert "line 2, column 29: missing comma" in missing.json()["detail"]
 
 
-@both_fronts
+@http_front_too
 def test_unknown_and_foreign_contexts_get_the_same_answer(client, other):
     session_id = client.create(prompt="secret", ttl=600)["session_id"]
 
@@ -378,17 +350,18 @@ def test_unknown_and_foreign_contexts_get_the_same_answer(client, other):
         assert foreign.content == unknown.content
 
 
-@both_fronts
+@http_front_too
 def test_no_key_and_a_wrong_key_are_refused(client):
     for key in ("", "test-key-wrong"):
-        caller = Client(client.stack, key, front=client.front)
+        caller = Caller(client.stack, key, front=client.front)
         response = caller.http.post("/v1/context", json={"model": MODEL, "prompt": "x"})
         caller.close()
 
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
-@both_fronts
+@pytest.mark.thorough
+@http_front_too
 def test_a_body_over_the_limit_is_refused_and_a_large_one_below_it_gets_the_engines_answer(client):
     over = client.http.post("/v1/context", json={"model": MODEL, "prompt": "x" * (33 << 20)})
     below = client.http.post("/v1/context", json={"model": MODEL, "prompt": "x " * (5 << 20)})
@@ -397,7 +370,7 @@ def test_a_body_over_the_limit_is_refused_and_a_large_one_below_it_gets_the_engi
     assert (below.status_code, below.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-@both_fronts
+@http_front_too
 def test_a_forged_identity_is_stripped_at_the_edge_and_refused_in_the_pod(client):
     forged = {"x-context-identity": "v1.eyJ0ZW5hbnQiOiJkZW1vIn0." + "0" * 64}
     body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
@@ -412,7 +385,7 @@ def test_a_forged_identity_is_stripped_at_the_edge_and_refused_in_the_pod(client
     assert unsigned.status_code == 404
 
 
-@both_fronts
+@http_front_too
 def test_a_session_header_nobody_knows_is_somebodys_label(client):
     response = client.http.post(
         "/v1/completions",
@@ -424,7 +397,7 @@ def test_a_session_header_nobody_knows_is_somebodys_label(client):
     assert "x-context-cache" not in response.headers
 
 
-@both_fronts
+@http_front_too
 def test_other_routes_pass_through(client):
     assert client.http.get("/v1/models").json()["data"][0]["id"] == MODEL
     assert isinstance(client.http.get("/v1/nothing"), httpx.Response)

@@ -7,6 +7,7 @@ which every supported version calls in steps without work too.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,13 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from contextcache.clock import Clock
-from contextcache.logs import show_logs_of
-from contextcache.settings import read_secret
+from contextcache.process.logs import show_logs_of
+from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient
-from vllm_plugin.connector.engine_check import refuse_unsupported
+from vllm_plugin.connector.engine_check import UncarriedEngine, require_carried
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -41,13 +43,18 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
+    fingerprint_json: str = ""
+    """What the workers adopt before they begin; empty: nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
     """What one worker is, worker to scheduler, once."""
 
-    facts: RankFacts
+    facts: RankFacts | None
+    """None: this rank's KV cannot be carried."""
+    uncarried: tuple[str, str] = ("", "")
+    """Why: reason and text of an UncarriedEngine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,11 @@ class EndedSaves(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is no
         return EndedSaves(self.cache_refs | other.cache_refs)
 
 
-class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """Saves and loads the KV of contexts through the pod's kv-sidecar.
+class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
+    """Saves and loads the KV of contexts through the pod's kv-sidecar; leaves engines alone whose KV it cannot carry.
+
+    It says that it supports vLLM's hybrid memory, so that vLLM keeps that on: a model that needs it starts and costs
+    what it costs without us. Its layers then have several block tables, and nothing of it is saved (engine_check.py).
 
     `--kv-transfer-config '{"kv_connector": "ContextCacheConnector", "kv_connector_module_path":
     "vllm_plugin.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -73,18 +83,20 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
     """For deadlines; tests set their own."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raise ValueError for an engine whose KV we cannot carry, or settings that cannot work."""
+        """Raise ValueError for settings that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         show_logs_of("vllm_plugin")
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        refuse_unsupported(vllm_config, kv_cache_config)
         secret = _read_secret(self._settings)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._bad_block_ids: set[int] = set()
         self._ended_saves: set[str] = set()
+        self._uncarried = _found_uncarried(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(self._settings, secret, self.connect_sidecar, clock=self.clock)
+            if self._uncarried is not None:
+                self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
         else:
             self._worker_side = WorkerSide(
                 vllm_config, kv_cache_config, self._settings, self.connect_sidecar, clock=self.clock
@@ -153,11 +165,18 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
 
     @override
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
-        self.scheduler_side.learn_ranks(handshake.facts for handshake in metadata.values())
+        self._learn_ranks(metadata.values())
 
     @override
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
-        self.scheduler_side.learn_ranks(handshake.facts for handshake in metadata.values())
+        self._learn_ranks(metadata.values())
+
+    def _learn_ranks(self, handshakes: Collection[RankHandshake]) -> None:
+        for handshake in handshakes:
+            if handshake.facts is None:
+                self.scheduler_side.leave_alone(*handshake.uncarried)
+                return
+        self.scheduler_side.learn_ranks(handshake.facts for handshake in handshakes if handshake.facts is not None)
 
     @override
     def on_new_request(self, request: Any) -> None:
@@ -169,12 +188,12 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler_side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler_side.allocated(request, _only_group(blocks.get_block_ids()), num_external_tokens)
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         loads, saves = self.scheduler_side.take_plans()
-        return ConnectorMetadata(loads, saves)
+        return ConnectorMetadata(loads, saves, self.scheduler_side.take_identity())
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -198,19 +217,31 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
         return self.scheduler_side.finished(request, block_ids), None
 
     @override
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.finished(request, _only_group(block_ids)), None
+
+    @override
     def reset_cache(self) -> bool | None:
-        if self._scheduler_side is not None:
-            self._scheduler_side.reset()
-        return True
+        """Answer `reset_prefix_cache(reset_connector=True)`: pause, sleep and weight updates call it."""
+        return self._scheduler_side is None or self._scheduler_side.reset()
 
     # Worker
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker_side.register_kv_caches(kv_caches)
+        if self._uncarried is not None:
+            return
+        try:
+            self.worker_side.register_kv_caches(kv_caches)
+        except UncarriedEngine as exc:
+            self._uncarried = exc
 
     @override
     def get_handshake_metadata(self) -> RankHandshake | None:
+        if (uncarried := self._uncarried) is not None:
+            return RankHandshake(None, (uncarried.reason, uncarried.text))
         facts = self.worker_side.facts
         return None if facts is None else RankHandshake(facts)
 
@@ -218,6 +249,8 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ConnectorMetadata), "our scheduler half made it"
+        if metadata.fingerprint_json:
+            self.worker_side.adopt(metadata.fingerprint_json)
         self.worker_side.start(metadata.loads, metadata.saves)
 
     @override
@@ -260,6 +293,19 @@ class ContextCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM i
         results = self.worker_side.take_results()
         self._ended_saves |= results.ended_saves
         return results
+
+
+def _found_uncarried(vllm_config: Any, kv_cache_config: Any) -> UncarriedEngine | None:
+    try:
+        require_carried(vllm_config, kv_cache_config)
+    except UncarriedEngine as exc:
+        return exc
+    return None
+
+
+def _only_group(block_ids: Sequence[list[int]]) -> list[int]:
+    """Return the blocks of the one group of an engine that we carry; nothing for others."""
+    return block_ids[0] if len(block_ids) == 1 else []
 
 
 def _read_secret(settings: ConnectorSettings) -> bytes:

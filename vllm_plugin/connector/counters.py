@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from contextcache.tracing import Tracer, open_tracer
+from contextcache.wire.tracing import Tracer, open_tracer
 from vllm_plugin.connector.settings import ConnectorSettings
 
 

@@ -23,8 +23,10 @@ FORMAT_VERSION = 1
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_attn_implementation"})
 
 
-def engine_facts(vllm_config: Any, shapes: Sequence[LayerShape], *, weights_epoch: str) -> dict[str, Any]:
-    """Return what the fingerprint covers, as JSON values.
+def engine_facts(
+    vllm_config: Any, shapes: Sequence[LayerShape], *, weights: str | None, weights_epoch: str
+) -> dict[str, Any]:
+    """Return what the fingerprint covers, as JSON values. `weights`: what they are (weights.py), None: not known.
 
     Under pipeline parallelism each rank has its own layers, so their names give way to the set of their shapes;
     the rank in a block file and the page count keep ranks apart.
@@ -44,6 +46,7 @@ def engine_facts(vllm_config: Any, shapes: Sequence[LayerShape], *, weights_epoc
         "speculative_model": str(speculative.model) if speculative is not None else None,
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
+        "weights": weights,
         "weights_epoch": weights_epoch,
         "attention": attention_kinds(vllm_config.compilation_config.static_forward_context, shapes),
         "machine": _machine(),

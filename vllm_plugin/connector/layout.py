@@ -23,6 +23,8 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
+from vllm_plugin.connector.engine_check import UncarriedEngine
+
 Pages: TypeAlias = npt.NDArray[np.uint8]
 """uint8 `[layers, k, page_bytes]`: layer, engine block, bytes of one page."""
 Fence: TypeAlias = Any
@@ -69,7 +71,7 @@ class PagedLayers(Protocol):
 
 
 def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> PagedLayers:
-    """Return the layers of `register_kv_caches`. Raises ValueError when their pages are not of one size.
+    """Return the layers of `register_kv_caches`. Raises UncarriedEngine when their pages are not of one size.
 
     Layers that share another's tensor (cross-layer sharing) are left out: their bytes are already there.
     """
@@ -81,10 +83,10 @@ def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Paged
             seen.add(key)
             views[name] = _as_bytes(name, tensor, num_blocks)
     if not views:
-        raise ValueError("the engine registered no KV layers")
+        raise UncarriedEngine("no_layers", "the engine registered no KV layers")
     shapes = tuple(_shape(name, view) for name, view in views.items())
     if len({shape.page_bytes for shape in shapes}) != 1:
-        raise ValueError("context-cache needs KV pages of equal size in all layers")
+        raise UncarriedEngine("unequal_pages", "the layers' pages are not of one size")
     on_host = all(view.device.type == "cpu" for view in views.values())
     kind = HostLayers if on_host else StagedLayers
     return kind(shapes, list(views.values()))
@@ -93,7 +95,7 @@ def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Paged
 def _as_bytes(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """View `[num_blocks * ratio, H, N, C]` of any dtype as uint8 `[num_blocks, ratio, H, N, C bytes]`."""
     if tensor.dim() != 4 or tensor.shape[0] % num_blocks or tensor.stride(-1) != 1:
-        raise ValueError(f"KV layer {name} is not a [B, H, N, C] view over {num_blocks} blocks")
+        raise UncarriedEngine("unsupported_layers", f"layer {name} is not a [B, H, N, C] view of {num_blocks} blocks")
     return tensor.unflatten(0, (num_blocks, -1)).view(torch.uint8)
 
 

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from opentelemetry.trace import Span, get_current_span
+
 from contextcache.clock import Clock
-from contextcache.crash_points import crash_point
 from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
-from contextcache.tracing import NO_TRACER, Span, Tracer, continued_span, current_span
+from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import BlockFile, BlockMeta, open_block_file, parse_block_file
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.layout import Fence, PagedLayers
 from vllm_plugin.connector.metadata import LoadPlan, Piece
-from vllm_plugin.connector.reporting import LoadReporter
+from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import RankLink, Terms
 from vllm_plugin.connector.transfer import ResultBox
@@ -81,6 +84,8 @@ class Load:
     deadline_ms: int
     """On the worker's monotonic clock."""
     end: LoadEnd = field(default_factory=LoadEnd)
+    lease_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Under which the sidecar keeps the blocks in place until we say that we have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,8 @@ class _Arrival:
 
     block_index: int
     tier: pb.Tier.ValueType
-    block: BlockFile
+    block: BlockFile | None
+    """None: there is no file under the name that came."""
     verify: bool
     """Whether the bytes are to be compared with the checksum, not only the metadata with the plan."""
     vouched: str
@@ -106,7 +112,7 @@ class Loader:
         link: RankLink,
         layers: PagedLayers,
         results: ResultBox,
-        reporter: LoadReporter,
+        reporter: Reporter,
         counters: Counters,
         clock: Clock,
         tracer: Tracer = NO_TRACER,
@@ -130,10 +136,10 @@ class Loader:
     def run(self, load: Load) -> None:
         """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
         plan = load.plan
-        with continued_span(self._tracer, "connector load", parent=plan.traceparent) as span:
-            span.set("contextcache.rank", self._link.facts.rank)
-            span.set("contextcache.cache_ref", plan.cache_ref)
-            span.set("contextcache.loaded_tokens", plan.loaded_tokens)
+        with self._tracer.continued("connector load", parent=plan.traceparent) as span:
+            span.set_attribute("contextcache.rank", self._link.facts.rank)
+            span.set_attribute("contextcache.cache_ref", plan.cache_ref)
+            span.set_attribute("contextcache.loaded_tokens", plan.loaded_tokens)
             self._run(load, span)
 
     def _run(self, load: Load, span: Span) -> None:
@@ -152,7 +158,7 @@ class Loader:
             log.exception("load broke", extra={"cache_ref": load.plan.cache_ref})
             self.fail(load, "internal_error")
         else:
-            span.set("contextcache.size_bytes", progress.size_bytes)
+            span.set_attribute("contextcache.size_bytes", progress.size_bytes)
             self._succeed(load, progress)
 
     def fail(self, load: Load, reason: str) -> None:
@@ -164,7 +170,7 @@ class Loader:
             return
         plan = load.plan
         self._counters.add("failed_loads", reason)
-        current_span().fail(reason)
+        fail(get_current_span(), reason)
         self._results.end_load(plan.engine_request_id, bad_block_ids=plan.block_ids)
         log.warning("load failed", extra={"cache_ref": plan.cache_ref, "reason": reason})
         self._report(plan, pb.LOAD_OUTCOME_FAILED, _Progress(), reason)
@@ -175,14 +181,22 @@ class Loader:
         self._counters.add("loads")
         self._counters.add("loaded_bytes", amount=progress.size_bytes)
         self._results.end_load(load.plan.engine_request_id)
-        if self._link.facts.rank == 0:
-            self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
+        self._report(load.plan, pb.LOAD_OUTCOME_LOADED, progress, "")
 
     def _copy(self, load: Load, progress: _Progress) -> None:
         terms = self._link.terms()
         crash_point(BEFORE_LOAD)
         try:
             self._copy_by(terms, load, progress)
+        finally:
+            self._reporter.end_load(load.lease_id)
+
+    def _copy_by(self, terms: Terms, load: Load, progress: _Progress) -> None:
+        """Copy by name what the sidecar names, and in frames what was not there, or not right, under its name."""
+        pieces = {piece.block_index: piece for piece in load.plan.pieces()}
+        in_frames = replace(terms, shared_directory=None, disk_directory=None)
+        try:
+            self._copy_pieces(terms, load, progress, pieces)
         except CorruptBlock as exc:
             if terms.shared_directory is None:
                 raise
@@ -190,14 +204,18 @@ class Loader:
             # drops it and serves the disk's.
             log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
+            pieces = {piece.block_index: piece for piece in load.plan.pieces()}
             try:
-                self._copy_by(replace(terms, shared_directory=None, disk_directory=None), load, progress)
+                self._copy_pieces(in_frames, load, progress, pieces)
             except ContextCacheError:
                 raise exc from None
+        if pieces:
+            self._counters.add("renewed_blocks", amount=len(pieces))
+            self._copy_pieces(in_frames, load, progress, pieces)
 
-    def _copy_by(self, terms: Terms, load: Load, progress: _Progress) -> None:
+    def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress, pieces: dict[int, Piece]) -> None:
+        """Copy `pieces` and take them out; those whose file is gone under the name it was given stay in."""
         plan = load.plan
-        pieces = {piece.block_index: piece for piece in plan.pieces()}
         request = pb.LoadBlocksRequest(
             tenant=plan.tenant,
             cache_ref=plan.cache_ref,
@@ -206,31 +224,38 @@ class Loader:
             block_indices=list(pieces),
             shared_memory=terms.shared_directory is not None,
             disk_files=terms.disk_directory is not None,
+            lease_id=load.lease_id,
+            lease_ms=max(int(self._remaining_s(load) * 1000), 1),
         )
+        wanted = set(pieces)
         answers = self._link.sidecar.get().load_blocks(request, self._remaining_s(load))
         for arrival in self._blocks(answers, terms):
             self._remaining_s(load)
-            piece = pieces.pop(arrival.block_index, None)
-            if piece is None:
+            if arrival.block_index not in wanted:
                 raise CorruptBlock("the sidecar sent a block nobody asked for")
-            self._inject(load, piece, arrival)
+            wanted.discard(arrival.block_index)
+            if arrival.block is None:
+                continue
+            piece = pieces[arrival.block_index]
+            self._inject(load, piece, arrival, arrival.block)
+            del pieces[arrival.block_index]
             crash_point(BETWEEN_LOADED_BLOCKS)
             progress.tier = max(progress.tier, arrival.tier)
             progress.size_bytes += len(piece.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
-        if pieces:
+        if wanted:
             raise CorruptBlock("the sidecar left blocks out")
 
     def _blocks(self, answers: Iterator[pb.LoadBlocksResponse], terms: Terms) -> Iterator[_Arrival]:
-        """Yield block files as they come, whole: opened from shared memory, or put together from frames."""
+        """Yield block files as they come, whole: opened by their names, or put together from frames."""
         data = bytearray()
         for answer in answers:
             if answer.WhichOneof("payload") == "shared_name":
-                block = self._open_shared(answer.shared_name, terms)
+                block = self._by_name(lambda name: self._open_shared(name, terms), answer.shared_name)
                 verify = self._settings.verify_shared_memory
                 yield _Arrival(answer.block_index, answer.tier, block, verify, answer.checksum)
                 continue
             if answer.WhichOneof("payload") == "disk_name":
-                block = self._read_disk(answer.disk_name, terms)
+                block = self._by_name(lambda name: self._read_disk(name, terms), answer.disk_name)
                 yield _Arrival(answer.block_index, answer.tier, block, verify=True, vouched=answer.checksum)
                 continue
             data += answer.frame
@@ -240,6 +265,14 @@ class Loader:
                 block = parse_block_file(data)
                 yield _Arrival(answer.block_index, answer.tier, block, verify=True, vouched=answer.checksum)
                 data = bytearray()
+
+    @staticmethod
+    def _by_name(open_file: Callable[[str], BlockFile], name: str) -> BlockFile | None:
+        """Open a file; None when it is gone: the sidecar may have it elsewhere."""
+        try:
+            return open_file(name)
+        except FileNotFoundError:
+            return None
 
     def _open_shared(self, name: str, terms: Terms) -> BlockFile:
         path = Path(name)
@@ -279,8 +312,8 @@ class Loader:
             buffer = self._buffers.buffer = bytearray(size_bytes)
         return memoryview(buffer)[:size_bytes]
 
-    def _inject(self, load: Load, piece: Piece, arrival: _Arrival) -> None:
-        plan, block = load.plan, arrival.block
+    def _inject(self, load: Load, piece: Piece, arrival: _Arrival, block: BlockFile) -> None:
+        plan = load.plan
         whole = piece.block_index < len(plan.whole_blocks)
         expected = BlockMeta(
             kind="block" if whole else "tail",
@@ -324,5 +357,7 @@ class Loader:
                 restore_ms=(time.monotonic() - plan.asked_at_s) * 1000,
                 size_bytes=progress.size_bytes,
                 reason=reason,
+                rank=self._link.facts.rank,
+                world_size=self._link.facts.world_size,
             )
         )

@@ -18,8 +18,8 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, SidecarUnavailable
 from contextcache.identity import KVTransfer
 from contextcache.model import CacheRef, Manifest
-from contextcache.tracing import NO_TRACER, Tracer, continued_span
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tracing import NO_TRACER, Tracer
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -163,10 +163,10 @@ class ManifestLookup:
         answer: list[Match] = []
 
         def look_up() -> None:
-            with continued_span(self._tracer, "connector lookup", parent=transfer.traceparent) as span:
+            with self._tracer.continued("connector lookup", parent=transfer.traceparent) as span:
                 found = self._best(transfer, token_ids, facts, patience)
-                span.set("contextcache.matched_tokens", found.num_tokens)
-                span.set("contextcache.reason", found.reason)
+                span.set_attribute("contextcache.matched_tokens", found.num_tokens)
+                span.set_attribute("contextcache.reason", found.reason)
             answer.append(found)
 
         return Lookup(self._pool.try_submit(look_up), answer, patience)

@@ -101,6 +101,8 @@ class SavePlan:
     """Tokens that have valid KV, oldest first."""
     block_ids: tuple[int, ...]
     """Engine blocks that hold them, from position 0 on."""
+    fingerprint: str
+    """Under which they were computed: the engine's may be another by the time they are copied out."""
     traceparent: str = ""
     """Span of the turn, for the save's own; empty: nobody traces it."""
 

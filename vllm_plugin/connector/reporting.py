@@ -1,16 +1,18 @@
-"""Load reports on their way to the sidecar: sent in order by one thread, never by the engine's. Decides nothing."""
+"""What the sidecar is told of loads and saves: sent in order by one thread, never by the engine's. Decides nothing."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from contextcache.errors import ContextCacheError
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.counters import Counters
-from vllm_plugin.connector.sidecar_link import LazySidecar
+from vllm_plugin.connector.sidecar_link import EngineSidecar, LazySidecar
 from vllm_plugin.connector.transfer import TransferPool
 
 
-class LoadReporter:
-    """A receipt that cannot be delivered is counted and forgotten; the answer is then without one."""
+class Reporter:
+    """What cannot be delivered is counted and forgotten: a receipt says less, a create waits for its deadline."""
 
     def __init__(self, sidecar: LazySidecar, counters: Counters, *, queue_limit: int) -> None:
         self._sidecar = sidecar
@@ -19,10 +21,23 @@ class LoadReporter:
 
     def send(self, report: pb.LoadReport) -> None:
         """Queue a report. Never waits."""
+        self._queue(lambda sidecar: sidecar.report_load(report))
 
+    def end_load(self, lease_id: str) -> None:
+        """Queue the word that a load's blocks are wanted no more. Never waits; lost, the lease ends by its time."""
+        self._queue(lambda sidecar: sidecar.end_load(lease_id))
+
+    def abandon_save(self, tenant: str, cache_ref: str, reason: str, *, started_at_ms: int) -> None:
+        """Queue the word that nothing is saved under a name, and why. Never waits.
+
+        `reason`: a short fixed phrase. `started_at_ms`: as in the save's plan, the same on all ranks.
+        """
+        self._queue(lambda sidecar: sidecar.abandon_save(tenant, cache_ref, reason, started_at_ms=started_at_ms))
+
+    def _queue(self, call: Callable[[EngineSidecar], None]) -> None:
         def deliver() -> None:
             try:
-                self._sidecar.get().report_load(report)
+                call(self._sidecar.get())
             except ContextCacheError:
                 self._counters.add("lost_reports")
 

@@ -19,13 +19,17 @@ from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfe
 from contextcache.model import CacheRef
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.counters import Counters, connector_tracer
+from vllm_plugin.connector.engine_check import NULL_BLOCK
+from vllm_plugin.connector.engine_identity import EngineIdentity
 from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load
-from vllm_plugin.connector.reporting import LoadReporter
+from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
 
 log = logging.getLogger(__name__)
+
+_WEIGHTS_CHANGED = "weights_changed"
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class _Tracked:
     """What is remembered of a request that carries a valid token, until it finishes."""
 
     transfer: KVTransfer
+    request: Any
     asked_at_s: float = field(default_factory=time.monotonic)
     lookup: Lookup | None = None
     device_tokens: int = 0
@@ -45,6 +50,16 @@ class _Tracked:
     """Never try again for this request."""
     reported: bool = False
     """A report was sent, or a worker will send it."""
+    of_old_weights: bool = False
+    """Tokens of it were computed before the weights were given up for changed."""
+
+    def forget_saved(self) -> None:
+        """Start from nothing that was saved so far."""
+        if self.lookup is not None:
+            self.lookup.cancel()
+        self.lookup, self.found = None, Match(None, 0, _WEIGHTS_CHANGED)
+        # Preempted ones are computed again, from their first token.
+        self.of_old_weights = self.of_old_weights or self.request.num_computed_tokens > 0
 
 
 class SchedulerSide:
@@ -56,7 +71,9 @@ class SchedulerSide:
         self._clock = clock
         self.counters = Counters()
         self._tracer = connector_tracer(settings, self.counters)
-        self._facts: RankFacts | None = None
+        self._identity = EngineIdentity()
+        self._left_alone = ""
+        """Why nothing of this engine is saved or loaded, as a short fixed phrase; empty: something may be."""
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
@@ -64,7 +81,7 @@ class SchedulerSide:
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
         self._sidecar = LazySidecar(connect, timeout_s=settings.manifest_deadline_ms / 1000)
-        self._reporter = LoadReporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
+        self._reporter = Reporter(self._sidecar, self.counters, queue_limit=settings.queue_limit)
         self._lookup = ManifestLookup(
             settings=settings,
             sidecar=self._sidecar,
@@ -74,23 +91,54 @@ class SchedulerSide:
             tracer=self._tracer,
         )
 
+    def leave_alone(self, reason: str, text: str) -> None:
+        """Save and load nothing from now on, and say why, once. The engine serves as if we were not there."""
+        if self._left_alone:
+            return
+        self._left_alone = reason
+        self.counters.add("left_alone", reason)
+        log.warning("the KV of this engine is left alone", extra={"reason": reason, "why": text})
+
     def learn_ranks(self, ranks: Iterable[RankFacts]) -> None:
-        """Take what the workers are. Without it, or when they differ, nothing is loaded or saved."""
-        known = list(ranks)
-        self._facts = known[0] if len({rank.fingerprint for rank in known}) == 1 else None
-        if self._facts is None:
-            log.error("ranks have different fingerprints", extra={"num_ranks": len(known)})
+        """Take what the workers are. When they differ, nothing is loaded or saved."""
+        if not self._identity.learn(ranks):
+            self.leave_alone("ranks_differ", "ranks have different fingerprints: other weights or settings on a node?")
+        elif not self._identity.are_weights_known:
+            self.counters.add("unknown_weights")
+            log.warning("the weights cannot be looked into: their KV will not outlive this engine")
+
+    def reset(self) -> bool:
+        """Let nothing that was saved before be loaded; what the sidecar stores stays until its end.
+
+        Called when the engine is told to forget: weights may change. Returns False while a load is under way.
+        """
+        self._identity.move()
+        self._pending_saves.clear()
+        self._saved_again.clear()
+        self.counters.add("forgotten")
+        log.info("saved KV is not used from now on: the engine was told to forget")
+        for tracked in self._requests.values():
+            tracked.forget_saved()
+        return all(tracked.loading is None for tracked in self._requests.values())
+
+    @property
+    def _facts(self) -> RankFacts | None:
+        return None if self._left_alone else self._identity.facts
 
     def begin(self, request: Any) -> None:
         """Look at a new request, and start its lookup before it is scheduled. Harmless when repeated."""
-        if request.request_id in self._requests or self._facts is None:
+        if request.request_id in self._requests:
             return
         transfer = self._verified(request)
         if transfer is None:
             return
-        tracked = self._requests[request.request_id] = _Tracked(transfer)
-        if transfer.load and not request.skip_reading_prefix_cache:
-            tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, self._facts)
+        tracked = self._requests[request.request_id] = _Tracked(transfer, request)
+        if (facts := self._facts) is None:
+            reason = self._left_alone or "ranks_unknown"
+            tracked.found = Match(None, 0, reason)
+            self._abandon(request, transfer, reason)
+        elif transfer.load and not request.skip_reading_prefix_cache:
+            tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens to load beyond `num_computed_tokens`, True), (0, False), or (None, False): ask again."""
@@ -142,6 +190,10 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         return pb.TIER_UNSPECIFIED if tracked is None or tracked.found is None else tracked.found.tier
 
+    def take_identity(self) -> str:
+        """Return the fingerprint's JSON that workers have to adopt before this step's work; empty: as it was."""
+        return self._identity.take_news()
+
     def take_plans(self) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...]]:
         """Return this step's work."""
         loads, saves = tuple(self._loads), tuple(self._saves)
@@ -181,10 +233,6 @@ class SchedulerSide:
         self._saves.append(plan)
         return True
 
-    def reset(self) -> None:
-        """Drop local knowledge; what the sidecar stores stays, `/sleep` calls this too."""
-        self._pending_saves.clear()
-
     def shutdown(self) -> None:
         """End the threads and the channel, within the deadline."""
         ends_at_s = time.monotonic() + self._settings.shutdown_deadline_ms / 1000
@@ -209,6 +257,7 @@ class SchedulerSide:
         if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
             # Token ids alone do not say what was computed.
             self.counters.add("unsupported_requests")
+            self._abandon(request, transfer, "unsupported_request")
             return None
         return transfer
 
@@ -238,12 +287,13 @@ class SchedulerSide:
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if again is not None:
             num_tokens = min(num_tokens, tracked.transfer.save_again_tokens)
-        if tracked.loading is not None or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
-            self.counters.add("skipped_saves", "not_computed")
-            return None
         num_blocks = -(-num_tokens // facts.engine_block_tokens)
-        if len(block_ids) < num_blocks or not self._pending_saves.add(cache_ref):
-            self.counters.add("skipped_saves", "blocks_gone" if len(block_ids) < num_blocks else "twice")
+        if obstacle := _obstacle(tracked, num_tokens, num_blocks, block_ids):
+            self.counters.add("skipped_saves", obstacle)
+            self._abandon(request, tracked.transfer, obstacle)
+            return None
+        if not self._pending_saves.add(cache_ref):
+            self.counters.add("skipped_saves", "twice")
             return None
         if again is not None:
             self._saved_again.add(again)
@@ -254,11 +304,17 @@ class SchedulerSide:
             session_id=tracked.transfer.session_id,
             cache_ref=cache_ref,
             expires_at_ms=tracked.transfer.expires_at_ms,
-            started_at_ms=int(request.arrival_time * 1000),
+            started_at_ms=_started_at_ms(request),
             token_ids=tuple(request.all_token_ids[:num_tokens]),
             block_ids=tuple(block_ids[:num_blocks]),
+            fingerprint=facts.fingerprint,
             traceparent=tracked.transfer.traceparent,
         )
+
+    def _abandon(self, request: Any, transfer: KVTransfer, reason: str) -> None:
+        """Have the sidecar know that a request that was to be saved is not, and why."""
+        if transfer.save is not None:
+            self._reporter.abandon_save(transfer.tenant, transfer.save, reason, started_at_ms=_started_at_ms(request))
 
     def _lost_ref(self, tracked: _Tracked) -> CacheRef | None:
         """Return the name of KV that is gone and that only this request brings back; None: there is none."""
@@ -268,3 +324,20 @@ class SchedulerSide:
         first = transfer.load[0]
         # Turns like this one run in parallel; all have missed it, one brings it back.
         return first if first in found.missing and first not in self._saved_again else None
+
+
+def _obstacle(tracked: _Tracked, num_tokens: int, num_blocks: int, block_ids: Sequence[int]) -> str:
+    """Return why a finished request cannot be saved, as a short fixed phrase; empty: it can."""
+    request = tracked.request
+    if tracked.of_old_weights:
+        return _WEIGHTS_CHANGED
+    if tracked.loading is not None or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
+        return "not_computed"
+    if len(block_ids) < num_blocks:
+        return "blocks_gone"
+    return "null_block" if NULL_BLOCK in block_ids[:num_blocks] else ""
+
+
+def _started_at_ms(request: Any) -> int:
+    """Return when the engine was given a request, Unix time in ms."""
+    return int(request.arrival_time * 1000)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+WEIGHTS_UNNAMED = "0"
+"""`weights_epoch` of weights that the operator gave no name."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
@@ -20,27 +23,32 @@ class ConnectorSettings:
     """gRPC address of the kv-sidecar, such as `unix:///run/context-cache/sidecar.sock`. Required."""
     secret_file: str
     """File with the deployment's secret: only tokens signed with it are obeyed. Required."""
-    weights_epoch: str = "0"
-    """Operator's name for the weights; change it when weights change under the same model name."""
+    weights_epoch: str = WEIGHTS_UNNAMED
+    """Operator's name for the weights. Needed only where they cannot be looked into (loaded from an object store, by
+    a plugin): without it their KV does not outlive the engine. Change it when they change."""
     staging_limit_bytes: int = 1 << 30
-    """Bytes copied out of the engine and not yet taken by the sidecar; beyond it saves are skipped. 1 GiB is one
-    context of 8 192 tokens of an 8-billion-parameter model in bf16."""
+    """Bytes copied out of the engine and not yet taken by the sidecar. 1 GiB is one context of 8 192 tokens of an
+    8-billion-parameter model in bf16; a larger one goes by pieces, and the engine's blocks are held meanwhile."""
     staging_directory: str = ""
     """Where saves are staged when there is no memory shared with the sidecar; empty: the system's temporary
     directory."""
     manifest_deadline_ms: int = 1_000
-    """Longest wait for a manifest before the request is computed instead. A lookup takes about 2 ms, a dead sidecar
-    refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed silent is
-    waited for a tenth of this until it has answered again."""
+    """Longest wait for a manifest before the request is computed instead. A lookup takes milliseconds, a dead
+    sidecar refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed
+    silent is waited for a tenth of this until it has answered again."""
     own_save_wait_ms: int = 2_000
     """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
     pull_wait_ms: int = 2_000
-    """Longest wait for KV that the sidecar is pulling from another pod, from the first time it says so. A pull moves
-    about 300 MB/s where the disk lets it; what takes longer is computed instead, and the turn after starts from it."""
+    """Longest wait for KV that the sidecar is pulling from another pod, from the first time it says so. What takes
+    longer is computed instead, and the turn after starts from it."""
     prepare_deadline_ms: int = 2_000
-    """Longest time a finished request's blocks wait for the sidecar's word before they are freed unsaved."""
+    """Longest time a finished request's blocks are held, plus the allowance of the next field, before they are freed
+    unsaved; and the longest time the sidecar may take nothing meanwhile."""
+    save_bytes_per_ms_min: int = 100_000
+    """Slowest rate a save may have: each so many bytes allow one more ms (100 MB/s, a slow disk). Counts only for
+    contexts larger than the staging: what fits is copied at once."""
     save_deadline_ms: int = 30_000
-    """Longest time for handing over and sealing one save, counted after the engine's blocks are free again."""
+    """Longest time for one call that hands over some 64 MiB, or seals, after a save's blocks were copied."""
     load_deadline_ms: int = 5_000
     """Longest time for one load, plus the allowance of the next field; then the request is computed instead."""
     load_bytes_per_ms_min: int = 100_000
@@ -52,15 +60,15 @@ class ConnectorSettings:
     them than a sidecar has pulls at once, so that those waits hold nobody else up."""
     load_threads: int = 2
     """Loads copied at once; one fills about one memory channel."""
-    save_threads: int = 2
-    """Saves gathered at once, and as many handed over at once."""
+    save_threads: int = 4
+    """Saves gathered at once, and as many handed over at once; small ones get past large ones that wait for room."""
     queue_limit: int = 64
     """Loads, saves and questions waiting, each; beyond it a load fails over to computing and a save is skipped."""
     prefault_kv_cache: bool = True
     """Touch a CPU engine's KV memory at its start, not in the first restores (prefault.py); its whole KV space is
     then resident at once. Nothing happens on GPUs."""
     verify_shared_memory: bool = True
-    """Check the bytes of blocks read from shared memory again before they are injected (about 10 GB/s)."""
+    """Check the bytes of blocks read from shared memory again before they are injected."""
     traces_endpoint: str = ""
     """OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no spans of loads and saves.
     Whether a turn is traced is decided where it came in."""

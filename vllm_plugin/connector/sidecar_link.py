@@ -63,12 +63,20 @@ class EngineSidecar(Protocol):
         """End a rank's save; True when this was the last rank."""
         ...
 
+    def abandon_save(self, tenant: str, cache_ref: str, reason: str, *, started_at_ms: int) -> None:
+        """Tell that nothing is saved under a name, and why."""
+        ...
+
     def get_manifest(self, tenant: str, cache_ref: str, timeout_s: float) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return a sealed manifest."""
         ...
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Stream blocks."""
+        ...
+
+    def end_load(self, lease_id: str) -> None:
+        """End a load's lease."""
         ...
 
     def report_load(self, report: pb.LoadReport) -> None:

@@ -73,7 +73,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLL
         counter = metric_types[Counter]
         self._events = counter(
             name="contextcache_connector_events",
-            documentation="What the context-cache connector did or could not do, by event and reason.",
+            documentation="What the connector did or could not do, by event and reason.",
             labelnames=[*labelnames, "event", "reason"],
         )
         self._bytes = counter(

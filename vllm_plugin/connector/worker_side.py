@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ import torch
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
 from vllm_plugin.connector.counters import Counters, connector_tracer
+from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, fingerprint
+from vllm_plugin.connector.hand_over import HandOver, Save
 from vllm_plugin.connector.layout import open_layers
 from vllm_plugin.connector.loading import Load, Loader
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.prefault import prefault
-from vllm_plugin.connector.reporting import LoadReporter
-from vllm_plugin.connector.saving import Save, Saver
-from vllm_plugin.connector.settings import ConnectorSettings
+from vllm_plugin.connector.reporting import Reporter
+from vllm_plugin.connector.saving import Saver
+from vllm_plugin.connector.settings import WEIGHTS_UNNAMED, ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, RankLink
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
+from vllm_plugin.connector.weights import weights_identity
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ class WorkerSide:
         self._patient_sidecar = LazySidecar(connect, timeout_s=settings.save_deadline_ms / 1000)
         self._link = RankLink(self._sidecar, self._clock)
         limit = settings.queue_limit
-        self._reporter = LoadReporter(self._sidecar, self.counters, queue_limit=limit)
+        self._reporter = Reporter(self._sidecar, self.counters, queue_limit=limit)
         self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
         self._save_pool = TransferPool("saves", threads=settings.save_threads, queue_limit=limit)
         self._loads: list[tuple[Load, Future[None]]] = []
@@ -69,11 +73,12 @@ class WorkerSide:
         """What the scheduler must know; set once the KV tensors are there."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn the paged tensors, and so the fingerprint. Raises ValueError for layouts we cannot carry."""
+        """Learn the paged tensors, and so the fingerprint. Raises UncarriedEngine for layouts we cannot carry."""
         layers = open_layers(kv_caches, self._num_blocks)
         parallel = self._vllm_config.parallel_config
-        facts = engine_facts(self._vllm_config, layers.shapes, weights_epoch=self._settings.weights_epoch)
-        spelled = canonical_json(facts)
+        epoch = self._settings.weights_epoch
+        weights = weights_identity(self._vllm_config) or ("named" if epoch != WEIGHTS_UNNAMED else None)
+        spelled = canonical_json(engine_facts(self._vllm_config, layers.shapes, weights=weights, weights_epoch=epoch))
         self.facts = RankFacts(
             fingerprint(spelled),
             spelled,
@@ -92,21 +97,36 @@ class WorkerSide:
             clock=self._clock,
             tracer=self._tracer,
         )
-        self._saver = Saver(
+        hand_over = HandOver(
             settings=self._settings,
             link=self._link,
             patient_sidecar=self._patient_sidecar,
+            results=self._results,
+            reporter=self._reporter,
+            counters=self.counters,
+            tracer=self._tracer,
+        )
+        self._saver = Saver(
+            settings=self._settings,
+            link=self._link,
+            hand_over=hand_over,
             layers=layers,
             results=self._results,
-            counters=self.counters,
             clock=self._clock,
-            tracer=self._tracer,
         )
         self._layers = layers
         self._greet()
         if self._settings.prefault_kv_cache:
             tensors = list(kv_caches.values())
             self._load_pool.try_submit(lambda: self._prefault(tensors))
+
+    def adopt(self, fingerprint_json: str) -> None:
+        """Take the fingerprint that the scheduler's half made when the weights were given up for changed."""
+        assert self.facts is not None, "register_kv_caches came first"
+        self.facts = replace(self.facts, fingerprint=fingerprint(fingerprint_json), fingerprint_json=fingerprint_json)
+        self._link.introduce(self.facts)
+        self._link.lost()
+        self._greet()
 
     def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan]) -> None:
         """Queue this step's work; what cannot be queued is reported as failed or skipped at once."""
@@ -127,6 +147,9 @@ class WorkerSide:
         if sum(not future.done() for future in self._hanging) >= self._settings.load_threads:
             # Nothing would carry it out before its deadline.
             loader.fail(load, "disk_hangs")
+            return
+        if NULL_BLOCK in load.plan.block_ids:
+            loader.fail(load, "null_block")
             return
         future = self._load_pool.try_submit(lambda: loader.run(load))
         if future is None:
@@ -175,7 +198,7 @@ class WorkerSide:
 
     def _greet(self) -> None:
         """Say hello to the sidecar in a thread, unless that is done, going on, or was tried a moment ago."""
-        if self._link.terms_now is not None or not self._link.is_worth_trying():
+        if self.facts is None or self._link.terms_now is not None or not self._link.is_worth_trying():
             return
         if self._greeting is None or self._greeting.done():
             self._greeting = self._save_pool.try_submit(self._hello)
@@ -200,12 +223,12 @@ class WorkerSide:
         closing_at_ms = ends_at_ms - self._settings.shutdown_deadline_ms // 4
         self._save_pool.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
         if self._saver is not None:
-            self._saver.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
+            self._saver.hand_over.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
         self._sidecar.close()
         self._patient_sidecar.close()
         closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
         if self._saver is not None:
-            closers.append(self._saver.close)
+            closers.append(self._saver.hand_over.close)
         ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
         if not all(ended):
             log.warning("transfer threads still running at shutdown")

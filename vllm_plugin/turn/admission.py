@@ -10,10 +10,10 @@ import logging
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from contextcache.admission import BodyInHand, TenantsInHand
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, ContextQuotaExceeded
 from contextcache.model import TenantId
+from contextcache.requests import BodyInHand, TenantsInHand
 
 if TYPE_CHECKING:
     from vllm_plugin.turn.metrics import TurnMetrics
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUOTA = "quota"
-"""Beside the limits of `contextcache.admission`: why a turn was refused."""
+"""Beside the limits of `contextcache.requests`: why a turn was refused."""
 _CREATE_SHARE = 0.95
 """Of a quota that creates may fill; the rest is for the turns of the contexts that are there. A save that does not fit
 is refused whole, so that a tenant comes near its quota and hardly ever up to it."""

@@ -6,9 +6,9 @@ import prometheus_client
 
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
-from contextcache.model import CacheRef, SessionId, TenantId
-from contextcache.tracing import tracer_of
+from contextcache.model import CacheRef, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tracing import tracer_of
 from kv_sidecar.client import KVSidecarClient
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.metrics import TurnMetrics
@@ -16,6 +16,10 @@ from vllm_plugin.turn.ports import TenantUsage
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 from vllm_plugin.turn.usage import LoadedKV
+
+TRANSCRIPT_BYTES_MAX = 128 << 20
+"""Of one API server process: at some 8 bytes a token the transcripts of 16 million tokens, more than a host has
+memory for the KV of (2 TiB with an 8B model). A transcript that does not fit costs its next turn one whole reading."""
 
 _TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer", pb.TIER_OBJECT: "object"}
 
@@ -30,10 +34,18 @@ def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, Tur
     tls = metrics.certificates.open_tls(settings.tls)
     clock = SystemClock()
     sidecar = SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls))
+    manager = ContextManagerClient(
+        settings.manager,
+        timeout_s=timeout_s,
+        tls=tls,
+        transcript_bytes_max=TRANSCRIPT_BYTES_MAX,
+        on_begun=metrics.count_transcript,
+    )
+    metrics.transcript_memory.set_function(lambda: manager.transcript_bytes)
     story = TurnStory(
         settings,
         secret=secret,
-        manager=ContextManagerClient(settings.manager, timeout_s=timeout_s, tls=tls),
+        manager=manager,
         sidecar=sidecar,
         clock=clock,
         metrics=metrics,
@@ -49,7 +61,7 @@ class SidecarReports:
         """Wrap a client; it is closed with us."""
         self._client = client
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
         """See ports.KVSidecar."""
         return await self._client.wait_sealed(tenant, cache_ref, timeout_ms=timeout_ms)
 

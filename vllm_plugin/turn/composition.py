@@ -1,9 +1,10 @@
 """From a matched prompt to the token ids the engine gets, and the segments the transcript grows by.
 
-Kept segments give their stored ids; only what is new is tokenised. A chat turn is spliced on at token level: the
-template is rendered with short placeholders up to the open end of the last answer and again with the new messages, and
-the difference (the answer's closing tokens, the new messages, the generation prompt) is what follows the stored ids.
-Where a template does not allow that, the whole conversation is rendered and the longest common prefix is reused.
+Kept segments give their stored ids; only what is new is tokenised. A chat turn is spliced on at token level after the
+last kept answer: the template is rendered with short placeholders up to that answer's open end and again with the
+messages that follow, and the difference (the answer's closing tokens, the messages, the generation prompt) comes after
+the stored ids. Where a template does not allow that, the messages are rendered as a whole, and the segments whose
+ids come out the same are kept. The messages of a resend go to the engine, and into the transcript, as they were sent.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from contextcache.errors import InvalidRequest
 from contextcache.model import Segment, SegmentKind
 from vllm_plugin.turn.answer import AnswerResult
 from vllm_plugin.turn.engine import Engine
-from vllm_plugin.turn.matching import Match
+from vllm_plugin.turn.history import Divergence, Why
+from vllm_plugin.turn.matching import Match, Outcome
 from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest, messages_json
-from vllm_plugin.turn.transcript import Transcript, common_prefix
+from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segments
 
 _PLACEHOLDER = "Yes."
+_OTHER_PLACEHOLDER = "No."
+_HEAD_ROLES = ("system", "developer")
 _MAX_CLOSING_TOKENS = 16
 _MAX_TRIMMED_TOKENS = 64
 
@@ -38,41 +43,45 @@ class ComposedPrompt:
     keep_segments: int
     segments: tuple[Segment, ...]
     """What the client's part adds after the kept segments: none or one."""
-    context_mode: str
-    """`append` or `replay`."""
+    outcome: Outcome = Outcome.APPEND
+    diverged: Divergence | None = None
 
 
 async def compose_first(engine: Engine, request: TurnRequest) -> ComposedPrompt:
     """Compose the first prompt of a new context."""
     ids = await _ids_of(engine, request, request.prompt, at_start=True)
     segment = await _prompt_segment(engine, request, request.prompt, ids)
-    return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,), "append")
+    return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,))
 
 
 async def compose_turn(engine: Engine, request: TurnRequest, transcript: Transcript, match: Match) -> ComposedPrompt:
     """Compose the prompt of a later turn."""
-    head, rest = transcript.head(match.keep_segments), match.rest
-    if rest is None and head.segments[-1].messages_json and head.segments[-1].kind is SegmentKind.ANSWER:
-        rest = Prompt(messages=())  # a history that ends in an answer still needs the next generation prompt
-    if rest is None:
-        ids: tuple[int, ...] = ()
-    elif rest.messages is not None and head.segments:
-        spliced = await _splice(engine, request, head, rest.messages)
-        if spliced is None:
-            head, rest, ids = await _render_again(engine, request, head, rest.messages)
+    head = transcript.head(match.keep_segments)
+    outcome, diverged = match.outcome, match.diverged
+    is_append = outcome is Outcome.APPEND
+    messages: tuple[dict[str, Any], ...] = ()
+    ids: tuple[int, ...]
+    if request.prompt.messages is not None:
+        messages = (transcript.messages if is_append else ()) + request.prompt.messages
+        frame = None if is_append else await _frame(engine, request, head)
+        if frame and not frame.opens(head.token_ids):
+            head, outcome, diverged = Transcript(), Outcome.DIVERGE, Divergence(0, Why.HEAD_CHANGED)
+        if len(head.segments) == 1 and len(head.messages) == len(messages) and frame and frame.ends(head.token_ids):
+            rest, ids = None, ()  # another answer to the first prompt: the generation prompt is there
         else:
-            ids = spliced
+            head, rest, ids = await _chat_after(engine, request, head, messages)
     else:
-        ids = await _ids_of(engine, request, rest, at_start=not head.segments)
+        rest = request.prompt if is_append else _after(head, request.prompt)
+        ids = () if rest is None else await _ids_of(engine, request, rest, at_start=not head.segments)
     whole = head.token_ids + ids
-    segments = () if rest is None else (await _prompt_segment(engine, request, rest, ids),)
     return ComposedPrompt(
         token_ids=whole,
-        messages=head.messages() + ((rest.messages or ()) if rest else ()) if request.path == CHAT_PATH else (),
+        messages=messages,
         context_tokens=common_prefix(whole, transcript.token_ids),
         keep_segments=len(head.segments),
-        segments=segments,
-        context_mode=match.outcome.context_mode,
+        segments=() if rest is None else (await _prompt_segment(engine, request, rest, ids),),
+        outcome=outcome,
+        diverged=diverged,
     )
 
 
@@ -122,16 +131,92 @@ async def _prompt_segment(engine: Engine, request: TurnRequest, prompt: Prompt, 
     return Segment(SegmentKind.PROMPT, ids, text=text)
 
 
+def _after(head: Transcript, prompt: Prompt) -> Prompt | None:
+    """Return what of a text or of ids comes after the head it begins with; None for nothing."""
+    if prompt.token_ids is not None:
+        rest = prompt.token_ids[len(head.token_ids) :]
+        return Prompt(token_ids=rest) if rest else None
+    text = (prompt.text or "")[len(head.text) :]
+    return Prompt(text=text) if text else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What the template puts around the words of a conversation now: other tools, another date make another."""
+
+    before: tuple[int, ...]
+    """The first words."""
+    after: tuple[int, ...]
+    """The last words; empty when it is not known for the last message."""
+
+    def opens(self, token_ids: tuple[int, ...]) -> bool:
+        return token_ids[: len(self.before)] == self.before
+
+    def ends(self, token_ids: tuple[int, ...]) -> bool:
+        return bool(self.after) and token_ids[-len(self.after) :] == self.after
+
+
+async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Frame | None:
+    """Return what the template puts around the messages of `head`; None when nothing can be said."""
+    opening = list(takewhile(lambda message: message["role"] in _HEAD_ROLES, head.messages))
+    first = head.messages[len(opening) : len(opening) + 1]
+    if not first:
+        return None
+    try:
+        one, other = await asyncio.gather(
+            *(
+                engine.tokenize_chat(
+                    request.model, [*opening, {"role": first[0]["role"], "content": words}], request.template_fields
+                )
+                for words in (_PLACEHOLDER, _OTHER_PLACEHOLDER)
+            )
+        )
+    except InvalidRequest:
+        return None  # a template that refuses this refuses to be spliced, or the request
+    # The token next to the words may be one with what the words begin or end with.
+    num_before = max(0, common_prefix(one, other) - 1)
+    num_after = max(0, common_prefix(one[::-1], other[::-1]) - 1)
+    is_last = head.messages[-1]["role"] == first[0]["role"]
+    return _Frame(one[:num_before], one[len(one) - num_after :] if is_last else ())
+
+
+async def _chat_after(
+    engine: Engine, request: TurnRequest, head: Transcript, messages: tuple[dict[str, Any], ...]
+) -> tuple[Transcript, Prompt | None, tuple[int, ...]]:
+    """Return the segments of `head` that stay, what comes after them, and its ids.
+
+    `messages` is the whole conversation; it begins with the head's.
+    """
+    kinds = [segment.kind if segment.messages_json else None for segment in head.segments]
+    while kinds and kinds[-1] is SegmentKind.PROMPT:
+        kinds.pop()
+    head = head.head(len(kinds))
+    if kinds and kinds[-1] is SegmentKind.ANSWER:
+        rest = messages[len(head.messages) :]
+        if (ids := await _splice(engine, request, head, rest)) is not None:
+            return head, Prompt(messages=rest), ids
+    # From where the conversation is chat: text before it has no messages to be rendered again.
+    while kinds and kinds[-1] is not None:
+        kinds.pop()
+    base = head.head(len(kinds))
+    rest = messages[len(base.messages) :]
+    ids = await _ids_of(engine, request, Prompt(messages=rest), at_start=not kinds)
+    lengths = [len(segment.token_ids) for segment in head.segments[len(kinds) :]]
+    same = whole_segments(lengths, common_prefix(ids, head.token_ids[len(base.token_ids) :]))
+    if same and len(head.head(len(kinds) + same).messages) == len(messages):
+        same -= 1  # nothing but another generation prompt would be left for a segment of its own
+    kept = head.head(len(kinds) + same)
+    return kept, Prompt(messages=messages[len(kept.messages) :]), ids[sum(lengths[:same]) :]
+
+
 async def _splice(
     engine: Engine, request: TurnRequest, head: Transcript, messages: tuple[dict[str, Any], ...]
 ) -> tuple[int, ...] | None:
-    """Return the ids that follow `head` when `messages` come next; None when the template does not allow it."""
-    last = head.segments[-1]
-    if not last.messages_json:
-        return await _ids_of(engine, request, Prompt(messages=messages), at_start=False)
-    if last.kind is not SegmentKind.ANSWER:
-        return None
-    base = _placeholders(head.messages())
+    """Return the ids that follow `head`, whose last segment is an answer, when `messages` come next.
+
+    None when the template does not allow it.
+    """
+    base = _placeholders(head.messages)
     try:
         open_end, full = await asyncio.gather(
             engine.tokenize_chat(request.model, base, request.template_fields, continue_final_message=True),
@@ -142,29 +227,12 @@ async def _splice(
     if full[: len(open_end)] != open_end:
         return None
     following = full[len(open_end) :]
-    return following[_overlap(head.token_ids, following) :]
-
-
-async def _render_again(
-    engine: Engine, request: TurnRequest, head: Transcript, messages: tuple[dict[str, Any], ...]
-) -> tuple[Transcript, Prompt, tuple[int, ...]]:
-    """Render the whole conversation; keep the segments whose ids it repeats, or none."""
-    whole = head.messages() + messages
-    ids = await engine.tokenize_chat(request.model, whole, request.template_fields)
-    stored = head.token_ids
-    if ids[: len(stored)] == stored:
-        return head, Prompt(messages=messages), ids[len(stored) :]
-    return Transcript(), Prompt(messages=whole), ids
+    return following[_overlap(head.segments[-1].token_ids, following) :]
 
 
 def _placeholders(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Shorten plain messages: what follows the last answer does not depend on what was said before it."""
-    short = [
-        {"role": message["role"], "content": _PLACEHOLDER}
-        if isinstance(message.get("content"), str) and set(message) <= {"role", "content"}
-        else message
-        for message in messages
-    ]
+    """Shorten messages: what follows the last answer does not depend on what was said before it."""
+    short = [{**message, "content": _PLACEHOLDER} if message.get("content") else message for message in messages]
     short[-1] = {"role": messages[-1]["role"], "content": _PLACEHOLDER}
     return short
 

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contextcache.crash_points import crash_point
 from contextcache.errors import ContextCacheError, EngineFailed
+from contextcache.process.crash_points import crash_point
 from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message, Send, engine_error

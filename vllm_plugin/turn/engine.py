@@ -19,7 +19,7 @@ from contextcache.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from contextcache.tracing import TRACEPARENT, trace_headers
+from contextcache.wire.tracing import TRACEPARENT, trace_headers
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]

@@ -1,20 +1,30 @@
-"""Is a prompt the next piece of a conversation, or its whole history again? Pure.
+"""Is a prompt the next piece of a conversation, or the conversation again? Pure.
 
-T is the transcript, P its first prompt, X the request's prompt (design section 4, seed 000). X that starts with T,
-equals or starts with P, or shares at least `threshold` of T's characters is a REPLAY; anything else is an APPEND.
-A replay keeps every whole segment that X repeats; what follows in X is new. Only counts and cuts are computed
-here; tokenising what is new is the story's.
+T is the transcript, X the request's prompt (design section 4, seed 000). Messages are read by their signs of history
+(`history.py`). Text and token ids are a resend when they start with T or with T's first prompt, when they share at
+least `threshold` of T from its start, or when they begin with a long end of T (a window). Only what stays of T is told
+here; what the engine gets is composition's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from contextcache.errors import InvalidRequest
-from vllm_plugin.turn.request import ContextMode, Prompt
-from vllm_plugin.turn.transcript import Transcript, common_prefix, segment_messages, whole_segments
+from contextcache.model import ContextMode, SegmentKind
+from vllm_plugin.turn.history import Divergence, Why, check_append, divergence, is_resend
+from vllm_plugin.turn.meaning import meanings, rendering
+from vllm_plugin.turn.request import Prompt
+from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segments
+
+_WINDOW_CHARACTERS_MIN = 64
+_WINDOW_TOKENS_MIN = 16
+"""An end of T that is shorter, or shorter than its last answer, may be a quote."""
+_WINDOW_TRIES_MAX = 16
+"""Places where T's end may stand in a prompt that somebody made of nothing else."""
 
 
 class Outcome(Enum):
@@ -33,104 +43,131 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which segments of T stay, and what of X comes after them."""
+    """How much of T stays before what is new."""
 
     outcome: Outcome
     keep_segments: int
-    rest: Prompt | None
-    """What follows the kept segments; None when nothing does (the kept segments are the prompt)."""
+    """Leading segments of T that say what X begins with; all of them for an append."""
+    diverged: Divergence | None = None
+    """Where and why a resend leaves T; set for DIVERGE."""
 
 
 def match(transcript: Transcript, prompt: Prompt, *, mode: ContextMode, threshold: float) -> Match:
-    """Compare a prompt with a transcript of at least one segment. Raises InvalidRequest for an empty transcript."""
+    """Compare a prompt with a transcript of at least one segment.
+
+    Raises InvalidRequest for an empty transcript, HistoryAmbiguous for messages that could be either.
+    """
     if not transcript.segments:
         raise InvalidRequest("the context is empty")
     if prompt.messages is not None:
-        found = _match_messages(transcript, prompt.messages, threshold)
+        found = _match_messages(transcript, prompt.messages, mode)
+    elif mode is ContextMode.APPEND:
+        found = None
     elif prompt.token_ids is not None:
-        found = _match_ids(transcript, prompt.token_ids, threshold)
+        lengths = [len(segment.token_ids) for segment in transcript.segments]
+        found = _match_plain(_Plain(prompt.token_ids, transcript.token_ids, lengths), transcript, mode, threshold)
+    elif transcript.has_chat:
+        found = Match(Outcome.DIVERGE, 0, Divergence(None, Why.OTHER)) if mode is ContextMode.REPLAY else None
     else:
-        found = _match_text(transcript, prompt.text or "", threshold)
-    if mode is ContextMode.APPEND or (mode is ContextMode.AUTO and found is None):
-        return Match(Outcome.APPEND, len(transcript.segments), prompt)
-    # A replay that shares nothing stands for itself.
-    return found or Match(Outcome.DIVERGE, 0, prompt)
+        lengths = [len(segment.text) for segment in transcript.segments]
+        found = _match_plain(_Plain(prompt.text or "", transcript.text, lengths), transcript, mode, threshold)
+    return found or Match(Outcome.APPEND, len(transcript.segments))
 
 
-def _match_text(transcript: Transcript, text: str, threshold: float) -> Match | None:
-    if transcript.has_chat:
+def _match_messages(transcript: Transcript, messages: Sequence[dict[str, Any]], mode: ContextMode) -> Match | None:
+    sent = meanings(messages)
+    if mode is ContextMode.APPEND:
+        check_append(sent)
         return None
-    stored, first = transcript.text, transcript.segments[0].text
-    shared = common_prefix(text, stored)
-    if not ((first and text.startswith(first)) or (stored and shared / len(stored) >= threshold)):
-        return None
-    kept = length = 0
-    for segment in transcript.segments:
-        if length + len(segment.text) > shared:
-            break
-        length += len(segment.text)
-        kept += 1
-    rest = text[length:]
-    return Match(_outcome(shared, len(stored), len(text)), kept, Prompt(text=rest) if rest else None)
-
-
-def _match_ids(transcript: Transcript, token_ids: tuple[int, ...], threshold: float) -> Match | None:
-    stored, first = transcript.token_ids, transcript.segments[0].token_ids
-    shared = common_prefix(token_ids, stored)
-    if not (shared >= len(first) or shared / len(stored) >= threshold):
-        return None
-    kept = whole_segments(transcript, shared)
-    rest = token_ids[len(transcript.head(kept).token_ids) :]
-    return Match(_outcome(shared, len(stored), len(token_ids)), kept, Prompt(token_ids=rest) if rest else None)
-
-
-def _match_messages(transcript: Transcript, messages: tuple[dict[str, Any], ...], threshold: float) -> Match | None:
-    if not transcript.is_chat:
+    stored = transcript.meanings
+    if mode is ContextMode.AUTO and not is_resend(stored, sent, is_chat=transcript.is_chat):
         return None
     kept = position = 0
-    for segment in transcript.segments:
-        stored = segment_messages(segment)
-        if tuple(map(_comparable, messages[position : position + len(stored)])) != tuple(map(_comparable, stored)):
+    for segment, said in zip(transcript.segments, transcript.messages_by_segment, strict=True):
+        end = position + len(said)
+        if not segment.messages_json or sent[position:end] != stored[position:end]:
             break
-        position += len(stored)
-        kept += 1
-    if kept == 0 and _shared_share(transcript.messages(), messages) < threshold:
+        if segment.kind is SegmentKind.PROMPT and not _is_shown_alike(said, messages[position:end]):
+            return Match(Outcome.DIVERGE, kept, Divergence(position, Why.RESPELLED))
+        kept, position = kept + 1, end
+    if kept < len(transcript.segments):
+        return Match(Outcome.DIVERGE, kept, divergence(stored, sent))
+    return Match(Outcome.EXACT if position == len(sent) else Outcome.EXTEND, kept)
+
+
+def _is_shown_alike(stored: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> bool:
+    """Return whether messages that mean the same give the template the same. An answer's ids are the model's own."""
+    pairs = zip(stored, sent, strict=True)
+    return all(ours == theirs or rendering(ours) == rendering(theirs) for ours, theirs in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """X and T in one form: both text, or both token ids."""
+
+    given: str | tuple[int, ...]
+    stored: str | tuple[int, ...]
+    lengths: list[int]
+    """Of T's segments."""
+
+
+def _match_plain(plain: _Plain, transcript: Transcript, mode: ContextMode, threshold: float) -> Match | None:
+    given, stored, lengths = plain.given, plain.stored, plain.lengths
+    shared = common_prefix(given, stored)
+    shows_beginning = 0 < lengths[0] <= shared or 0 < threshold * len(stored) <= shared
+    is_window = not shows_beginning and _is_window(plain, transcript)
+    if mode is ContextMode.AUTO and not (shows_beginning or is_window):
         return None
-    rest = messages[position:]
-    whole = kept == len(transcript.segments)
-    outcome = (Outcome.EXTEND if rest else Outcome.EXACT) if whole else Outcome.DIVERGE
-    return Match(outcome, kept, Prompt(messages=rest) if rest else None)
+    extends = shared == len(stored) < len(given)
+    kept = whole_segments(lengths, shared)
+    while kept and not lengths[kept - 1] and not extends:
+        kept -= 1  # an answer without visible text: the prompt before it is what was sent again
+    if kept == len(lengths):
+        return Match(Outcome.EXTEND if extends else Outcome.EXACT, kept)
+    if shared == len(given):
+        why = Why.REGENERATED
+    elif is_window:
+        why = Why.WINDOW
+    else:
+        why = Why.EDITED if shows_beginning else Why.OTHER
+    return Match(Outcome.DIVERGE, kept, Divergence(None, why))
 
 
-def _outcome(shared: int, stored: int, given: int) -> Outcome:
-    if shared < stored:
-        return Outcome.DIVERGE
-    return Outcome.EXACT if given == stored else Outcome.EXTEND
+def _is_window(plain: _Plain, transcript: Transcript) -> bool:
+    answers = (
+        length
+        for segment, length in zip(reversed(transcript.segments), reversed(plain.lengths), strict=True)
+        if segment.kind is SegmentKind.ANSWER
+    )
+    at_least = max(next(answers, 0), _WINDOW_CHARACTERS_MIN if isinstance(plain.given, str) else _WINDOW_TOKENS_MIN)
+    if len(plain.given) < at_least:
+        return False
+    try:
+        return begins_with_end_of(_as_text(plain.stored), _as_text(plain.given), at_least)
+    except (ValueError, OverflowError):  # an id that no vocabulary has: the engine will say so
+        return False
 
 
-def _shared_share(stored: tuple[dict[str, Any], ...], given: tuple[dict[str, Any], ...]) -> float:
-    """Return the share of the stored messages' characters that the given ones repeat from the start."""
-    shared = 0
-    total = sum(len(_characters(message)) for message in stored)
-    for left, right in zip(stored, given, strict=False):
-        if _comparable(left) == _comparable(right):
-            shared += len(_characters(left))
-            continue
-        if left.get("role") == right.get("role"):
-            shared += common_prefix(_characters(left), _characters(right))
-        break
-    return shared / total if total else 0.0
+def begins_with_end_of(stored: str, given: str, at_least: int) -> bool:
+    """Return whether `given` begins with an end of `stored` of so many characters or more.
+
+    The longest possible ends are looked at first, and not more of them than `_WINDOW_TRIES_MAX`: linear work, whatever
+    the texts are made of.
+    """
+    if min(len(stored), len(given)) < at_least:
+        return False
+    # Backwards, because CPython searches forwards in linear time and backwards in quadratic.
+    backwards, end = given[::-1], stored[-at_least:][::-1]
+    at = backwards.find(end, max(0, len(given) - len(stored)))
+    for _ in range(_WINDOW_TRIES_MAX):
+        if at < 0:
+            break
+        if stored.endswith(given[: len(given) - at]):
+            return True
+        at = backwards.find(end, at + 1)
+    return False
 
 
-def _characters(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return ""
-
-
-def _comparable(message: dict[str, Any]) -> dict[str, Any]:
-    """Drop what clients add or leave out without meaning anything by it: absent, null and empty are the same."""
-    return {key: value for key, value in message.items() if value not in (None, [], {}) and key != "refusal"}
+def _as_text(given: str | tuple[int, ...]) -> str:
+    """Return token ids as characters, so that C searches them. Raises ValueError for ids over 1 114 111."""
+    return given if isinstance(given, str) else "".join(map(chr, given))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from contextcache.certificate_metrics import CertificateMetrics
+from contextcache.process.metrics import CertificateMetrics
+from vllm_plugin.turn.history import Divergence
+from vllm_plugin.turn.matching import Outcome
 from vllm_plugin.turn.usage import TurnUsage
 
 _PREFIX = "contextcache_turn_"
@@ -21,7 +23,16 @@ class TurnMetrics:
             f"{_PREFIX}turns_total", "Turns answered", ["kind", "verdict", "source"], registry=registry
         )
         self.outcomes = Counter(
-            f"{_PREFIX}matches_total", "How prompts stood to their transcript", ["outcome"], registry=registry
+            f"{_PREFIX}matches_total",
+            "How prompts stood to their transcript: append, exact, extend, diverge",
+            ["outcome"],
+            registry=registry,
+        )
+        self.divergences = Counter(
+            f"{_PREFIX}divergences_total",
+            "Resends that left what was stored, by why: the words of `usage.context.diverged`",
+            ["why"],
+            registry=registry,
         )
         self.tokens = Counter(
             f"{_PREFIX}prompt_tokens_total", "Prompt tokens, cached or computed", ["how"], registry=registry
@@ -35,7 +46,13 @@ class TurnMetrics:
             ["code"],
             registry=registry,
         )
-        self.aborts = Counter(f"{_PREFIX}aborts_total", "Turns that ended early", ["reason"], registry=registry)
+        self.aborts = Counter(
+            f"{_PREFIX}aborts_total",
+            "Turns that ended early, by reason: `engine` broke off, fell silent or was given up, `client` read "
+            "nothing, `turn` for every lease given back",
+            ["reason"],
+            registry=registry,
+        )
         self.unsealed_creates = Counter(
             f"{_PREFIX}unsealed_creates_total", "Creates that answered before their KV was durable", registry=registry
         )
@@ -47,14 +64,14 @@ class TurnMetrics:
         )
         self.first_token_seconds = Histogram(
             f"{_PREFIX}first_token_seconds",
-            "Streamed turns: from the lease to the first token, by where most cached tokens came from",
+            "Streamed turns: from the lease to the first token, by kind and by where most cached tokens came from",
             ["kind", "source"],
             buckets=_SECONDS,
             registry=registry,
         )
         self.timed_tokens = Counter(
             f"{_PREFIX}timed_prompt_tokens_total",
-            "Prompt tokens of the turns in first_token_seconds, cached or computed",
+            "Prompt tokens of those turns, cached or computed: seconds per computed token say what the cached saved",
             ["how", "source"],
             registry=registry,
         )
@@ -65,9 +82,27 @@ class TurnMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.transcript_segments = Counter(
+            f"{_PREFIX}transcript_segments_total",
+            "Segments of the transcripts that turns began with: `known` in this process already, or `sent` by the "
+            "manager. Mostly sent: conversations change processes at nearly every turn, or pause over ten minutes",
+            ["how"],
+            registry=registry,
+        )
+        self.transcript_memory = Gauge(
+            f"{_PREFIX}transcript_memory_bytes",
+            "Transcripts remembered in this process; 128 MiB at most",
+            registry=registry,
+        )
         self.lost_spans = Counter(
             f"{_PREFIX}lost_spans_total", "Spans of traces that did not reach the collector", registry=registry
         )
+
+    def count_match(self, outcome: Outcome, diverged: Divergence | None) -> None:
+        """Count how one prompt stood to its transcript."""
+        self.outcomes.labels(outcome=outcome.value).inc()
+        if diverged is not None:
+            self.divergences.labels(why=diverged.why.value).inc()
 
     def time_turn(self, usage: TurnUsage, *, created: bool, first_token_s: float | None) -> None:
         """Note how soon a turn answered; None: it was not streamed, so nobody saw the first token."""
@@ -80,6 +115,11 @@ class TurnMetrics:
         self.first_token_seconds.labels(kind=kind, source=usage.source).observe(first_token_s)
         self.timed_tokens.labels(how="cached", source=usage.source).inc(usage.cached_tokens)
         self.timed_tokens.labels(how="computed", source=usage.source).inc(usage.computed_tokens)
+
+    def count_transcript(self, known: int, sent: int) -> None:
+        """Count the segments of the transcript of a turn that began."""
+        self.transcript_segments.labels(how="known").inc(known)
+        self.transcript_segments.labels(how="sent").inc(sent)
 
     def count_turn(self, usage: TurnUsage, *, created: bool) -> None:
         """Count one answered turn."""

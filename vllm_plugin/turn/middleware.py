@@ -1,6 +1,6 @@
 """The ASGI middleware vLLM loads (`--middleware vllm_plugin.turn.middleware.TurnMiddleware`). Thin.
 
-It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on requests that create or
+It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on all that could create or
 name a context; and on those that passed a gateway that was away. Everything else passes without being looked at: no
 header of ours, no work.
 """
@@ -9,27 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
-from contextcache.admission import BodyInHand
+from opentelemetry.trace import SpanKind
+
+from contextcache.claim import (
+    SESSION_HEADER,
+    claimed_session,
+    is_opaque,
+    read_claims,
+    read_object,
+    refuse_session,
+    remove_forbidden_keys,
+)
 from contextcache.clock import Clock, SystemClock
-from contextcache.error_body import error_body, error_headers
 from contextcache.errors import (
     BodyTooLarge,
     ContextCacheError,
-    ContextNotFound,
     EngineFailed,
     InvalidRequest,
     NoReadyEndpoint,
+    error_body,
+    error_headers,
 )
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
-from contextcache.json_body import parse_object
-from contextcache.logs import show_logs_of
-from contextcache.request_body import is_opaque, remove_forbidden_keys
-from contextcache.request_headers import joined_headers
-from contextcache.rpc import cause_of
-from contextcache.session_claim import SESSION_HEADER, SessionClaim, may_claim_session, session_claim
-from contextcache.settings import read_secret
-from contextcache.tracing import TRACEPARENT
+from contextcache.model import SessionId
+from contextcache.process.logs import show_logs_of
+from contextcache.process.settings import read_secret
+from contextcache.requests import BodyInHand, LargeBodies, joined_headers
+from contextcache.wire.rpc import cause_of
+from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
@@ -38,6 +47,7 @@ from vllm_plugin.turn.request import (
     CHAT_PATH,
     COMPLETIONS_PATH,
     CONTEXT_PATH,
+    TurnRequest,
     read_new_session,
     read_turn,
 )
@@ -75,6 +85,7 @@ class TurnMiddleware:
         if story is None:
             story, admission = compose_turns(self._settings, self._secret)
         self._story = story
+        self._large_bodies = LargeBodies()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
@@ -88,24 +99,26 @@ class TurnMiddleware:
             ending = NoReadyEndpoint("this pod is about to end", retry_after_s=1)
             await self._refuse(ending, _Started(send))
             return
-        if scope["type"] != "http" or scope["method"] != "POST" or not _may_concern_us(scope):
+        if scope["type"] != "http" or scope["method"] != "POST" or not self._may_concern_us(scope):
             await self._app(scope, receive, send)
             return
         raw = scope["headers"]
         headers = joined_headers((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in raw)
         token = headers.get(IDENTITY_HEADER)
         is_unrouted = token is None and UNROUTED_HEADER in headers
-        is_ours = scope["path"] in _PATHS and (token is not None or bool(self._settings.single_tenant))
-        if not is_ours and not is_unrouted:
+        may_be_turn = scope["path"] in _PATHS
+        if not is_unrouted and not (may_be_turn and token is not None) and not self._settings.single_tenant:
             await self._app(scope, receive, send)
             return
         started = _Started(send)
         try:
             if is_unrouted:
                 await self._pass_unrouted(scope, headers, Client(receive, started))
+            elif not may_be_turn:
+                await self._pass_without_context(scope, headers, Client(receive, started))
             else:
                 parent = headers.get(TRACEPARENT, "")
-                with self._story.tracer.span(f"turn {scope['path']}", kind="server", parent=parent):
+                with self._story.tracer.span(f"turn {scope['path']}", kind=SpanKind.SERVER, parent=parent):
                     await self._turn(scope, headers, token, Client(receive, started))
         except ContextCacheError as exc:
             await self._refuse(exc, started)
@@ -114,6 +127,11 @@ class TurnMiddleware:
             if started.value:
                 raise  # the server then closes the connection: an answer without its end must not look whole
             await self._refuse(EngineFailed("the turn failed"), started)
+
+    def _may_concern_us(self, scope: Scope) -> bool:
+        if scope["path"] in _PATHS or self._settings.single_tenant:
+            return True
+        return any(name.lower() == _UNROUTED for name, _ in scope["headers"])
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Live as long as the server: it may be gone as soon as it has heard that its application is."""
@@ -138,54 +156,50 @@ class TurnMiddleware:
         self, scope: Scope, headers: dict[str, str], identity: Identity | None, raw: bytes, client: Client
     ) -> None:
         """Run the turn a whole request is, or pass it."""
-        create = scope["path"] == CONTEXT_PATH
-        claim = None
+        create, path = scope["path"] == CONTEXT_PATH, scope["path"]
+        named: SessionId | None = None
         if identity is None:
             identity = self._single_tenant(headers)
-            claim = None if create else self._own_claim(raw, headers)
-        elif identity.session_id is not None and not create:
-            claim = SessionClaim(identity.session_id, binding=True)
-        if not create and claim is None:
+            if not create:
+                claims = await self._large_bodies.read(read_claims, raw)
+                named = claimed_session(claims, headers.get(SESSION_HEADER))
+        elif not create:
+            named = identity.session_id
+        if not create and named is None:
             await self._pass(scope, raw, client)
             return
-        body = parse_object(raw)
-        remove_forbidden_keys(body)
-        if claim is not None and identity.session_id is not None:
-            # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
-            session_claim(body, identity.session_id)
-        request = read_turn(scope["path"], body, headers)
+        body, request = await self._large_bodies.read(lambda whole: _read_turn(path, headers, whole, named), raw)
         engine = Engine(self._app, scope)
-        if claim is None:
+        if named is None:
             new = read_new_session(body, tenant=identity.tenant, model=request.model)
             with self._admission.turn(identity.tenant):
                 await self._admission.check_quota(identity.tenant)
                 await self._story.create(engine, request, new, identity, client)
             return
-        try:
-            with self._admission.turn(identity.tenant):
-                await self._story.continue_turn(engine, request, claim.session_id, identity, client)
-        except ContextNotFound:
-            if claim.binding:
-                raise
-            # An id we do not know, named only in the header, is somebody's own label.
-            await self._pass(scope, raw, client)
+        with self._admission.turn(identity.tenant):
+            await self._story.continue_turn(engine, request, named, identity, client)
 
     def _single_tenant(self, headers: dict[str, str]) -> Identity:
         request_id = headers.get("x-request-id", "direct")
         return Identity(self._settings.single_tenant, request_id, expires_at_ms=self._clock.now_ms())
 
-    @staticmethod
-    def _own_claim(raw: bytes, headers: dict[str, str]) -> SessionClaim | None:
-        body = parse_object(raw) if may_claim_session(raw) else None
-        return session_claim(body, headers.get(SESSION_HEADER))
+    async def _pass_without_context(self, scope: Scope, headers: dict[str, str], client: Client) -> None:
+        """Let a call through that cannot carry a context; refuse it when it names one."""
+        if is_opaque(headers.get("content-type", "")):
+            await self._app(scope, client.receive, client.send)
+            return
+        with self._admission.body(self._settings.single_tenant) as held:
+            raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
+            refuse_session(await self._large_bodies.read(read_claims, raw))
+            await self._pass(scope, raw, client)
 
     async def _pass_unrouted(self, scope: Scope, headers: dict[str, str], client: Client) -> None:
         """Let a stateless request through without what a client may not say; refuse a context's."""
         if is_opaque(headers.get("content-type", "")) and scope["path"] not in _PATHS:
             await self._app(scope, client.receive, client.send)
             return
-        raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes)
-        body = stateless_body(scope["path"], headers, raw)
+        path, raw = scope["path"], await read_body(client.receive, limit_bytes=self._settings.max_body_bytes)
+        body = await self._large_bodies.read(lambda whole: stateless_body(path, headers, whole), raw)
         if body is not raw:
             kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
             scope = {**scope, "headers": [*kept, (b"content-length", str(len(body)).encode())]}
@@ -235,8 +249,16 @@ def _needs_engine(scope: Scope) -> bool:
     return bool(scope["type"] == "http" and (scope["method"] == "POST" or scope["path"] == _HEALTH_PATH))
 
 
-def _may_concern_us(scope: Scope) -> bool:
-    return scope["path"] in _PATHS or any(name.lower() == _UNROUTED for name, _ in scope["headers"])
+def _read_turn(
+    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None
+) -> tuple[dict[str, Any], TurnRequest]:
+    """Return a turn's body, and what it asks for; `named`: the context it was routed for, None: it creates one."""
+    body = read_object(raw)
+    remove_forbidden_keys(body)
+    if named is not None and body.get("session_id") not in (None, named):
+        # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
+        raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
+    return body, read_turn(path, body, headers)
 
 
 async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | None = None) -> bytes:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, Segment, SessionId, TenantId, TurnCommit
+from contextcache.model import (
+    CacheRef,
+    CacheSessionMetadata,
+    NewSession,
+    SaveOutcome,
+    Segment,
+    SessionId,
+    TenantId,
+    TurnCommit,
+)
 from vllm_plugin.turn.usage import LoadedKV
 
 
@@ -70,8 +79,8 @@ class TenantQuotas(Protocol):
 class KVSidecar(Protocol):
     """The kv-sidecar of this pod. Every failure is a ContextCacheError; every call has a deadline."""
 
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> bool:
-        """Return whether the KV became durable within the time."""
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
+        """Return whether the KV became durable within the time, and if it never will, why."""
         ...
 
     async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:

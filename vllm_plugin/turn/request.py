@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from contextcache.claim import FORBIDDEN_KEYS
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     DEFAULT_TTL_S,
     MAX_METADATA_KEYS,
     SESSION_ID_PATTERN,
+    ContextMode,
     NewSession,
     SessionId,
     SessionMode,
@@ -27,7 +28,7 @@ CHAT_PATH = "/v1/chat/completions"
 
 _OURS = frozenset({"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit"})
 """Body fields the engine never sees."""
-_NEVER_FROM_CLIENTS = frozenset({"cache_salt", "kv_transfer_params", "return_token_ids"})
+_NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
     "echo": "echo repeats the whole prompt, which a context exists to avoid",
     "use_beam_search": "beam search has no single answer to append to the context",
@@ -38,14 +39,6 @@ _REFUSED: Mapping[str, str] = {
 }
 _MAX_INTEGER = 2**53
 """Integers beyond it are not exact in JSON implementations, and no field needs them."""
-
-
-class ContextMode(Enum):
-    """How a client wants its prompt read: decided by comparison, as new text, or as the whole history again."""
-
-    AUTO = "auto"
-    APPEND = "append"
-    REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,8 @@ class TurnRequest:
     """The client asked for `stream_options.include_usage`."""
     openai_usage: bool
     """`X-Usage-Format: openai`: prompt_tokens counts the whole prompt."""
-    context_mode: ContextMode
+    context_mode: ContextMode | None
+    """None: the client left it to its key's default."""
     commit: bool
     expected_generation: int | None
     """From `If-Match`."""
@@ -89,7 +83,6 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
     if not isinstance(model, str) or not model:
         raise InvalidRequest("model must be a non-empty string", param="model")
     prompt = _prompt(path, body)
-    _check_is_text(prompt)
     _refuse_unsupported(body)
     fields = {key: value for key, value in body.items() if key not in _OURS | _NEVER_FROM_CLIENTS}
     for key in ("prompt", "messages"):
@@ -108,14 +101,10 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         wants_token_ids=body.get("return_token_ids") is True,
         wants_usage_chunk=stream_options.get("include_usage") is True,
         openai_usage=headers.get("x-usage-format", "").lower() == "openai",
-        context_mode=_choice(body, "context_mode", ContextMode, ContextMode.AUTO),
+        context_mode=_choice(body, "context_mode", ContextMode, None),
         commit=_flag(body, "context_commit", default=True),
         expected_generation=_if_match(headers.get("if-match")),
-        template_fields={
-            key: body[key]
-            for key in ("tools", "chat_template", "chat_template_kwargs", "add_special_tokens")
-            if body.get(key) is not None
-        },
+        template_fields=_template_fields(body),
     )
 
 
@@ -138,6 +127,22 @@ def read_new_session(body: dict[str, Any], *, tenant: TenantId, model: str) -> N
         ttl_policy=_choice(body, "ttl_policy", TtlPolicy, TtlPolicy.FIXED),
         metadata=_metadata(body.get("metadata")),
     )
+
+
+def _template_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Return what `/tokenize` has to know, to render what a chat request would be.
+
+    It has no fields for what vLLM makes arguments of the template itself (vLLM 0.32
+    entrypoints/openai/chat_completion/protocol.py `build_chat_params`).
+    """
+    names = ("tools", "chat_template", "chat_template_kwargs", "add_special_tokens")
+    fields = {name: body[name] for name in names if body.get(name) is not None}
+    given = fields.get("chat_template_kwargs", {})
+    told = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) not in (None, "auto")}
+    if told and isinstance(given, dict):  # what else it is the engine refuses
+        thinks = {"enable_thinking": told["reasoning_effort"] != "none"} if "reasoning_effort" in told else {}
+        fields["chat_template_kwargs"] = thinks | given | told
+    return fields
 
 
 def _new_id(named: Any) -> SessionId:
@@ -178,24 +183,14 @@ def _prompt(path: str, body: dict[str, Any]) -> Prompt:
 def _token_ids(prompt: list[Any]) -> tuple[int, ...]:
     if not prompt:
         raise InvalidRequest("prompt must not be empty", param="prompt")
-    if any(isinstance(item, str | list) for item in prompt):
+    # In C, and for a million ids in a moment: one look at their kinds, one at each end.
+    kinds = set(map(type, prompt))
+    if kinds & {str, list}:
         raise InvalidRequest("one context takes one prompt, not several", param="prompt")
-    ids = prompt
-    if not all(type(item) is int for item in prompt):
-        ids = [_whole(item) for item in prompt]
-    if not all(item is not None and 0 <= item < 2**32 for item in ids):
+    ids = prompt if kinds == {int} else [_whole(item) for item in prompt]
+    if None in ids or min(ids) < 0 or max(ids) >= 2**32:
         raise InvalidRequest("token ids must be whole numbers, 0 or more", param="prompt")
     return tuple(ids)
-
-
-def _check_is_text(prompt: Prompt) -> None:
-    r"""Raise InvalidRequest for half a character (`\ud800`), which JSON can write and nothing can store."""
-    text = prompt.text if prompt.messages is None else messages_json(prompt.messages)
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError as exc:
-        param = "prompt" if prompt.messages is None else "messages"
-        raise InvalidRequest(f"{param} holds half of a surrogate pair, which is no character", param=param) from exc
 
 
 def _whole(value: Any) -> int | None:

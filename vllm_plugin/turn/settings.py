@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from contextcache.settings import TlsSettings, TracingSettings
+from contextcache.process.settings import TlsSettings, TracingSettings
 
 
 class TurnSettings(TlsSettings, TracingSettings):

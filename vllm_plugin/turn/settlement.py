@@ -12,17 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace import Span, get_current_span
+
 from contextcache.clock import Clock
-from contextcache.crash_points import crash_point
 from contextcache.errors import (
+    CacheRefNotFound,
     ContextCacheError,
     ContextExpired,
     ContextNotFound,
     EngineFailed,
     StoreUnavailable,
 )
-from contextcache.model import CacheRef, CacheSessionMetadata, Segment, TtlPolicy, TurnCommit
-from contextcache.tracing import Span, child_span, current_span, within
+from contextcache.model import CacheRef, CacheSessionMetadata, SaveOutcome, Segment, TtlPolicy, TurnCommit
+from contextcache.process.crash_points import crash_point
+from contextcache.wire.tracing import child_span, within
 from vllm_plugin.turn.answer import AnswerResult
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import ComposedPrompt, answer_segment
@@ -40,6 +44,9 @@ log = logging.getLogger(__name__)
 _SEGMENT_DEADLINE_S = 30.0
 """To find the ids of an answer's text: some tokeniser calls, dozens where a stop string cuts a token."""
 
+_LATE = "seal_deadline"
+"""Why a create has no KV yet: it may still come."""
+
 
 @dataclass(slots=True)
 class Turn:
@@ -54,14 +61,16 @@ class Turn:
     is_create: bool
     prompt: ComposedPrompt | None = None
     loaded: LoadedKV | None = None
+    no_kv: str = ""
+    """Why there was no KV to reuse, or, after a create, why there is none."""
     settled: bool = False
     """Committed, refused, aborted, or nothing to commit: no abort is due."""
     started_ms: int = 0
     timings_ms: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
     """From the lease to the first token, of a stream."""
-    span: Span = field(default_factory=current_span)
-    """The turn's own; what ends a turn runs where the engine sends from."""
+    trace: Context = field(default_factory=get_current)
+    """The turn's own span is in it; what ends a turn runs where the engine sends from."""
 
 
 class Settlement:
@@ -87,14 +96,14 @@ class Settlement:
 
     async def settle(self, engine: Engine, turn: Turn, result: AnswerResult) -> Closing:
         """End the turn for the session, whatever the session says, and return what the client is told."""
-        with within(turn.span):
+        with within(turn.trace):
             await self._take_load_report(turn)
             outcome = await self._commit(engine, turn, result)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
         self._metrics.count_turn(usage, created=turn.is_create)
         self._metrics.time_turn(usage, created=turn.is_create, first_token_s=turn.first_token_s)
-        _describe(turn.span, usage, outcome)
+        _describe(get_current_span(turn.trace), usage, outcome)
         exists = outcome.committed or not turn.is_create
         session: dict[str, Any] = {
             "session_id": turn.session.session_id if exists else None,
@@ -170,12 +179,15 @@ class Settlement:
         """Give the first save its time to become durable. Too late is counted, not an error: the KV may still come."""
         assert turn.save_ref is not None
         begun_ms = self._clock.now_ms()
-        sealed = False
-        with suppress(ContextCacheError), child_span("turn wait for seal"):
-            sealed = await self._sidecar.wait_sealed(
-                turn.session.tenant, turn.save_ref, timeout_ms=self._settings.seal_deadline_ms
-            )
-        if not sealed:
+        with child_span("turn wait for seal"):
+            try:
+                outcome = await self._sidecar.wait_sealed(
+                    turn.session.tenant, turn.save_ref, timeout_ms=self._settings.seal_deadline_ms
+                )
+            except ContextCacheError as exc:
+                outcome = SaveOutcome(is_sealed=False, reason=exc.code)
+        if not outcome.is_sealed:
+            turn.no_kv = outcome.reason or _LATE
             self._metrics.unsealed_creates.inc()
         turn.timings_ms["seal"] = self._clock.now_ms() - begun_ms
 
@@ -204,6 +216,12 @@ class Settlement:
             return
         with suppress(ContextCacheError):
             turn.loaded = await self._sidecar.load_report(turn.request_id, timeout_ms=self._settings.report_deadline_ms)
+            if turn.loaded is not None:
+                turn.no_kv = turn.loaded.reason
+            if turn.no_kv == CacheRefNotFound.code:
+                # Never saved, perhaps: then the sidecar knows why.
+                found = await self._sidecar.wait_sealed(turn.session.tenant, turn.session.cache_ref, timeout_ms=0)
+                turn.no_kv = found.reason or turn.no_kv
 
     def _usage(self, turn: Turn, engine_cached_tokens: int, completion_tokens: int) -> TurnUsage:
         assert turn.prompt is not None
@@ -213,6 +231,9 @@ class Settlement:
             engine_cached_tokens=engine_cached_tokens,
             completion_tokens=completion_tokens,
             loaded=turn.loaded,
+            no_kv=turn.no_kv,
+            match="" if turn.is_create else turn.prompt.outcome.value,
+            diverged=turn.prompt.diverged,
         )
 
     def _receipt(self, turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:
@@ -220,7 +241,7 @@ class Settlement:
         return receipt_headers(
             usage,
             session_id=turn.session.session_id,
-            context_mode=turn.prompt.context_mode,
+            context_mode=turn.prompt.outcome.context_mode,
             generation=generation,
             expires_at_ms=expires_at_ms,
             timings_ms=turn.timings_ms,
@@ -252,9 +273,9 @@ class Settlement:
 
 def _describe(span: Span, usage: TurnUsage, outcome: CommitOutcome) -> None:
     """Say on the turn's span what it reused and how it ended."""
-    span.set("contextcache.source", usage.source)
-    span.set("contextcache.verdict", usage.verdict)
-    span.set("contextcache.cached_tokens", usage.cached_tokens)
-    span.set("contextcache.computed_tokens", usage.computed_tokens)
-    span.set("contextcache.generation", outcome.generation)
-    span.set("contextcache.committed", outcome.committed)
+    span.set_attribute("contextcache.source", usage.source)
+    span.set_attribute("contextcache.verdict", usage.verdict)
+    span.set_attribute("contextcache.cached_tokens", usage.cached_tokens)
+    span.set_attribute("contextcache.computed_tokens", usage.computed_tokens)
+    span.set_attribute("contextcache.generation", outcome.generation)
+    span.set_attribute("contextcache.committed", outcome.committed)

@@ -19,8 +19,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry.trace import get_current_span
+
 from contextcache.clock import Clock
-from contextcache.crash_points import crash_point
 from contextcache.errors import (
     ContextCacheError,
     ContextLengthExceeded,
@@ -32,13 +33,15 @@ from contextcache.errors import (
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import (
     CacheSessionMetadata,
+    ContextMode,
     NewSession,
     SessionId,
     SessionMode,
     TenantId,
     new_cache_ref,
 )
-from contextcache.tracing import NO_TRACER, Tracer, child_span, current_span, kept_traceparent
+from contextcache.process.crash_points import crash_point
+from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import compose_first, compose_turn
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
@@ -139,12 +142,11 @@ class TurnStory:
             if session.model_id != request.model:
                 raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
             transcript = Transcript(segments)
-            found = match(
-                transcript, request.prompt, mode=request.context_mode, threshold=self._settings.replay_threshold
-            )
+            mode = request.context_mode or identity.context_mode or ContextMode.AUTO
+            found = match(transcript, request.prompt, mode=mode, threshold=self._settings.replay_threshold)
             with child_span("turn compose"):
                 turn.prompt = await compose_turn(engine, request, transcript, found)
-            self.metrics.outcomes.labels(outcome=found.outcome.value).inc()
+            self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(engine, turn, client)
 
     def give_up(self) -> None:
@@ -245,7 +247,7 @@ class TurnStory:
     def _new_turn(
         self, request: TurnRequest, session: CacheSessionMetadata, identity: Identity, *, lease_id: str, is_create: bool
     ) -> Turn:
-        current_span().set("contextcache.session_id", session.session_id)
+        get_current_span().set_attribute("contextcache.session_id", session.session_id)
         return Turn(
             request=request,
             session=session,

@@ -1,7 +1,8 @@
 """A transcript as segments of text or messages with their token ids. Pure.
 
 Rule 1: the ids of the segments, put together, are exactly what the engine saw. Rule 2: stored text is never
-tokenised again; a new turn keeps whole segments and adds ids after them.
+tokenised again; a new turn keeps whole segments and adds ids after them. Rule 3: what is made of the whole conversation
+is made once a turn, and only if somebody asks for it.
 """
 
 from __future__ import annotations
@@ -9,26 +10,44 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from contextcache.model import Segment
+from vllm_plugin.turn.meaning import Meaning, meanings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transcript:
     """The stored segments of one session, oldest first."""
 
     segments: tuple[Segment, ...] = ()
 
-    @property
+    @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All ids in order."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
-    @property
+    @cached_property
     def text(self) -> str:
         """All completion text in order."""
         return "".join(segment.text for segment in self.segments)
+
+    @cached_property
+    def messages_by_segment(self) -> tuple[tuple[dict[str, Any], ...], ...]:
+        """The chat messages of each segment; none for a completion segment."""
+        return tuple(segment_messages(segment) for segment in self.segments)
+
+    @cached_property
+    def messages(self) -> tuple[dict[str, Any], ...]:
+        """The chat messages of all segments in order."""
+        return tuple(chain.from_iterable(self.messages_by_segment))
+
+    @cached_property
+    def meanings(self) -> tuple[Meaning, ...]:
+        """What each of the messages says."""
+        return meanings(self.messages)
 
     @property
     def is_chat(self) -> bool:
@@ -42,11 +61,12 @@ class Transcript:
 
     def head(self, num_segments: int) -> Transcript:
         """Return the first `num_segments` segments."""
-        return Transcript(self.segments[:num_segments])
-
-    def messages(self) -> tuple[dict[str, Any], ...]:
-        """Return the chat messages of all segments in order."""
-        return tuple(message for segment in self.segments for message in segment_messages(segment))
+        if num_segments == len(self.segments):
+            return self
+        head = Transcript(self.segments[:num_segments])
+        if "messages_by_segment" in self.__dict__:  # read already
+            head.__dict__["messages_by_segment"] = self.messages_by_segment[:num_segments]
+        return head
 
 
 def segment_messages(segment: Segment) -> tuple[dict[str, Any], ...]:
@@ -70,12 +90,12 @@ def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
     return low
 
 
-def whole_segments(transcript: Transcript, num_tokens: int) -> int:
-    """Return how many leading segments lie entirely within the first `num_tokens` tokens."""
+def whole_segments(lengths: Sequence[int], shared: int) -> int:
+    """Return how many leading segments of such lengths lie entirely within the first `shared` items."""
     kept = total = 0
-    for segment in transcript.segments:
-        total += len(segment.token_ids)
-        if total > num_tokens:
+    for length in lengths:
+        total += length
+        if total > shared:
             break
         kept += 1
     return kept

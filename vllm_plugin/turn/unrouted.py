@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from contextcache.claim import SESSION_HEADER, claimed_session, is_opaque, read_claims, refuse_session
 from contextcache.errors import NoReadyEndpoint
-from contextcache.request_body import needs_parsing, parse_leniently, without_forbidden_keys
-from contextcache.session_claim import SESSION_HEADER, session_claim
 from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
@@ -20,11 +19,12 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
     """Return the body the engine may have. Raises NoReadyEndpoint for a context's request, InvalidRequest."""
     if path == CONTEXT_PATH:
         raise _away()
-    parsed = parse_leniently(body) if needs_parsing(body, headers.get("content-type", "")) else None
-    may_be_turn = path in {COMPLETIONS_PATH, CHAT_PATH}
-    if may_be_turn and session_claim(parsed, headers.get(SESSION_HEADER)) is not None:
+    claims = None if is_opaque(headers.get("content-type", "")) else read_claims(body)
+    if path not in {COMPLETIONS_PATH, CHAT_PATH}:
+        refuse_session(claims)
+    elif claimed_session(claims, headers.get(SESSION_HEADER)) is not None:
         raise _away()
-    changed = None if parsed is None else without_forbidden_keys(parsed)
+    changed = None if claims is None else claims.changed()
     return body if changed is None else changed
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_plugin.turn.history import Divergence
+
 TIER_SOURCES = {"host", "disk", "peer", "object"}
 
 
@@ -37,6 +39,12 @@ class TurnUsage:
     """As the engine counts them: its own prefix cache plus what the connector injected."""
     completion_tokens: int
     loaded: LoadedKV | None
+    no_kv: str = ""
+    """Why there was no KV to reuse, or, after a create, why there is none; a short fixed phrase."""
+    match: str = ""
+    """How the prompt stood to the transcript: append, exact, extend, diverge; empty for a create."""
+    diverged: Divergence | None = None
+    """Where a resend left the transcript; its token is the first that is not the context's."""
 
     @property
     def cached_tokens(self) -> int:
@@ -94,8 +102,13 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
         "restore_ms": None if usage.loaded is None else round(usage.loaded.restore_ms, 1),
         "committed": outcome.committed,
     }
-    if outcome.reason:
-        context["reason"] = outcome.reason
+    if usage.match:
+        context["match"] = usage.match
+    if usage.diverged is not None:
+        at, why = usage.diverged.message, usage.diverged.why.value
+        context["diverged"] = {"message": at, "token": usage.context_tokens, "why": why}
+    if reason := outcome.reason or usage.no_kv:
+        context["reason"] = reason
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + usage.completion_tokens,

@@ -133,8 +133,13 @@ spec:
         - path: {type: Exact, value: /v1/context}
           method: POST
         - path: {type: PathPrefix, value: /v1}
-        {{- range $path := $settings.enginePaths }}
-        - path: {type: Exact, value: {{ $path | quote }}}
+        {{- range $path := $settings.inferencePaths }}
+        - path: {type: Exact, value: {{ $path }}}
+          method: POST
+        {{- end }}
+        {{- range $call := $settings.enginePaths }}
+        - path: {type: Exact, value: {{ index (splitList " " $call) 1 | quote }}}
+          method: {{ index (splitList " " $call) 0 }}
         {{- end }}
       timeouts:
         request: {{ printf "%.0fs" (minf 99999 $settings.totalTimeoutS) }}

@@ -1,12 +1,15 @@
-"""Every test here runs against both fronts: the HTTP front, and a real Envoy with the gateway as its plugin."""
+"""Tests here run against both fronts: the HTTP front, and a real Envoy with the gateway as its plugin.
+
+What is decided below both runs behind one (`only_http`, `only_envoy`).
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.helpers.fronts import FRONTS, running_front
-from tests.helpers.gateway_server import settings_for
-from tests.helpers.stub_engine import StubEngine
+from tests.kit.fronts import FRONTS, running_front
+from tests.kit.gateway_server import settings_for
+from tests.kit.stub_engine import StubEngine
 
 
 @pytest.fixture

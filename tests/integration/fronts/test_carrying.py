@@ -10,9 +10,9 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from tests.helpers.fronts import code_of
-from tests.helpers.gateway_parts import KEY, OTHER_KEY, SECRET
-from tests.helpers.gateway_server import DEADLINE_S
+from tests.kit.fronts import code_of, only_http
+from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET
+from tests.kit.gateway_server import DEADLINE_S
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
@@ -35,8 +35,19 @@ async def test_a_stateless_request_arrives_byte_for_byte(front, engine):
     assert answer.headers.getall("server", []) == []
 
 
-async def test_any_method_and_path_under_v1_is_carried(front, engine):
-    calls = (("GET", "/v1/responses/r1"), ("PUT", "/v1/x"), ("DELETE", "/v1/y"), ("POST", "/tokenize"))
+async def test_a_key_counts_in_either_header_and_reaches_no_pod_in_any(front, engine):
+    """Seen failing before: `X-Api-Key` alone was 401, and beside a bearer key it went on to the pod."""
+    call = "POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: 2\r\nconnection: close\r\n{keys}\r\n{{}}"
+    keys = (f"x-api-key: {KEY}\r\n", f"X-Api-Key: {KEY}\r\nauthorization: Bearer {KEY}\r\n")
+    wrong = (f"x-api-key: {OTHER_KEY}\r\nauthorization: Bearer {KEY}\r\n", f"x-api-key: {KEY}\r\nx-api-key: {KEY}\r\n")
+    answers = [await front.raw(call.format(keys=sent).encode()) for sent in (*keys, *wrong)]
+
+    assert [answer.split()[1] for answer in answers] == [b"200", b"200", b"401", b"401"]
+    assert [found.header(name) for found in engine.turns for name in ("authorization", "x-api-key")] == [[]] * 4
+
+
+async def test_a_call_is_carried_as_it_came(front, engine):
+    calls = (("GET", "/v1/responses/r1"), ("POST", "/v1/responses"), ("POST", "/tokenize"))
     for method, path in calls:
         async with front.request(method, path) as answer:
             assert (await answer.json())["method"] == method
@@ -199,6 +210,7 @@ async def test_bodies_of_20_mib_pass(front, engine, manager):
         engine.received.clear()
 
 
+@only_http
 async def test_stateless_completions_get_their_tenants_salt_where_that_is_asked_for(open_front, engine, manager):
     other = {"authorization": f"Bearer {OTHER_KEY}"}
     async with open_front({"pod-a": engine}, manager_port=manager.port, salt_stateless=True) as front:

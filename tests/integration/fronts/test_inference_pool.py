@@ -10,11 +10,11 @@ import pytest
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.flows import DESTINATION_HEADER
-from tests.helpers.envoy_process import envoy_settings, running_envoy
-from tests.helpers.fronts import Front, code_of, until_answered
-from tests.helpers.gateway_parts import SECRET
-from tests.helpers.gateway_server import running_gateway, settings_for
-from tests.helpers.inference_pool import as_inference_pool, running_picker
+from tests.kit.envoy_process import envoy_settings, running_envoy
+from tests.kit.fronts import Front, code_of, until_answered
+from tests.kit.gateway_parts import SECRET
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.inference_pool import as_inference_pool, running_picker
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
@@ -60,7 +60,7 @@ async def test_requests_of_every_kind_pass_in_full_duplex(open_pool, engine, man
             ("/v1/context", plain, {}),
             ("/v1/completions", {"prompt": "x", "session_id": "ctx_1"}, {}),
             ("/v1/chat/completions", long, {"X-Session-ID": "ctx_1"}),
-            ("/v1/files", long, {"content-type": "multipart/form-data; boundary=x"}),
+            ("/v1/audio/transcriptions", long, {"content-type": "multipart/form-data; boundary=x"}),
         ):
             async with pool.post(path, body, headers=headers) as answer:
                 assert (answer.status, (await answer.json())["method"]) == (200, "POST"), (path, headers)
@@ -73,9 +73,10 @@ async def test_requests_of_every_kind_pass_in_full_duplex(open_pool, engine, man
         if found.header(IDENTITY_HEADER)
     }
 
-    assert [found.body for found in engine.turns] == [
-        plain, long, b"", b'{"prompt": "x"}', plain, b'{"prompt": "x", "session_id": "ctx_1"}', long, long, b"",
-    ]  # fmt: skip
+    salted = b'{"prompt": "x", "cache_salt": "y","cache_salt":null}'
+    turn = b'{"prompt": "x", "session_id": "ctx_1"}'
+
+    assert [found.body for found in engine.turns] == [plain, long, b"", salted, plain, turn, long, long, b""]
     assert signed == {4: None, 5: "ctx_1", 6: "ctx_1"}
     assert [found.header(DESTINATION_HEADER) for found in engine.turns] == [[address_of(engine)]] * 9
 

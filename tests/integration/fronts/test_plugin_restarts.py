@@ -9,11 +9,11 @@ import pytest
 
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import GATEWAY_HTTP, PODS
-from tests.helpers.envoy_process import envoy_settings, running_envoy
-from tests.helpers.fronts import Client, StreamingEngine, code_of, until_answered
-from tests.helpers.gateway_process import GatewayProcess
-from tests.helpers.gateway_server import settings_for
-from tests.helpers.traffic import BODILESS, CREATE, READ, STATELESS, TURN_BY_BODY, TURN_BY_HEADER, traffic
+from tests.kit.envoy_process import envoy_settings, running_envoy
+from tests.kit.fronts import Client, StreamingEngine, code_of, until_answered
+from tests.kit.gateway_process import GatewayProcess
+from tests.kit.gateway_server import settings_for
+from tests.kit.traffic import BODILESS, CREATE, READ, STATELESS, TURN_BY_BODY, TURN_BY_HEADER, traffic
 
 NUM_STREAMS = 56
 pytestmark = pytest.mark.timeout(300)
@@ -81,6 +81,7 @@ async def test_a_killed_plugin_breaks_no_stream_and_no_stateless_request_and_ref
     assert stateless.failed == {}
 
 
+@pytest.mark.thorough
 async def test_two_plugins_restarted_one_after_the_other_cost_no_request(open_envoy):
     calls = [STATELESS, TURN_BY_BODY, BODILESS, TURN_BY_HEADER, CREATE, READ]
     # Longer than Envoy's health check needs to notice.

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from tests.helpers.fronts import until_answered
-from tests.helpers.manager_process import running_manager_process
-from tests.helpers.turn_pod import MODEL, running_turn_pod
-from tests.helpers.valkey import ValkeyServer
+from tests.kit.fronts import only_http, until_answered
+from tests.kit.manager_process import running_manager_process
+from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.valkey import ValkeyServer
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def session_calls(front, session_id: str, doomed_id: str):
     }
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
+@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.thorough)])
 async def test_session_calls_get_503_within_a_second_and_work_again_when_redis_is_back(front, valkey, fault):
     calls = session_calls(front, await created(front), await created(front))
     valkey.kill() if fault == "killed" else valkey.pause()
@@ -87,6 +87,7 @@ async def test_session_calls_get_503_within_a_second_and_work_again_when_redis_i
     await created(front)
 
 
+@only_http
 async def test_one_context_more_than_the_tenant_may_have_is_429(front):
     ids = [await created(front) for _ in range(4)]
     async with front.post("/v1/context", {"model": MODEL, "prompt": "Hello"}) as answer:

@@ -7,8 +7,8 @@ import io
 
 import pytest
 
-from tests.helpers.fronts import code_of, until_answered
-from tests.helpers.gateway_parts import OTHER_KEY
+from tests.kit.fronts import code_of, only_http, until_answered
+from tests.kit.gateway_parts import OTHER_KEY
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
@@ -31,14 +31,39 @@ async def test_a_context_that_is_foreign_deleted_or_never_was_gets_one_answer(fr
     assert engine.turns == []
 
 
-async def test_a_header_that_names_nobodys_context_is_a_label_of_the_clients_own(front, engine, manager):
-    await manager.add("ctx_foreign", tenant="other")
-    for label in ("ctx_foreign", "ctx_none", "my agent's run/7"):
-        async with front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": label}) as answer:
-            assert answer.status == 200
+async def test_a_header_that_does_not_begin_as_a_context_is_a_label_and_asks_no_manager(front, engine, manager):
+    """Seen to fail: 503 with the manager gone."""
+    await manager.add("mine")
+    await manager.stop()
+    labels = ("mine", "agent-run-7", "my agent's run/7", "a, b")
+    try:
+        for label in labels:
+            async with front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": label}) as answer:
+                assert answer.status == 200
+    finally:
+        await manager.start()
 
-    assert [found.header("x-context-identity") for found in engine.turns] == [[]] * 3
-    assert [found.header("x-context-unrouted") for found in engine.turns] == [[]] * 3
+    assert [found.header("x-context-identity") for found in engine.turns] == [[]] * len(labels)
+    assert [found.header("x-context-unrouted") for found in engine.turns] == [[]] * len(labels)
+
+
+async def test_a_header_that_names_nobodys_context_is_not_found(front, engine, manager):
+    await manager.add("ctx_foreign", tenant="other")
+    for named in ("ctx_foreign", "ctx_none"):
+        async with front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": named}) as answer:
+            assert await code_of(answer) == (404, "context_not_found")
+    assert engine.turns == []
+
+
+async def test_an_agents_label_beside_a_session_in_the_body_is_no_error(front, engine, manager):
+    """Seen to fail: 400, the body and X-Session-ID name different contexts."""
+    await manager.add("ctx_1")
+    await manager.add("mine")
+    for named in ("ctx_1", "mine"):
+        body = {"prompt": "x", "session_id": named}
+        async with front.post("/v1/completions", body, headers={"X-Session-ID": "agent-run-7"}) as answer:
+            assert answer.status == 200
+    assert [bool(found.header("x-context-identity")) for found in engine.turns] == [True, True]
 
 
 NOT_RIGHT = [
@@ -52,6 +77,11 @@ NOT_RIGHT = [
     ("/v1/completions", {"prompt": "x", "session_id": "../etc"}, {}, (400, "invalid_request")),
     ("/v1/completions", b'{"session_id": "ctx_1" "prompt": "x"}', {}, (400, "invalid_request")),
     ("/v1/chat/completions", b'{"\\u0073ession_id": "ctx_none"}', {}, (404, "context_not_found")),
+    *(
+        (path, {"model": "m", "session_id": named}, {}, (400, "invalid_request"))
+        for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/v1/embeddings")
+        for named in ("ctx_1", "mine", 7)
+    ),
     ("/v1/completions", {"session_id": "ctx_none"}, {"X-Session-ID": "ctx_other"}, (400, "invalid_request")),
     ("/v1/completions", {"session_id": "ctx_none"}, {"X-Session-ID": "ctx_none"}, (404, "context_not_found")),
 ]
@@ -114,7 +144,8 @@ async def test_without_the_manager_session_calls_fail_at_once_and_stateless_ones
     async with front.post("/v1/completions", {"prompt": "x"}) as answer:
         assert answer.status == 200
     async with front.get("/readyz") as answer:
-        assert (answer.status, (await answer.json())["missing"]) == (503, ["context manager"])
+        assert (answer.status, await answer.json()) == (503, {"ready": False})
+    assert (await front.gateway.details())["missing"] == ["context manager"]
 
     await manager.start()
     await until_answered(lambda: front.post("/v1/completions", {"session_id": "ctx_1"}), 200)
@@ -134,6 +165,7 @@ async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(open_front, engin
                 assert answer.headers["retry-after"]
 
 
+@only_http
 async def test_an_unhealthy_pod_gets_nothing_until_it_is_healthy_again(front, engine):
     engine.healthy = False
     await front.gateway.until_ready(0)
@@ -149,6 +181,7 @@ async def test_an_unhealthy_pod_gets_nothing_until_it_is_healthy_again(front, en
         assert answer.status == 200
 
 
+@only_http
 async def test_a_request_goes_to_a_pod_that_serves_its_model(open_front, engine, other, manager):
     other.models = ["other-model"]
     async with open_front({"pod-a": engine, "pod-b": other}, manager_port=manager.port) as front:
@@ -166,6 +199,7 @@ async def test_a_request_goes_to_a_pod_that_serves_its_model(open_front, engine,
     assert served[1] - {None, "nobodys"} == {"other-model"}
 
 
+@only_http
 async def test_a_tenant_that_asks_too_fast_is_told_when_to_ask_again(open_front, engine, manager):
     # One request in about 17 minutes after the first two.
     limits = {"tenant_rate_per_s": 0.001, "tenant_burst": 2}
@@ -179,6 +213,28 @@ async def test_a_tenant_that_asks_too_fast_is_told_when_to_ask_again(open_front,
         other = {"authorization": f"Bearer {OTHER_KEY}"}
         async with front.post("/v1/completions", {"prompt": "x"}, headers=other) as answer:
             assert answer.status == 200
+
+
+async def test_control_calls_are_counted_like_all_others(open_front, engine, manager):
+    """Seen failing before: a hundred of a hundred passed at one a second."""
+    await manager.add("ctx_1")
+    limits = {"tenant_rate_per_s": 0.001, "tenant_burst": 3}
+    async with open_front({"pod-a": engine}, manager_port=manager.port, **limits) as front:
+        found = []
+        for call in (
+            lambda: front.get("/v1/context"),
+            lambda: front.get("/v1/context/ctx_1"),
+            lambda: front.post("/v1/completions", {"prompt": "x"}),
+            lambda: front.delete("/v1/context/ctx_1"),
+            lambda: front.get("/v1/context?limit=nonsense"),
+        ):
+            async with call() as answer:
+                found.append((answer.status, "retry-after" in answer.headers))
+        other = {"authorization": f"Bearer {OTHER_KEY}"}
+        async with front.get("/v1/context", headers=other) as answer:
+            found.append((answer.status, "retry-after" in answer.headers))
+
+    assert found == [(200, False)] * 3 + [(429, True)] * 2 + [(200, False)]
 
 
 async def test_when_every_pod_has_too_many_waiting_new_requests_are_shed(open_front, engine, manager):

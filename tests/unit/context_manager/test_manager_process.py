@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
+from context_manager.__main__ import _replica_wait
 from context_manager.client import ContextManagerClient
-from context_manager.redis_connection import RedisConnection
+from context_manager.redis_connection import RedisConnection, ReplicaWait
 from context_manager.settings import ManagerSettings
 from contextcache.errors import InvalidRequest
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
-from contextcache.settings import settings_help
+from contextcache.process.settings import settings_help
 
 
 def connect(url: str) -> RedisConnection:
@@ -92,3 +94,11 @@ def test_a_wait_for_replicas_that_cannot_be_kept_is_refused_at_the_start(
 
     with pytest.raises(ValueError, match=said):
         ManagerSettings()
+
+
+def test_the_wait_for_replicas_is_in_whole_ms_and_shorter_than_the_wait_for_redis() -> None:
+    waiting = {"redis_wait_replicas": 2, "redis_wait_timeout_s": 0.25}
+
+    assert _replica_wait(ManagerSettings.model_validate(waiting)) == ReplicaWait(num_replicas=2, timeout_ms=250)
+    with pytest.raises(ValidationError, match="MANAGER_REDIS_WAIT_TIMEOUT_S must be below"):
+        ManagerSettings.model_validate(waiting | {"redis_timeout_s": 0.25})

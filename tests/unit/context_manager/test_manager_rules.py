@@ -12,6 +12,7 @@ from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
 from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
+from context_manager.store import NUM_SHARDS
 from contextcache.clock import ManualClock
 from contextcache.errors import (
     ContextBusy,
@@ -22,7 +23,16 @@ from contextcache.errors import (
     LeaseLost,
     TtlOutOfRange,
 )
-from contextcache.model import HeldCacheRef, NewSession, Segment, SegmentKind, SessionState, TurnCommit, new_cache_ref
+from contextcache.model import (
+    HeldCacheRef,
+    NewSession,
+    Segment,
+    SegmentKind,
+    SessionPage,
+    SessionState,
+    TurnCommit,
+    new_cache_ref,
+)
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2), text="hello")
 ANSWER = Segment(SegmentKind.ANSWER, (3,), text=" you")
@@ -58,11 +68,11 @@ async def create(manager: ContextCacheManager, new: NewSession = NEW) -> None:
 
 async def test_a_conversation_from_create_to_delete(manager: ContextCacheManager) -> None:
     await create(manager)
-    begun, transcript = await manager.begin_turn("demo", "ctx_1", lease_id="turn", lease_ttl_ms=30_000)
+    begun = await manager.begin_turn("demo", "ctx_1", lease_id="turn", lease_ttl_ms=30_000)
     committed = await manager.commit_turn(TURN)
     removed = await manager.unregister_session_cache("demo", "ctx_1")
 
-    assert (begun.state, transcript) == (SessionState.BUSY, (PROMPT, ANSWER))
+    assert (begun.session.state, begun.transcript()) == (SessionState.BUSY, (PROMPT, ANSWER))
     assert (committed.generation, committed.num_turns, committed.num_tokens) == (2, 2, 5)
     assert removed == committed
     with pytest.raises(ContextNotFound):
@@ -111,7 +121,7 @@ async def test_a_ttl_outside_the_bounds_is_refused_and_nothing_is_stored(
     with pytest.raises(TtlOutOfRange) as refused:
         await manager.reserve(replace(NEW, ttl_s=ttl_s), lease_id="create", lease_ttl_ms=1000)
     assert refused.value.param == "ttl"
-    assert await manager.list_sessions("demo", limit=10) == ((), False)
+    assert await manager.list_sessions("demo", limit=10) == SessionPage((), has_more=False, last_id="")
     await create(manager)
     with pytest.raises(TtlOutOfRange):
         await manager.touch("demo", "ctx_1", ttl_s=ttl_s)
@@ -204,6 +214,7 @@ async def test_every_call_checks_the_id_before_it_asks_the_store(manager: Contex
         lambda: manager.renew_lease("demo", bad, lease_id="x", lease_ttl_ms=1),
         lambda: manager.abort_turn("demo", bad, lease_id="x"),
         lambda: manager.touch("demo", bad),
+        lambda: manager.note_holder("demo", bad, holder="pod-1"),
         lambda: manager.unregister_session_cache("demo", bad),
     ]
 
@@ -211,6 +222,15 @@ async def test_every_call_checks_the_id_before_it_asks_the_store(manager: Contex
         with pytest.raises(InvalidRequest) as refused:
             await call()  # type: ignore[misc]  # each of them returns a coroutine
         assert refused.value.param == "session_id"
+
+
+@pytest.mark.parametrize("holder", ["", "x" * 257, "pod-1\npod-2"])
+async def test_an_endpoint_that_cannot_be_one_is_not_noted(manager: ContextCacheManager, holder: str) -> None:
+    await create(manager)
+    with pytest.raises(InvalidRequest) as refused:
+        await manager.note_holder("demo", "ctx_1", holder=holder)
+
+    assert refused.value.param == "holder"
 
 
 async def test_a_sweep_buries_what_is_due_and_says_how_many(
@@ -223,12 +243,11 @@ async def test_a_sweep_buries_what_is_due_and_says_how_many(
     await create(manager, replace(NEW, session_id="ctx_long", ttl_s=6000))
     clock.advance(s=600)
 
-    assert await manager.sweep(100) == 100
-    assert await manager.sweep(1000) == 153
-    assert await manager.sweep(1000) == 0
+    assert sum([await manager.sweep(shard) for shard in range(NUM_SHARDS)]) == 253
+    assert sum([await manager.sweep(shard) for shard in range(NUM_SHARDS)]) == 0
     assert registry.get_sample_value("contextcache_manager_sessions_expired_total") == 250
     assert registry.get_sample_value("contextcache_manager_sessions_abandoned_total") == 3
-    sessions, _ = await manager.list_sessions("demo", limit=10)
+    sessions = (await manager.list_sessions("demo", limit=10)).sessions
     assert [session.session_id for session in sessions] == ["ctx_long"]
 
 

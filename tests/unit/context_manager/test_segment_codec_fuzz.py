@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgpack
+import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from context_manager.segment_codec import pack_segment, unpack_segment
+from context_manager.segments import pack_segment, unpack_segment
 from contextcache.model import Segment, SegmentKind
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -44,7 +44,7 @@ def test_any_bytes_are_a_segment_or_a_value_error(packed: bytes) -> None:
 
 @given(ANYTHING, st.lists(ANYTHING, min_size=3, max_size=5) | ANYTHING)
 def test_any_two_objects_are_a_segment_or_a_value_error(number: object, fields: object) -> None:
-    read(msgpack.packb(number) + msgpack.packb(fields))
+    read(msgspec.msgpack.encode(number) + msgspec.msgpack.encode(fields))
 
 
 @given(SEGMENTS, st.data())

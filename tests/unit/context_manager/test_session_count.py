@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
-from context_manager.session_count import SessionCount
+from context_manager.sweeper import SessionCount
 from contextcache.clock import ManualClock
 from contextcache.errors import StoreUnavailable
 from contextcache.model import NewSession

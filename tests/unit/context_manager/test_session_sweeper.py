@@ -26,6 +26,14 @@ class FlakyStore(MemorySessionStore):
     """A memory store whose sweeps fail while `is_away`."""
 
     is_away = False
+    is_anothers: bool | None = False
+    """None: nobody can tell."""
+
+    @override
+    async def claim_sweep(self, *, for_ms: int) -> bool:
+        if self.is_anothers is None:
+            raise StoreUnavailable("away")
+        return not self.is_anothers
 
     @override
     async def take_expired(self, shard: int, *, now_ms: int, limit: int) -> tuple[Swept, ...]:
@@ -35,13 +43,13 @@ class FlakyStore(MemorySessionStore):
 
 
 class Rig:
-    def __init__(self, *, limit: int = 1000) -> None:
+    def __init__(self) -> None:
         self.clock = ManualClock()
         self.store = FlakyStore()
         self.registry = CollectorRegistry()
         metrics = ManagerMetrics(self.registry)
         self.manager = ContextCacheManager(self.store, clock=self.clock, metrics=metrics)
-        self.sweeper = SessionSweeper(self.manager, metrics=metrics, interval_s=5.0, limit=limit)
+        self.sweeper = SessionSweeper(self.manager, metrics=metrics, interval_s=5.0)
 
     def sample(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"contextcache_manager_{name}_total")
@@ -98,7 +106,7 @@ async def test_a_fault_of_our_own_is_told_with_its_traceback_once(
 ) -> None:
     rig = Rig()
 
-    async def broken(limit: int) -> int:
+    async def broken(shard: int) -> int:
         raise KeyError("broken")
 
     monkeypatch.setattr(rig.manager, "sweep", broken)
@@ -113,7 +121,7 @@ async def test_a_fault_of_our_own_is_told_with_its_traceback_once(
 
 
 async def test_a_pass_repeats_until_nothing_is_due() -> None:
-    rig = Rig(limit=10)
+    rig = Rig()
     for number in range(35):
         await rig.reserve(f"ctx_{number}")
     rig.clock.advance(s=60)
@@ -132,37 +140,30 @@ async def test_stopping_ends_the_task_and_may_be_repeated() -> None:
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "session-sweeper"]
 
 
-async def test_a_pass_ends_when_another_manager_has_taken_over() -> None:
-    rig = Rig(limit=10)
-    answers = [True, True, False]
-    rig.sweeper = SessionSweeper(
-        rig.manager,
-        metrics=ManagerMetrics(CollectorRegistry()),
-        interval_s=5.0,
-        limit=10,
-        may_sweep=lambda: answers.pop(0),
-    )
-    for number in range(35):
-        await rig.reserve(f"ctx_{number}")
-    rig.clock.advance(s=60)
-
-    assert await rig.sweeper.sweep_pass() == 20
-
-
 @pytest.mark.looptime
-async def test_who_may_not_sweep_does_nothing_until_it_may() -> None:
+async def test_who_is_not_the_one_does_nothing_until_it_is() -> None:
     rig = Rig()
-    holds = False
-    rig.sweeper = SessionSweeper(
-        rig.manager, metrics=rig.manager._metrics, interval_s=5.0, limit=10, may_sweep=lambda: holds
-    )
     await rig.reserve("ctx_1")
     rig.clock.advance(s=60)
+    rig.store.is_anothers = True
     rig.sweeper.start()
     await asyncio.sleep(60)
     assert rig.sample("sessions_abandoned") == 0
-    holds = True
+    rig.store.is_anothers = False
     await asyncio.sleep(5)
+
+    assert rig.sample("sessions_abandoned") == 1
+    await rig.sweeper.stop()
+
+
+@pytest.mark.looptime
+async def test_who_cannot_know_sweeps() -> None:
+    rig = Rig()
+    await rig.reserve("ctx_1")
+    rig.clock.advance(s=60)
+    rig.store.is_anothers = None
+    rig.sweeper.start()
+    await asyncio.sleep(1)
 
     assert rig.sample("sessions_abandoned") == 1
     await rig.sweeper.stop()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from context_manager import refusals
-from context_manager.segment_codec import pack_segment, unpack_segment
+from context_manager.segments import pack_segment, unpack_segment
 from context_manager.session_row import new_row, row_from_fields, row_to_fields
 from context_manager.store import NUM_SHARDS, shard_of
 from contextcache.model import NewSession, Segment, SegmentKind, SessionMode, TtlPolicy
@@ -36,12 +36,11 @@ def test_a_segments_bytes_are_what_is_written_down() -> None:
     assert packed == b"\x02\x94\xa6answer\xc4\x08\x01\x00\x00\x00\x04\x03\x02\x01\xa1a\xa0"
 
 
-@pytest.mark.parametrize("cut", range(1, 22))
-def test_a_truncated_segment_is_never_read(cut: int) -> None:
+def test_a_truncated_segment_is_never_read() -> None:
     packed = pack_segment(Segment(SegmentKind.ANSWER, (1, 2), text="a"))
-
-    with pytest.raises(ValueError):
-        unpack_segment(packed[:-cut])
+    for length in range(len(packed)):
+        with pytest.raises(ValueError):
+            unpack_segment(packed[:length])
 
 
 def test_a_segment_whose_count_and_ids_disagree_is_never_read() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from context_manager.redis_address import RedisTls
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_tls import RedisTls
-from tests.helpers.certificates import CertificateFiles
+from tests.kit.certificates import CertificateFiles
 
 PASSWORD = "pass-word-9"
 

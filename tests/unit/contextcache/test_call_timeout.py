@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from contextcache.errors import ContextNotFound
-from contextcache.grpc_server import ErrorMapping
+from contextcache.wire.servers import ErrorMapping
 
 DEADLINE_S = 30
 

@@ -37,6 +37,7 @@ segments = st.builds(Segment, kind=st.sampled_from(SegmentKind), token_ids=ids, 
         state=st.sampled_from(SessionState),
         ttl_policy=st.sampled_from(TtlPolicy),
         metadata=st.dictionaries(text, text, max_size=3),
+        holders=st.none() | st.lists(text, max_size=3).map(tuple),
     )
 )
 def test_a_session_survives_the_wire(session):

@@ -1,5 +1,9 @@
 """Signed tokens say what they said and nothing else."""
 
+import base64
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +18,7 @@ from contextcache.identity import (
     verify_identity,
     verify_kv_transfer,
 )
+from contextcache.model import ContextMode
 
 SECRET = b"a-secret-for-tests-only-32-bytes!"
 IDENTITY = Identity("demo", "req-1", expires_at_ms=2000, session_id="s")
@@ -22,6 +27,20 @@ TRANSFER = KVTransfer("demo", "s", "req-1", load=("ref_1",), save="ref_2", expir
 
 def test_a_signed_identity_is_read_back():
     assert verify_identity(sign_identity(IDENTITY, SECRET), SECRET, now_ms=1999) == IDENTITY
+
+
+@pytest.mark.parametrize("mode", ContextMode)
+def test_a_keys_own_context_mode_is_read_back_and_without_one_the_token_is_what_it_always_was(mode):
+    signed = sign_identity(replace(IDENTITY, context_mode=mode), SECRET)
+    body = sign_identity(IDENTITY, SECRET).split(".")[1]
+
+    assert verify_identity(signed, SECRET, now_ms=0).context_mode is mode
+    assert sorted(json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))) == [
+        "expires_at_ms",
+        "request_id",
+        "session_id",
+        "tenant",
+    ]
 
 
 def test_a_signed_kv_transfer_is_read_back():
@@ -44,7 +63,10 @@ def test_an_empty_secret_signs_nothing():
 
 
 def test_a_token_made_for_one_use_is_refused_for_the_other():
-    with pytest.raises(ForgedIdentity):
+    """An order for KV has every field of an identity: without the purpose in its MAC it would be one."""
+    with pytest.raises(ForgedIdentity, match="signature"):
+        verify_identity(sign_kv_transfer(TRANSFER, SECRET), SECRET, now_ms=0)
+    with pytest.raises(ForgedIdentity, match="signature"):
         verify_kv_transfer(sign_identity(IDENTITY, SECRET), SECRET)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 SERVE = """
 import resource
-from contextcache.process import run_part
+from contextcache.process.run import run_part
 
 async def serve(stop):
     print(*resource.getrlimit(resource.RLIMIT_CORE), *resource.getrlimit(resource.RLIMIT_NOFILE))

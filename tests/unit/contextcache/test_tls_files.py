@@ -12,8 +12,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from contextcache.tls import TlsFiles, WatchedTls, carries_name, open_tls
-from tests.helpers.certificates import NAME, CertificateFiles
+from contextcache.process.settings import TlsFiles, TlsSettings
+from contextcache.wire.tls import WatchedTls, carries_name, open_tls
+from tests.kit.certificates import NAME, CertificateFiles
 
 
 class Seconds:
@@ -236,3 +237,13 @@ def test_an_intermediate_ca_is_enough_to_believe(certificates, tmp_path):
 )
 def test_only_a_dns_name_makes_a_certificate_one_of_ours(certificate, expected):
     assert carries_name(certificate, NAME) is expected
+
+
+def test_the_name_in_the_certificates_is_the_operators_to_choose(tmp_path):
+    certificates = CertificateFiles(tmp_path / "tls", name="parts.example")
+
+    settings = TlsSettings(**certificates.settings, tls_server_name="parts.example")
+
+    assert WatchedTls(settings.tls).current().certificate
+    with pytest.raises(ValueError, match="context-cache"):
+        WatchedTls(TlsSettings(**certificates.settings).tls)

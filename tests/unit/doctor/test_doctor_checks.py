@@ -40,6 +40,7 @@ CHECKS = {
     "reach": access_checks.reach,
     "clock": lambda front: access_checks.clock(front, now_s=lambda: NOW_S),
     "ready": access_checks.ready,
+    "details": access_checks.details,
     "keys": access_checks.keys,
     "isolation": access_checks.isolation,
     "forged headers": lambda front: access_checks.forged_headers(front, "m"),
@@ -110,7 +111,7 @@ def test_a_clock_that_is_wrong_is_found(deployment, skew_s):
 )
 def test_what_a_gateway_misses_is_told_with_what_to_do(deployment, missing, words):
     readyz(deployment, missing=[missing], pod=POD)
-    found = one(access_checks.ready(deployment.front()), "ready")
+    found = one(access_checks.details(deployment.front()), "details")
 
     assert (found.level, missing in found.text, words in found.hint) == (Level.FAILED, True, True)
 
@@ -126,12 +127,12 @@ def test_what_a_gateway_misses_is_told_with_what_to_do(deployment, missing, word
 def test_pods_without_readiness_or_sidecar_are_named(deployment, pods, expected):
     readyz(deployment, **pods)
 
-    assert levels(access_checks.ready(deployment.front())) == {"ready": "ok", **expected}
+    assert levels(access_checks.details(deployment.front())) == expected
 
 
 def test_a_draining_pod_is_named(deployment):
     readyz(deployment, a=POD | {"draining": True})
-    texts = [finding.text for finding in access_checks.ready(deployment.front())]
+    texts = [finding.text for finding in access_checks.details(deployment.front())]
 
     assert "draining: a" in texts
 
@@ -140,6 +141,15 @@ def test_a_readiness_that_is_not_ours_is_told(deployment):
     deployment.answers["GET", "/readyz"] = (200, "ok")
 
     assert one(access_checks.ready(deployment.front()), "ready").level is Level.FAILED
+    assert one(access_checks.details(deployment.front()), "details").level is Level.FAILED
+
+
+def test_a_gateway_that_misses_something_is_told_with_where_to_ask(deployment):
+    """A front says no more than that."""
+    deployment.answers["GET", "/readyz"] = (503, {"ready": False})
+    found = one(access_checks.ready(deployment.front()), "ready")
+
+    assert (found.level, "--gateway-metrics" in found.hint) == (Level.FAILED, True)
 
 
 def test_a_deployment_open_to_everybody_is_found(deployment):
@@ -290,6 +300,24 @@ def test_a_turn_that_is_not_as_it_should_be_is_told(deployment, answer, check, l
 
     assert one(findings, check).level is level
     assert deployment.deleted
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("several_groups", "--disable-hybrid-kv-cache-manager"),
+        ("unsupported_layers", "limits-and-flaws"),
+        ("failure_policy", "kv_load_failure_policy"),
+    ],
+)
+def test_an_engine_whose_kv_is_left_alone_is_told_though_its_own_cache_helped(deployment, reason, words):
+    told = usage(10, 59, 60)
+    told["context"]["reason"] = reason
+    deployment.answers[COMPLETIONS] = turn((200, {"usage": told}, RECEIPTS))(deployment)
+    found = one(story(deployment.front(), "m"), "ask")
+
+    assert (found.level, found.facts["reason"]) == (Level.WARNING, reason)
+    assert words in found.hint
 
 
 @pytest.mark.parametrize("state", ["absent", "unreachable"])

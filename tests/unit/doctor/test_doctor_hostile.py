@@ -52,7 +52,7 @@ def test_an_answer_that_is_no_json_of_ours_is_described(body):
 
 NONSENSE = {
     ("GET", "/healthz"): (200, {}, {"date": "yesterday"}),
-    ("GET", "/readyz"): (200, {"missing": [], "endpoints": [1]}),
+    ("GET", "/readyz"): (200, {"ready": {}, "missing": [], "endpoints": [1]}),
     ("GET", "/v1/models"): (200, {"data": {"id": 1}}),
     ("GET", "/version"): (200, [1]),
     ("GET", "/openapi.json"): (200, {"info": [1]}),
@@ -77,7 +77,7 @@ def test_answers_of_a_wrong_shape_are_findings_and_the_examination_goes_on(monke
 def test_what_a_front_says_orders_no_terminal_about():
     deployment = Deployment()
     deployment.answers["GET", "/readyz"] = (503, {"missing": [ORDERS], "endpoints": {ORDERS: {"ready": False}}})
-    findings = list(access_checks.ready(deployment.front()))
+    findings = list(access_checks.details(deployment.front()))
     lines = [line for finding in findings for line in lines_of(finding)]
 
     assert len(findings) == 2

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deploy.envoy.routes import EXT_PROC, FRONT_PATHS, routes
+from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, routes
 from deploy.envoy.settings import EnvoySettings
 from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of
 from gateway.settings import GatewaySettings
+from tests.kit.engine_calls import known_calls
 
-SETTINGS = EnvoySettings(gateways=["127.0.0.1:1,127.0.0.1:2"], pods=["127.0.0.1:3"])
+SETTINGS = EnvoySettings(
+    gateways=["127.0.0.1:1,127.0.0.1:2"], pods=["127.0.0.1:3"], engine_paths=["GET /version", "PUT /v1/a/b"]
+)
 ROUTES = routes(SETTINGS)
 ENGINE_PATHS = frozenset(SETTINGS.engine_paths)
 
@@ -33,7 +36,12 @@ PIECES = [
     "/.a",
 ]
 PIECES += ["%2e", "%2F", "\\", ";", " ", "a", "ü", "-", "_", "/healthz", "/metrics", "/health", "/tokenize", "/docs"]
-paths = st.one_of(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.text(max_size=20).map("/v1/".__add__))
+KNOWN = [path.replace("{", "").replace("}", "") for _, path in known_calls()]
+paths = st.one_of(
+    st.sampled_from([*KNOWN, "/v1/a/b"]),
+    st.lists(st.sampled_from(PIECES), max_size=6).map("".join),
+    st.text(max_size=20).map("/v1/".__add__),
+)
 
 
 def matches(match: dict, method: str, path: str, headers: set[str]) -> bool:
@@ -67,7 +75,7 @@ def expected(method: str, path: str) -> str:
     return "control" if kind is Kind.OWN else kind.value
 
 
-@given(method=st.sampled_from(["GET", "POST", "DELETE", "PATCH", "HEAD", "OPTIONS"]), path=paths)
+@given(method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]), path=paths)
 @example(method="POST", path="/v1/context")
 @example(method="POST", path="/v1/CONTEXT")
 @example(method="GET", path="/v1/context/ctx_1/fork")
@@ -80,7 +88,7 @@ def test_a_request_takes_the_way_that_the_gateway_says_it_has(method, path):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_session_in_a_header_makes_a_completion_one_that_needs_the_plugin(path):
     assert route_of("POST", path, headers={"x-session-id"})["name"] == "turn"
-    assert route_of("GET", path, headers={"x-session-id"})["name"] == "stateless"
+    assert route_of("GET", path, headers={"x-session-id"})["name"] == "not_found"
 
 
 def failure_mode(name: str, settings: EnvoySettings = SETTINGS) -> set[bool]:
@@ -100,9 +108,24 @@ def test_what_claims_no_context_passes_without_the_plugin_unless_it_shall_not(na
     assert failure_mode(name, SETTINGS.model_copy(update={"fail_open_stateless": False})) == {False}
 
 
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "HEAD"])
+def test_every_call_of_the_engine_takes_the_way_that_the_gateway_says_it_has(method):
+    ways = {path: route_of(method, path)["name"] for path in KNOWN}
+
+    assert ways == {path: expected(method, path) for path in KNOWN}
+
+
 def test_envoy_and_gateway_know_the_same_engine_paths():
     assert EnvoySettings.model_fields["engine_paths"].default == GatewaySettings.model_fields["engine_paths"].default
 
 
 def test_the_front_s_metrics_are_not_for_clients():
     assert "/metrics" not in FRONT_PATHS
+
+
+def test_a_key_is_asked_for_wherever_the_gateway_asks_for_one():
+    """The filter looks at every route that does not turn it off."""
+    public = [route for route in ROUTES if API_KEYS in route["typed_per_filter_config"]]
+
+    assert {route["name"] for route in public} == {"control", "not_found"}
+    assert [route["match"]["path"] for route in public if route["name"] == "control"] == list(FRONT_PATHS)

@@ -103,13 +103,19 @@ def test_settings_that_cannot_be_right_are_named(options, named, capsys):
 
 
 def test_the_keeper_finds_in_the_bootstrap_what_it_has_to_know(tmp_path, capsys):
-    main(["bootstrap", *OPTIONS, "--concurrency", "3", "--drain-delay-s", "0", "--drain-timeout-s", "1.5"])
+    keys = ["--api-keys-file", "/k/keys.json", "--api-keys-filter-file", "/f/filter.json"]
+    main(["bootstrap", *OPTIONS, *keys, "--concurrency", "3", "--drain-delay-s", "0", "--drain-timeout-s", "1.5"])
     path = tmp_path / "envoy.yaml"
     path.write_text(capsys.readouterr().out)
     command = envoy_command(path, admin_file=tmp_path / "admin")
 
     assert KeeperSettings.of(path) == KeeperSettings(
-        concurrency=3, drain_delay_s=0, drain_timeout_s=1.5, metrics_listen=""
+        concurrency=3,
+        drain_delay_s=0,
+        drain_timeout_s=1.5,
+        metrics_listen="",
+        api_keys_file="/k/keys.json",
+        api_keys_filter_file="/f/filter.json",
     )
     assert command[command.index("--concurrency") + 1] == "3"
 
@@ -133,6 +139,7 @@ LISTEN = {"listen_cert_file": "/c/tls.crt", "listen_key_file": "/c/tls.key"}
         ({"tls_cert_file": "/a/tls.crt"}, "belong together"),
         (TLS | {"tls_ca_file": ""}, "belong together"),
         ({"listen_key_file": "/a/tls.key"}, "belong together"),
+        ({"api_keys_file": "/a/keys.json"}, "belong together"),
         (TLS | {"tls_key_file": "/elsewhere/tls.key"}, "two folders"),
         (TLS | {"tls_key_file": "a/tls.key"}, "not an absolute path"),
         ({"metrics_listen": "9090"}, "not host:port"),

@@ -3,16 +3,15 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from contextcache.clock import ManualClock
-from gateway.auth import KeyFile
 from gateway.metrics import Metrics
-from tests.helpers.gateway_parts import KEY, OTHER_KEY, GatewayParts, write_keys
+from gateway.tenants.keys import KeyFile
+from tests.kit.gateway_parts import KEY, OTHER_KEY, GatewayParts, write_keys
 
 
 async def _ready(tmp_path, **rules):
     write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other"})
     metrics = Metrics(CollectorRegistry())
-    parts = GatewayParts(KeyFile(tmp_path / "keys.json", clock=ManualClock(), metrics=metrics), **rules)
+    parts = GatewayParts(KeyFile(tmp_path / "keys.json", metrics=metrics), **rules)
     await parts.endpoints.probe_all()
     return parts
 

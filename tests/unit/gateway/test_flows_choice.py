@@ -14,14 +14,13 @@ from contextcache.errors import (
     Unauthorized,
 )
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from gateway.auth import KeyFile, SingleTenant
-from gateway.endpoints import Health
-from gateway.fairness import TenantRates
 from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
 from gateway.paths import Kind
+from gateway.pods.endpoints import Health
+from gateway.pods.routing import Reason
 from gateway.ports import Endpoint, EngineLoad
-from gateway.routing import Reason
-from tests.helpers.gateway_parts import KEY, REF, SECRET, GatewayParts
+from gateway.tenants.keys import KeyFile, SingleTenant
+from tests.kit.gateway_parts import KEY, REF, SECRET, GatewayParts
 
 MODELS = frozenset({"stub-model"})
 SATURATED = Health(healthy=True, models=MODELS, load=EngineLoad(8, 40, 0.5))
@@ -31,11 +30,15 @@ FULL = Health(healthy=True, models=MODELS, load=EngineLoad(8, 256, 0.5))
 def admit(parts, kind=Kind.COMPLETION, *, subset=None, **headers):
     head = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     head |= {name.replace("_", "-"): value for name, value in headers.items()}
-    return parts.gateway.admit(kind, head, request_id="req_1", subset=subset)
+    return parts.gateway.admit(kind, head, path="/v1/completions", request_id="req_1", subset=subset)
 
 
 async def route(parts, body, kind=Kind.COMPLETION, **head):
     return await parts.gateway.route(admit(parts, kind, **head), json.dumps(body).encode())
+
+
+def body_of(kind):
+    return {} if kind is Kind.STATELESS else {"session_id": "ctx_1"}
 
 
 async def set_health(parts, health, *names):
@@ -104,11 +107,11 @@ def test_an_address_has_a_port_whatever_the_url_says():
 async def test_only_pods_the_proxy_allows_are_chosen(parts, kind):
     await parts.directory.add("ctx_1", holder="pod-a")
     for _ in range(4):
-        forward = await route(parts, {"session_id": "ctx_1"}, kind, subset=frozenset({"pod-b:8001", "other:1"}))
+        forward = await route(parts, body_of(kind), kind, subset=frozenset({"pod-b:8001", "other:1"}))
 
         assert forward.endpoint.name == "pod-b"
     with pytest.raises(NoReadyEndpoint):
-        await route(parts, {"session_id": "ctx_1"}, kind, subset=frozenset())
+        await route(parts, body_of(kind), kind, subset=frozenset())
 
 
 async def test_a_turn_that_leaves_its_holder_has_its_kv_fetched_from_there(parts):
@@ -123,10 +126,43 @@ async def test_a_turn_that_leaves_its_holder_has_its_kv_fetched_from_there(parts
     assert counted(parts, "choices", reason="holder_saturated") == 1
 
 
+async def test_the_row_knows_of_a_pod_before_kv_is_fetched_there_and_is_told_once(parts):
+    """Or a delete that comes while the bytes travel would not ask there."""
+    await parts.directory.add("ctx_1", holder="pod-a")
+    await set_health(parts, SATURATED, "pod-a")
+    noted, note = [], parts.directory.note_holder
+
+    async def noting(*who, holder):
+        noted.append((holder, list(parts.sidecars["pod-b"].pulls)))
+        await note(*who, holder=holder)
+
+    parts.directory.note_holder = noting
+    for _ in range(2):
+        await route(parts, {"session_id": "ctx_1"})
+
+    assert noted == [("pod-b", [])]
+    assert len(parts.sidecars["pod-b"].pulls) == 2
+    assert (await parts.directory.locate("demo", "ctx_1")).holders == ("pod-a", "pod-b")
+
+
+async def test_nothing_is_fetched_where_no_delete_would_look(parts):
+    await parts.directory.add("ctx_1", holder="pod-a")
+    await set_health(parts, SATURATED, "pod-a")
+    parts.directory.note_holder = _away
+
+    assert (await route(parts, {"session_id": "ctx_1"})).endpoint.name == "pod-b"
+    assert parts.sidecars["pod-b"].pulls == []
+
+
+async def _away(*who, holder):
+    raise StoreUnavailable("the manager is down")
+
+
 async def test_a_turn_at_its_holder_fetches_nothing(parts):
     await parts.directory.add("ctx_1", holder="pod-a")
     await route(parts, {"session_id": "ctx_1"})
 
+    assert (await parts.directory.locate("demo", "ctx_1")).holders == ("pod-a",)
     assert [sidecar.pulls for sidecar in parts.sidecars.values()] == [[], []]
 
 
@@ -221,18 +257,13 @@ async def test_stateless_requests_meet_only_when_asked_to():
     assert len(set(await pods_of(parts, alike, routing_strategy="session-affinity"))) > 3
 
 
-async def test_a_body_is_parsed_only_where_it_decides(parts):
-    async def is_parsed(**head):
-        return (await route(parts, {"model": "stub-model", "prompt": "x"}, **head)).query.model is not None
+async def test_a_body_says_the_model_unless_it_is_an_upload(parts):
+    async def model(**head):
+        return (await route(parts, {"model": "stub-model", "prompt": "x"}, **head)).query.model
 
-    assert not await is_parsed()
-    assert not await is_parsed(routing_strategy="random")
-    assert await is_parsed(routing_strategy="prefix-cache")
-    await set_health(parts, Health(healthy=True, models=frozenset({"other"})), "pod-b")
-    assert await is_parsed(content_type="Application/JSON; charset=utf-8")
-    assert not await is_parsed(content_type="multipart/form-data")
-    parts.endpoints.follow([parts.endpoints.endpoint("pod-a")])
-    assert not await is_parsed(routing_strategy="prefix-cache")
+    assert await model() == "stub-model"
+    assert await model(content_type="Application/JSON; charset=utf-8") == "stub-model"
+    assert await model(content_type="multipart/form-data") is None
 
 
 async def test_full_queues_everywhere_are_429_for_work_and_nothing_for_a_look(parts):
@@ -240,7 +271,7 @@ async def test_full_queues_everywhere_are_429_for_work_and_nothing_for_a_look(pa
     await set_health(parts, FULL, "pod-a", "pod-b")
     for kind in (Kind.COMPLETION, Kind.CREATE, Kind.STATELESS):
         with pytest.raises(EndpointsSaturated) as caught:
-            await route(parts, {"session_id": "ctx_1"}, kind)
+            await route(parts, body_of(kind), kind)
 
         assert (caught.value.http_status, caught.value.code, caught.value.retry_after_s) == (
             429,
@@ -252,7 +283,7 @@ async def test_full_queues_everywhere_are_429_for_work_and_nothing_for_a_look(pa
 
 
 async def test_a_tenant_that_asks_too_fast_is_refused_before_anything_is_looked_up(parts):
-    limited = GatewayParts(SingleTenant(), rates=TenantRates(clock=parts.clock, rate_per_s=1, burst=1))
+    limited = GatewayParts(SingleTenant(), limits={"rate_per_s": 1, "burst": 1})
     await limited.endpoints.probe_all()
     await route(limited, {"prompt": "x"})
 
@@ -262,8 +293,8 @@ async def test_a_tenant_that_asks_too_fast_is_refused_before_anything_is_looked_
 
 
 async def test_who_has_no_key_uses_up_nobodys_rate(parts, tmp_path):
-    keys = KeyFile(tmp_path / "keys.json", clock=parts.clock, metrics=parts.metrics)
-    limited = GatewayParts(keys, rates=TenantRates(clock=parts.clock, rate_per_s=1, burst=1))
+    keys = KeyFile(tmp_path / "keys.json", metrics=parts.metrics)
+    limited = GatewayParts(keys, limits={"rate_per_s": 1, "burst": 1})
     for _ in range(3):
         with pytest.raises(Unauthorized):
             admit(limited, authorization="Bearer wrong")

@@ -1,10 +1,14 @@
 """What a context looks like from outside, and what a delete leaves."""
 
+import asyncio
+
 import pytest
 
 from contextcache.errors import CacheRefNotFound, ContextNotFound, StoreUnavailable
-from contextcache.model import Segment, SegmentKind, TurnCommit
-from tests.helpers.gateway_parts import PREVIOUS_REF, REF, manifest_of
+from contextcache.model import NewSession, Segment, SegmentKind, SessionPage, TurnCommit
+from gateway.http.models import context_list, context_object
+from gateway.tenants.keys import SingleTenant
+from tests.kit.gateway_parts import PREVIOUS_REF, REF, GatewayParts, manifest_of
 
 
 async def test_a_context_is_described_with_its_kv(parts):
@@ -12,7 +16,7 @@ async def test_a_context_is_described_with_its_kv(parts):
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1", size_bytes=4096), tier="disk")
     created = parts.clock.now_ms() // 1000
 
-    assert await parts.gateway.read("demo", "ctx_1") == {
+    assert context_object(*await parts.gateway.read("demo", "ctx_1")) == {
         "object": "context",
         "session_id": "ctx_1",
         "model": "stub-model",
@@ -33,16 +37,33 @@ async def test_a_context_is_described_with_its_kv(parts):
 
 
 async def kv_of(parts, session_id="ctx_1"):
-    found = await parts.gateway.read("demo", session_id)
-    return found["holder"]["state"], found["bytes"], found["tiers"]
+    _, kv = await parts.gateway.read("demo", session_id)
+    return kv.state, kv.size_bytes, kv.tier
 
 
 async def test_kv_that_is_not_sealed_is_pending_at_first_and_absent_later(parts):
     await parts.directory.add("ctx_1")
 
-    assert await kv_of(parts) == ("pending", 0, [])
+    assert await kv_of(parts) == ("pending", 0, "")
     parts.clock.advance(s=30)
-    assert await kv_of(parts) == ("absent", 0, [])
+    assert await kv_of(parts) == ("absent", 0, "")
+
+
+async def test_kv_that_is_being_saved_is_pending_however_long_it_takes(parts):
+    """Seen failing: a save of more than half a minute was told as absent."""
+    await parts.directory.add("ctx_1", holder="pod-a")
+    parts.sidecars["pod-a"].saving.add(("demo", REF))
+    parts.clock.advance(s=90)
+
+    assert await kv_of(parts) == ("pending", 0, "")
+
+
+async def test_kv_that_was_given_up_is_absent_at_once_and_says_why(parts):
+    await parts.directory.add("ctx_1", holder="pod-a")
+    parts.sidecars["pod-a"].fail("demo", REF, "staging_full")
+    found = context_object(*await parts.gateway.read("demo", "ctx_1"))
+
+    assert found["holder"] == {"endpoint": "pod-a", "state": "absent", "reason": "staging_full"}
 
 
 async def test_while_the_newest_kv_is_sealing_the_one_before_counts(parts):
@@ -51,13 +72,13 @@ async def test_while_the_newest_kv_is_sealing_the_one_before_counts(parts):
     await parts.directory.commit_turn(_commit("ctx_1"))
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1", cache_ref=PREVIOUS_REF, size_bytes=100))
 
-    assert await kv_of(parts) == ("pending", 100, ["host"])
+    assert await kv_of(parts) == ("pending", 100, "host")
 
 
 async def test_a_context_that_saved_nothing_has_none(parts):
     await parts.directory.add("ctx_1", cache_ref="")
 
-    assert await kv_of(parts) == ("absent", 0, [])
+    assert await kv_of(parts) == ("absent", 0, "")
 
 
 @pytest.mark.parametrize("holder", ["pod-a", "pod-of-yesterday"])
@@ -65,7 +86,7 @@ async def test_an_unreachable_holder_never_fails_the_call(parts, holder):
     await parts.directory.add("ctx_1", holder=holder)
     parts.sidecars["pod-a"].down = True
 
-    assert await kv_of(parts) == ("unreachable", None, [])
+    assert await kv_of(parts) == ("unreachable", None, "")
 
 
 async def test_a_list_has_the_tenants_own_contexts_newest_first_in_pages(parts):
@@ -73,8 +94,8 @@ async def test_a_list_has_the_tenants_own_contexts_newest_first_in_pages(parts):
         await parts.directory.add(f"ctx_{number}")
         parts.clock.advance(s=1)
     await parts.directory.add("ctx_foreign", tenant="other")
-    first = await parts.gateway.list_contexts("demo", limit=2)
-    second = await parts.gateway.list_contexts("demo", limit=2, after=first["last_id"])
+    first = context_list(await parts.gateway.list_contexts("demo", limit=2))
+    second = context_list(await parts.gateway.list_contexts("demo", limit=2, after=first["last_id"]))
 
     assert [found["session_id"] for found in first["data"]] == ["ctx_2", "ctx_1"]
     assert (first["object"], first["has_more"], first["last_id"]) == ("list", True, "ctx_1")
@@ -87,8 +108,8 @@ async def test_a_list_can_be_of_one_model(parts):
     await parts.directory.add("ctx_2", model="b")
     found = await parts.gateway.list_contexts("demo", limit=10, model="b")
 
-    assert [entry["session_id"] for entry in found["data"]] == ["ctx_2"]
-    assert await parts.gateway.list_contexts("demo", limit=10, model="c") == {
+    assert [session.session_id for session in found.sessions] == ["ctx_2"]
+    assert context_list(await parts.gateway.list_contexts("demo", limit=10, model="c")) == {
         "object": "list",
         "data": [],
         "has_more": False,
@@ -96,12 +117,55 @@ async def test_a_list_can_be_of_one_model(parts):
     }
 
 
-async def test_a_delete_removes_the_row_and_the_kv_at_every_sidecar(parts):
+def unreachable(parts):
+    """Sidecars that a delete asked in vain."""
+    found = parts.metrics.unreachable_deletes.collect()[0].samples
+    return {sample.labels["endpoint"] for sample in found if sample.name.endswith("_total")}
+
+
+@pytest.fixture
+async def fleet():
+    """Two hundred pods whose sidecars are all away."""
+    fleet = GatewayParts(SingleTenant(), pods=tuple(f"pod-{number}" for number in range(200)))
+    await fleet.endpoints.probe_all()
+    for sidecar in fleet.sidecars.values():
+        sidecar.down = True
+    return fleet
+
+
+async def test_a_delete_asks_only_where_kv_may_be(fleet):
+    """Seen failing before: all two hundred were asked."""
+    await fleet.directory.add("ctx_1", tenant="default", holder="pod-7")
+    await fleet.directory.note_holder("default", "ctx_1", holder="pod-100")
+    await fleet.directory.note_holder("default", "ctx_1", holder="pod-of-yesterday")
+    await fleet.gateway.delete("default", "ctx_1")
+
+    assert unreachable(fleet) == {"pod-7", "pod-100"}
+
+
+async def test_a_delete_asks_all_where_nobody_knows(fleet):
+    """A create under way, a session that was at too many pods, and pods that go by other names in their settings."""
+    new = NewSession("default", "ctx_new", "stub-model")
+    await fleet.directory.reserve(new, lease_id="l", lease_ttl_ms=1000)
+    await fleet.directory.add("ctx_many", tenant="default", holder="pod-7")
+    for number in range(20):
+        await fleet.directory.note_holder("default", "ctx_many", holder=f"pod-{number}")
+    await fleet.directory.add("ctx_odd", tenant="default", holder="engine-0")
+    for name in ("ctx_new", "ctx_many", "ctx_odd"):
+        fleet.metrics.unreachable_deletes.clear()
+        await fleet.gateway.delete("default", name)
+
+        assert len(unreachable(fleet)) == 200
+
+
+async def test_a_delete_removes_the_row_and_the_kv_at_every_sidecar_it_was_at(parts):
     await parts.directory.add("ctx_1", holder="pod-a")
+    await parts.directory.note_holder("demo", "ctx_1", holder="pod-b")
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1", size_bytes=100))
     parts.sidecars["pod-b"].keep(manifest_of("ctx_1", cache_ref=PREVIOUS_REF, size_bytes=10))
 
-    assert await parts.gateway.delete("demo", "ctx_1") == {"session_id": "ctx_1", "status": "success"}
+    await parts.gateway.delete("demo", "ctx_1")
+
     assert parts.metrics.registry.get_sample_value("contextcache_gateway_freed_bytes_total") == 110
     for name, ref in (("pod-a", REF), ("pod-b", PREVIOUS_REF)):
         with pytest.raises(CacheRefNotFound):
@@ -114,11 +178,11 @@ async def test_a_delete_removes_the_row_and_the_kv_at_every_sidecar(parts):
 
 async def test_a_delete_succeeds_without_the_sidecars(parts):
     await parts.directory.add("ctx_1")
-    parts.sidecars["pod-b"].down = True
+    parts.sidecars["pod-a"].down = True
     await parts.gateway.delete("demo", "ctx_1")
 
     missed = parts.metrics.registry.get_sample_value(
-        "contextcache_gateway_unreachable_deletes_total", {"endpoint": "pod-b"}
+        "contextcache_gateway_unreachable_deletes_total", {"endpoint": "pod-a"}
     )
     assert missed == 1
 
@@ -141,8 +205,20 @@ async def test_foreign_unknown_and_impossible_ids_get_one_answer(parts, session_
             await call("other", session_id)
 
         assert caught.value.message == "no context has this session_id"
-    assert (await parts.gateway.read("demo", "ctx_1"))["session_id"] == "ctx_1"
+    assert (await parts.gateway.read("demo", "ctx_1"))[0].session_id == "ctx_1"
 
 
 def _commit(session_id):
     return TurnCommit("demo", session_id, "t", 1, 1, (Segment(SegmentKind.PROMPT, (4,), text="x"),), REF, "pod-a")
+
+
+async def test_an_empty_page_says_where_to_go_on(parts, monkeypatch):
+    page = SessionPage((), has_more=True, last_id="ctx_7")
+    monkeypatch.setattr(parts.directory, "list_sessions", lambda *_, **__: asyncio.sleep(0, page))
+
+    assert context_list(await parts.gateway.list_contexts("demo", limit=10, model="rare")) == {
+        "object": "list",
+        "data": [],
+        "has_more": True,
+        "last_id": "ctx_7",
+    }

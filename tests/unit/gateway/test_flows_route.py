@@ -13,10 +13,12 @@ from contextcache.errors import (
     Unauthorized,
 )
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from gateway.endpoints import Health
-from gateway.flows import ROUTING_HEADERS
+from contextcache.model import ContextMode
+from gateway.flows import ROUTING_HEADERS, SALTED_PATHS
 from gateway.paths import Kind
-from tests.helpers.gateway_parts import KEY, OTHER_KEY, SECRET
+from gateway.pods.endpoints import Health
+from gateway.ports import Caller
+from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET, as_told
 
 CHAT = "/v1/chat/completions"
 
@@ -24,7 +26,7 @@ CHAT = "/v1/chat/completions"
 async def route(parts, body, *, path="/v1/completions", method="POST", key=KEY, headers=None):
     head = {"authorization": f"Bearer {key}", "content-type": "application/json", **(headers or {})}
     kind = parts.gateway.kind_of(method, path)
-    admission = parts.gateway.admit(kind, head, request_id="req_1")
+    admission = parts.gateway.admit(kind, head, path=path, request_id="req_1")
     return await parts.gateway.route(admission, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
@@ -39,7 +41,17 @@ async def test_a_stateless_request_is_untouched_and_costs_no_look_up(parts):
     assert parts.directory.calls == []
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("mode", [None, *ContextMode])
+async def test_what_a_key_says_of_its_prompts_is_signed_for_the_pod(parts, mode):
+    await parts.directory.add("ctx_1")
+    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", mode)
+    turn = await route(parts, {"prompt": "x", "session_id": "ctx_1"})
+    create = await route(parts, {"prompt": "x"}, path="/v1/context")
+
+    assert [identity_of(parts, forward).context_mode for forward in (turn, create)] == [mode, mode]
+
+
+@pytest.mark.parametrize("path", sorted(SALTED_PATHS))
 async def test_a_stateless_completion_may_be_salted_for_its_tenant(salting, path):
     async def salt(key, body):
         forward = await route(salting, body, path=path, key=key)
@@ -148,21 +160,21 @@ async def test_forbidden_keys_are_stripped_from_session_requests(parts, path):
     sent = {"session_id": "ctx_1", "cache_salt": "mine", "kv_transfer_params": {"context_cache": "v1.x.y"}, "n": 1}
     forward = await route(parts, sent, path=path)
 
-    assert json.loads(forward.body) == {"session_id": "ctx_1", "n": 1}
+    assert as_told(forward.body) == {"session_id": "ctx_1", "n": 1}
 
 
 async def test_forbidden_keys_are_stripped_on_every_path(parts):
     for path in ("/v1/completions", CHAT, "/v1/responses", "/v1/embeddings", "/tokenize"):
         forward = await route(parts, b'{"model":"m","\\u0063ache_salt":"x"}', path=path)
 
-        assert forward.body == b'{"model": "m"}'
+        assert forward.body == b'{"model":"m","\\u0063ache_salt":"x","cache_salt":null}'
 
 
 async def test_forbidden_keys_are_stripped_from_a_turn_named_in_the_header(parts):
     await parts.directory.add("ctx_1")
     forward = await route(parts, {"prompt": "x", "cache_salt": "y"}, headers={"x-session-id": "ctx_1"})
 
-    assert json.loads(forward.body) == {"prompt": "x"}
+    assert as_told(forward.body) == {"prompt": "x"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from gateway.app import _rules
+from gateway.pods.routing import LoadLimits
 from gateway.ports import Endpoint
 from gateway.settings import GatewaySettings, endpoint_of, is_loopback
 
@@ -17,12 +19,12 @@ def test_endpoints_come_from_json_in_the_environment(monkeypatch):
     monkeypatch.setenv("GATEWAY_ENDPOINTS", '[{"name": "a", "url": "http://a:8001"}]')
     monkeypatch.setenv("GATEWAY_SECRET_FILE", "secret")
     monkeypatch.setenv("GATEWAY_API_KEYS_FILE", "")
-    monkeypatch.setenv("GATEWAY_ENGINE_PATHS", '["/tokenize"]')
+    monkeypatch.setenv("GATEWAY_ENGINE_PATHS", '["GET /version"]')
     found = GatewaySettings()
 
     assert [(pod.name, pod.url, pod.sidecar) for pod in found.endpoints] == [("a", "http://a:8001", "")]
     assert found.api_keys_file is None
-    assert found.engine_paths == ("/tokenize",)
+    assert found.engine_paths == ("GET /version",)
 
 
 def test_an_endpoints_url_loses_its_slash():
@@ -83,3 +85,12 @@ def test_a_pod_has_everything_its_settings_say():
     found = settings(endpoints=[{**POD, "draining": True}]).endpoints[0]
 
     assert endpoint_of(found) == Endpoint("pod-a", "http://127.0.0.1:8001", "127.0.0.1:50061", draining=True)
+
+
+def test_what_counts_as_busy_and_how_long_an_identity_lives_is_the_operators_to_say(tmp_path):
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    chosen = {"saturated_waiting": 3, "saturated_kv_usage": 0.5, "shed_waiting": 9, "identity_ttl_s": 2.5}
+    rules = _rules(settings(secret_file=tmp_path / "secret", **chosen))
+
+    assert rules.limits == LoadLimits(saturated_waiting=3, saturated_kv_usage=0.5, shed_waiting=9)
+    assert rules.identity_ttl_ms == 2500

@@ -12,7 +12,7 @@ from contextcache.errors import CorruptBlock, StorageFull
 from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, parse_block_file
 from kv_sidecar.block_id import block_id
 from kv_sidecar.block_key import BlockKey
-from tests.helpers.kv_blocks import FINGERPRINT, TENANT, block_file_bytes, block_meta_of, write_block
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, block_file_bytes, block_meta_of, write_block
 
 TOKENS = (5, 6, 7, 0xFFFF_FFFF)
 META = BlockMeta("block", block_id(FINGERPRINT, TENANT, "", TOKENS), "", TENANT, FINGERPRINT, 3, TOKENS)
@@ -102,13 +102,13 @@ def test_every_flipped_byte_is_detected_or_changes_nothing() -> None:
         assert np.array_equal(file.pages, pages), position
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 63, 64, 300, -1])
-def test_a_truncated_file_is_corrupt(tmp_path: Path, length: int) -> None:
+def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
     data = block_file_bytes(META)
-    (tmp_path / "b").write_bytes(data[:length])
+    for length in range(len(data)):
+        (tmp_path / "b").write_bytes(data[:length])
 
-    with pytest.raises(CorruptBlock):
-        open_block_file(tmp_path / "b")
+        with pytest.raises(CorruptBlock):
+            open_block_file(tmp_path / "b")
 
 
 def test_bytes_after_the_tensor_are_corrupt() -> None:

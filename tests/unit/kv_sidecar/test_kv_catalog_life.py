@@ -19,7 +19,7 @@ from contextcache.errors import (
 from contextcache.model import new_cache_ref
 from kv_sidecar.catalog import Removed
 from kv_sidecar.manifest import all_keys, block_key
-from tests.helpers.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
 OTHER_END = (*range(8), 90, 91, 92)
@@ -80,7 +80,9 @@ async def test_another_tenant_deletes_and_refuses_nothing(kv: SidecarUnderTest, 
 
     assert await kv.catalog.delete("other", SESSION, [new.cache_ref, later.cache_ref]) == Removed(0, 0)
     assert await kv.load(new)
-    await kv.catalog.prepare_save(later)
+    await kv.send_all(later)
+    assert await kv.catalog.delete("other", SESSION, [later.cache_ref]) == Removed(0, 0)
+    assert await kv.catalog.seal(later.cache_ref, 0)
 
 
 @pytest.mark.parametrize("by_session", [True, False])
@@ -128,6 +130,25 @@ async def test_a_delete_in_the_middle_of_a_seal_wins(kv: SidecarUnderTest, clock
 
         assert kv.manifest_files() == set()
         assert kv.block_files() == set()
+
+
+async def test_a_save_that_is_deleted_while_its_seal_waits_is_not_said_to_be_sealed(
+    kv: SidecarUnderTest, clock: ManualClock
+) -> None:
+    """Seen to fail without the look at `dropped` before a manifest is written: the engine was told that it was."""
+    new = new_save(PROMPT, now_ms=clock.now_ms())
+    await kv.send_all(new)
+    async with kv.catalog._manifests._lock:
+        sealing = asyncio.create_task(kv.catalog.seal(new.cache_ref, 0))
+        await asyncio.sleep(0)
+        deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    with pytest.raises(ContextDeleted):
+        await sealing
+    await deleting
+    assert kv.manifest_files() == set()
 
 
 async def test_tombstones_end_after_their_time(kv: SidecarUnderTest, clock: ManualClock) -> None:

@@ -22,7 +22,7 @@ from contextcache.errors import (
 from contextcache.model import new_cache_ref
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import block_key, block_meta
-from tests.helpers.kv_blocks import (
+from tests.kit.kv_blocks import (
     TENANT,
     TTL_MS,
     SidecarUnderTest,
@@ -30,6 +30,7 @@ from tests.helpers.kv_blocks import (
     new_save,
     write_block,
 )
+from tests.kit.until import until
 
 PROMPT = tuple(range(10))
 """Two whole blocks of four tokens and a tail of two."""
@@ -46,6 +47,10 @@ async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock)
         yield kv
 
 
+nothing_is_sent = pytest.mark.parametrize("kv", [True], indirect=True, ids=["shared-memory"])
+"""The two ways of the bytes are one here."""
+
+
 async def test_a_saved_context_is_loaded_byte_for_byte(kv: SidecarUnderTest) -> None:
     new = await kv.save(PROMPT)
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
@@ -56,7 +61,7 @@ async def test_a_saved_context_is_loaded_byte_for_byte(kv: SidecarUnderTest) -> 
     assert await kv.load(new) == ["host"] * 3
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("num_tokens", [3, 4, 5])
 async def test_contexts_of_every_length_around_a_block_edge_come_back(kv: SidecarUnderTest, num_tokens: int) -> None:
     new = await kv.save(tuple(range(num_tokens)))
 
@@ -145,6 +150,7 @@ async def test_a_rank_that_was_not_announced_cannot_seal(kv: SidecarUnderTest, c
         {"world_size": 3},
     ],
 )
+@nothing_is_sent
 async def test_ranks_that_disagree_are_refused(
     kv: SidecarUnderTest, clock: ManualClock, change: dict[str, object]
 ) -> None:
@@ -172,6 +178,7 @@ async def test_ranks_that_disagree_are_refused(
         {"fingerprint": "x" * 1000},
     ],
 )
+@nothing_is_sent
 async def test_an_announcement_that_cannot_be_is_refused(
     kv: SidecarUnderTest, clock: ManualClock, change: dict[str, object]
 ) -> None:
@@ -422,9 +429,7 @@ async def test_a_delete_waits_for_a_read_and_takes_what_it_left_in_memory(
         loading = asyncio.create_task(kv.load(new))
         assert await asyncio.to_thread(reading.wait, 30)
         deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
-        async with asyncio.timeout(30):
-            while kv.sidecar.tiers.is_stored(key):
-                await asyncio.sleep(0)
+        await until(lambda: not kv.sidecar.tiers.is_stored(key), what="the block is stored no more", interval_s=0)
         for _ in range(10):
             await kv.sidecar.threads.write(len, "")
         assert not deleting.done()
@@ -465,6 +470,18 @@ async def test_a_save_that_is_never_sealed_is_dropped_after_its_deadline(
     assert kv.block_files() == set()
     with pytest.raises(ContextDeleted):
         await kv.catalog.seal(new.cache_ref, 0)
+
+
+async def test_a_save_that_goes_on_is_not_dropped(kv: SidecarUnderTest, clock: ManualClock) -> None:
+    """Seen failing with a deadline counted from the announcement: a long context on a slow disk was dropped."""
+    new = new_save(PROMPT, now_ms=clock.now_ms())
+    await kv.catalog.prepare_save(new)
+    for block_index in range(3):
+        clock.advance(s=kv.settings.save_deadline_s - 1)
+        await kv.catalog.collect()
+        await kv.send(new, block_index)
+
+    assert await kv.catalog.seal(new.cache_ref, 0)
 
 
 async def test_a_cancelled_seal_is_carried_through(kv: SidecarUnderTest, clock: ManualClock) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -13,7 +13,8 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
 from kv_sidecar.manifest import all_keys
 from kv_sidecar.saves import NewSave
-from tests.helpers.kv_blocks import TENANT, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
+from tests.kit.seed import random_of
 
 NUM_SESSIONS = 5
 
@@ -21,9 +22,9 @@ NUM_SESSIONS = 5
 class Traffic:
     """Random saves, loads, deletes, touches and collector passes over a few sessions that share prefixes."""
 
-    def __init__(self, kv: SidecarUnderTest, seed: int) -> None:
+    def __init__(self, kv: SidecarUnderTest, random: Random) -> None:
         self.kv = kv
-        self.random = random.Random(seed)
+        self.random = random
         self.sealed: list[NewSave] = []
         self.outcomes: Counter[str] = Counter()
 
@@ -78,13 +79,10 @@ class Traffic:
 
 
 @pytest.mark.parametrize("memory_limit_bytes", [6_000, 1 << 20])
-@pytest.mark.parametrize("seed", range(3))
-async def test_any_mixture_serves_only_right_bytes_and_ends_clean(
-    tmp_path: Path, seed: int, memory_limit_bytes: int
-) -> None:
+async def test_any_mixture_serves_only_right_bytes_and_ends_clean(tmp_path: Path, memory_limit_bytes: int) -> None:
     clock = ManualClock()
     async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=memory_limit_bytes, io_threads=4) as kv:
-        traffic = Traffic(kv, seed)
+        traffic = Traffic(kv, random_of(f"mixture {memory_limit_bytes}"))
         await traffic.run(120)
         assert kv.memory.usage().size_bytes <= memory_limit_bytes
         assert not kv.memory.has_pins

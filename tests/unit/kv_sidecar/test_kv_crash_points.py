@@ -11,7 +11,7 @@ from contextcache.errors import CacheRefNotFound, CorruptBlock
 from contextcache.model import Manifest
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL, BETWEEN_PULLED_BLOCKS, POINTS, point_of
 from kv_sidecar.manifest import block_key
-from tests.helpers.kv_blocks import TENANT, SidecarUnderTest
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
 CALLED = {"BEFORE_SEAL": BEFORE_SEAL, "AFTER_SEAL": AFTER_SEAL, "BETWEEN_PULLED_BLOCKS": BETWEEN_PULLED_BLOCKS}
 """Points that are no steps on disk, by the name they are called with."""

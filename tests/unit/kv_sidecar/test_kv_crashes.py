@@ -17,7 +17,7 @@ from contextcache.errors import CacheRefNotFound
 from contextcache.model import new_cache_ref
 from kv_sidecar.manifest import all_keys
 from kv_sidecar.saves import NewSave
-from tests.helpers.kv_blocks import TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import TENANT, TTL_MS, SidecarUnderTest, new_save
 
 KEPT = tuple(range(10))
 OTHER = (*range(8), 90, 91, 92, 93, 94)

@@ -11,7 +11,7 @@ import pytest
 from kv_sidecar.block_file import FORMAT as BLOCK_FORMAT
 from kv_sidecar.manifest import FORMAT as MANIFEST_FORMAT
 from kv_sidecar.manifest import block_key, block_meta
-from tests.helpers.kv_blocks import ENGINE_BLOCKS, LAYERS, PAGE_BYTES, SidecarUnderTest, fill_of, new_save, write_block
+from tests.kit.kv_blocks import ENGINE_BLOCKS, LAYERS, PAGE_BYTES, SidecarUnderTest, fill_of, new_save, write_block
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "formats.md"
 

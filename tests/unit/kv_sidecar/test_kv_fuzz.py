@@ -26,7 +26,7 @@ from kv_sidecar.block_key import BlockKey
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.manifest import all_keys, decode_manifest, encode_manifest, manifest_checksum, num_files
 from kv_sidecar.safetensors_header import decode_header
-from tests.helpers.kv_blocks import block_file_bytes, block_meta_of, new_save
+from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save
 
 PLAN = new_save(tuple(range(10)), now_ms=1, world_size=2).manifest(block_tokens=4)
 MANIFEST = encode_manifest(replace(PLAN, block_checksums=("0" * 32,) * 6))

@@ -23,7 +23,7 @@ from contextcache.errors import CacheRefNotFound, CorruptBlock
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.leftovers import remove_old, remove_whatever
 from kv_sidecar.manifest import block_key
-from tests.helpers.kv_blocks import TENANT, SidecarUnderTest
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
 TEN = tuple(range(10))
 START_DEADLINE_S = 60
@@ -170,42 +170,42 @@ def test_a_sidecar_starts_over_any_leftover_and_serves_what_was_whole(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["tmp", "blocks", "tails", "manifests", "quarantine", "lock"])
-async def test_a_sidecar_starts_where_something_else_lies_under_a_name_of_its_own(
-    tmp_path: Path, place: str, kind: str
-) -> None:
+async def test_a_sidecar_starts_where_something_else_lies_under_each_name_of_its_own(tmp_path: Path, kind: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(b"somebody else's")
-    leave(tmp_path, outside, "data", place, kind)
+    for place in ("tmp", "blocks", "tails", "manifests", "quarantine", "lock"):
+        leave(tmp_path, outside, "data", place, kind)
 
     await start_over(tmp_path, ManualClock(), None, outside)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["block", "tail", "manifest", "fan-out"])
-async def test_what_takes_the_place_of_a_stored_file_is_a_miss_and_in_nobody_s_way(
-    tmp_path: Path, what: str, kind: str
-) -> None:
+async def test_what_takes_the_place_of_a_stored_file_is_a_miss_and_in_nobody_s_way(tmp_path: Path, kind: str) -> None:
+    """Of one context its first block, of others the tail, the manifest, the folder of the first block."""
     clock, outside = ManualClock(), tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_bytes(b"somebody else's")
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        new = await kv.save(TEN)
-        path = {
-            "block": kv.path_of(block_key(kv.plan(new), 0, 0)),
-            "tail": kv.path_of(block_key(kv.plan(new), 2, 0)),
-            "manifest": kv.settings.data_dir / "manifests" / new.cache_ref[4:6] / f"{new.cache_ref}.safetensors",
-            "fan-out": kv.path_of(block_key(kv.plan(new), 0, 0)).parent,
-        }[what]
-    remove_whatever(path)
-    leave(tmp_path, outside, str(path.parent.relative_to(tmp_path)), path.name, kind)
+        saved = [await kv.save(tuple(range(start, start + 10))) for start in (0, 100, 200, 300)]
+        ref = saved[2].cache_ref
+        paths = [
+            kv.path_of(block_key(kv.plan(saved[0]), 0, 0)),
+            kv.path_of(block_key(kv.plan(saved[1]), 2, 0)),
+            kv.settings.data_dir / "manifests" / ref[4:6] / f"{ref}.safetensors",
+            kv.path_of(block_key(kv.plan(saved[3]), 0, 0)).parent,
+        ]
+    for path in paths:
+        remove_whatever(path)
+        leave(tmp_path, outside, str(path.parent.relative_to(tmp_path)), path.name, kind)
     async with asyncio.timeout(START_DEADLINE_S), SidecarUnderTest(tmp_path, clock=clock) as kv:
         await kv.sidecar.collect()
-        with pytest.raises((CorruptBlock, CacheRefNotFound)):
-            await kv.load(new)
-        again = await kv.save(TEN, session_id="ctx_again")
-        assert await kv.load(again)
+        for new in saved:
+            with pytest.raises((CorruptBlock, CacheRefNotFound)):
+                await kv.load(new)
+        for new in saved:
+            again = await kv.save(tuple(new.token_ids), session_id="ctx_again")
+            assert await kv.load(again)
     assert (outside / "file").read_bytes() == b"somebody else's"
 
 

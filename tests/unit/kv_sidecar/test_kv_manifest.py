@@ -19,7 +19,7 @@ from kv_sidecar.manifest import (
     encode_manifest,
     num_files,
 )
-from tests.helpers.kv_blocks import new_save
+from tests.kit.kv_blocks import new_save
 
 
 def manifest_of(token_ids: tuple[int, ...], *, block_tokens: int = 4, world_size: int = 1) -> Manifest:

@@ -15,7 +15,7 @@ from contextcache.errors import ContextCacheError, InvalidRequest, StoreUnavaila
 from contextcache.model import CacheRef, HeldCacheRef, TenantId
 from kv_sidecar import orphans
 from kv_sidecar.saves import NewSave
-from tests.helpers.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
 OTHER_END = (*range(8), 90, 91, 92)

@@ -15,8 +15,8 @@ from contextcache.model import new_cache_ref
 from kv_sidecar.pulling import Reply, Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
-from tests.helpers.catalog_peer import CatalogPeer
-from tests.helpers.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
+from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
 """Two whole blocks of four tokens and a tail of two."""
@@ -269,6 +269,27 @@ async def test_nobody_may_ask_for_more_time_than_the_sidecar_gives(tmp_path: Pat
             await asyncio.gather(*here.sidecar.pulls._tasks)
 
     assert given == [3, 1, 3]
+
+
+async def test_a_larger_context_gets_more_time(tmp_path: Path, pair: Pair) -> None:
+    """Seen failing with one deadline for all: 16 GiB never came within 10 s."""
+    new = await pair.there.save(PROMPT)
+    pair.peer.hold_block.clear()
+    async with SidecarUnderTest(
+        tmp_path / "third",
+        connect_peer=lambda address, timeout_s: pair.peer,
+        peers=("*",),
+        pull_timeout_s=0.05,
+        pull_bytes_per_s_min=1,
+    ) as here:
+        here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+        here.sidecar.pulls.start(Wanted(TENANT, (new.cache_ref,), PEER))
+        await pair.peer.arrived.wait()
+        await asyncio.sleep(0.1)
+        pair.peer.hold_block.set()
+        await asyncio.gather(*here.sidecar.pulls._tasks)
+
+        assert await here.load(new)
 
 
 @pytest.mark.parametrize("hold", ["hold_manifest", "hold_block"])

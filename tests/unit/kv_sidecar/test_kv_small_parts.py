@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRequest
-from contextcache.settings import settings_help
+from contextcache.process.settings import settings_help
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.announcements import Announcements
 from kv_sidecar.catalog import Removed
@@ -132,6 +133,33 @@ async def test_a_later_report_replaces_an_earlier_one() -> None:
     assert len(board) == 1
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2])
+async def test_of_several_ranks_the_worst_outcome_is_told_in_any_order(failing: int) -> None:
+    """Seen failing: the last report replaced the others, so a failure was told only when it came last."""
+    for order in permutations(range(3)):
+        board = reports(ManualClock())
+        for rank in order:
+            outcome = pb.LOAD_OUTCOME_FAILED if rank == failing else pb.LOAD_OUTCOME_LOADED
+            board.put(pb.LoadReport(request_id="r1", outcome=outcome, rank=rank, world_size=3))
+
+        assert (await board.get("r1", timeout_s=0)).outcome == pb.LOAD_OUTCOME_FAILED
+
+
+async def test_a_load_is_told_when_all_ranks_have_told_theirs() -> None:
+    board = reports(ManualClock())
+    loaded = {"request_id": "r1", "outcome": pb.LOAD_OUTCOME_LOADED, "loaded_tokens": 9, "world_size": 2}
+    waiting = asyncio.create_task(board.get("r1", timeout_s=30))
+    await asyncio.sleep(0)
+    board.put(pb.LoadReport(**loaded, rank=1, tier=pb.TIER_DISK, restore_ms=3, size_bytes=4))
+    await asyncio.sleep(0)
+    early = waiting.done()
+    board.put(pb.LoadReport(**loaded, rank=0, tier=pb.TIER_HOST, restore_ms=5, size_bytes=4))
+    told = await waiting
+
+    assert not early
+    assert (told.loaded_tokens, told.tier, told.restore_ms, told.size_bytes) == (9, pb.TIER_DISK, 5, 8)
+
+
 async def test_reports_are_bounded_by_count_and_age() -> None:
     clock = ManualClock()
     board = reports(clock)
@@ -151,6 +179,15 @@ async def test_reports_are_bounded_by_count_and_age() -> None:
 def test_a_report_without_a_usable_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         reports(ManualClock()).put(pb.LoadReport(request_id=name))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size_bytes": -1}, {"size_bytes": 2**63 - 1}, {"rank": 1}, {"rank": -1}, {"world_size": 2**31 - 1}]
+)
+def test_a_report_that_no_rank_could_make_is_refused(wrong: dict[str, int]) -> None:
+    """Seen failing: two reports of 2^63 - 1 bytes were added up and answered UNKNOWN."""
+    with pytest.raises(InvalidRequest):
+        reports(ManualClock()).put(pb.LoadReport(request_id="r1", **wrong))
 
 
 @settings(deadline=None)

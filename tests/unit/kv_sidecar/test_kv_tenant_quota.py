@@ -22,8 +22,9 @@ from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import block_key
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.tenant_quota import TenantQuota
-from tests.helpers.catalog_peer import CatalogPeer
-from tests.helpers.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save
+from tests.kit.until import until
 
 TENANTS = ("demo", "other")
 TEN = tuple(range(10))
@@ -131,9 +132,7 @@ async def test_a_pull_counts_and_is_refused_like_a_save(tmp_path: Path) -> None:
         ) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             kv.sidecar.pulls.start(Wanted(TENANT, (new.cache_ref,), "127.0.0.1:1"))
-            async with asyncio.timeout(30):
-                while kv.sidecar.pulls.num_pulls:
-                    await asyncio.sleep(0)
+            await until(lambda: not kv.sidecar.pulls.num_pulls, what="no pull is going on", interval_s=0)
 
             assert kv.counted("pulls_total", outcome="context_quota_exceeded") == 1
             assert kv.block_files() == set()

@@ -20,9 +20,10 @@ from kv_sidecar.manifest import block_key, block_meta, encode_manifest
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import Buffer
-from tests.helpers.catalog_peer import CatalogPeer
-from tests.helpers.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save, write_block
-from tests.helpers.vouching import vouch_for_what_lies_there
+from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save, write_block
+from tests.kit.until import until
+from tests.kit.vouching import vouch_for_what_lies_there
 
 TEN = tuple(range(10))
 """Two whole blocks and a tail."""
@@ -266,9 +267,7 @@ async def test_a_pull_takes_nothing_its_peer_s_manifest_does_not_vouch_for(tmp_p
         async with SidecarUnderTest(tmp_path / "here", connect_peer=peer.connect, peers=("*",)) as here:
             here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             here.sidecar.pulls.start(Wanted(TENANT, (new.cache_ref,), "127.0.0.1:1"))
-            async with asyncio.timeout(30):
-                while here.sidecar.pulls.num_pulls:
-                    await asyncio.sleep(0)
+            await until(lambda: not here.sidecar.pulls.num_pulls, what="no pull is going on", interval_s=0)
 
             assert here.counted("pulls_total", outcome="corrupt_block") == 1
             assert here.block_files() == set()

@@ -1,8 +1,9 @@
 """What the measuring client reads out of an answer."""
 
+import httpx
 import pytest
 
-from deploy.local.gateway_client import Answer, _take_chunk
+from deploy.local.gateway_client import Answer, GatewayClient, _take_chunk
 from deploy.local.progress import StepFailed
 
 
@@ -41,3 +42,51 @@ def test_text_session_and_usage_are_gathered_over_chunks():
 def test_an_error_in_the_stream_is_an_error():
     with pytest.raises(StepFailed, match="engine died"):
         _take_chunk(Answer(), {"error": {"message": "engine died"}}, 0.0)
+
+
+STREAM = b"""data: {"choices": [{"text": "Hel"}], "session_id": "ctx_1"}
+
+data: {"choices": [{"text": "lo"}]}
+
+data: {"choices": [], "usage": {"prompt_tokens": 3}}
+
+data: [DONE]
+
+"""
+
+
+@pytest.fixture
+def gateway():
+    """A client whose gateway answers by path."""
+    answers = {
+        "/stream": httpx.Response(200, content=STREAM, headers={"X-Context-Cache": "hit"}),
+        "/cut": httpx.Response(200, content=STREAM[:60]),
+        "/refused": httpx.Response(503, json={"detail": "away"}),
+        "/no-json": httpx.Response(200, content=b"<html>"),
+    }
+    client = GatewayClient("http://gateway", "key")
+    client._http._transport = httpx.MockTransport(lambda request: answers[request.url.path])
+    yield client
+    client._http.close()
+
+
+def test_a_streamed_answer_is_read_to_its_end_with_its_headers(gateway):
+    answer = gateway.stream("/stream", {"prompt": "x"})
+
+    assert (answer.text, answer.session_id, answer.usage) == ("Hello", "ctx_1", {"prompt_tokens": 3})
+    assert answer.headers["x-context-cache"] == "hit"
+    assert 0 < answer.ttft_ms <= answer.total_ms
+
+
+@pytest.mark.parametrize(("path", "said"), [("/cut", "without usage"), ("/refused", "HTTP 503: .*away")])
+def test_a_stream_that_is_refused_or_has_no_end_is_an_error(gateway, path, said):
+    with pytest.raises(StepFailed, match=said):
+        gateway.stream(path, {})
+
+
+def test_a_plain_call_is_an_error_unless_it_succeeds_and_may_be_tried(gateway):
+    assert gateway.try_call("GET", "/refused") == (503, {"detail": "away"})
+    with pytest.raises(StepFailed, match="GET /refused: HTTP 503"):
+        gateway.call("GET", "/refused")
+    with pytest.raises(StepFailed, match="GET /no-json: no answer"):
+        gateway.call("GET", "/no-json")

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from deploy.local.parts import StackSettings, endpoints_of, envoy_settings, host_memory_bytes, part_names, stack_parts
-from deploy.local.state import StackPaths
+from deploy.envoy.settings import EnvoySettings
+from deploy.local.parts import host_memory_bytes, part_names, stack_parts
+from deploy.local.paths import StackPaths
+from deploy.local.pods import endpoints_of, envoy_settings
+from deploy.local.settings import StackSettings
+from gateway.settings import GatewaySettings
 
 SIDECAR_FILES = ("SIDECAR_DATA_DIR", "SIDECAR_UNIX_SOCKET", "SIDECAR_SHARED_DIR")
 
@@ -24,6 +28,11 @@ def make_parts(make_settings):
         return {part.name: part for part in stack_parts(make_settings(**changes))}
 
     return make
+
+
+def told(settings):
+    """Return what Envoy is told."""
+    return envoy_settings(settings, endpoints_of(settings))
 
 
 def transfer_config(engine):
@@ -88,7 +97,7 @@ def test_a_list_of_endpoints_in_the_callers_environment_does_not_reach_the_gatew
 
 def test_envoy_sends_to_the_engines_and_asks_the_gateway(make_settings, make_parts):
     parts = make_parts(engines=2)
-    settings = envoy_settings(make_settings(engines=2))
+    settings = told(make_settings(engines=2))
     (gateway,) = settings.gateways
 
     assert [f"http://{pod}" for pod in settings.pods] == [parts["engine"].url, parts["engine-1"].url]
@@ -100,11 +109,20 @@ def test_envoy_sends_to_the_engines_and_asks_the_gateway(make_settings, make_par
 
 def test_envoy_waits_for_a_silent_pod_as_long_as_the_gateways_own_front(make_settings, monkeypatch):
     monkeypatch.delenv("GATEWAY_IDLE_TIMEOUT_S", raising=False)
-    assert envoy_settings(make_settings()).idle_timeout_s == 600
+    assert told(make_settings()).idle_timeout_s == 600
 
     monkeypatch.setenv("GATEWAY_IDLE_TIMEOUT_S", "90")
-    assert envoy_settings(make_settings()).idle_timeout_s == 90
-    assert envoy_settings(make_settings(env={"GATEWAY_IDLE_TIMEOUT_S": "15"})).idle_timeout_s == 15
+    assert told(make_settings()).idle_timeout_s == 90
+    assert told(make_settings(env={"GATEWAY_IDLE_TIMEOUT_S": "15"})).idle_timeout_s == 15
+
+
+def test_envoy_gives_a_gateway_the_time_that_is_shipped_unless_the_gateway_waits_longer_itself(make_settings):
+    shipped = EnvoySettings.model_fields["plugin_timeout_s"].default
+    manager_s = GatewaySettings.model_fields["manager_timeout_s"].default
+
+    assert told(make_settings()).plugin_timeout_s == shipped
+    assert told(make_settings(env={"GATEWAY_MANAGER_TIMEOUT_S": str(manager_s)})).plugin_timeout_s == shipped
+    assert told(make_settings(env={"GATEWAY_MANAGER_TIMEOUT_S": "20"})).plugin_timeout_s == 23
 
 
 def test_connector_and_middleware_use_their_own_sidecars_socket(make_parts):
@@ -174,49 +192,3 @@ def test_the_sidecar_takes_at_most_half_of_the_shared_memory(free, limit):
 @pytest.mark.parametrize("free", [1 << 30, 2 << 30])
 def test_two_sidecars_take_no_more_of_it_than_one(free):
     assert 0 < 2 * host_memory_bytes(free, sidecars=2) <= free // 2
-
-
-def test_a_link_stands_in_for_a_parts_own_address_wherever_that_part_is_asked_there(make_settings, make_parts):
-    links = {
-        "manager-redis": "redis://127.0.0.1:1/0",
-        "gateway-manager": "127.0.0.1:2",
-        "gateway-engine-1": "127.0.0.1:3",
-        "gateway-sidecar-1": "127.0.0.1:4",
-        "turn-manager-1": "127.0.0.1:5",
-        "turn-sidecar-1": "unix:///6",
-        "connector-sidecar-1": "unix:///7",
-        "sidecar-manager-1": "127.0.0.1:8",
-    }
-    direct, parts = make_parts(engines=2), make_parts(engines=2, links=links)
-
-    assert parts["manager"].env["MANAGER_REDIS_URL"] == "redis://127.0.0.1:1/0"
-    assert parts["gateway"].env["GATEWAY_MANAGER"] == "127.0.0.1:2"
-    settings = make_settings(engines=2, links=links)
-    assert (endpoints_of(settings)[1]["url"], endpoints_of(settings)[1]["sidecar"]) == (
-        "http://127.0.0.1:3",
-        "127.0.0.1:4",
-    )
-    assert envoy_settings(settings).pods[1] == "127.0.0.1:3"
-    assert json.loads(parts["sidecar"].env["SIDECAR_PEERS"]) == ["127.0.0.1:4"]
-    assert (parts["engine-1"].env["TURN_MANAGER"], parts["engine-1"].env["TURN_SIDECAR"]) == (
-        "127.0.0.1:5",
-        "unix:///6",
-    )
-    assert transfer_config(parts["engine-1"])["kv_connector_extra_config"]["sidecar"] == "unix:///7"
-    assert parts["sidecar-1"].env["SIDECAR_MANAGER"] == "127.0.0.1:8"
-    # What is not linked is as it was, and a part listens where it did.
-    assert parts["engine"] == direct["engine"]
-    assert parts["sidecar-1"].env["SIDECAR_LISTEN"] == direct["sidecar-1"].env["SIDECAR_LISTEN"]
-
-
-def test_one_parts_environment_is_laid_over_that_part_alone(make_parts):
-    parts = make_parts(engines=2, env={"X": "all"}, part_env={"sidecar-1": {"X": "one"}})
-
-    assert parts.pop("sidecar-1").env["X"] == "one"
-    assert {part.env["X"] for part in parts.values()} == {"all"}
-
-
-@pytest.mark.parametrize("changes", [{"links": {"gateway-redis": "x"}}, {"part_env": {"sidecar-1": {}}}])
-def test_a_link_or_a_part_that_there_is_not_is_refused(make_settings, changes):
-    with pytest.raises(AssertionError, match="no such"):
-        make_settings(**changes)

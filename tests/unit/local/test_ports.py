@@ -7,7 +7,7 @@ from deploy.local.progress import StepFailed
 
 
 def ports_of(plan):
-    single = [plan.envoy, plan.gateway, plan.ext_proc, plan.envoy_admin, plan.redis, plan.manager]
+    single = [plan.envoy, plan.gateway, plan.ext_proc, plan.envoy_admin, plan.gateway_metrics, plan.redis, plan.manager]
     return [*single, *(port for number in range(MAX_ENGINES) for port in (plan.sidecar(number), plan.engine(number)))]
 
 

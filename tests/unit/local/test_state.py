@@ -6,10 +6,10 @@ import stat
 
 import pytest
 
+from deploy.local.paths import StackPaths
 from deploy.local.progress import StepFailed
 from deploy.local.state import (
     RunningPart,
-    StackPaths,
     make_secrets,
     mark_draining,
     read_settings,

@@ -12,8 +12,10 @@ from random import Random
 
 import pytest
 
-from tests.faults.conversation import Conversation, _ids, _text, rendered
-from tests.faults.reference import Answer, Difference
+from contextcache.model import ContextMode
+from tests.kit.faults.conversation import Conversation, _ids, _text, rendered
+from tests.kit.faults.reference import Answer, Difference
+from tests.kit.seed import SEED
 from vllm_plugin.turn.answer import AnswerResult
 from vllm_plugin.turn.composition import answer_segment, compose_first, compose_turn
 from vllm_plugin.turn.matching import match
@@ -54,7 +56,7 @@ class Middleware:
         if request.path == "/v1/context":
             prompt = await compose_first(Tokenizer(), asked)
         else:
-            found = match(before, asked.prompt, mode=asked.context_mode, threshold=0.8)
+            found = match(before, asked.prompt, mode=asked.context_mode or ContextMode.AUTO, threshold=0.8)
             prompt = await compose_turn(Tokenizer(), asked, before, found)
         commits = request.path == "/v1/context" or (asked.commit and self.mode == "session")
         result = self._draw(request.max_tokens)
@@ -83,7 +85,7 @@ class Middleware:
         }
         spoken = len(self.last)
         usage = {"prompt_tokens": total - cached, "completion_tokens": spoken, "total_tokens": total - cached + spoken}
-        headers = {"x-context-generation": str(self.generation), "x-context-mode": prompt.context_mode}
+        headers = {"x-context-generation": str(self.generation), "x-context-mode": prompt.outcome.context_mode}
         ids, reason = list(prompt.token_ids), result.finish_reason
         return Answer(ids, list(self.last), [], "", reason, usage | {"context": context}, "ctx_1", headers)
 
@@ -105,8 +107,8 @@ def conversation_of(seed, kind, mode, tamper=lambda answer: answer):
 @pytest.mark.parametrize("kind", ["text", "chat", "ids"])
 def test_the_model_and_the_middleware_agree_on_every_prompt_and_transcript(kind, mode):
     turns = 0
-    for seed in range(40):
-        conversation = conversation_of(seed, kind, mode)
+    for number in range(40):
+        conversation = conversation_of(f"{SEED}/{number}", kind, mode)
         conversation.create()
         for _ in range(8):
             if conversation.is_long:

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from tests.kit.seed import random_of
 from tests.torture.soak_slopes import slope_of
 
 TIMES_S = [float(second) for second in range(0, 1200, 10)]
@@ -20,19 +21,24 @@ def series(random: Random, *, per_hour: float, noise: float, warm_up: float = 0.
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_leak_is_found_in_noise(seed):
+# By chance one of 500 is off further; three of 40 are on one day of 10 000.
+
+
+def test_a_leak_is_found_in_noise():
     """Seen to fail with the slope's sign turned."""
-    slope = slope_of(TIMES_S, series(Random(seed), per_hour=60, noise=2))
+    random = random_of("leak")
+    slopes = [slope_of(TIMES_S, series(random, per_hour=60, noise=2)) for _ in range(40)]
 
-    assert slope.grows_beyond(12)
-    assert slope.per_hour == pytest.approx(60, abs=5 * slope.noise_per_hour)
+    assert all(slope.grows_beyond(12) for slope in slopes)
+    assert sum(abs(slope.per_hour - 60) > 5 * slope.noise_per_hour for slope in slopes) <= 2
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_and_warming_up_are_no_leak(seed):
-    """Seen to fail, for six of the twenty, without the margin for chance."""
-    assert not slope_of(TIMES_S, series(Random(seed), per_hour=0, noise=3, warm_up=150)).grows_beyond(6)
+def test_noise_and_warming_up_are_no_leak():
+    """Seen to fail, for a dozen of the forty, without the margin for chance."""
+    random = random_of("noise")
+    slopes = [slope_of(TIMES_S, series(random, per_hour=0, noise=3, warm_up=150)) for _ in range(40)]
+
+    assert sum(slope.grows_beyond(6) for slope in slopes) <= 2
 
 
 def test_a_sawtooth_is_flat():

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 from contextcache.clock import ManualClock
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
-from tests.helpers.scheduler_loop import LoopConfig, SchedulerLoop
+from tests.kit.scheduler_loop import LoopConfig, SchedulerLoop
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
 
@@ -66,13 +66,14 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Only a config: the toy model has no weights."""
+    """A config, and a file to stand for weights: the toy model reads none."""
     directory = tmp_path_factory.mktemp("config")
     (directory / "config.json").write_text(
         '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,'
         ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,'
         ' "vocab_size": 1000, "max_position_embeddings": 2048}'
     )
+    (directory / "weights.bin").write_bytes(b"weights")
     return directory
 
 
@@ -83,13 +84,19 @@ def start_engine(model_directory: Path, tmp_path: Path) -> Iterator[Callable[...
     secret.write_bytes(SECRET)
     loops: list[SchedulerLoop] = []
 
-    def start(*, sidecar: FakeSidecar | None = None, extra: dict[str, Any] | None = None, **config: Any) -> Engine:
+    def start(
+        *,
+        sidecar: FakeSidecar | None = None,
+        extra: dict[str, Any] | None = None,
+        directory: Path = model_directory,
+        **config: Any,
+    ) -> Engine:
         LoopConnector.sidecar = sidecar or FakeSidecar(shared_directory=tmp_path / "shared")
         LoopConnector.clock = ManualClock()
         settings = {"sidecar": "unix:///nowhere", "secret_file": str(secret), **(extra or {})}
         loop = SchedulerLoop(
             LoopConfig(
-                model_directory,
+                directory,
                 "tests.unit.vllm_plugin.connector.loop_connector:LoopConnector",
                 extra=settings,
                 **config,

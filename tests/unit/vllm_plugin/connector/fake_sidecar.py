@@ -41,6 +41,12 @@ class FakeSidecar(EngineSidecar):
         """Block files by block id or cache_ref."""
         self.manifests: dict[str, Manifest] = {}
         self.reports: dict[str, pb.LoadReport] = {}
+        self.leases: set[str] = set()
+        """Of loads that were begun and not ended."""
+        self.loses_shared_copies = False
+        """Names in shared memory are gone before they are opened."""
+        self.abandoned: dict[str, str] = {}
+        """Why nothing was saved, by cache_ref."""
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
         self.prepare_timeouts_s: list[float] = []
@@ -50,7 +56,6 @@ class FakeSidecar(EngineSidecar):
         self.num_pending_answers = 0
         self.served_bytes = 0
         self.down = False
-        self.spoils_shared_copies = False
         self.block_size_bytes_max = 1 << 30
         self.hang: dict[str, threading.Event] = {}
         """A call of this name waits for the event, or for its deadline."""
@@ -135,6 +140,11 @@ class FakeSidecar(EngineSidecar):
         return True
 
     @override
+    def abandon_save(self, tenant, cache_ref, reason, *, started_at_ms):
+        self._arrive("abandon_save")
+        self.abandoned[cache_ref] = reason
+
+    @override
     def get_manifest(self, tenant, cache_ref, timeout_s):
         self._arrive("get_manifest")
         manifest = self.manifests.get(cache_ref)
@@ -150,6 +160,7 @@ class FakeSidecar(EngineSidecar):
     def load_blocks(self, request, timeout_s) -> Iterator[pb.LoadBlocksResponse]:
         self._arrive("load_blocks")
         manifest, _ = self.get_manifest(request.tenant, request.cache_ref, timeout_s)
+        self.leases.add(request.lease_id)
         if manifest.fingerprint != request.fingerprint:
             raise FingerprintMismatch("other KV")
         names = self._names(manifest)
@@ -159,7 +170,9 @@ class FakeSidecar(EngineSidecar):
             self.served_bytes += len(data)
             if request.shared_memory:
                 path = self.shared_directory / names[index]
-                path.write_bytes(bytes([*data[:-1], data[-1] ^ 0xFF]) if self.spoils_shared_copies else data)
+                path.write_bytes(self.shared_copy(data))
+                if self.loses_shared_copies:
+                    path.unlink()
                 yield pb.LoadBlocksResponse(
                     block_index=index,
                     tier=pb.TIER_HOST,
@@ -167,7 +180,7 @@ class FakeSidecar(EngineSidecar):
                     last_frame=True,
                     checksum=self.vouched(data),
                 )
-                path.unlink()
+                path.unlink(missing_ok=True)
                 continue
             for start in range(0, len(data), FRAME_BYTES):
                 end = start + FRAME_BYTES
@@ -178,6 +191,11 @@ class FakeSidecar(EngineSidecar):
                     last_frame=end >= len(data),
                     checksum=self.vouched(data),
                 )
+
+    @override
+    def end_load(self, lease_id):
+        self._arrive("end_load")
+        self.leases.discard(lease_id)
 
     @override
     def report_load(self, report):
@@ -191,6 +209,10 @@ class FakeSidecar(EngineSidecar):
     def vouched(self, data: bytes) -> str:
         """Return the checksum a manifest vouches for; tests whose manifest has seen other bytes replace this."""
         return parse_block_file(data).checksum
+
+    def shared_copy(self, data: bytes) -> bytes:
+        """Return what lies in shared memory for a stored file; tests with a bad copy there replace this."""
+        return data
 
     def answered_indices(self, asked: Sequence[int]) -> Sequence[int]:
         """Return which blocks a load is answered with; tests that want a liar replace this."""

@@ -48,8 +48,11 @@ def config(**changes: Any) -> Any:
     )
 
 
-def name_of(*, shapes: tuple[LayerShape, ...] = SHAPES, weights_epoch: str = "0", **changes: Any) -> str:
-    return fingerprint(canonical_json(engine_facts(config(**changes), shapes, weights_epoch=weights_epoch)))
+def name_of(
+    *, shapes: tuple[LayerShape, ...] = SHAPES, weights: str = "w", weights_epoch: str = "0", **changes: Any
+) -> str:
+    facts = engine_facts(config(**changes), shapes, weights=weights, weights_epoch=weights_epoch)
+    return fingerprint(canonical_json(facts))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,7 @@ def name_of(*, shapes: tuple[LayerShape, ...] = SHAPES, weights_epoch: str = "0"
         {"pipeline_parallel_size": 2},
         {"isa": "amx"},
         {"hf": {"rope_theta": 500000.0}},
+        {"weights": "others"},
         {"weights_epoch": "1"},
         {"shapes": SHAPES[:1]},
         {"shapes": (LayerShape("l0", 2, 2, 8, 64), SHAPES[1])},
@@ -98,7 +102,7 @@ def test_values_json_cannot_spell_do_not_make_it_change_from_run_to_run() -> Non
 
 
 def test_the_facts_are_one_line_a_person_can_read() -> None:
-    spelled = canonical_json(engine_facts(config(), SHAPES, weights_epoch="0"))
+    spelled = canonical_json(engine_facts(config(), SHAPES, weights="w", weights_epoch="0"))
 
     assert "\n" not in spelled
     assert json.loads(spelled)["attention"] == ["CPU_ATTN/vec"]

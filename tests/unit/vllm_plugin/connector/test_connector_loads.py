@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import parse_block_file
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 
@@ -30,7 +31,7 @@ def saved(engine: Engine, prompt: list[int] = PROMPT, ref: str = A) -> list[int]
     return answer
 
 
-@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 63, 64, 65, 128, 150, 300])
+@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 300])
 def test_a_saved_prompt_is_loaded_whole_and_only_its_last_token_is_computed(engine: Engine, num_tokens: int) -> None:
     prompt = [(7 * i) % 401 for i in range(num_tokens)]
     answer = saved(engine, prompt)
@@ -197,7 +198,7 @@ def test_a_corrupt_block_is_computed_instead_with_the_same_answer(engine: Engine
 def test_a_bad_copy_in_shared_memory_is_asked_for_in_frames_and_nothing_is_computed_again(engine: Engine) -> None:
     """Seen failing: without the second question the load fails, as does every later one that meets the copy."""
     answer = saved(engine)
-    engine.sidecar.spoils_shared_copies = True
+    engine.sidecar.shared_copy = lambda data: bytes([*data[:-1], data[-1] ^ 0xFF])
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
 
     assert engine.loop.run_to_end("again") == answer
@@ -205,6 +206,35 @@ def test_a_bad_copy_in_shared_memory_is_asked_for_in_frames_and_nothing_is_compu
     report = report_of(engine)
     assert (report.outcome, report.tier) == (pb.LOAD_OUTCOME_LOADED, pb.TIER_DISK)
     assert engine.counted("failed_loads", "corrupt_block") == 0
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_a_block_under_anothers_name_is_not_taken_for_it(start_engine: Callable[..., Engine], verifies: bool) -> None:
+    """Seen failing with either comparison left out: the request runs on the KV of other tokens."""
+    engine = start_engine(extra={"verify_shared_memory": verifies})
+    answer = saved(engine)
+    first, second = (engine.sidecar.files[name] for name in engine.sidecar.manifests[A].block_ids)
+    engine.sidecar.shared_copy = lambda data: {first: second, second: first}.get(data, data)
+    engine.sidecar.vouched = lambda data: ""
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert report_of(engine).tier == pb.TIER_DISK
+
+
+@pytest.mark.parametrize(("verifies", "tier"), [(True, pb.TIER_DISK), (False, pb.TIER_HOST)])
+def test_the_bytes_of_shared_memory_are_read_twice_only_where_that_is_set(
+    start_engine: Callable[..., Engine], verifies: bool, tier: pb.Tier.ValueType
+) -> None:
+    """Told by files whose heads name other checksums than their bytes have."""
+    engine = start_engine(extra={"verify_shared_memory": verifies})
+    answer = saved(engine)
+    engine.sidecar.shared_copy = lambda data: data.replace(parse_block_file(data).checksum.encode(), b"0" * 32)
+    engine.sidecar.vouched = lambda data: ""
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert report_of(engine).tier == tier
 
 
 def test_a_block_whose_bytes_the_manifest_does_not_vouch_for_is_computed_instead(engine: Engine) -> None:
@@ -526,3 +556,31 @@ def _settle_lookup(engine: Engine) -> None:
     pool = engine.loop.connector.scheduler_side._lookup._pool
     for future in list(pool._live):
         future.result(30)
+
+
+def test_blocks_that_are_gone_from_memory_are_asked_for_again(engine: Engine) -> None:
+    """Seen failing with `shared_memory_error`: all was on disk, and the turn computed everything."""
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    engine.sidecar.loses_shared_copies = True
+    engine.loop.add("again", [*PROMPT, *answer, 5], params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.counted("loads") == 1
+    assert engine.counted("failed_loads") == 0
+    assert engine.counted("renewed_blocks") == 3
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_the_engine_ends_the_lease_of_every_load(engine: Engine, spoil: bool) -> None:
+    engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    if spoil:
+        engine.sidecar.corrupt(A)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+    engine.sidecar.wait_for("end_load")
+    engine.loop.settle()
+
+    assert engine.counted("loads") == (0 if spoil else 1)
+    assert engine.sidecar.leases == set()

@@ -102,7 +102,7 @@ def test_a_manifest_that_does_not_fit_is_refused_with_a_reason(change: dict[str,
 @given(num_tokens=st.integers(1, 700), block_tokens=st.sampled_from([16, 64, 256]))
 def test_the_pieces_of_a_save_hold_every_block_once(num_tokens: int, block_tokens: int) -> None:
     num_blocks = -(-num_tokens // 16)
-    plan = SavePlan("e", "demo", "ctx_1", "ref", 1, 1, tuple(range(num_tokens)), tuple(range(num_blocks)))
+    plan = SavePlan("e", "demo", "ctx_1", "ref", 1, 1, tuple(range(num_tokens)), tuple(range(num_blocks)), "f")
     count = -(-num_tokens // block_tokens)
     pieces = [plan.piece(i, block_tokens=block_tokens, engine_block_tokens=16) for i in range(count)]
 

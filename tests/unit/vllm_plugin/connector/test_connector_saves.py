@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector.metadata import SavePlan
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
@@ -163,9 +164,115 @@ def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_eng
     free = engine.loop.free_blocks
     engine.save(PROMPT, A)
 
-    assert engine.counted("skipped_saves", "storage_full") == 1
+    assert engine.counted("skipped_saves", "staging_full") == 1
     assert engine.loop.free_blocks == free
-    assert engine.loop.worker.worker_side._saver.budget.used_bytes == 0
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+
+
+def room_for(engine: Engine, num_blocks: int) -> None:
+    """Set the staging budget to so many of the sidecar's blocks."""
+    layers = engine.loop.worker.worker_side._layers
+    pages = engine.sidecar.block_tokens // engine.loop.worker.worker_side.facts.engine_block_tokens
+    engine.loop.worker.worker_side._saver.hand_over.budget.limit_bytes = (
+        num_blocks * len(layers.shapes) * pages * layers.page_bytes
+    )
+
+
+def test_a_context_twenty_times_the_staging_is_saved_whole(start_engine: Callable[..., Engine]) -> None:
+    """Seen failing when a save took all its bytes at once: skipped, and so was every later turn's."""
+    engine = start_engine(num_blocks=256)
+    room_for(engine, 1)
+    free = engine.loop.free_blocks
+    prompt = [1 + i % 900 for i in range(20 * 64 + 5)]
+    answer = engine.save(prompt, A)
+    engine.loop.settle()
+
+    assert engine.sidecar.manifests[A].token_ids == (*prompt, *answer[:-1])
+    assert engine.counted("skipped_saves") == 0
+    assert engine.loop.free_blocks == free
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+
+
+def test_two_saves_larger_than_the_staging_share_it(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(num_blocks=256)
+    room_for(engine, 1)
+    engine.loop.add("one", [1 + i % 900 for i in range(9 * 64)], params=transfer(save=A))
+    engine.loop.add("two", [2 + i % 900 for i in range(9 * 64)], params=transfer(save=B))
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+    engine.loop.settle()
+
+    assert set(engine.sidecar.manifests) == {A, B}
+    assert engine.counted("saves") == 2
+
+
+def test_blocks_are_not_held_for_a_sidecar_that_takes_nothing(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    room_for(engine, 1)
+    free = engine.loop.free_blocks
+    hang = engine.sidecar.hang["save_blocks"] = threading.Event()
+    engine.loop.add("save", PROMPT, params=transfer(save=A))
+    for _ in range(6):
+        engine.loop.step()
+    engine.sidecar.wait_for("save_blocks")
+    held = engine.loop.free_blocks
+    engine.clock.advance(ms=2_000)
+    _settle_copies(engine)
+    engine.loop.step()
+
+    assert held < free
+    assert engine.loop.free_blocks == free
+    assert engine.counted("skipped_saves", "hold_deadline") == 1
+    hang.set()
+    engine.loop.settle()
+    assert engine.sidecar.manifests == {}
+    assert engine.sidecar.abandoned == {A: "hold_deadline"}
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+
+
+def test_a_hand_over_that_fails_frees_the_blocks_at_once(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    room_for(engine, 1)
+    free = engine.loop.free_blocks
+    engine.sidecar.hang["save_blocks"] = threading.Event()
+    engine.sidecar.timeout_s = 0.01
+    engine.save(PROMPT, A)
+    engine.loop.settle()
+
+    assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
+    assert engine.counted("skipped_saves") == 1
+    assert engine.loop.free_blocks == free
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+
+
+def test_a_larger_context_may_be_held_for_longer(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(extra={"save_bytes_per_ms_min": 1})
+    saver = engine.loop.worker.worker_side._saver
+    layers = engine.loop.worker.worker_side._layers
+    now_ms, ref = engine.clock.now_ms(), A
+    plan = SavePlan("engine", "demo", "ctx_1", ref, 0, 1, token_ids=(1,) * 32, block_ids=(1, 2), fingerprint="f")
+
+    assert saver.open(plan, None).deadline_ms == now_ms + 2_000 + 2 * len(layers.shapes) * layers.page_bytes
+
+
+def test_the_sidecar_is_told_why_nothing_was_saved(start_engine: Callable[..., Engine]) -> None:
+    """Seen failing: only a counter knew, and a create waited for a seal that could not come."""
+    engine = start_engine(extra={"staging_limit_bytes": 1000})
+    engine.save(PROMPT, A)
+    engine.loop.settle()
+
+    assert engine.sidecar.abandoned == {A: "staging_full"}
+
+
+def test_an_abort_is_told_to_the_sidecar_too(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(max_num_batched_tokens=64)
+    engine.loop.add("save", PROMPT, params=transfer(save=A))
+    engine.loop.step()
+    engine.loop.abort("save")
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+    engine.sidecar.wait_for("abandon_save")
+    engine.loop.settle()
+
+    assert engine.sidecar.abandoned == {A: "not_computed"}
 
 
 def test_a_directory_that_cannot_be_written_skips_the_save(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
@@ -175,7 +282,7 @@ def test_a_directory_that_cannot_be_written_skips_the_save(start_engine: Callabl
 
     assert engine.counted("skipped_saves", "staging_error") == 1
     assert engine.loop.free_blocks == free
-    assert engine.loop.worker.worker_side._saver.budget.used_bytes == 0
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
 
 
 def test_a_save_leaves_no_file_and_no_bytes_behind(engine: Engine, tmp_path: Path) -> None:
@@ -186,7 +293,7 @@ def test_a_save_leaves_no_file_and_no_bytes_behind(engine: Engine, tmp_path: Pat
     engine.loop.settle()
 
     assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
-    assert engine.loop.worker.worker_side._saver.budget.used_bytes == 0
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
     assert list((tmp_path / "shared" / "incoming").iterdir()) == []
 
 

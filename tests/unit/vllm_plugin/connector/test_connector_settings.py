@@ -1,4 +1,4 @@
-"""What the connector refuses to start with, and what it says."""
+"""Settings the connector refuses to start with, and what it says."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from tests.unit.vllm_plugin.connector.conftest import Engine
 from vllm_plugin.connector import ContextCacheConnector
-from vllm_plugin.connector.engine_check import refuse_unsupported
 from vllm_plugin.connector.settings import ConnectorSettings
 
 NEEDED = {"sidecar": "unix:///s", "secret_file": "/secret"}
-FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.float32)
-SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=4, dtype=torch.float32, sliding_window=32)
 
 
 def test_settings_have_defaults_for_all_but_the_sidecar_and_the_secret() -> None:
@@ -47,44 +41,6 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
         ConnectorSettings.from_extra_config(extra)
 
 
-def config(*, policy: str = "recompute", encoder_decoder: bool = False, **parallel: int) -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
-        model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
-        parallel_config=SimpleNamespace(**parallel),
-    )
-
-
-def groups(*specs: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["l0"], spec) for spec in specs])
-
-
-def test_full_attention_in_one_group_is_accepted() -> None:
-    refuse_unsupported(config(), groups(FULL))
-    refuse_unsupported(config(), groups(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l0": FULL})))
-
-
-@pytest.mark.parametrize(
-    ("vllm_config", "kv_cache_config", "message"),
-    [
-        (config(policy="fail"), groups(FULL), "recompute"),
-        (config(encoder_decoder=True), groups(FULL), "encoder-decoder"),
-        (config(decode_context_parallel_size=2), groups(FULL), "decode_context_parallel_size"),
-        (config(prefill_context_parallel_size=2), groups(FULL), "prefill_context_parallel_size"),
-        (config(), groups(FULL, SLIDING), "one KV cache group"),
-        (config(), groups(SLIDING), "SlidingWindowSpec"),
-        (
-            config(),
-            groups(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l0": FULL, "l1": SLIDING})),
-            "SlidingWindowSpec",
-        ),
-    ],
-)
-def test_an_engine_whose_kv_we_cannot_carry_is_refused(vllm_config: Any, kv_cache_config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        refuse_unsupported(vllm_config, kv_cache_config)
-
-
 @pytest.mark.parametrize(
     ("extra", "message"), [({"secret_file": "/nowhere/secret"}, "cannot be read"), ({"what": 1}, "unknown keys: what")]
 )
@@ -102,6 +58,7 @@ def test_the_connector_says_what_vllm_asks_of_it(engine: Engine) -> None:
     assert engine.loop.worker.reset_cache() is True
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_importing_the_connector_starts_nothing() -> None:
     code = (

@@ -12,7 +12,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from tests.helpers.sidecar_process import poll_until
+from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.counters import Counters
@@ -209,7 +209,7 @@ def test_a_save_in_flight_at_shutdown_is_sealed(start_engine: Callable[..., Engi
     engine.sidecar.hang["seal"] = threading.Event()
     engine.sidecar.close = lambda: setattr(engine.sidecar, "down", True)
     engine.loop.add("save", list(range(1, 100)), params=transfer(save=A))
-    poll_until(lambda: bool(engine.loop.step()) and engine.sidecar._arrival("seal").is_set(), 60)
+    wait_until(lambda: engine.loop.step() and engine.sidecar._arrival("seal").is_set(), what="the save is sealed")
     threading.Timer(0.2, engine.sidecar.hang["seal"].set).start()
 
     engine.loop.worker.shutdown()
@@ -222,7 +222,7 @@ def test_a_seal_that_hangs_does_not_hold_up_the_shutdown(start_engine: Callable[
     engine = start_engine(extra={"shutdown_deadline_ms": 200})
     gate = engine.sidecar.hang["seal"] = threading.Event()
     engine.loop.add("save", list(range(1, 100)), params=transfer(save=A))
-    poll_until(lambda: bool(engine.loop.step()) and engine.sidecar._arrival("seal").is_set(), 60)
+    wait_until(lambda: engine.loop.step() and engine.sidecar._arrival("seal").is_set(), what="the save is sealed")
 
     engine.loop.worker.shutdown()
 

@@ -10,8 +10,9 @@ import signal
 
 import pytest
 
-from tests.helpers.fake_vllm import FakeVllm
-from tests.helpers.turn_bench import Pod
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.turn_bench import Pod
+from tests.kit.until import until
 from vllm_plugin.turn.draining import Draining
 
 
@@ -25,8 +26,7 @@ async def test_new_turns_stateless_requests_and_probes_are_refused_and_a_running
     pod.engine.pause = asyncio.Event()
     pod.engine.answer = lambda ids: "abc"
     running = asyncio.create_task(pod.ask(session_id, prompt=" x", stream=True))
-    while len(pod.engine.generations()) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
     pod.app._draining.value = True
     refused = [
@@ -52,8 +52,7 @@ async def test_a_turn_that_outlasts_the_drain_is_cut_and_its_session_free(pod):
     session_id = (await pod.create(prompt="Hello")).json["session_id"]
     pod.engine.pause, pod.engine.answer = asyncio.Event(), lambda ids: "abc"
     running = asyncio.create_task(pod.ask(session_id, prompt=" x", stream=True))
-    while len(pod.engine.generations()) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
     pod.app._draining._timeout_s = 1
     pod.app._draining.begin(asyncio.get_running_loop())

@@ -1,11 +1,13 @@
 """EXACT, EXTEND, DIVERGE or APPEND: what a prompt is to its transcript."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.model import Segment, SegmentKind
-from vllm_plugin.turn.matching import Outcome, match
-from vllm_plugin.turn.request import ContextMode, Prompt, messages_json
+from contextcache.model import ContextMode, Segment, SegmentKind
+from vllm_plugin.turn.history import Divergence, Why
+from vllm_plugin.turn.matching import Outcome, begins_with_end_of, match
+from vllm_plugin.turn.request import Prompt, messages_json
 from vllm_plugin.turn.transcript import Transcript, common_prefix
 
 
@@ -36,6 +38,8 @@ def auto(transcript, **prompt):
     return match(transcript, Prompt(**prompt), mode=ContextMode.AUTO, threshold=0.8)
 
 
+SYSTEM = {"role": "system", "content": "You know geography."}
+YES = {"role": "user", "content": "Yes."}
 USER = {"role": "user", "content": "What is the capital of France?"}
 ASSISTANT = {"role": "assistant", "content": "Paris."}
 NEXT = {"role": "user", "content": "And of Spain?"}
@@ -44,27 +48,26 @@ NEXT = {"role": "user", "content": "And of Spain?"}
 def test_the_first_prompt_again_is_a_replay_that_keeps_the_prompt_and_drops_the_answer():
     found = auto(text_transcript("Say this is a test", ", said the test"), text="Say this is a test")
 
-    assert found.outcome is Outcome.DIVERGE
-    assert found.keep_segments == 1
-    assert found.rest is None
+    assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 1)
+    assert found.diverged == Divergence(None, Why.REGENERATED)
 
 
 def test_the_whole_transcript_again_is_exact():
     found = auto(text_transcript("question", " answer"), text="question answer")
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.EXACT, 2, None)
+    assert (found.outcome, found.keep_segments) == (Outcome.EXACT, 2)
 
 
 def test_the_whole_transcript_and_more_extends_it_by_the_new_text_only():
     found = auto(text_transcript("question", " answer"), text="question answer next")
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.EXTEND, 2, Prompt(text=" next"))
+    assert (found.outcome, found.keep_segments) == (Outcome.EXTEND, 2)
 
 
 def test_other_text_is_appended_after_everything():
     found = auto(text_transcript("question", " answer"), text="And now?")
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.APPEND, 2, Prompt(text="And now?"))
+    assert (found.outcome, found.keep_segments) == (Outcome.APPEND, 2)
 
 
 def test_an_edited_end_of_a_long_history_is_a_replay_that_keeps_the_turns_before_the_edit():
@@ -72,7 +75,7 @@ def test_an_edited_end_of_a_long_history_is_a_replay_that_keeps_the_turns_before
 
     found = auto(transcript, text="a" * 50 + "b" * 40 + "x")
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.DIVERGE, 2, Prompt(text="x"))
+    assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 2)
 
 
 def test_a_prompt_that_shares_less_than_the_threshold_is_appended():
@@ -81,8 +84,9 @@ def test_a_prompt_that_shares_less_than_the_threshold_is_appended():
     assert found.outcome is Outcome.APPEND
 
 
-def test_a_prompt_that_shares_exactly_the_threshold_is_a_replay():
-    found = auto(text_transcript("a" * 81, "b" * 19), text="a" * 80)
+@pytest.mark.parametrize("given", [{"text": "a" * 80}, {"token_ids": (ord("a"),) * 80}], ids=["text", "ids"])
+def test_a_prompt_that_shares_exactly_the_threshold_is_a_replay(given):
+    found = auto(text_transcript("a" * 81, "b" * 19), **given)
 
     assert found.outcome is Outcome.DIVERGE
     assert found.keep_segments == 0
@@ -97,7 +101,7 @@ def test_context_mode_append_overrides_a_prompt_that_repeats_the_context():
 def test_context_mode_replay_overrides_a_prompt_that_shares_nothing():
     found = match(text_transcript("one", "two"), Prompt(text="three"), mode=ContextMode.REPLAY, threshold=0.8)
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.DIVERGE, 0, Prompt(text="three"))
+    assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 0)
 
 
 def test_token_ids_are_compared_as_ids_and_cut_at_whole_segments():
@@ -106,19 +110,30 @@ def test_token_ids_are_compared_as_ids_and_cut_at_whole_segments():
     found = auto(transcript, token_ids=tuple(map(ord, "abcdxyz")))
 
     assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 1)
-    assert found.rest == Prompt(token_ids=tuple(map(ord, "dxyz")))
 
 
 def test_messages_that_repeat_the_history_extend_it_by_the_new_ones():
     found = auto(chat_transcript(USER, ASSISTANT), messages=(USER, ASSISTANT, NEXT))
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.EXTEND, 2, Prompt(messages=(NEXT,)))
+    assert (found.outcome, found.keep_segments) == (Outcome.EXTEND, 2)
+
+
+def test_a_context_of_a_system_prompt_alone_is_extended_by_whoever_sends_it_again():
+    found = auto(chat_transcript(SYSTEM), messages=(SYSTEM, USER))
+
+    assert (found.outcome, found.keep_segments) == (Outcome.EXTEND, 1)
+
+
+def test_one_message_that_was_said_before_is_new_words():
+    found = auto(chat_transcript(USER, ASSISTANT, YES, ASSISTANT), messages=(YES,))
+
+    assert (found.outcome, found.keep_segments) == (Outcome.APPEND, 4)
 
 
 def test_new_messages_alone_are_appended():
     found = auto(chat_transcript(USER, ASSISTANT), messages=(NEXT,))
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.APPEND, 2, Prompt(messages=(NEXT,)))
+    assert (found.outcome, found.keep_segments) == (Outcome.APPEND, 2)
 
 
 def test_an_edited_answer_in_the_history_keeps_what_came_before_it():
@@ -126,7 +141,7 @@ def test_an_edited_answer_in_the_history_keeps_what_came_before_it():
 
     found = auto(chat_transcript(USER, ASSISTANT), messages=(USER, edited, NEXT))
 
-    assert (found.outcome, found.keep_segments, found.rest) == (Outcome.DIVERGE, 1, Prompt(messages=(edited, NEXT)))
+    assert (found.outcome, found.keep_segments) == (Outcome.DIVERGE, 1)
 
 
 def test_a_null_field_in_a_message_means_the_same_as_its_absence():
@@ -143,14 +158,41 @@ def test_text_on_a_chat_context_is_appended():
     assert found.outcome is Outcome.APPEND
 
 
-@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=6), st.text("ab", max_size=30))
-def test_kept_segments_and_the_rest_put_together_are_the_prompt_of_any_replay(texts, prompt):
+@given(st.lists(st.text(alphabet="ab", max_size=6), min_size=1, max_size=6), st.text("ab", max_size=30))
+def test_what_stays_of_the_context_is_what_a_replay_begins_with(texts, prompt):
     transcript = text_transcript(*texts)
 
     found = match(transcript, Prompt(text=prompt), mode=ContextMode.REPLAY, threshold=0.8)
 
-    rest = "" if found.rest is None else found.rest.text
-    assert transcript.head(found.keep_segments).text + rest == prompt
+    assert prompt.startswith(transcript.head(found.keep_segments).text)
+    assert (found.outcome is Outcome.DIVERGE) == (found.diverged is not None)
+
+
+@given(st.text("ab", max_size=16), st.text("ab", max_size=16), st.integers(1, 8))
+def test_a_window_is_found_wherever_the_end_of_the_context_begins_a_prompt(stored, given_text, at_least):
+    counted = any(
+        given_text.startswith(stored[-length:])
+        for length in range(at_least, len(stored) + 1)
+        if length <= len(given_text)
+    )
+
+    assert begins_with_end_of(stored, given_text, at_least) == counted
+
+
+@pytest.mark.parametrize(
+    ("stored", "given_text"),
+    [
+        ("a" * 500_000, "a" * 250_000 + "b" + "a" * 250_000),
+        ("b" + "a" * 500_000, "a" * 400_000 + "b" + "a" * 400_000),
+        ("ab" * 250_000, "ba" * 250_000),
+        ("a" * 250_000 + "b" + "a" * 250_000, "a" * 500_000 + "c"),
+    ],
+    ids=["one letter", "one letter and more", "two letters", "a bait in the middle"],
+)
+@pytest.mark.parametrize("at_least", [64, 200_000])
+def test_texts_made_to_be_searched_for_long_are_not(stored, given_text, at_least):
+    """Where the work is not bounded, minutes: the test's own time-out ends it."""
+    begins_with_end_of(stored, given_text, at_least)
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))

@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from tests.helpers.fake_vllm import FakeVllm
-from tests.helpers.turn_bench import Pod
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.turn_bench import Pod
 
 pytestmark = pytest.mark.looptime
 

@@ -3,8 +3,8 @@
 import pytest
 
 from contextcache.identity import verify_kv_transfer
-from tests.helpers.fake_vllm import FakeVllm, encode
-from tests.helpers.turn_bench import SECRET, Pod
+from tests.kit.fake_vllm import FakeVllm, encode
+from tests.kit.turn_bench import SECRET, Pod
 
 
 @pytest.fixture

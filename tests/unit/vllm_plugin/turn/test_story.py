@@ -7,8 +7,9 @@ import pytest
 
 from contextcache.errors import ContextNotFound, LeaseLost, SidecarUnavailable, StoreUnavailable
 from contextcache.identity import Identity, sign_identity, verify_kv_transfer
-from tests.helpers.fake_vllm import EOS, FakeVllm, encode
-from tests.helpers.turn_bench import SECRET, Pod
+from tests.kit.fake_vllm import EOS, FakeVllm, encode
+from tests.kit.turn_bench import SECRET, Pod
+from tests.kit.until import until
 from vllm_plugin.turn.usage import LoadedKV
 
 
@@ -231,6 +232,28 @@ async def test_a_create_whose_kv_is_late_is_registered_all_the_same_and_counted(
     assert pod.counted("unsealed_creates") == 1
 
 
+async def test_a_create_whose_kv_was_given_up_says_why(pod):
+    pod.sidecar.no_kv = "staging_full"
+
+    answer = await pod.create(prompt="Hello")
+
+    assert answer.json["usage"]["context"]["committed"]
+    assert answer.json["usage"]["context"]["reason"] == "staging_full"
+
+
+async def test_a_turn_that_found_no_kv_says_why_there_is_none(pod):
+    session_id = await created(pod)
+    pod.sidecar.report = LoadedKV(
+        failed=False, device_tokens=0, loaded_tokens=0, tier="", restore_ms=1, reason="cache_ref_not_found"
+    )
+    unknown = await pod.ask(session_id, prompt=" more")
+    pod.sidecar.no_kv = "staging_full"
+    known = await pod.ask(session_id, prompt=" more")
+
+    assert unknown.json["usage"]["context"]["reason"] == "cache_ref_not_found"
+    assert known.json["usage"]["context"]["reason"] == "staging_full"
+
+
 async def test_a_dead_sidecar_costs_no_answer(pod):
     pod.sidecar.fault = SidecarUnavailable("gone")
     session_id = await created(pod)
@@ -246,8 +269,7 @@ async def test_a_second_turn_in_flight_is_busy_and_the_first_one_finishes(pod):
     pod.engine.pause = asyncio.Event()
     pod.engine.answer = lambda ids: "abc"
     first = asyncio.create_task(pod.ask(session_id, prompt=" one", stream=True))
-    while len(pod.engine.generations()) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
     second = await pod.ask(session_id, prompt=" two")
     pod.engine.pause.set()
@@ -345,8 +367,7 @@ async def test_a_turn_cancelled_twice_still_frees_its_lease(pod, num_steps):
     session_id = await created(pod)
     pod.engine.pause = asyncio.Event()
     turn = asyncio.create_task(pod.ask(session_id, prompt=" x", stream=True))
-    while len(pod.engine.generations()) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(pod.engine.generations()) == 2, what="the turn runs", interval_s=0)
 
     turn.cancel()
     for _ in range(num_steps):
@@ -514,10 +535,25 @@ async def test_single_tenant_mode_needs_no_identity(tmp_path, engine):
         "/v1/completions", {"model": "m", "prompt": "x"}, headers=[(b"x-session-id", b"somebodys-label")]
     )
     unknown = await pod.post("/v1/completions", {"model": "m", "prompt": "x", "session_id": "nobody"})
+    header = [(b"x-session-id", b"ctx_nobody")]
+    unknown_in_header = await pod.post("/v1/completions", {"model": "m", "prompt": "x"}, headers=header)
 
     assert answer.json["usage"]["context"]["context_tokens"] == 6
     assert (labelled.status, "x-context-cache" in labelled.headers) == (200, False)
-    assert unknown.status == 404
+    assert unknown.status == unknown_in_header.status == 404
+
+
+async def test_single_tenant_mode_refuses_a_context_where_none_can_be_carried(tmp_path, engine):
+    """Seen to fail: 200 without the conversation."""
+    pod = Pod(tmp_path, engine, single_tenant="demo")
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch"):
+        refused = await pod.post(path, {**body, "session_id": "ctx_1"})
+        passed = await pod.post(path, {**body, "session_id": None})
+
+        assert (refused.status, refused.json["error"]["param"]) == (400, "session_id")
+        assert passed.status == 404  # the toy engine's own
 
 
 async def test_the_receipt_tells_what_the_connector_did(pod):

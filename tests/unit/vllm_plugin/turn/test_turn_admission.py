@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from contextcache.errors import ContextQuotaExceeded, InvalidRequest, SidecarUnavailable
-from tests.helpers.fake_vllm import FakeVllm
-from tests.helpers.turn_bench import Pod
+from contextcache.model import SessionPage
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.turn_bench import Pod
+from tests.kit.until import until
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.ports import TenantUsage
 
@@ -41,9 +43,7 @@ def guard(pod, quotas) -> TurnAdmission:
 
 
 async def until_paused(pod, number):
-    async with asyncio.timeout(30):
-        while len(pod.engine.generations()) < number:
-            await asyncio.sleep(0)
+    await until(lambda: len(pod.engine.generations()) >= number, what=f"{number} generations", interval_s=0)
 
 
 def refusal(answer):
@@ -120,7 +120,7 @@ async def test_a_create_over_the_kv_quota_is_429_and_reserves_nothing(pod):
     assert refusal(answer)[:2] == (429, "context_quota_exceeded")
     assert quotas.asked == ["demo"]
     assert pod.engine.requests == []
-    assert await pod.manager.list_sessions("demo", limit=10) == ((), False)
+    assert await pod.manager.list_sessions("demo", limit=10) == SessionPage((), has_more=False, last_id="")
     assert pod.counted("tenant_refusals", limit="quota") == 1
 
 

@@ -21,8 +21,8 @@ from contextcache.errors import (
     LeaseLost,
     StoreUnavailable,
 )
-from tests.helpers.fake_vllm import FakeVllm
-from tests.helpers.turn_bench import Pod
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.turn_bench import Pod
 from vllm_plugin.turn.crash_points import POINTS
 
 pytestmark = pytest.mark.looptime

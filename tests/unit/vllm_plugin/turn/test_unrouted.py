@@ -5,8 +5,8 @@ import json
 import pytest
 
 from contextcache.identity import KV_TRANSFER_KEY
-from tests.helpers.fake_vllm import FakeVllm, encode
-from tests.helpers.turn_bench import Pod
+from tests.kit.fake_vllm import FakeVllm, encode
+from tests.kit.turn_bench import Pod
 
 UNROUTED = (b"x-context-unrouted", b"1")
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -84,22 +84,32 @@ async def test_a_claim_in_the_header_is_refused_as_with_the_store_down(pod):
     assert pod.engine.requests == []
 
 
-async def test_a_header_that_cannot_name_a_context_is_a_label_of_the_clients_own(pod):
-    answer = await pod.post(PATHS[0], body_for(PATHS[0]), headers=[UNROUTED, (b"x-session-id", b"my label!")])
+@pytest.mark.parametrize("label", [b"my label!", b"agent-run-7"])
+async def test_a_header_that_does_not_begin_as_a_context_is_a_label_of_the_clients_own(pod, label):
+    answer = await pod.post(PATHS[0], body_for(PATHS[0]), headers=[UNROUTED, (b"x-session-id", label)])
 
     assert answer.status == 200
 
 
-@pytest.mark.parametrize("named", [b"s-1", b"s-2"])
+@pytest.mark.parametrize("named", [b"ctx_1", b"ctx_2"])
 async def test_a_second_header_hides_neither_the_first_ones_claim_nor_its_type(pod, named):
     labels = await pod.post(
-        PATHS[0], body_for(PATHS[0]), headers=[UNROUTED, (b"x-session-id", b"s-1"), (b"x-session-id", named)]
+        PATHS[0], body_for(PATHS[0]), headers=[UNROUTED, (b"x-session-id", b"ctx_1"), (b"x-session-id", named)]
     )
     second_type = (b"content-type", b"multipart/form-data")
     claim = await pod.post(PATHS[0], body_for(PATHS[0], session_id="s-1"), headers=[UNROUTED, second_type])
 
-    assert labels.status == (503 if named == b"s-1" else 400)
+    assert labels.status == (503 if named == b"ctx_1" else 400)
     assert is_away(claim)
+    assert pod.engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/v1/embeddings"])
+@pytest.mark.parametrize("named", ["ctx_1", "mine", 7])
+async def test_a_call_that_cannot_carry_a_context_refuses_one(pod, path, named):
+    answer = await pod.post(path, body_for(path, session_id=named), headers=[UNROUTED])
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, "session_id")
     assert pod.engine.requests == []
 
 
@@ -116,7 +126,8 @@ async def test_what_only_our_own_parts_may_say_is_removed(pod, path):
 
     await pod.post(path, body, headers=[UNROUTED])
 
-    assert pod.engine.requests == [(path, body_for(path, vllm_xargs={"mine": 1}))]
+    ((_, seen),) = pod.engine.requests
+    assert {key: value for key, value in seen.items() if value is not None} == body_for(path, vllm_xargs={"mine": 1})
 
 
 async def test_a_changed_body_is_announced_with_its_own_length(pod):
@@ -130,7 +141,7 @@ async def test_a_changed_body_is_announced_with_its_own_length(pod):
     await pod.post(PATHS[0], body, headers=[UNROUTED, (b"content-length", str(len(body)).encode())])
 
     ((headers, given),) = seen
-    assert int(headers[b"content-length"]) == len(given) < len(body)
+    assert int(headers[b"content-length"]) == len(given) > len(body)
 
 
 @pytest.mark.parametrize("raw", [b"not json", b'{"model": "m",', b"[1]", b"", b'{"prompt": "the session_id key"}'])

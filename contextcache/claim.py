@@ -1,0 +1,328 @@
+r"""What a request body claims: one decoder for the gateway and the pod. Pure.
+
+Rules: a body is read for the fields that are asked for, and nothing else in it is built (`read_claims`), or it is
+built whole within bounds of depth and width (`read_object`). What counts is what the engine's parser would see: of
+keys that repeat the last one, keys spelled with `\u` escapes too. What a session's request says is strict JSON in
+UTF-8; other bodies are read as leniently as the engine reads them. Nothing is written anew: what our own parts say is
+put behind the rest, where it counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from contextcache.errors import InvalidRequest
+from contextcache.model import SESSION_ID_PATTERN, SessionId
+
+SESSION_HEADER = "x-session-id"
+MINTED_PREFIX = "ctx_"
+"""What the ids begin with that we make. `X-Session-ID` claims such a context; any other is somebody's own label."""
+FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
+"""What only our own parts may tell the engine: whose prefix cache it may hit, which KV and which encoder's outputs to
+load, and from which machine."""
+
+DEPTH_MAX = 100
+CONTAINERS_MAX = 100_000
+STRINGS_MAX = 200_000
+"""Keys and texts."""
+VALUES_MAX = 2_200_000
+"""Nearly all of them token ids: more than two million, the longest contexts there are."""
+BRACKETS_MAX = 2_000_000
+"""In any body, those in texts too: beyond it even reading past them takes its time, here and in the engine."""
+_NARROW = 20_000
+"""Values below which nobody has to look where they are."""
+_NAME_BYTES_MAX = 4096
+"""Of a session's or a model's name, as spelled."""
+_EXTRA_ARGUMENTS_BYTES_MAX = 64 << 10
+
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NULL = b"null"
+_UNSET = msgspec.Raw()
+
+
+class _Fields(msgspec.Struct, gc=False):
+    """The keys that are asked for, as they are spelled; what has none is empty."""
+
+    session_id: msgspec.Raw = _UNSET
+    model: msgspec.Raw = _UNSET
+    prompt: msgspec.Raw = _UNSET
+    messages: msgspec.Raw = _UNSET
+    cache_salt: msgspec.Raw = _UNSET
+    kv_transfer_params: msgspec.Raw = _UNSET
+    ec_transfer_params: msgspec.Raw = _UNSET
+    vllm_xargs: msgspec.Raw = _UNSET
+    """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
+    previous_response_id: msgspec.Raw = _UNSET
+    """A response that vLLM keeps, where its store is on: it knows no tenants."""
+
+
+class _Forbidden(msgspec.Struct, gc=False):
+    cache_salt: msgspec.Raw = _UNSET
+    kv_transfer_params: msgspec.Raw = _UNSET
+    ec_transfer_params: msgspec.Raw = _UNSET
+
+
+_FIELDS = msgspec.json.Decoder(_Fields)
+_FORBIDDEN = msgspec.json.Decoder(_Forbidden)
+_STRING = msgspec.json.Decoder(str)
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a body that is an object says of what concerns us."""
+
+    body: bytes = field(repr=False)
+    """In UTF-8."""
+    fields: _Fields = field(repr=False)
+
+    def session_id(self) -> SessionId | None:
+        """Return the context that is named. Raises InvalidRequest when it cannot be one."""
+        spelled = bytes(self.fields.session_id)
+        if spelled in (b"", _NULL):
+            return None
+        named = _name(spelled)
+        if named is None or not SESSION_ID_PATTERN.fullmatch(named):
+            raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+        return named
+
+    def model(self) -> str | None:
+        """Return the model that is named, if one is."""
+        return _name(self.fields.model)
+
+    def changed(self, *, salt: str = "") -> bytes | None:
+        """Return the body with the tenant's salt, empty: none, and without forbidden keys; None: it can stay as it is.
+
+        Of keys that repeat, the last one counts: what is put behind the rest takes the place of what a client says.
+        `salt` is letters and digits. Raises InvalidRequest for extra arguments that cannot be looked through.
+        """
+        fields = self.fields
+        ours = {key: _NULL for key in FORBIDDEN_KEYS if getattr(fields, key)}
+        if salt:
+            ours["cache_salt"] = b'"' + salt.encode() + b'"'
+        extra = _allowed_arguments(fields.vllm_xargs)
+        if extra is not None:
+            ours["vllm_xargs"] = extra
+        return _with_members(self.body, ours) if ours else None
+
+
+def read_claims(body: bytes) -> Claims | None:
+    """Return what the engine would see, or None when it is not for us to judge: no object, nothing the engine reads.
+
+    Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, or is too deep.
+    """
+    try:
+        return read_strict_claims(body)
+    except InvalidRequest as strict:
+        found = _read_as_engine(body, strict)
+        named = found is not None and bytes(found.fields.session_id) not in (b"", _NULL)
+        if named or b'"session_id"' in body:
+            raise
+        return found
+
+
+def read_strict_claims(body: bytes) -> Claims:
+    """Return what a body of strict JSON claims. Raises InvalidRequest naming line, column and fault."""
+    _check_brackets(body)
+    try:
+        return Claims(body, _FIELDS.decode(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise _explained(body, exc) from exc
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in `body`. Raises InvalidRequest naming line, column and fault, or what is too much."""
+    _check_shape(body)
+    try:
+        return _OBJECT.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise _explained(body, exc) from exc
+
+
+def claimed_session(claims: Claims | None, header: str | None) -> SessionId | None:
+    """Return the context that a request names, or None. Raises InvalidRequest.
+
+    `header` is `X-Session-ID`, a repeated one joined with commas: once or five times, it names the same context. What
+    does not begin with `ctx_` there is somebody's own label. `claims`: None when the body was not read.
+    """
+    named = None if claims is None else claims.session_id()
+    labels = set() if header is None else {label.strip(" \t") for label in header.split(",")}
+    contexts = {label for label in labels if label.startswith(MINTED_PREFIX)}
+    if named is not None:
+        if not contexts <= {named}:
+            raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
+        return named
+    if len(contexts) > 1:
+        raise InvalidRequest("X-Session-ID is repeated and names different contexts", param="X-Session-ID")
+    return contexts.pop() if contexts else None
+
+
+def refuse_session(claims: Claims | None) -> None:
+    """Raise InvalidRequest when a call that cannot carry a context names one: it must not be answered without.
+
+    Nor may it name what the engine keeps of another call, which may be another tenant's.
+    """
+    if claims is None:
+        return
+    if bytes(claims.fields.session_id) not in (b"", _NULL):
+        raise InvalidRequest("this call cannot carry a context: session_id is not for it", param="session_id")
+    if bytes(claims.fields.previous_response_id) not in (b"", _NULL):
+        raise InvalidRequest("no response is kept between calls: send the input whole", param="previous_response_id")
+
+
+def is_opaque(content_type: str) -> bool:
+    """Return whether a body of this type is never looked into: an upload."""
+    return content_type.lower().startswith("multipart/")
+
+
+def remove_forbidden_keys(built: dict[str, Any]) -> None:
+    """Remove the forbidden keys from a body that is built, and from its extra arguments."""
+    extra = built.get("vllm_xargs")
+    for held in [built, extra] if isinstance(extra, dict) else [built]:
+        for key in FORBIDDEN_KEYS:
+            held.pop(key, None)
+
+
+def _name(spelled: bytes | msgspec.Raw) -> str | None:
+    if not 0 < len(spelled) <= _NAME_BYTES_MAX:
+        return None
+    try:
+        return _STRING.decode(spelled)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _allowed_arguments(spelled: msgspec.Raw) -> bytes | None:
+    """Return vLLM's extra arguments without forbidden keys; None when there are none in them."""
+    try:
+        held = _FORBIDDEN.decode(spelled) if spelled else _Forbidden()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # no object: the engine says so
+    if not any(getattr(held, key) for key in FORBIDDEN_KEYS):
+        return None
+    if len(spelled) > _EXTRA_ARGUMENTS_BYTES_MAX:
+        raise InvalidRequest("vllm_xargs is too large to be looked through", param="vllm_xargs")
+    try:
+        members = _MEMBERS.decode(spelled)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidRequest("vllm_xargs has names that are not UTF-8", param="vllm_xargs") from exc
+    kept = {key: value for key, value in members.items() if key not in FORBIDDEN_KEYS}
+    return msgspec.json.encode(kept)
+
+
+def _with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
+    """Return a valid object with more members at its end, the rest as it came."""
+    end = body.rindex(b"}")
+    # Only an empty object ends so; looked at where it may be one, because it copies.
+    is_empty = body[end - 1] in b"{ \t\r\n" and body[:end].rstrip().endswith(b"{")
+    ours = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in members.items())
+    whole = memoryview(body)  # prompts are long: copied once
+    return b"".join((whole[:end], b"" if is_empty else b",", ours, whole[end:]))
+
+
+def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
+    """Read what Python's json would: any Unicode encoding, a byte order mark, NaN, halves of characters."""
+    _check_brackets(body)
+    try:
+        encoding = json.detect_encoding(body)
+        text = body if encoding == "utf-8" else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        return Claims(text, _FIELDS.decode(_with_plain_values(text)))
+    except RecursionError:
+        raise strict from None
+    except (msgspec.DecodeError, UnicodeError):
+        return None
+
+
+def _with_plain_values(text: bytes) -> bytes:
+    r"""Return the same keys in the same places, with values that strict JSON has in the place of others.
+
+    `\ud…` becomes `\uc…`, letters that no key of ours has: half a character is then a whole one, and a whole one two.
+    """
+    for odd, plain in ((b"NaN", b"0.0"), (b"Infinity", b"0.000000"), (rb"\ud", rb"\uc"), (rb"\uD", rb"\uc")):
+        text = text.replace(odd, plain)
+    return text
+
+
+def _check_brackets(body: bytes) -> int:
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > BRACKETS_MAX:
+        raise InvalidRequest(f"the body holds more than {BRACKETS_MAX} opening brackets")
+    return containers
+
+
+def _check_shape(body: bytes) -> None:
+    """Refuse what would be too many objects to build. Raises InvalidRequest.
+
+    Strings are left out by cutting at their quotes, once those in them are gone; all in passes of C.
+    """
+    containers = _check_brackets(body)
+    if containers <= DEPTH_MAX and body.count(b",") + containers <= _NARROW:
+        return
+    plain = body.replace(b"\\\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * STRINGS_MAX:
+        raise InvalidRequest(f"the body holds more than {STRINGS_MAX} keys and texts")
+    structure = b"".join(plain.split(b'"')[::2])
+    if structure.count(b",") > VALUES_MAX:
+        raise InvalidRequest(f"the body holds more than {VALUES_MAX} values")
+    if structure.count(b"[") + structure.count(b"{") > CONTAINERS_MAX:
+        raise InvalidRequest(f"the body holds more than {CONTAINERS_MAX} lists and objects")
+    _check_depth(structure)
+
+
+def _check_depth(structure: bytes) -> None:
+    """Take away the innermost pairs as often as they may lie in each other; nothing may be left then."""
+    brackets = structure.translate(_ONE_KIND, _NO_BRACKETS)
+    for _ in range(DEPTH_MAX):
+        shorter = brackets.replace(b"[]", b"")
+        if len(shorter) == len(brackets):
+            return  # what is left has no pairs: the decoder says where
+        brackets = shorter
+    if brackets:
+        raise InvalidRequest("invalid JSON: nested too deeply")
+
+
+def _explained(body: bytes, exc: Exception) -> InvalidRequest:
+    """Return what is wrong with a body in a client's words: line, column, and the comma that is too many or missing.
+
+    The two bodies printed in the EP are not valid JSON; they are refused rather than repaired.
+    """
+    told = str(exc)
+    if isinstance(exc, RecursionError):
+        return InvalidRequest("invalid JSON: nested too deeply")
+    if isinstance(exc, UnicodeDecodeError):
+        return InvalidRequest("the body is not UTF-8")
+    if isinstance(exc, msgspec.ValidationError):
+        is_number = "out of range" in told
+        return InvalidRequest(
+            "invalid JSON: a number has too many digits" if is_number else "the body must be a JSON object"
+        )
+    if not body.strip():
+        return InvalidRequest("invalid JSON at line 1, column 1: the body is empty")
+    return _placed(body, told)
+
+
+def _placed(body: bytes, told: str) -> InvalidRequest:
+    found = re.search(r"^(?:JSON is malformed: )?(.*) \(byte (\d+)\)$", told)
+    fault, position = (found[1], int(found[2])) if found else ("the end is missing, or half of a character", len(body))
+    at = body[position : position + 1]
+    before = len(body[:position].rstrip()) if position < len(body) else position
+    for constant, start in ((b"NaN", position), (b"Infinity", position), (b"-Infinity", position - 1)):
+        if start >= 0 and body.startswith(constant, start):
+            return InvalidRequest(f"invalid JSON: {constant.decode()} is not a JSON number")
+    if at >= b"\x80":
+        return InvalidRequest(f"the body is not UTF-8, or no JSON: bad byte at offset {position}")
+    if fault.startswith("trailing comma"):
+        position, fault = before - 1, f"extra comma before '{at.decode()}'"
+    elif fault.startswith("expected ','"):
+        position, fault = before, "missing comma"
+    line = body.count(b"\n", 0, position) + 1
+    column = len(body[body.rfind(b"\n", 0, position) + 1 : position].decode(errors="replace")) + 1
+    return InvalidRequest(f"invalid JSON at line {line}, column {column}: {fault}")

@@ -1,0 +1,1 @@
+"""The Kubernetes API: one client, and its answers read."""

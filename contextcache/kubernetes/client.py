@@ -1,0 +1,214 @@
+"""The Kubernetes API server over HTTP: the only importer of `kubernetes` (ADR 0013). Loops are not here.
+
+The library finds the server and its credentials and makes connections and requests. Its typed calls are not used: each
+answer needs a bound on what is read of it, and is checked before it is believed. Deadlines are ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import incluster_config
+
+from contextcache.kubernetes.objects import (
+    KubernetesAnswerInvalid,
+    KubernetesObject,
+    KubernetesUnauthorized,
+    KubernetesUnavailable,
+    Listing,
+    Selection,
+    WatchEvent,
+    answered_error,
+    checked_page,
+    json_object,
+    resource_version_of,
+    status_error,
+)
+
+_CONNECT_S = 5.0
+_LIST_S = 30.0
+"""One page of a list."""
+_GRACE_S = 10.0
+"""How much longer than it was asked to a server may keep a watch open: by then the connection is dead."""
+_PAGE_OBJECTS = 500
+_PAGES_MAX = 200
+_BODY_BYTES_MAX = 64 << 20
+_SERVICE_ACCOUNT = Path(incluster_config.SERVICE_TOKEN_FILENAME).parent
+
+Access = Callable[[], Awaitable[Configuration]]
+"""Reads where the server is and what it wants to see, again whenever it is called."""
+
+
+class KubernetesApi:
+    """One API server; calls raise KubernetesError. Implements KubernetesReader."""
+
+    def __init__(self, access: Access, *, namespace: str) -> None:
+        self._access = access
+        self.namespace = namespace
+        """The one this process lives in."""
+        self._client: ApiClient | None = None
+
+    @classmethod
+    def by_surroundings(cls) -> Self:
+        """Use the file that `KUBECONFIG` (or `~/.kube/config`) is, else the pod's service account.
+
+        Raises ValueError when there is neither. The server need not be there yet.
+        """
+        file = Path(config.KUBE_CONFIG_DEFAULT_LOCATION).expanduser()
+        try:
+            if file.exists():
+                _, current = config.list_kube_config_contexts(str(file))
+                return cls(lambda: _from_file(file), namespace=current["context"].get("namespace") or "default")
+            return cls.in_pod(_SERVICE_ACCOUNT)
+        except (config.ConfigException, KeyError, OSError) as exc:
+            raise ValueError(f"no Kubernetes API server to ask: {exc}") from exc
+
+    @classmethod
+    def in_pod(cls, service_account: Path, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Use the service account mounted there: `token`, `ca.crt` and `namespace`. Raises OSError without one."""
+        namespace = (service_account / "namespace").read_text().strip()
+        return cls(lambda: _from_pod(service_account, environ), namespace=namespace)
+
+    async def close(self) -> None:
+        """End all connections; the next call would open new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    async def list(self, selection: Selection) -> Listing:
+        """Return the newest state. No resource version is asked for, so it comes from a quorum of the store."""
+        resource = selection.resource
+        objects: list[KubernetesObject] = []
+        query = {"labelSelector": selection.label_selector, "limit": str(_PAGE_OBJECTS)}
+        for _ in range(_PAGES_MAX):
+            async with self._answer(resource.path(selection.namespace), query=query, timeout_s=_LIST_S) as answer:
+                page = json_object(await _whole(answer))
+            items = checked_page(resource, page)
+            metadata = page.get("metadata") or {}
+            objects += items
+            if not metadata.get("continue"):
+                return Listing(tuple(objects), resource_version_of(page))
+            query = query | {"continue": metadata["continue"]}
+        raise KubernetesAnswerInvalid(f"a {resource.kind}List of more than {_PAGES_MAX} pages")
+
+    @asynccontextmanager
+    async def watch(
+        self, selection: Selection, *, resource_version: str, timeout_s: float
+    ) -> AsyncIterator[AsyncIterator[WatchEvent]]:
+        """Follow the changes since `resource_version`; see KubernetesReader."""
+        query = {
+            "watch": "1",
+            "labelSelector": selection.label_selector,
+            "resourceVersion": resource_version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(max(1, round(timeout_s))),
+        }
+        path = selection.resource.path(selection.namespace)
+        async with (
+            self._answer(path, query=query, timeout_s=timeout_s + _GRACE_S) as answer,
+            aclosing(_events(answer)) as events,
+        ):
+            yield events
+
+    @asynccontextmanager
+    async def _answer(
+        self, path: str, *, query: Mapping[str, str], timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask and give its answer with a good status; foreign errors become ours, in the block too."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                client = await self._connected()
+                request = await client.param_serialize(
+                    "GET",
+                    path,
+                    query_params=list(query.items()),
+                    header_params={"Accept": "application/json"},
+                    auth_settings=["BearerToken"],
+                )
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, timeout_s))
+                raw = await client.call_api(*request, _request_timeout=timeout, _preload_content=False)
+                async with raw.response as answer:
+                    if answer.status >= 300:
+                        raise answered_error(answer.status, await _whole(answer))
+                    yield answer
+        except KubernetesUnauthorized:
+            # The credentials may have been replaced: read them again for the next call.
+            await self.close()
+            raise
+        except (aiohttp.ClientSSLError, ssl.SSLError, config.ConfigException) as exc:
+            # So may the CA.
+            await self.close()
+            raise KubernetesUnavailable(f"the API server cannot be spoken to: {type(exc).__name__}") from exc
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise KubernetesUnavailable(f"no answer of the API server: {type(exc).__name__}") from exc
+
+    async def _connected(self) -> ApiClient:
+        if self._client is None:
+            client = ApiClient(await self._access())
+            client.user_agent = "context-cache"
+            if self._client is not None:
+                # Another task was faster.
+                await client.close()
+            else:
+                self._client = client
+        return self._client
+
+
+async def _from_file(file: Path) -> Configuration:
+    found = _configuration()
+    await config.load_kube_config(str(file), client_configuration=found, persist_config=False)
+    return found
+
+
+async def _from_pod(service_account: Path, environ: Mapping[str, str] | None) -> Configuration:
+    found = _configuration()
+    more = {} if environ is None else {"environ": environ}
+    # The loader reads the token again every minute, as it rotates.
+    incluster_config.InClusterConfigLoader(
+        token_filename=str(service_account / "token"), cert_filename=str(service_account / "ca.crt"), **more
+    ).load_and_set(found)
+    return found
+
+
+def _configuration() -> Configuration:
+    found = Configuration()
+    # Clusters' CAs often lack an authority key identifier, which Python 3.13 would refuse and Go does not.
+    found.disable_strict_ssl_verification = True
+    return found
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[WatchEvent, None]:
+    while True:
+        try:
+            line = await answer.content.readline()
+        except ValueError as exc:
+            raise KubernetesAnswerInvalid("a watch event of more than any object's size") from exc
+        if not line:
+            return
+        event = json_object(line)
+        kind, subject = event.get("type"), event.get("object")
+        if not isinstance(subject, dict):
+            raise KubernetesAnswerInvalid("a watch event without an object")
+        if kind == "ERROR":
+            raise status_error(subject.get("code"), subject)
+        if kind in {"ADDED", "MODIFIED", "DELETED", "BOOKMARK"}:
+            yield WatchEvent(kind, subject)
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    pieces: list[bytes] = []
+    size_bytes = 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size_bytes += len(piece)
+        if size_bytes > _BODY_BYTES_MAX:
+            raise KubernetesAnswerInvalid(f"an answer of more than {_BODY_BYTES_MAX} bytes")
+    return b"".join(pieces)

@@ -1,0 +1,1 @@
+"""What every process of ours does at its start and end: settings, logs, metrics, signals."""

@@ -1,0 +1,154 @@
+"""What every part shows: a port for probes and Prometheus, without TLS, and what is told there of a certificate.
+
+Kubelets have no certificate, and nothing secret is said on that port. One GET a connection, in the event loop of the
+work itself: a loop that stands still answers no probe either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
+
+from contextcache.process.settings import TlsFiles
+from contextcache.wire.connections import ConnectionLimit
+from contextcache.wire.tls import WatchedTls, open_tls
+
+log = logging.getLogger(__name__)
+
+_CONNECTIONS_MAX = 64
+_HEAD_BYTES_MAX = 8 << 10
+_DEADLINE_S = 10.0
+"""From connecting to the last byte of the answer; probes and scrapes give up sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """An answer."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Answer = Callable[[], Awaitable[Page]]
+
+
+@asynccontextmanager
+async def metrics_server(
+    host: str, port: int, *, registry: CollectorRegistry, pages: Mapping[str, Answer]
+) -> AsyncIterator[int]:
+    """Serve `/metrics` and `pages` (by path) until the end of the block; yields the port, port 0 takes a free one.
+
+    Raises OSError when the port is taken.
+    """
+
+    async def metrics() -> Page:
+        return Page(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)
+
+    connections = _Connections({"/metrics": metrics, **pages})
+    try:
+        server = await asyncio.start_server(connections.accept, host, port, limit=_HEAD_BYTES_MAX)
+    except OSError as exc:
+        raise OSError(exc.errno, f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await connections.close()
+        await server.wait_closed()
+
+
+def health_page(is_healthy: Callable[[], bool]) -> Answer:
+    """Return the page of a part: 200 while `is_healthy`, else 503."""
+
+    async def health() -> Page:
+        return Page(b"ok\n") if is_healthy() else Page(b"not serving\n", status=503)
+
+    return health
+
+
+class _Connections:
+    def __init__(self, pages: Mapping[str, Answer]) -> None:
+        self._pages = pages
+        self._limit = ConnectionLimit(_CONNECTIONS_MAX)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._limit.admit(writer.transport)
+        task = asyncio.create_task(self._serve(reader, writer), name="metrics request")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Here, because a task that is cancelled before it begins ends nothing itself.
+        task.add_done_callback(lambda _: self._limit.end(writer.transport))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_DEADLINE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                self._limit.note_asked(writer.transport)
+                writer.write(_message(await self._answer(head), with_body=not head.startswith(b"HEAD ")))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+
+    async def _answer(self, head: bytes) -> Page:
+        method, _, rest = head.decode("latin-1").partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        answer = self._pages.get(path)
+        if method not in ("GET", "HEAD"):
+            return Page(b"only GET is possible here\n", status=405)
+        if answer is None:
+            return Page(b"no such path\n", status=404)
+        try:
+            return await answer()
+        except Exception:
+            log.exception("a page could not be made", extra={"path": path})
+            return Page(b"a fault of ours\n", status=500)
+
+
+def _message(page: Page, *, with_body: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}\r\ncontent-type: {page.content_type}\r\n"
+        f"content-length: {len(page.body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + (page.body if with_body else b"")
+
+
+class CertificateMetrics:
+    """What every part tells Prometheus about its certificate: one gauge, one counter.
+
+    Without TLS the gauge has no sample, so that no alert takes 0 for a date.
+    """
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        self._expiry = Gauge(
+            f"{prefix}_certificate_expiry_timestamp_seconds",
+            "Unix time at which the certificate in use ends.",
+            ["certificate"],
+            registry=registry,
+        )
+        self.reload_failures = Counter(
+            f"{prefix}_certificate_reload_failures_total",
+            "Tries to read changed certificate files that failed; the last good ones stay.",
+            registry=registry,
+        )
+
+    def open_tls(self, files: TlsFiles | None) -> WatchedTls | None:
+        """Return the watched files of this part's own certificate, None when TLS is off. Raises as WatchedTls."""
+        tls = open_tls(files, on_failure=self.reload_failures.inc)
+        if tls is not None:
+            # Asked at each scrape, so that the files are looked at where nobody connects as well.
+            self._expiry.labels("parts").set_function(lambda: tls.current().expires_at_s)
+        return tls

@@ -1,0 +1,104 @@
+"""How a process is configured: environment variables with the process's prefix, read once in `__main__`.
+
+Each field's description gives unit and reason; `python -m <package> --help` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of one part's certificate, key and the CA it believes, all PEM, and the name others' certificates carry."""
+
+    cert_file: Path
+    key_file: Path
+    ca_file: Path
+    server_name: str
+
+
+class ProcessSettings(BaseSettings):
+    """Base of every process's settings: frozen, environment only, unknown values refused by type."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+
+class TlsSettings(ProcessSettings):
+    """Mutual TLS of a part: with these files it shows its certificate to others and believes only the CA's."""
+
+    tls_cert_file: Path | None = Field(
+        None, description="PEM certificate chain shown to other parts; empty, with the two below: no TLS"
+    )
+    tls_key_file: Path | None = Field(None, description="its PEM private key; both are read again when they change")
+    tls_ca_file: Path | None = Field(None, description="PEM certificates of who may sign other parts' certificates")
+    tls_server_name: str = Field(
+        "context-cache", min_length=1, description="name that every part's certificate carries, whatever its address"
+    )
+
+    @field_validator("tls_cert_file", "tls_key_file", "tls_ca_file", mode="before")
+    @classmethod
+    def _no_file_when_empty(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @model_validator(mode="after")
+    def _all_files_or_none(self) -> Self:
+        if len({file is None for file in (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)}) > 1:
+            raise ValueError("TLS_CERT_FILE, TLS_KEY_FILE and TLS_CA_FILE belong together: set all three or none")
+        return self
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files, or None when TLS is off."""
+        if self.tls_cert_file is None or self.tls_key_file is None or self.tls_ca_file is None:
+            return None
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.tls_ca_file, self.tls_server_name)
+
+
+class TracingSettings(ProcessSettings):
+    """Where a part's spans go."""
+
+    traces_endpoint: str = Field(
+        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no traces"
+    )
+    traces_sample_ratio: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of traces begun here that are kept; one begun by the caller is kept as it says",
+    )
+
+
+def settings_help(settings: type[ProcessSettings], purpose: str) -> str:
+    """Return the text of `--help`: what the process is for and every variable with its default and meaning."""
+    prefix = settings.model_config.get("env_prefix", "")
+    lines = [purpose, "", "Environment variables:"]
+    for name, field in settings.model_fields.items():
+        default: Any = field.get_default(call_default_factory=True)
+        shown = "required" if default is PydanticUndefined else f"default {default!r}"
+        lines += [f"  {prefix}{name.upper()} ({shown})", f"      {field.description or ''}"]
+    return "\n".join(lines)
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret in a file, without surrounding white space. Raises ValueError when it is too short."""
+    secret = path.read_bytes().strip()
+    if len(secret) < 32:
+        raise ValueError(f"the secret in {path} has {len(secret)} bytes; 32 or more are needed")
+    return secret
+
+
+def file_version(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs once the file has changed; None when it cannot be had."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    # The inode too: a mounted Secret or ConfigMap is replaced by switching a link.
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,179 @@
+"""What gateway and pod do alike with requests: what tenants have in hand, large bodies, repeated headers. Pure.
+
+*In hand*: requests and bytes of their bodies by tenant; more than it may is refused, which changes nothing. What is
+counted is given back at the end of a `with` block, so on every way out: answered, failed, cancelled. For one event
+loop; with N processes a tenant may have N times as much.
+
+*Large bodies* are read beside the event loop, one at a time. A decoder holds the interpreter for as long as it runs, a
+thread of its own or not. So the next large body waits for as long as the last one took, and the loop has at least that
+time for everybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Self, TypeVar
+
+from contextcache.errors import TooManyInFlight
+from contextcache.model import TenantId
+
+_RETRY_AFTER_S = 1
+REQUESTS = "requests"
+BYTES = "bytes"
+LARGE_BYTES = 1 << 20
+"""Smaller bodies take a few milliseconds at the worst."""
+
+Read = TypeVar("Read")
+
+
+class TenantsInHand:
+    """Requests and bytes by tenant; only tenants that have something in hand are remembered."""
+
+    def __init__(
+        self, *, requests_max: int = 0, bytes_max: int = 0, on_refused: Callable[[str], None] | None = None
+    ) -> None:
+        """0: no limit, and nothing is counted. `on_refused` is told which limit was met: REQUESTS or BYTES."""
+        self._requests = _Counts(requests_max)
+        self._bytes = _Counts(bytes_max)
+        self._on_refused = on_refused if on_refused is not None else _nobody
+
+    def request(self, tenant: TenantId) -> AbstractContextManager[None]:
+        """Count one request for the length of a `with` block. Entering raises TooManyInFlight."""
+        return self._counted_request(tenant) if self._requests.limit else nullcontext()
+
+    def body(self, tenant: TenantId) -> BodyInHand:
+        """Return what counts the bytes of one body for the length of a `with` block."""
+        return BodyInHand(self, tenant)
+
+    def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
+        """Count bytes. Raises TooManyInFlight, and counts nothing then."""
+        if not self._bytes.take(tenant, size_bytes):
+            self._on_refused(BYTES)
+            raise TooManyInFlight(
+                f"this tenant has request bodies of {self._bytes.limit} bytes in hand, as many as it may",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
+        """Count bytes as free that were taken before."""
+        self._bytes.give_back(tenant, size_bytes)
+
+    def held_by(self, tenant: TenantId) -> tuple[int, int]:
+        """Return the requests and bytes a tenant has in hand, as far as they are counted."""
+        return self._requests.of(tenant), self._bytes.of(tenant)
+
+    def is_empty(self) -> bool:
+        """Return whether nothing is in hand."""
+        return self._requests.is_empty() and self._bytes.is_empty()
+
+    @contextmanager
+    def _counted_request(self, tenant: TenantId) -> Iterator[None]:
+        if not self._requests.take(tenant, 1):
+            self._on_refused(REQUESTS)
+            raise TooManyInFlight(
+                f"this tenant has {self._requests.limit} requests in flight, as many as it may",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        try:
+            yield
+        finally:
+            self._requests.give_back(tenant, 1)
+
+
+def _nobody(limit: str) -> None:
+    del limit
+
+
+class BodyInHand:
+    """The bytes of one body, as they come."""
+
+    def __init__(self, tenants: TenantsInHand, tenant: TenantId) -> None:
+        self._tenants = tenants
+        self._tenant = tenant
+        self._size_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._tenants.give_back_bytes(self._tenant, self._size_bytes)
+        self._size_bytes = 0
+
+    def take(self, size_bytes: int) -> None:
+        """Count more bytes. Raises TooManyInFlight."""
+        self._tenants.take_bytes(self._tenant, size_bytes)
+        self._size_bytes += size_bytes
+
+
+class _Counts:
+    """One kind of thing, by tenant."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._taken: dict[TenantId, int] = {}
+
+    def take(self, tenant: TenantId, amount: int) -> bool:
+        if not self.limit or not amount:
+            return True
+        taken = self._taken.get(tenant, 0) + amount
+        if taken > self.limit:
+            return False
+        self._taken[tenant] = taken
+        return True
+
+    def give_back(self, tenant: TenantId, amount: int) -> None:
+        if not self.limit or not amount:
+            return
+        left = self._taken[tenant] - amount
+        assert left >= 0, "more given back than taken"
+        if left:
+            self._taken[tenant] = left
+        else:
+            del self._taken[tenant]
+
+    def of(self, tenant: TenantId) -> int:
+        return self._taken.get(tenant, 0)
+
+    def is_empty(self) -> bool:
+        return not self._taken
+
+
+class LargeBodies:
+    """Reads those of one process; knows nothing of what is read in them."""
+
+    def __init__(self) -> None:
+        """Start nothing yet; the one thread ends with its owner."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
+        self._free_at_s = 0.0
+
+    async def read(self, reading: Callable[[bytes], Read], body: bytes) -> Read:
+        """Return what `reading`, which must not touch the loop's state, makes of a body. Raises what it raises."""
+        if len(body) <= LARGE_BYTES:
+            return reading(body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_in_turn, reading, body)
+
+    def _read_in_turn(self, reading: Callable[[bytes], Read], body: bytes) -> Read:
+        begun_s = time.monotonic()
+        if begun_s < self._free_at_s:
+            time.sleep(self._free_at_s - begun_s)
+            begun_s = self._free_at_s
+        try:
+            return reading(body)
+        finally:
+            ended_s = time.monotonic()
+            self._free_at_s = 2 * ended_s - begun_s
+
+
+def joined_headers(raw: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Join repeated headers, so that a second one can never hide the first, which is the one the pod reads."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers

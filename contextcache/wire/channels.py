@@ -1,0 +1,92 @@
+"""Connections of a gRPC client: the one place that opens channels, and the channel that follows its certificate.
+
+Imports grpcio only: it is loaded inside vLLM too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+import grpc.aio
+
+from contextcache.wire.rpc import CHANNEL_OPTIONS
+from contextcache.wire.tls import WatchedTls
+
+_LEFTOVER_GRACE_S = 60.0
+"""For calls that run on a channel whose certificate was replaced; longer than any call's deadline."""
+_SETTLING_S = 1.0
+
+
+def open_channel(address: str, *, tls: WatchedTls | None) -> grpc.aio.Channel:
+    """Return a channel to `host:port` or `unix:///path`, which connects at its first call.
+
+    With `tls` this part shows its certificate as it is now, and the other end must show one of the CA with the
+    deployment's name; a Unix socket is plain all the same: who may open the file may call.
+    """
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    material = tls.current()
+    credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", material.server_name)]
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+class Connection:
+    """One channel to one address, opened at the first call and opened anew when the certificate files change.
+
+    It belongs to the event loop of that call; a call from another loop opens a new one.
+    """
+
+    def __init__(self, address: str, *, tls: WatchedTls | None) -> None:
+        self.address = address
+        self._tls = tls
+        self._channel: grpc.aio.Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._material: object = None
+        self._leftovers: set[asyncio.Task[None]] = set()
+        """Closing channels of certificates that were replaced."""
+
+    def channel(self) -> grpc.aio.Channel:
+        """Return the channel to begin a call on now; calls begun on the one before run to their end."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._channel, self._loop = None, loop
+            self._leftovers.clear()
+        material = None if self._tls is None else self._tls.current()
+        if self._channel is not None and material is not self._material:
+            self._close_later(self._channel)
+            self._channel = None
+        if self._channel is None:
+            self._material = material
+            self._channel = open_channel(self.address, tls=self._tls)
+        return self._channel
+
+    async def close(self) -> None:
+        """Close the channels; calls in flight fail. A later call opens a new one."""
+        channel, self._channel = self._channel, None
+        if self._loop is not asyncio.get_running_loop():
+            return
+        if channel is not None:
+            await channel.close()
+        leftovers = list(self._leftovers)
+        for task in leftovers:
+            task.cancel()
+        await asyncio.gather(*leftovers, return_exceptions=True)
+
+    def _close_later(self, channel: grpc.aio.Channel) -> None:
+        task = asyncio.create_task(_close_in_time(channel), name="channel of an old certificate")
+        self._leftovers.add(task)
+        task.add_done_callback(self._leftovers.discard)
+
+
+async def _close_in_time(channel: grpc.aio.Channel) -> None:
+    try:
+        # A call made in this very moment may not have reached its channel yet.
+        await asyncio.sleep(_SETTLING_S)
+        await channel.close(_LEFTOVER_GRACE_S)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            await channel.close()
+        raise

@@ -1,0 +1,109 @@
+"""gRPC in one place: channels, limits, and errors that arrive as the class they left as.
+
+The code of a `ContextCacheError` rides in trailing metadata (`contextcache-code`, `contextcache-detail-bin`), so
+both ends raise the same class. Imports grpcio only: it is loaded inside vLLM too.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from contextcache.errors import ERRORS_BY_CODE, ContextCacheError
+
+CODE_KEY = "contextcache-code"
+DETAIL_KEY = "contextcache-detail-bin"
+FRAME_BYTES = 1 << 20
+"""Largest piece of a block file in one gRPC message."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest unary message: a manifest or transcript of about 10 million tokens at 5 bytes each stays below it."""
+
+_MANAGER = "contextcache.v1.ContextManagerService"
+
+
+def _asked_again(*statuses: str, method: str = "") -> dict[str, Any]:
+    """Return how gRPC repeats the manager's calls, within their deadline: 0.02, 0.04 and 0.08 s later."""
+    retry = {"maxAttempts": 4, "initialBackoff": "0.02s", "maxBackoff": "0.08s", "backoffMultiplier": 2}
+    name = {"service": _MANAGER} | ({"method": method} if method else {})
+    return {"name": [name], "retryPolicy": retry | {"retryableStatusCodes": list(statuses)}}
+
+
+# gRPC's retry design (proposal A6). A manager that stops cancels what reached it and was not begun (seen at every
+# second rollout under eight callers); another one answers. Every call may be repeated (ContextCacheManager), but for
+# the delete: once done, it finds nothing, so it is repeated only where it was cancelled.
+_SERVICE_CONFIG = {
+    # A name may stand for several managers: every address gets calls.
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        _asked_again("UNAVAILABLE", "CANCELLED"),
+        _asked_again("CANCELLED", method="UnregisterSessionCache"),
+    ],
+}
+_ANSWERED: tuple[str, str | bytes] = ("grpc-retry-pushback-ms", "-1")
+"""Of our own errors: the other end has said what there is to say, asking again is the caller's choice."""
+
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that was restarted is found again within a second, not after gRPC's default of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A peer gone without a word, behind something that goes on acknowledging, is noticed after 17 s. gRPC waits a
+    # minute for a ping's answer unless told otherwise, and sends none in the moments without a call.
+    ("grpc.keepalive_time_ms", 12_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    # An address that is gone is asked for again within a second, not after gRPC's half minute, in which a rollout may
+    # have replaced them all.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    # Loopback and pod-to-pod calls never go through an HTTP proxy.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:
+    """Return the error the other end raised; `unavailable` when it never answered or spoke of nothing of ours.
+
+    Raise it `from exc`: what gRPC says of a failed connection names inner addresses, so only `cause_of` tells it.
+    """
+    pairs: Any = exc.trailing_metadata() or ()
+    metadata: dict[str, str | bytes] = dict(pairs)
+    code = metadata.get(CODE_KEY)
+    error_class = ERRORS_BY_CODE.get(code) if isinstance(code, str) else None
+    if error_class is None:
+        return unavailable(f"an inner service gave no answer: {exc.code().name.lower()}", retry_after_s=1)
+    detail = _detail(metadata.get(DETAIL_KEY))
+    return error_class(
+        exc.details() or exc.code().name, param=detail.get("param"), retry_after_s=detail.get("retry_after_s")
+    )
+
+
+def cause_of(error: ContextCacheError) -> str:
+    """Return what gRPC said of the call that failed, for our own log and never for a client; empty for other errors."""
+    cause = error.__cause__
+    return str(cause.details() or "") if isinstance(cause, grpc.RpcError) else ""
+
+
+def status_of(error: ContextCacheError) -> grpc.StatusCode:
+    """Return the gRPC status that the error travels under."""
+    return grpc.StatusCode[error.grpc_status]
+
+
+def error_metadata(error: ContextCacheError) -> tuple[tuple[str, str | bytes], ...]:
+    """Return the trailing metadata that lets the other end raise the same error."""
+    detail = json.dumps({"param": error.param, "retry_after_s": error.retry_after_s}).encode()
+    return ((CODE_KEY, error.code), (DETAIL_KEY, detail), _ANSWERED)
+
+
+def _detail(raw: str | bytes | None) -> dict[str, Any]:
+    try:
+        parsed = json.loads(raw or b"{}")
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -1,0 +1,196 @@
+"""Figures as the results in benchmarks/results have them, with the commit and the day of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+_FRONT_WAYS = {
+    "direct": "straight to the pod",
+    "envoy": "Envoy alone",
+    "envoy+plugin": "Envoy and plugin, no context",
+    "envoy+plugin head": "Envoy and plugin, a turn named by its header",
+    "http front": "HTTP front, no context",
+    "http front turn": "HTTP front, a turn",
+    "vllm-router": "vllm-router",
+    "litellm": "litellm",
+}
+_PROCESSES = {"gateway": "gateway (behind Envoy)", "manager": "context-manager, to route it", "envoy": "Envoy"}
+_COSTS = {"redis_us": "Redis", "manager_cpu_us": "the manager", "pod_cpu_us": "the API server"}
+
+
+def figures(name: str, up: str) -> str:
+    """Return the figures called `name`, for a page from which `up` leads to the root, as `../`."""
+    file, write = _WRITERS[name]
+    result = json.loads((RESULTS / f"{file}.json").read_text())
+    text = write(result)
+    return text + ("\n\n" if "\n" in text else " ") + _source(file, result, up)
+
+
+def _source(file: str, result: Mapping[str, Any], up: str) -> str:
+    return f"([{result['date']}, {result['commit']}]({up}benchmarks/results/{file}.json))"
+
+
+def _ttft(result: Mapping[str, Any]) -> str:
+    by_size: dict[int, dict[str, Any]] = {}
+    for row in result["rows"]:
+        by_size.setdefault(row["size"], {})[row["way"]] = row
+    ways = ("cold", "prefix_cache", "restored")
+    rows = [
+        [
+            _spaced(size),
+            *(f"{_spaced(of[way]['ttft_ms_median'])} ms" for way in ways),
+            _share(of["restored"]["ratio_to_cold"]),
+        ]
+        for size, of in by_size.items()
+    ]
+    return _table(["tokens", "cold", "engine's prefix cache", "restored", "of cold"], rows)
+
+
+def _front(result: Mapping[str, Any]) -> str:
+    small = {
+        (row["kind"], row["way"]): row
+        for row in result["rows"]
+        if row["size"] == "small" and row["connections"] == {"requests": 1, "paced": 64}.get(row["kind"])
+    }
+    rows = []
+    for way, shown in _FRONT_WAYS.items():
+        request, chunk = small["requests", way], small["paced", way]
+        costs = (_ms(request["cpu_us_total"]), f"{chunk['cpu_us_total']:.1f} µs") if way != "direct" else ("", "")
+        rows.append([shown, f"{request['p50_ms']:.2f} ms", *costs])
+    return _table(["way", "p50", "CPU a request", "CPU a chunk of a paced stream"], rows)
+
+
+def _front_bars(result: Mapping[str, Any]) -> str:
+    rows = [
+        [row["bar"], f"{row['limit']}".replace("<=", "≤").replace(">=", "≥"), f"{row['measured']:.2f}", _met(row)]
+        for row in result["bars"]
+    ]
+    return _table(["aim", "wanted", "measured", ""], rows)
+
+
+def _front_turn(result: Mapping[str, Any]) -> str:
+    bar = next(row for row in result["bars"] if row["bar"].startswith("envoy+plugin head: adds"))
+    return f"{bar['measured']:.1f} ms longer than Envoy alone, where {bar['limit'].removeprefix('<= ')} ms is wanted"
+
+
+def _idle(result: Mapping[str, Any]) -> str:
+    of = {row["way"]: f"{row['kib_per_stream_total']:.0f} KiB" for row in result["idle"]}
+    return (
+        f"{of['envoy+plugin body']} with the plugin, {of['envoy']} in Envoy alone, {of['http front']} in the HTTP front"
+    )
+
+
+def _processes(result: Mapping[str, Any]) -> str:
+    ways = {
+        row["way"]: row["cpu_us"]
+        for row in result["rows"]
+        if (row["kind"], row["size"], row["connections"]) == ("requests", "small", 1)
+    }
+    rows = [
+        [shown, _ms(ways["envoy+plugin head"][part]), _ms(ways["envoy+plugin"][part])]
+        for part, shown in _PROCESSES.items()
+    ]
+    return _table(["part", "CPU a turn", "CPU a request without a context"], rows)
+
+
+def _turn_cost(result: Mapping[str, Any]) -> str:
+    of = {(row["what"], row["cost"]): row["medians"] for row in result["rows"]}
+    rows = [
+        [shown, *(_ms(us) for what in ("here before", "new here") for us in of[what, cost])]
+        for cost, shown in _COSTS.items()
+    ]
+    head = [
+        "CPU of a turn's begin and commit",
+        "pod had the turn before: 1 000 tokens",
+        "128 000",
+        "pod is new: 1 000",
+        "128 000",
+    ]
+    return _table(head, rows)
+
+
+def _weights(result: Mapping[str, Any]) -> str:
+    sampled, whole = f"{result['sampled_bytes'] / 1e6:.1f} MB", result["whole_sha256_warm_ms"] / 1000
+    return (
+        f"{result['size_bytes'] >> 30} GiB: {sampled} in {result['sample_warm_ms']:.0f} ms, from a cold disk "
+        f"{result['sample_cold_ms']:.0f} ms; whole {whole:.0f} to {result['whole_cold_ms'] / 1000:.0f} s"
+    )
+
+
+def _hostile(result: Mapping[str, Any]) -> str:
+    waits = {row["front"]: f"{row['max_s']:.1f} s" for row in result["rows"]}
+    return f"make others wait for {waits['http']} at most at the HTTP front, {waits['envoy']} behind Envoy"
+
+
+def _not_found(result: Mapping[str, Any]) -> str:
+    shares = [row["share"] for row in result["rows"] if row["pair"] == "absent / foreign"]
+    return (
+        f"over {result['rounds']} interleaved calls of each kind, method and front, a call about an absent id took "
+        f"longer than one about a foreign id in {min(shares):.1%} to {max(shares):.1%} of all pairs"
+    )
+
+
+def _conversations(result: Mapping[str, Any]) -> str:
+    (run,) = (run["rows"] for run in result["runs"])
+    return f"`conversations`: {run['turns']} turns over {run['engines']} engines, {run['differences']} differences"
+
+
+def _matrix(result: Mapping[str, Any]) -> str:
+    cases, last = (result["runs"][place]["rows"] for place in (0, -1))
+    slowest = f"{last['slowest, s beyond the recompute']:.1f} s"
+    return (
+        f"`matrix`: {cases['cases']} cases; in the last run, over those mended, {slowest} at most beyond the recompute"
+    )
+
+
+def _orphans(result: Mapping[str, Any]) -> str:
+    (run,) = (run["rows"] for run in result["runs"])
+    return f"`orphans`: {run['rounds']} rounds with {run['crashes']} crashes"
+
+
+def _soak(result: Mapping[str, Any]) -> str:
+    run = result["rows"]
+    return f"`soak`: {run['minutes']:.0f} minutes, {run['turns']} turns, {run['faults']} faults"
+
+
+def _met(row: Mapping[str, Any]) -> str:
+    return "" if row["met"] else "**missed**"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.1f} ms"
+
+
+def _spaced(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def _share(ratio: float) -> str:
+    return f"{ratio * 100:.{0 if ratio > 0.1 else 1}f} %"
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+_WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "ttft": ("bench_ttft", _ttft),
+    "front": ("bench_front", _front),
+    "front-bars": ("bench_front", _front_bars),
+    "front-turn": ("bench_front", _front_turn),
+    "idle": ("bench_front", _idle),
+    "processes": ("bench_front", _processes),
+    "turn-cost": ("bench_turn_cost", _turn_cost),
+    "weights": ("bench_weights", _weights),
+    "hostile": ("bench_hostile_bodies", _hostile),
+    "not-found": ("bench_not_found", _not_found),
+    "conversations": ("torture_conversations", _conversations),
+    "matrix": ("torture_matrix", _matrix),
+    "orphans": ("torture_orphans", _orphans),
+    "soak": ("soak", _soak),
+}

@@ -1,0 +1,79 @@
+"""Settings of every process as lists: name, default, meaning, and which value of the chart sets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, SecretStr
+from pydantic_core import PydanticUndefined
+
+from context_manager.settings import ManagerSettings
+from contextcache.process.settings import TlsSettings, TracingSettings
+from deploy.chart.chart_settings import CHART_SETTINGS
+from deploy.chart.connector_values import CHART_CONNECTOR_KEYS, connector_fields
+from deploy.envoy.settings import EnvoySettings
+from gateway.settings import GatewaySettings
+from injector.settings import InjectorSettings
+from kv_sidecar.settings import SidecarSettings
+from vllm_plugin.turn.settings import TurnSettings
+
+PROCESSES: Mapping[str, type[BaseModel]] = {
+    "GATEWAY_": GatewaySettings,
+    "MANAGER_": ManagerSettings,
+    "SIDECAR_": SidecarSettings,
+    "TURN_": TurnSettings,
+    "INJECTOR_": InjectorSettings,
+    "ENVOY_": EnvoySettings,
+}
+"""By prefix of the variables; Envoy's are options of a command instead."""
+SHARED = {**TlsSettings.model_fields, **TracingSettings.model_fields}
+"""Fields that several processes have, told once."""
+
+
+def settings_list(name: str) -> str:
+    """Return the settings of the processes called `name`: a prefix, `shared` or `connector`."""
+    if name == "connector":
+        return "\n".join(_connector())
+    if name == "shared":
+        return "\n".join(
+            _entry(f"…_{field.upper()}", field, info.default, info.description) for field, info in SHARED.items()
+        )
+    return "\n".join(_process(name))
+
+
+def _process(prefix: str) -> Iterator[str]:
+    for name, field in PROCESSES[prefix].model_fields.items():
+        if name in SHARED and field.description == SHARED[name].description:
+            continue
+        shown = "--" + name.replace("_", "-") if prefix == "ENVOY_" else prefix + name.upper()
+        default = field.get_default(call_default_factory=True)
+        yield _entry(shown, name, default, field.description, CHART_SETTINGS[prefix].get(name, ""))
+
+
+def _connector() -> Iterator[str]:
+    for field in connector_fields():
+        default = PydanticUndefined if field.default is None else field.default
+        yield _entry(field.name, field.name, default, field.meaning, CHART_CONNECTOR_KEYS.get(field.name, ""))
+
+
+def _entry(shown: str, name: str, default: object, text: str | None, chart: str = "") -> str:
+    meaning = (text or "").rstrip(".")
+    meaning = meaning if meaning[:2].isupper() or meaning.startswith("Python") else meaning[:1].lower() + meaning[1:]
+    told = f"; *chart:* {chart.partition(':')[0]}" if chart else ""
+    return f"- `{shown}` ({_shown(name, default)}): {meaning}{told}"
+
+
+def _shown(name: str, default: Any) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, SecretStr):
+        default = default.get_secret_value()
+    if default is None or default in ("", ()):
+        return "empty"
+    if isinstance(default, int) and name.endswith("_bytes") and default >= 1 << 20 and not default % (1 << 20):
+        return f"{default >> 20} MiB" if default % (1 << 30) else f"{default >> 30} GiB"
+    if isinstance(default, float) and default.is_integer():
+        return str(int(default))
+    return json.dumps(default, default=str) if isinstance(default, bool) else str(default)

@@ -1,0 +1,66 @@
+"""How vLLM is started: its command line and environment, with the connector and the turn middleware in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from deploy.local.model import CACHE_DIR, MODEL_NAME
+from deploy.local.pods import endpoint_name
+from deploy.local.ports import LOOPBACK
+from deploy.local.settings import StackSettings
+
+
+def engine_command(settings: StackSettings, number: int, *, sidecar: str) -> tuple[str, ...]:
+    """Return the command line of an engine, counted from 0; `sidecar` is where its connector finds its own."""
+    transfer = {
+        "kv_connector": "ContextCacheConnector",
+        "kv_connector_module_path": "vllm_plugin.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "sidecar": sidecar,
+            "secret_file": str(settings.paths.secret),
+            **settings.connector,
+        },
+    }
+    options = {
+        "--model": str(settings.model_dir),
+        "--served-model-name": MODEL_NAME,
+        "--host": LOOPBACK,
+        "--port": str(settings.ports.engine(number)),
+        "--dtype": settings.dtype,
+        "--max-model-len": "8192",
+        "--block-size": "32",
+        "--middleware": "vllm_plugin.turn.middleware.TurnMiddleware",
+        "--kv-transfer-config": json.dumps(transfer),
+    }
+    flags = ("--enforce-eager", "--enable-prompt-tokens-details", *settings.engine_args)
+    pairs = (word for pair in options.items() for word in pair)
+    return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags)
+
+
+def engine_environment(settings: StackSettings, number: int, *, sidecar: str) -> dict[str, str]:
+    """Return the environment of an engine; `sidecar` is where its turn middleware finds its own."""
+    threads = max(1, min(len(os.sched_getaffinity(0)), 8) // settings.engines)
+    return settings.environment(
+        {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_HOST_IP": LOOPBACK,
+            "VLLM_CACHE_ROOT": str(CACHE_DIR),
+            "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0",
+            "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
+            "TURN_SIDECAR": sidecar,
+            "TURN_SECRET_FILE": str(settings.paths.secret),
+            "TURN_ENDPOINT_NAME": endpoint_name(number),
+        },
+        defaults={
+            # GiB: 2 hold 93 000 tokens of SmolLM2 in bfloat16.
+            "VLLM_CPU_KVCACHE_SPACE": "2" if settings.engines == 1 else "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding needs rights that containers lack
+            "OMP_NUM_THREADS": str(threads),
+        },
+    )

@@ -1,0 +1,143 @@
+"""Where one stack keeps what is its own: `.stack/` and a directory in shared memory; made, locked, removed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.local.progress import StepFailed, say
+
+NEEDED_DISK_BYTES = 2 << 30
+MIN_SHARED_MEMORY_BYTES = 256 << 20
+"""With less in all (a container's default is 64 MiB), KV travels in gRPC frames instead."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class StackPaths:
+    """Every path of one stack. `root` is absolute."""
+
+    root: Path
+
+    @property
+    def state(self) -> Path:
+        """The running parts."""
+        return self.root / "state.json"
+
+    @property
+    def settings(self) -> Path:
+        """How the stack was started, so that one part can be started again the same way."""
+        return self.root / "settings.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held while the stack is being changed."""
+        return self.root / "lock"
+
+    @property
+    def data(self) -> Path:
+        """What survives `make down`: sessions and KV."""
+        return self.root / "data"
+
+    @property
+    def secret(self) -> Path:
+        """Signs what gateway, middleware and connector tell each other."""
+        return self.root / "secrets" / "signing"
+
+    @property
+    def api_keys(self) -> Path:
+        """Hashes of the API keys and their tenants."""
+        return self.root / "secrets" / "api-keys.json"
+
+    @property
+    def run(self) -> Path:
+        """Shared memory and sockets of this stack; named after it, gone with it.
+
+        A short path also because a Unix socket's may have 107 characters only.
+        """
+        parent = _SHARED_MEMORY if _shared_memory_total() >= MIN_SHARED_MEMORY_BYTES else Path(tempfile.gettempdir())
+        return parent / f"context-cache-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
+
+    @property
+    def shared_memory_free(self) -> int:
+        """Bytes free in shared memory for this stack; 0 when there is too little of it to use any."""
+        return shutil.disk_usage(_SHARED_MEMORY).free if self.run.is_relative_to(_SHARED_MEMORY) else 0
+
+    @property
+    def endpoints(self) -> Path:
+        """The pods as the gateway is told of them; it reads the file again when it changes."""
+        return self.root / "endpoints.json"
+
+    @property
+    def envoy(self) -> Path:
+        """Envoy's bootstrap."""
+        return self.root / "envoy.yaml"
+
+    @property
+    def envoy_keys(self) -> Path:
+        """What Envoy checks keys with; its keeper writes it."""
+        return self.root / "envoy-keys" / "filter.json"
+
+    def sidecar_data(self, sidecar: str) -> Path:
+        """Return where a sidecar, named as its part, keeps blocks."""
+        return self.data / sidecar
+
+    def sidecar_socket(self, sidecar: str) -> Path:
+        """Return where its engine and the turn middleware find a sidecar."""
+        return self.run / f"{sidecar}.sock"
+
+    def shared_blocks(self, sidecar: str) -> Path:
+        """Return where a sidecar and its engine share blocks."""
+        return self.run / f"{sidecar}-blocks"
+
+    @property
+    def scratch(self) -> Path:
+        """`TMPDIR` of every part: what a killed engine leaves there goes with the stack."""
+        return self.run / "tmp"
+
+    def log(self, part: str) -> Path:
+        """Return the log of a part."""
+        return self.root / "logs" / f"{part}.log"
+
+    def make(self, sidecars: Sequence[str], *, fresh: bool) -> None:
+        """Make every directory; `fresh`: what a stack that was killed has left in shared memory goes first.
+
+        Raises StepFailed when the disk is too full.
+        """
+        free = shutil.disk_usage(self.root).free
+        if free < NEEDED_DISK_BYTES:
+            raise StepFailed(f"{free / 2**30:.1f} GiB free under {self.root}; about 2 GiB are needed for KV and logs")
+        if fresh:
+            self.remove_run()
+        for directory in (self.data / "redis", self.root / "logs", *map(self.sidecar_data, sidecars)):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.run.mkdir(mode=0o700, exist_ok=True)
+        for directory in (self.scratch, *map(self.shared_blocks, sidecars)):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
+    def remove_run(self) -> None:
+        """Remove shared memory and sockets."""
+        shutil.rmtree(self.run, ignore_errors=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the stack against other callers; wait for one that has it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with self.lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("  another make call is changing this stack; waiting for it")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _shared_memory_total() -> int:
+    return shutil.disk_usage(_SHARED_MEMORY).total if os.access(_SHARED_MEMORY, os.W_OK) else 0

@@ -1,0 +1,1 @@
+"""The Envoy front: this process answers Envoy's external processor."""

@@ -1,0 +1,199 @@
+"""Envoy's external processing messages: what a request's head says, and the answers we give. Pure.
+
+Decides nothing: `front.py` does. Values are written as `raw_value`, which every Envoy that sends raw values
+obeys; headers are removed before others are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.struct_pb2 import Struct
+
+from contextcache.errors import ContextCacheError, error_body
+from contextcache.extproc.v3 import external_processor_pb2 as pb
+from contextcache.requests import joined_headers
+from gateway.flows import DESTINATION_HEADER
+from gateway.fronts import REQUEST_ID_HEADER, answer_headers, header_text
+
+LOAD_BALANCING_NAMESPACE = "envoy.lb"
+"""Dynamic metadata that Envoy's load balancers read."""
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+"""Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pods to choose from, as `host:port`."""
+PIECE_BYTES = 60 << 10
+"""Largest piece of a body in full duplex mode: Envoy takes 64 KiB, other pickers stay below 62 000."""
+
+_PSEUDO_HEADERS = frozenset({":authority", ":protocol", ":scheme"})
+_WITHOUT_BODY = pb.ProcessingMode(
+    response_header_mode=pb.HEADER_SEND_MODE_SKIP,
+    request_trailer_mode=pb.HEADER_SEND_MODE_SKIP,
+    response_trailer_mode=pb.HEADER_SEND_MODE_SKIP,
+)
+"""No body either: an override replaces the mode as a whole, and a body mode that is not named is `NONE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A request's head as Envoy shows it."""
+
+    method: str
+    path: str
+    """As it was sent, percent-encoding and all; without the query."""
+    headers: Mapping[str, str]
+    """Lower-case names, repeated ones joined; without pseudo headers."""
+    has_body: bool
+
+    @property
+    def declared_bytes(self) -> int:
+        """Size of the body as the client says; 0 when it does not."""
+        declared = self.headers.get("content-length", "")
+        # No size has more digits than these, and Python refuses to read thousands of them.
+        return int(declared[:20]) if declared.isdecimal() else 0
+
+
+def read_head(message: pb.HttpHeaders) -> RequestHead:
+    """Return what the first message of a stream says."""
+    # The hottest loop of the front: each field of a message costs a look-up, so each is read once.
+    pairs: list[tuple[str, str]] = []
+    for header in message.headers.headers:
+        raw = header.raw_value
+        pairs.append((header.key.lower(), header_text(raw) if raw else header.value))
+    headers = joined_headers(pairs)
+    method, path = headers.pop(":method", ""), headers.pop(":path", "")
+    for name in _PSEUDO_HEADERS & headers.keys():
+        del headers[name]
+    return RequestHead(
+        method=method,
+        path=path.partition("?")[0],
+        headers=headers,
+        has_body=not message.end_of_stream,
+    )
+
+
+def allowed_subset(metadata: pb.Metadata) -> frozenset[str] | None:
+    """Return the pod addresses that the proxy allows; None: all. An empty list allows none."""
+    namespaces = metadata.filter_metadata
+    if SUBSET_NAMESPACE not in namespaces or SUBSET_KEY not in namespaces[SUBSET_NAMESPACE].fields:
+        return None
+    value = namespaces[SUBSET_NAMESPACE].fields[SUBSET_KEY]
+    if value.HasField("list_value"):
+        addresses: Iterable[str] = (found.string_value for found in value.list_value.values)
+    else:
+        addresses = value.string_value.split(",")
+    return frozenset(address.strip() for address in addresses)
+
+
+def destination_metadata(address: str) -> Struct:
+    """Return the metadata by which Envoy's load balancer takes the pod at `address`."""
+    return _metadata(LOAD_BALANCING_NAMESPACE, DESTINATION_HEADER, address)
+
+
+def hint_metadata(address: str) -> Struct:
+    """Return the metadata by which another endpoint picker takes the pod at `address`."""
+    return _metadata(SUBSET_NAMESPACE, SUBSET_KEY, [address])
+
+
+def header_mutation(set_headers: Mapping[str, str], remove_headers: Iterable[str]) -> pb.HeaderMutation:
+    """Return a change of headers: removed first, then set, over what is there."""
+    return pb.HeaderMutation(
+        set_headers=[
+            pb.HeaderValueOption(
+                header=pb.HeaderValue(key=name, raw_value=value.encode()),
+                append_action=pb.HEADER_APPEND_ACTION_OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in set_headers.items()
+        ],
+        remove_headers=remove_headers,
+    )
+
+
+def head_answer(
+    mutation: pb.HeaderMutation | None = None, *, metadata: Struct | None = None, skips_body: bool = False
+) -> pb.ProcessingResponse:
+    """Answer a head. `skips_body`: Envoy sends the body on without showing it (not in full duplex mode)."""
+    return pb.ProcessingResponse(
+        request_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation)),
+        dynamic_metadata=metadata,
+        mode_override=_WITHOUT_BODY if skips_body else None,
+    )
+
+
+def body_answer(
+    mutation: pb.HeaderMutation, *, metadata: Struct | None = None, body: bytes | None = None
+) -> pb.ProcessingResponse:
+    """Answer a whole body. `body` None: it goes on as it came."""
+    answer = pb.ProcessingResponse(dynamic_metadata=metadata)
+    # In place: a message that is given to another one's constructor is written and read again, body and all.
+    common = answer.request_body.response
+    common.header_mutation.CopyFrom(mutation)
+    if body is not None:
+        common.body_mutation.body = body
+    return answer
+
+
+def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
+    """Yield a body, or a piece of one, for full duplex mode. `ends`: nothing follows, which an empty piece may say."""
+    for start in range(0, len(body) or int(ends), PIECE_BYTES):
+        is_last = start + PIECE_BYTES >= len(body)
+        answer = pb.ProcessingResponse()
+        piece = answer.request_body.response.body_mutation.streamed_response
+        piece.body, piece.end_of_stream = body[start : start + PIECE_BYTES], ends and is_last
+        yield answer
+
+
+def request_trailers_answer() -> pb.ProcessingResponse:
+    """Answer a request's trailers: they go on as they came."""
+    return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+
+
+def unchanged(message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
+    """Yield the answers by which a message of a request under way, or of its answer, goes on as it came."""
+    match message.WhichOneof("request"):
+        case "request_body":
+            yield from body_pieces(message.request_body.body, ends=message.request_body.end_of_stream)
+        case "request_trailers":
+            yield request_trailers_answer()
+        case "response_headers":
+            yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
+        case "response_body":
+            # As large as Envoy sent it: below its own limit.
+            piece = pb.StreamedBodyResponse(
+                body=message.response_body.body, end_of_stream=message.response_body.end_of_stream
+            )
+            mutation = pb.BodyMutation(streamed_response=piece)
+            common = pb.CommonResponse(body_mutation=mutation)
+            yield pb.ProcessingResponse(response_body=pb.BodyResponse(response=common))
+        case "response_trailers":
+            yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
+
+
+def ends_request(message: pb.ProcessingRequest) -> bool:
+    """Return whether nothing of the request follows."""
+    return message.HasField("request_trailers") or message.request_body.end_of_stream
+
+
+def ends_answer(message: pb.ProcessingRequest) -> bool:
+    """Return whether nothing of the answer follows."""
+    ended = message.response_headers.end_of_stream or message.response_body.end_of_stream
+    return ended or message.HasField("response_trailers")
+
+
+def error_answer(error: ContextCacheError, *, request_id: str) -> pb.ProcessingResponse:
+    """Answer the client with the error's status and body, as the HTTP front does."""
+    headers = {**dict(answer_headers(error)), REQUEST_ID_HEADER: request_id}
+    return pb.ProcessingResponse(
+        immediate_response=pb.ImmediateResponse(
+            status=pb.HttpStatus(code=error.http_status),
+            headers=header_mutation(headers, ()),
+            body=error_body(error),
+            details=error.code,
+        )
+    )
+
+
+def _metadata(namespace: str, key: str, value: str | list[str]) -> Struct:
+    metadata = Struct()
+    metadata.update({namespace: {key: value}})
+    return metadata

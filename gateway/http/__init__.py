@@ -1,0 +1,1 @@
+"""The HTTP front: this process is the door itself."""

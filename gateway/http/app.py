@@ -1,0 +1,188 @@
+"""The HTTP front: one FastAPI application that owns all routes (`routes.py`), and every way out of them.
+
+A request that a pod answers leaves before FastAPI's middleware and router, with its bytes as they came: they would cost
+8 us a request and 0.3 us a chunk, and `paths.kind_of`, to which Envoy's routes are held too, has told by then what it
+is. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from opentelemetry.trace import SpanKind, get_current_span
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+from typing_extensions import override
+
+from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, error_body
+from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
+from gateway.flows import Admission, Forward, Gateway
+from gateway.fronts import ClientGone, ReadyState, answer_headers, describe, log_refusal
+from gateway.http import routes
+from gateway.http.carrier import Broken, Carrier, ConnectFailed
+from gateway.http.exchange import Exchange
+from gateway.metrics import Metrics
+from gateway.paths import Kind, PathNotFound
+from gateway.ports import EndpointDirectory
+from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
+
+log = logging.getLogger(__name__)
+
+
+class HttpFront(FastAPI):
+    """An ASGI application; errors of every kind leave it in one shape."""
+
+    def __init__(  # noqa: PLR0913  # one place is told everything, by name
+        self,
+        *,
+        gateway: Gateway,
+        endpoints: EndpointDirectory,
+        carrier: Carrier,
+        ready_state: ReadyState,
+        tenants: TenantLimits,
+        limits: FrontLimits,
+        metrics: Metrics,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        """`tenants`: of the process, for the other front too."""
+        super().__init__(title="context-cache", description=routes.DESCRIPTION, redirect_slashes=False, redoc_url=None)
+        self.gateway = gateway
+        self.ready_state = ready_state
+        self.metrics = metrics
+        self._endpoints = endpoints
+        self._carrier = carrier
+        self._tenants = tenants
+        self._limits = limits
+        self._tracer = tracer
+        self._in_flight = 0
+        for router in (routes.contexts, routes.turns, routes.operations):
+            self.include_router(router)
+        for kind in (ContextCacheError, RequestValidationError, HTTPException, Exception):
+            self.add_exception_handler(kind, _typed_answer)
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request, whatever happens; WebSockets are refused."""
+        if scope["type"] != "http":
+            await _refuse_protocol(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send)
+        started_s = time.monotonic()
+        self._in_flight += 1
+        try:
+            await self._answer(exchange)
+        except ClientGone:
+            log.debug("client gone", extra={"request_id": exchange.request_id})
+        except Broken as exc:
+            # Returning without the last message breaks the client's connection: there must be no clean end.
+            log.warning("answer broken off", extra={"request_id": exchange.request_id, "error": exc.message})
+        except ContextCacheError as exc:
+            log_refusal(exc, request_id=exchange.request_id)
+            await exchange.send_error(exc)
+        except Exception:
+            # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
+            log.exception("request failed", extra={"request_id": exchange.request_id})
+            await exchange.send_error(ContextCacheError("the gateway failed"))
+        finally:
+            self._in_flight -= 1
+        self._ended(exchange, started_s)
+
+    def _ended(self, exchange: Exchange, started_s: float) -> None:
+        if exchange.status is not None and exchange.kind != Kind.OWN.value:
+            self.metrics.requests.labels(exchange.kind, str(exchange.status)).inc()
+        if log.isEnabledFor(logging.DEBUG):
+            duration_ms = round((time.monotonic() - started_s) * 1000, 1)
+            fields = {"request_id": exchange.request_id, "status": exchange.status, "duration_ms": duration_ms}
+            log.debug("request ended", extra={"kind": exchange.kind, **fields})
+
+    async def _answer(self, exchange: Exchange) -> None:
+        """Answer here or carry, inside a span that continues the client's trace, or begins one."""
+        kind = self.gateway.kind_of(exchange.method, exchange.path)
+        exchange.kind = kind.value
+        if kind is Kind.OWN:
+            await super().__call__(exchange.scope, exchange.receive, exchange.send)
+            return
+        parent = exchange.headers.get(TRACEPARENT, "")
+        with self._tracer.span(f"gateway {kind.value}", kind=SpanKind.SERVER, parent=parent) as span:
+            span.set_attribute("contextcache.request_id", exchange.minted_id)
+            admission = self.gateway.admit(kind, exchange.headers, path=exchange.path, request_id=exchange.minted_id)
+            if kind is Kind.CONTROL:
+                exchange.scope["state"] = {"tenant": admission.tenant, "request_id": exchange.request_id}
+                await super().__call__(exchange.scope, exchange.receive, exchange.send)
+            else:
+                await self._carry(admission, exchange)
+            if exchange.status is not None:
+                span.set_attribute("http.response.status_code", exchange.status)
+                if exchange.status >= 500:
+                    fail(span, str(exchange.status))
+
+    async def _carry(self, admission: Admission, exchange: Exchange) -> None:
+        """Take the body in, choose the pod, and carry there."""
+        if self._in_flight > self._limits.max_in_flight:
+            raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=1)
+        with (
+            self._tenants.request(admission.tenant),
+            HeldBody(self._tenants, admission.tenant, self._limits) as held,
+        ):
+            self._limits.check_size(exchange.declared_bytes)
+            body = await exchange.read_body(held)
+            before_s = time.perf_counter()
+            forward = await self.gateway.route(admission, body)
+            exchange.kind = forward.kind.value
+            self.metrics.route_seconds.labels(exchange.kind).observe(time.perf_counter() - before_s)
+            describe(get_current_span(), forward)
+            await self._carry_to_any(forward, body, exchange)
+
+    async def _carry_to_any(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
+        """Carry to the chosen pod, or to another while pods refuse the connection. Raises NoReadyEndpoint."""
+        while True:
+            name = forward.endpoint.name
+            try:
+                with self._endpoints.carrying(name):
+                    await self._carrier.carry(forward, body, exchange)
+            except ConnectFailed:
+                # Ends: a refused pod is not chosen again before a probe has found it healthy.
+                forward = await self.gateway.reroute(forward, unreachable=name)
+            else:
+                return
+
+    @override
+    def openapi(self) -> dict[str, Any]:
+        """Return the document without what FastAPI answers to what it finds invalid: here that is a 400 of ours."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            for unused in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(unused, None)
+            for operation in (found for path in document["paths"].values() for found in path.values()):
+                operation["responses"].pop("422", None)
+        return self.openapi_schema or {}
+
+
+async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "websocket":
+        raise RuntimeError(f"the gateway does not speak {scope['type']}")
+    await receive()
+    await send({"type": "websocket.close", "code": 1000})
+
+
+async def _typed_answer(request: Request, exc: Exception) -> Response:
+    """Answer an error of a route, or what FastAPI says of a request."""
+    error = _typed(exc)
+    log_refusal(error, request_id=getattr(request.state, "request_id", ""))
+    return Response(error_body(error), status_code=error.http_status, headers=dict(answer_headers(error)))
+
+
+def _typed(exc: Exception) -> ContextCacheError:
+    if isinstance(exc, ContextCacheError):
+        return exc
+    if isinstance(exc, RequestValidationError):
+        first = exc.errors()[0]
+        name = str(first["loc"][-1])
+        return InvalidRequest(f"{name}: {first['msg']}", param=name)
+    if isinstance(exc, HTTPException):
+        return PathNotFound("no such path")
+    return ContextCacheError("the gateway failed")

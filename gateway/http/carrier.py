@@ -1,0 +1,189 @@
+"""Carries bytes between a client and a pod, both ways, without looking at them.
+
+aiohttp, because it costs a tenth of httpx's CPU per request. A chunk of the answer is sent on when it arrives.
+The request body is held whole (up to the limit): forbidden keys may stand at its very end, a body over the limit
+must be refused before a pod sees any of it, and a pod that refuses the connection can be replaced by another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import socket
+from collections.abc import Iterator
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from contextcache.errors import ContextCacheError, EngineFailed
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import trace_headers
+from gateway.flows import Forward
+from gateway.fronts import REQUEST_ID_HEADER, ClientGone
+from gateway.http.exchange import Exchange
+from gateway.metrics import Metrics
+from gateway.pods.probe import tls_arguments
+
+log = logging.getLogger(__name__)
+
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"}
+    | {"transfer-encoding", "upgrade"}
+)
+_NOT_TO_POD = _HOP_BY_HOP | {"host", "content-length", "expect", REQUEST_ID_HEADER}
+"""Made anew for the connection to the pod."""
+_NOT_TO_CLIENT = frozenset({b"date", b"server", REQUEST_ID_HEADER.encode()}) | {name.encode() for name in _HOP_BY_HOP}
+"""Made anew for the connection to the client."""
+_WHOLE_BYTES_MAX = 1 << 20
+"""aiohttp writes larger bytes objects in one go; from a file object it writes in pieces."""
+_KEEP_ALIVE_S = 2.0
+"""Below the 5 s after which vLLM closes an idle connection, so that no request is sent into a closing one."""
+
+SILENT_S = 10
+"""Silence after which the peer's kernel is asked whether it is there."""
+ASK_AGAIN_S = 3
+QUESTIONS_MAX = 3
+UNCONFIRMED_MS = 15_000
+"""Longest time that bytes may stay unconfirmed."""
+
+
+class ConnectFailed(ContextCacheError):
+    """The pod refused the connection: nothing was sent, another pod may be tried."""
+
+
+class Broken(ContextCacheError):
+    """The pod broke off after its answer had started: the client's connection has to break as well."""
+
+
+def carrier_session(*, connect_timeout_s: float, idle_timeout_s: float) -> aiohttp.ClientSession:
+    """Return the connections to the pods; requests in flight are bounded by the front. The caller closes it."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, socket_factory=_open_pod_socket),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
+
+
+class Carrier:
+    """Sends requests to pods and their answers to clients."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        total_timeout_s: float,
+        metrics: Metrics,
+        tls: WatchedTls | None = None,
+    ) -> None:
+        """`tls`: how pods with an https URL are spoken to."""
+        self._session = session
+        self._tls = tls
+        self._total_timeout_s = total_timeout_s
+        self._metrics = metrics
+
+    async def carry(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
+        """Carry one request and its answer; a client that goes away ends the pod's work at once.
+
+        Raises ConnectFailed, EngineFailed (nothing was answered yet), Broken, ClientGone.
+        """
+        gone = False
+        try:
+            async with asyncio.timeout(self._total_timeout_s) as deadline:
+
+                async def cancel_when_gone() -> None:
+                    nonlocal gone
+                    while (await exchange.receive())["type"] != "http.disconnect":
+                        pass
+                    gone = True
+                    deadline.reschedule(asyncio.get_running_loop().time())
+
+                watcher = asyncio.create_task(cancel_when_gone())
+                try:
+                    await self._carry(forward, body, exchange)
+                finally:
+                    watcher.cancel()
+                    await asyncio.gather(watcher, return_exceptions=True)
+        except TimeoutError as exc:
+            if gone:
+                self._metrics.broken_exchanges.labels("client_gone").inc()
+                raise ClientGone from exc
+            raise self._broken(exchange, f"the engine took longer than {self._total_timeout_s:g} s") from exc
+
+    async def _carry(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
+        data = forward.body if forward.body is not None else body
+        try:
+            async with self._session.request(
+                exchange.method,
+                URL(forward.endpoint.url + exchange.target, encoded=True),
+                headers=_headers_to_pod(forward, exchange),
+                # None for a bodiless GET; a POST says that its body is empty.
+                data=_payload(data) if data or exchange.method not in {"GET", "HEAD"} else None,
+                allow_redirects=False,
+                **tls_arguments(forward.endpoint.url, self._tls),
+            ) as answer:
+                # Left before its end, aiohttp closes the connection, so that the pod notices.
+                await self._answer(answer, exchange)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+            self._metrics.broken_exchanges.labels("connect").inc()
+            raise ConnectFailed(f"{forward.endpoint.name} cannot be reached") from exc
+        except (aiohttp.ClientError, aiohttp.ServerTimeoutError, ConnectionError) as exc:
+            raise self._broken(exchange, "the engine broke off") from exc
+
+    async def _answer(self, answer: aiohttp.ClientResponse, exchange: Exchange) -> None:
+        await exchange.start(answer.status, _headers_to_client(answer))
+        async for chunk in answer.content.iter_any():
+            await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await exchange.send({"type": "http.response.body", "body": b""})
+
+    def _broken(self, exchange: Exchange, message: str) -> ContextCacheError:
+        started = exchange.status is not None
+        self._metrics.broken_exchanges.labels("after_headers" if started else "before_headers").inc()
+        return Broken(message) if started else EngineFailed(message)
+
+
+def _headers_to_pod(forward: Forward, exchange: Exchange) -> CIMultiDict[str]:
+    dropped = _NOT_TO_POD | forward.remove_headers | _named_in_connection(exchange.headers.get("connection", ""))
+    headers = CIMultiDict((name, value) for name, value in exchange.raw_headers if name not in dropped)
+    headers[REQUEST_ID_HEADER] = exchange.request_id
+    headers.update(forward.set_headers)
+    headers.update(forward.routing_headers)
+    headers.update(trace_headers())
+    return headers
+
+
+def _headers_to_client(answer: aiohttp.ClientResponse) -> Iterator[tuple[bytes, bytes]]:
+    named = {name.encode() for name in _named_in_connection(answer.headers.get("connection", ""))}
+    for name, value in answer.raw_headers:
+        lower = name.lower()
+        if lower not in _NOT_TO_CLIENT and lower not in named:
+            yield lower, value
+
+
+def _named_in_connection(value: str) -> frozenset[str]:
+    return frozenset(name.strip().lower() for name in value.split(",") if name.strip())
+
+
+def _payload(data: bytes) -> bytes | io.BytesIO:
+    return data if len(data) <= _WHOLE_BYTES_MAX else io.BytesIO(data)
+
+
+def _open_pod_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return an unconnected socket that notices a pod whose node is gone without a word.
+
+    The kernel answers for a pod that is merely busy, so nothing here cuts off a long answer. deploy/envoy/clusters.py
+    has the same times for Envoy.
+    """
+    family, kind, _, _, _ = address
+    # By name, not 0: asyncio turns Nagle's algorithm off only for a socket that says it is TCP.
+    opened = socket.socket(family, kind, socket.IPPROTO_TCP)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # Linux
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_AGAIN_S)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, QUESTIONS_MAX)
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNCONFIRMED_MS)
+    return opened

@@ -1,0 +1,95 @@
+"""One HTTP request on ASGI: its head, its body up to a bound, its answer. Knows nothing of routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.types import Message, Receive, Scope, Send
+
+from contextcache.errors import ContextCacheError, error_body
+from contextcache.requests import joined_headers
+from gateway.fronts import (
+    REFUSED,
+    REQUEST_ID_HEADER,
+    ClientGone,
+    answer_headers,
+    header_text,
+    mint_request_id,
+    plain_request_id,
+)
+from gateway.tenants.limits import HeldBody
+
+
+class Exchange:
+    """One request and its answer. Every answer gets `x-request-id`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        """Decoded: what the pod's router will see too."""
+        self.raw_headers: list[tuple[str, str]] = [
+            (name.decode("latin-1").lower(), header_text(value)) for name, value in scope["headers"]
+        ]
+        self.headers = joined_headers(self.raw_headers)
+        self.minted_id = mint_request_id()
+        """Names the request among our parts; never the client's choice."""
+        self.request_id = plain_request_id(self.headers) or self.minted_id
+        """Names the request in answers and towards the engine: the client's own id when it sent a plain one."""
+        self.kind = REFUSED
+        """What it is counted under."""
+        self.status: int | None = None
+        """Status sent; None until the answer has started."""
+        self._send = send
+
+    @property
+    def target(self) -> str:
+        """Path and query as they were sent, still encoded."""
+        raw: bytes = self.scope.get("raw_path") or self.path.encode()
+        query: bytes = self.scope.get("query_string", b"")
+        # Some servers put the query into raw_path as well.
+        path = raw.partition(b"?")[0].decode("latin-1")
+        return f"{path}?{query.decode('latin-1')}" if query else path
+
+    @property
+    def declared_bytes(self) -> int:
+        """Size of the body as the client says; 0 when it does not."""
+        declared = self.headers.get("content-length", "")
+        # No size has more digits than these, and Python refuses to read thousands of them.
+        return int(declared[:20]) if declared.isdecimal() else 0
+
+    async def read_body(self, held: HeldBody) -> bytes:
+        """Return the whole body, which is in `held` then.
+
+        Raises BodyTooLarge, UploadTooSlow, NoReadyEndpoint, TooManyInFlight, ClientGone.
+        """
+        more = True
+        while more:
+            message = await held.wait_for(self.receive())
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            held.add(message.get("body", b""))
+            more = message.get("more_body", False)
+        return held.whole()
+
+    async def send(self, message: Message) -> None:
+        """Send one ASGI message; the first one gets the request id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), (REQUEST_ID_HEADER.encode(), self.request_id.encode())]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send the head of the answer."""
+        await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def send_error(self, error: ContextCacheError) -> None:
+        """Answer with the error's status and body, unless an answer has begun."""
+        if self.status is not None:
+            return
+        body = error_body(error)
+        headers = [(name.encode(), value.encode()) for name, value in answer_headers(error)]
+        await self.start(error.http_status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.send({"type": "http.response.body", "body": body})

@@ -1,0 +1,228 @@
+"""What clients send and what they are answered, as types: the OpenAPI document is made of these, and of `routes.py`.
+
+Answers of the control calls are built here. Bodies of the calls that are carried to pods are only described: nobody
+builds them here, the pod judges them. Bounds are those of a deployment that changes none; schemathesis sends what this
+allows and what it does not (tests/fuzz), so a lie in here is a test that fails. Times are Unix seconds, as in every
+OpenAI object; the row keeps milliseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
+
+from contextcache.model import (
+    DEFAULT_TTL_S,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_KEYS,
+    MAX_METADATA_VALUE_CHARS,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    SESSION_ID_PATTERN,
+    CacheSessionMetadata,
+    SessionPage,
+)
+from gateway.pods.sidecars import HolderState, KVState
+
+SESSION_ID_SCHEMA = {"pattern": f"^{SESSION_ID_PATTERN.pattern}$"}
+
+Model = Annotated[str, Field(min_length=1, max_length=256)]
+SessionId = Annotated[str, Field(json_schema_extra=SESSION_ID_SCHEMA)]
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(min_length=1)]
+Prompt = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=1)]
+"""OpenAI's clients may send a list of prompts: a context has one."""
+MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY_CHARS)]
+MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARS)]
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class _Answered(BaseModel):
+    """What a request says of the answer it wants; null is as if a field were not there."""
+
+    model: Model
+    max_tokens: int | None = Field(
+        None, ge=0, description="0: compute and keep the prompt, answer nothing; of a context only."
+    )
+    stream: bool | None = False
+
+
+class _Create(_Answered):
+    ttl: int = Field(DEFAULT_TTL_S, ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")
+    ttl_policy: Literal["fixed", "sliding"] | None = "fixed"
+    mode: Literal["session", "prefix"] | None = "session"
+    session_id: SessionId | None = Field(None, description="The client's own name for the context; minted when absent.")
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA_KEYS)
+
+
+class CreateFromPrompt(_Create):
+    """A context that begins with text or token ids."""
+
+    prompt: Prompt
+    messages: None = None
+
+
+class CreateFromMessages(_Create):
+    """A context that begins with messages."""
+
+    messages: Messages
+    prompt: None = None
+
+
+class _Turn(_Answered):
+    session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
+    context_mode: Literal["auto", "append", "replay"] | None = "auto"
+    context_commit: bool | None = True
+
+
+class Completion(_Turn):
+    """A prompt to complete; with `session_id`, a turn."""
+
+    prompt: Prompt
+
+
+class ChatCompletion(_Turn):
+    """Messages to answer; with `session_id`, a turn."""
+
+    messages: Messages
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong, in OpenAI's words."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = Field(...)
+
+
+class Error(BaseModel):
+    """Every error of ours."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "error": {
+                    "message": "no context has this session_id",
+                    "type": "invalid_request_error",
+                    "code": "context_not_found",
+                    "param": "session_id",
+                },
+                "detail": "no context has this session_id",
+            }
+        }
+    )
+
+    error: ErrorInfo
+    detail: str = Field(description="The message again.")
+
+
+class Holder(TypedDict):
+    """Where the KV of the newest generation is."""
+
+    endpoint: str
+    state: HolderState
+    reason: NotRequired[str]
+    """Why there is no KV of the newest generation, where the sidecar knows."""
+
+
+class ContextSummary(TypedDict):
+    """One context as the list shows it: the row, without asking a sidecar."""
+
+    object: Literal["context"]
+    session_id: str
+    model: str
+    mode: str
+    state: str
+    created: int
+    expires_at: int
+    ttl: int
+    ttl_policy: str
+    turns: int
+    tokens: int
+    generation: int
+    metadata: dict[str, str]
+
+
+class ContextObject(ContextSummary):
+    """One context, with what its holder's sidecar says about the KV."""
+
+    bytes: int | None
+    tiers: list[str]
+    holder: Holder
+
+
+class ContextList(TypedDict):
+    """One page of contexts, newest first."""
+
+    object: Literal["list"]
+    data: list[ContextSummary]
+    has_more: bool
+    last_id: str | None
+
+
+class ContextDeleted(TypedDict):
+    """What is left of a context."""
+
+    session_id: str
+    status: Literal["success"]
+
+
+def context_summary(session: CacheSessionMetadata) -> ContextSummary:
+    """Return the row as a client sees it."""
+    return {
+        "object": "context",
+        "session_id": session.session_id,
+        "model": session.model_id,
+        "mode": session.mode.value,
+        "state": session.state.value,
+        "created": session.created_at_ms // 1000,
+        "expires_at": session.expires_at_ms // 1000,
+        "ttl": session.ttl_s,
+        "ttl_policy": session.ttl_policy.value,
+        "turns": session.num_turns,
+        "tokens": session.num_tokens,
+        "generation": session.generation,
+        "metadata": dict(session.metadata),
+    }
+
+
+def context_object(session: CacheSessionMetadata, kv: KVState) -> ContextObject:
+    """Return row and KV as a client sees them."""
+    holder: Holder = {"endpoint": session.holder, "state": kv.state}
+    if kv.reason:
+        holder["reason"] = kv.reason
+    return {
+        **context_summary(session),
+        "bytes": kv.size_bytes,
+        "tiers": [kv.tier] if kv.tier else [],
+        "holder": holder,
+    }
+
+
+def context_list(page: SessionPage) -> ContextList:
+    """Return a page as a client sees it; a short or empty one says where to go on too."""
+    return {
+        "object": "list",
+        "data": [context_summary(session) for session in page.sessions],
+        "has_more": page.has_more,
+        "last_id": page.last_id or None,
+    }

@@ -1,0 +1,193 @@
+"""Every route of the HTTP front: contexts and operations answered here, creates and turns carried to a pod.
+
+FastAPI makes the OpenAPI document of them. Those that are carried are never run: `app.py` takes their bytes past
+FastAPI, so their signatures are words for the document only, like what is said here of each call's answers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from contextcache.model import MAX_LIST_LIMIT, TenantId
+from gateway.flows import Gateway
+from gateway.fronts import ReadyState
+from gateway.http.models import (
+    SESSION_ID_SCHEMA,
+    ChatCompletion,
+    Completion,
+    ContextDeleted,
+    ContextList,
+    ContextObject,
+    CreateFromMessages,
+    CreateFromPrompt,
+    Error,
+    context_list,
+    context_object,
+)
+from gateway.metrics import Metrics
+
+DEFAULT_LIST_LIMIT = 20
+DESCRIPTION = (
+    "Create a context once, then send its `session_id` and only the new turn. Errors have OpenAI's body plus "
+    "`detail`. Everything else under `/v1/` is the engine's own API, passed through."
+)
+
+_ERRORS = {
+    400: "invalid_request, history_ambiguous, model_mismatch, ttl_out_of_range, context_length_exceeded",
+    401: "invalid_api_key",
+    404: "context_not_found, model_not_found, not_found",
+    405: "method_not_allowed",
+    408: "upload_too_slow",
+    409: "context_busy, context_exists, generation_mismatch, lease_lost",
+    410: "context_expired",
+    413: "body_too_large",
+    429: "rate_limit_exceeded, too_many_in_flight, endpoints_saturated, context_quota_exceeded",
+    502: "engine_error",
+    503: "no_ready_endpoint, store_unavailable; behind Envoy gateway_unavailable, deadline_exceeded",
+}
+"""Codes by status."""
+_TEXT = {"schema": {"type": "string"}}
+_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+_REQUEST_ID = {"X-Request-ID": {"required": True, **_TEXT}}
+_ERROR_HEADERS: dict[int, dict[str, Any]] = {
+    401: {"WWW-Authenticate": {"required": True, **_TEXT}},
+    405: {"Allow": {"required": True, **_TEXT}},
+    503: {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 0}}},
+}
+_KEY = HTTPBearer(
+    scheme_name="key", description="Or the same key in `X-Api-Key`; two different ones are 401.", auto_error=False
+)
+_NAMED = "$response.header.X-Session-ID"
+_CALL = {"parameters": {"session_id": _NAMED}}
+_TURN = {"requestBody": {"session_id": _NAMED, "model": "$request.body#/model"}}
+_CARRIED: dict[str, Any] = {
+    "description": "The engine's completion object, or its event stream, plus what the context adds.",
+    "content": {**_OBJECT, "text/event-stream": {}},
+    # What can be done with the context that the answer names.
+    "links": {
+        "read_context": {"operationId": "read_context", **_CALL},
+        "delete_context": {"operationId": "delete_context", **_CALL},
+        "completion": {"operationId": "completion", **_TURN},
+        "chat_completion": {"operationId": "chat_completion", **_TURN},
+    },
+}
+
+
+def _answers(*statuses: int, **more: Any) -> dict[int | str, dict[str, Any]]:
+    """Return what a call answers: 200 with `more` said of it, and errors of these statuses."""
+    refusals: dict[int | str, dict[str, Any]] = {
+        status: {
+            "model": Error,
+            "description": f"`code`: {_ERRORS[status]}",
+            "headers": _REQUEST_ID | _ERROR_HEADERS.get(status, {}),
+        }
+        for status in statuses
+    }
+    return {200: {"headers": _REQUEST_ID, **more}, **refusals}
+
+
+def _turn_answers() -> dict[int | str, dict[str, Any]]:
+    """Return what a completion answers: without a context the engine refuses in its own words."""
+    told = "hat the engine itself refuses, of a request without a context"
+    ours_or_its = {"description": f"An error of ours, or: w{told}", "content": _OBJECT}
+    found = _answers(*_ERRORS, **_CARRIED)
+    return found | {400: ours_or_its, 404: ours_or_its, "4XX": {"description": f"W{told}", "content": _OBJECT}}
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.gateway
+    return gateway
+
+
+def _tenant(request: Request) -> TenantId:
+    tenant: TenantId = request.state.tenant
+    return tenant
+
+
+AskedGateway = Annotated[Gateway, Depends(_gateway)]
+Tenant = Annotated[TenantId, Depends(_tenant)]
+SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
+
+contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
+turns = APIRouter(tags=["turns"], dependencies=[Depends(_KEY)])
+operations = APIRouter(tags=["operations"])
+
+
+@contexts.post("/v1/context", operation_id="create_context", responses=_answers(*_ERRORS, **_CARRIED))
+async def create_context(body: CreateFromPrompt | CreateFromMessages) -> None:
+    """Create a context and answer its first prompt."""
+
+
+@turns.post("/v1/completions", operation_id="completion", responses=_turn_answers())
+async def complete(body: Completion) -> None:
+    """Complete a prompt; with `session_id`, continue a context."""
+
+
+@turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
+async def complete_chat(body: ChatCompletion) -> None:
+    """Answer messages; with `session_id`, continue a context."""
+
+
+@contexts.get("/v1/context", operation_id="list_contexts", responses=_answers(400, 401, 429, 503))
+async def list_contexts(
+    gateway: AskedGateway,
+    tenant: Tenant,
+    limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
+    after: Annotated[
+        str,
+        Query(
+            max_length=128,
+            description="`last_id` of the page before, or any context's id, deleted within the hour too; an unknown "
+            "id is 400.",
+        ),
+    ] = "",
+    model: Annotated[str, Query(max_length=1024)] = "",
+) -> ContextList:
+    """List the tenant's live contexts, newest first."""
+    return context_list(await gateway.list_contexts(tenant, limit=limit, after=after, model=model))
+
+
+@contexts.get("/v1/context/{session_id}", operation_id="read_context", responses=_answers(401, 404, 410, 429, 503))
+async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject:
+    """Describe one context, its KV included."""
+    return context_object(*await gateway.read(tenant, session_id))
+
+
+@contexts.delete("/v1/context/{session_id}", operation_id="delete_context", responses=_answers(401, 404, 410, 429, 503))
+async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextDeleted:
+    """Delete a context and its KV."""
+    await gateway.delete(tenant, session_id)
+    return {"session_id": session_id, "status": "success"}
+
+
+@operations.get("/healthz", responses=_answers())
+async def healthz() -> dict[str, str]:
+    """Say that the process lives."""
+    return {"status": "ok"}
+
+
+_UNREADY = {"description": "Not ready; the metrics port says what is missing.", "content": _OBJECT}
+
+
+@operations.get("/readyz", responses=_answers() | {503: _UNREADY})
+async def readyz(request: Request) -> Response:
+    """Say whether requests can be served. What is missing, and how each pod is, the metrics port says."""
+    ready_state: ReadyState = request.app.ready_state
+    ready = (await ready_state.describe())["ready"]
+    return Response(json.dumps({"ready": ready}), 200 if ready else 503, media_type="application/json")
+
+
+@operations.get(
+    "/metrics",
+    response_class=Response,
+    responses=_answers(content={"text/plain": _TEXT, "application/openmetrics-text": _TEXT}),
+)
+async def metrics(request: Request) -> Response:
+    """Return the metrics in Prometheus' text format."""
+    counted: Metrics = request.app.metrics
+    return Response(generate_latest(counted.registry), media_type=CONTENT_TYPE_LATEST)

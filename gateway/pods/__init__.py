@@ -1,0 +1,1 @@
+"""Which pods there are, how they are, and which one a request goes to."""

@@ -1,0 +1,175 @@
+"""`Reflector`: a copy of what the Kubernetes API server has, kept by one list and watches after it.
+
+As client-go's tools/cache Reflector, with these promises: every wait ends; whatever fails, the copy stays as it was and
+the reflector tries again, ever more slowly; nothing but a valid list or a watch event removes an object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from contextcache.clock import Clock
+from contextcache.kubernetes.objects import (
+    KubernetesError,
+    KubernetesExpired,
+    KubernetesForbidden,
+    KubernetesObject,
+    KubernetesReader,
+    KubernetesUnauthorized,
+    KubernetesUnavailable,
+    Selection,
+)
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+_Read = TypeVar("_Read")
+
+_WATCH_S = 60.0
+"""One watch. Begun anew so often, a connection that died without a word is noticed soon; it costs one request."""
+_SHORT_WATCH_S = 1.0
+"""A watch that ends sooner and without an event got nowhere."""
+_DELAY_S, _REFUSED_DELAY_S, _DELAY_MAX_S = 0.2, 5.0, 30.0
+"""Between tries: at first, at first when it is not allowed, at most."""
+_RELIST_FAILURES = 3
+"""So many failures in a row, and the copy is made anew: the version to go on from may be what fails."""
+
+
+class Reflector(Generic[_Read]):
+    """The selected objects as `read` makes them, by name."""
+
+    def __init__(
+        self,
+        api: KubernetesReader,
+        selection: Selection,
+        read: Callable[[KubernetesObject], _Read],
+        *,
+        resync_s: float,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        """`read` gets whole objects and keeps what it needs; it takes any field to be absent."""
+        self.objects: dict[str, _Read] = {}
+        self.version = 0
+        """Another one whenever the objects may have changed."""
+        self.listed = False
+        """True once there was a list, even an empty one."""
+        self.tried = asyncio.Event()
+        """Set when the first list has come or failed."""
+        self._api = api
+        self._selection = selection
+        self._resource = selection.resource
+        self._read = read
+        self._resync_s = resync_s
+        self._metrics = metrics
+        self._clock = clock
+        self._resource_version = ""
+        """Where to go on; empty: list first."""
+        self._list_at = 0.0
+        self._num_failures = 0
+        self._failing_with: type[Exception] | None = None
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        while True:
+            try:
+                await self._follow()
+            except KubernetesError as exc:
+                self._failed(exc, exc.reason)
+                await asyncio.sleep(self._delay_s(exc))
+            except Exception as exc:
+                # The loop must live: without it pods would come and go unseen.
+                log.exception("discovery failed by a fault of our own", extra={"resource": self._resource.plural})
+                self._failed(exc, "internal")
+                await asyncio.sleep(self._delay_s(exc))
+
+    async def _follow(self) -> None:
+        """List when it is time, then watch until the watch ends. Raises KubernetesError."""
+        now_s = asyncio.get_running_loop().time()
+        if not self._resource_version or now_s >= self._list_at:
+            await self._list()
+            self._list_at = now_s + self._resync_s
+            self.tried.set()
+        await self._watch(min(_WATCH_S, self._list_at - now_s))
+
+    async def _list(self) -> None:
+        found = await self._api.list(self._selection)
+        self.objects = {_name(each): self._read(each) for each in found.objects}
+        self._resource_version = found.resource_version
+        self.listed = True
+        self.version += 1
+        self._heard()
+
+    async def _watch(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        got_somewhere = False
+        async with self._api.watch(
+            self._selection, resource_version=self._resource_version, timeout_s=timeout_s
+        ) as events:
+            began_s = loop.time()
+            try:
+                async for event in events:
+                    self._take(event.type, event.object)
+                    got_somewhere = True
+                    self._heard()
+            finally:
+                if got_somewhere or loop.time() - began_s >= _SHORT_WATCH_S:
+                    self._works()
+                    got_somewhere = True
+        if not got_somewhere:
+            raise KubernetesUnavailable("a watch ended as soon as it had begun")
+        self._heard()
+
+    def _take(self, kind: str, subject: KubernetesObject) -> None:
+        if kind == "DELETED":
+            self.objects.pop(_name(subject), None)
+            self.version += 1
+        elif kind != "BOOKMARK":
+            self.objects[_name(subject)] = self._read(subject)
+            self.version += 1
+        # Only now: an event that cannot be read is asked for again.
+        self._resource_version = str(subject["metadata"]["resourceVersion"])
+
+    def _heard(self) -> None:
+        self._metrics.discovery_synced.labels(self._resource.plural).set(self._clock.now_ms() / 1000)
+
+    def _works(self) -> None:
+        self._num_failures = 0
+        if self._failing_with is not None:
+            self._failing_with = None
+            log.info("discovery works again", extra={"resource": self._resource.plural})
+
+    def _failed(self, exc: Exception, reason: str) -> None:
+        self._metrics.discovery_failures.labels(self._resource.plural, reason).inc()
+        self._num_failures += 1
+        self.tried.set()
+        refused = isinstance(exc, KubernetesForbidden | KubernetesUnauthorized)
+        if isinstance(exc, KubernetesExpired) or self._num_failures >= _RELIST_FAILURES:
+            # So who may list and not watch lives by lists.
+            self._resource_version = ""
+        if isinstance(exc, KubernetesExpired) or self._failing_with is type(exc):
+            return
+        self._failing_with = type(exc)
+        log.warning("discovery fails, the last known pods stay", extra=self._fields(exc, refused=refused))
+
+    def _fields(self, exc: Exception, *, refused: bool) -> dict[str, object]:
+        fields: dict[str, object] = {"resource": self._resource.plural, "error": str(exc)}
+        if refused:
+            fields["needs"] = "a Role, bound to this service account, with the verbs list and watch"
+            fields["needs_on"] = f"{self._resource.plural} of {self._resource.group_version}"
+            fields["needs_in"] = self._selection.namespace
+        return fields
+
+    def _delay_s(self, exc: Exception) -> float:
+        first_s: float = _REFUSED_DELAY_S if isinstance(exc, KubernetesForbidden | KubernetesUnauthorized) else _DELAY_S
+        longest_s = min(first_s * 2.0 ** min(self._num_failures - 1, 16), _DELAY_MAX_S)
+        # Spread out: all gateways lose the same server at the same time.
+        return longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+
+
+def _name(subject: KubernetesObject) -> str:
+    return str(subject["metadata"]["name"])

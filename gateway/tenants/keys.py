@@ -1,0 +1,201 @@
+"""Whose API key it is: a file of key hashes, reloaded when it changes, or one tenant where there are no keys.
+
+The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "context_mode": "replay"}]}`; `context_mode` may be
+left out. A key itself is never stored or logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from contextcache.errors import Unauthorized
+from contextcache.model import TENANT_PATTERN, ContextMode, TenantId
+from contextcache.process.settings import file_version
+from gateway.metrics import Metrics
+from gateway.ports import Caller
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TENANT: TenantId = "default"
+AUTHENTICATE = 'Bearer realm="context-cache"'
+"""What a 401 says in `WWW-Authenticate`."""
+_BEARER_HEADER = "authorization"
+_KEY_HEADER = "x-api-key"
+"""Where Anthropic's clients put their key."""
+KEY_HEADERS = frozenset({_BEARER_HEADER, _KEY_HEADER})
+"""Headers that hold a key of ours: they end here."""
+_RECHECK_S = 0.9
+"""Time between two looks at the file: with the time to read it, a change takes effect within a second."""
+KEY_BYTES_MAX = 1024
+"""Longer ones are nobody's: who has no key chooses what is hashed here, and in Envoy."""
+_SPACES = " \t"
+"""Around a header's value (RFC 9110), for Envoy's check too; a space of another alphabet is part of a key."""
+KEY_NEEDED = "an API key is needed: Authorization: Bearer <key>, or X-Api-Key: <key>"
+KEY_UNKNOWN = "this API key is not known"
+_FILE_BYTES_MAX = 16 << 20
+"""A hundred thousand keys."""
+_GONE = (0, 0, 0)
+"""Version of a file that is not there."""
+_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class SingleTenant:
+    """Everybody is one tenant: for a gateway that only its own machine can reach."""
+
+    def caller_of(self, headers: Mapping[str, str]) -> Caller:
+        """Return the default tenant; a key, if any, is the engine's business."""
+        del headers
+        return Caller(DEFAULT_TENANT)
+
+
+class KeyFile:
+    """Keys from a file. While `run` runs a change takes effect within a second; a broken file changes nothing."""
+
+    def __init__(self, path: Path, *, metrics: Metrics) -> None:
+        """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
+        self._path = path
+        self._metrics = metrics
+        self._version: tuple[int, int, int] | None = file_version(path)
+        self._failed_version: tuple[int, int, int] | None = None
+        """Of a file that could not be read; None: the last one could."""
+        self._callers = _read_callers(path)
+
+    def caller_of(self, headers: Mapping[str, str]) -> Caller:
+        """Return whose key `Authorization: Bearer <key>` or `X-Api-Key: <key>` is. Raises Unauthorized.
+
+        One look-up by digest, not a comparison with every key: what its time could tell is how a digest compares with
+        those in the file, and nobody can choose the digest of a guess, nor find a key by part of its digest. Python
+        compares digests only where their 64-bit hashes under a secret of this process are equal.
+        """
+        try:
+            digest = hashlib.sha256(_key_in(headers).encode("utf-8", "surrogateescape")).digest()
+            return self._callers[digest]
+        except KeyError:
+            self._metrics.auth_failures.inc()
+            raise Unauthorized(KEY_UNKNOWN) from None
+        except Unauthorized:
+            self._metrics.auth_failures.inc()
+            raise
+
+    async def run(self) -> None:
+        """Look at the file again and again until cancelled; in a thread, because reading a large one takes a while."""
+        while True:
+            await asyncio.sleep(_RECHECK_S)
+            try:
+                await asyncio.to_thread(self.reload_if_changed)
+            except Exception:
+                # The loop must live: without it a key that was taken back would be good for ever.
+                self._metrics.key_reload_failures.inc()
+                log.exception("look at the key file failed")
+
+    def reload_if_changed(self) -> None:
+        """Read the file again if it is another than before; what it says counts whole, or not at all."""
+        version = file_version(self._path)
+        if version == self._version:
+            return
+        try:
+            self._callers = _read_callers(self._path)
+        except (OSError, ValueError) as exc:
+            # It may be half written: read again until it is good, told once for each state it was seen in.
+            if (version or _GONE) != self._failed_version:
+                self._metrics.key_reload_failures.inc()
+                log.warning("key file not reloaded, the last good keys stay", extra={"error": str(exc)})
+            self._version, self._failed_version = None, version or _GONE
+        else:
+            self._version, self._failed_version = version, None
+            log.info("key file reloaded", extra={"num_keys": len(self._callers)})
+
+
+def hash_key(key: str) -> str:
+    """Return what the key file holds of a key. Raises ValueError for what can be none."""
+    data = key.strip().encode()
+    if not data or b"," in data or len(data) > KEY_BYTES_MAX:
+        raise ValueError(f"the key is empty, has a comma, or is longer than {KEY_BYTES_MAX} bytes")
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_digests(path: Path) -> list[str]:
+    """Return the hashes in a key file, in hex: what Envoy needs of it. Raises ValueError when it is broken, OSError."""
+    return [digest.hex() for digest in _read_callers(path)]
+
+
+def _key_in(headers: Mapping[str, str]) -> str:
+    """Return the one key that a request's headers name. Raises Unauthorized.
+
+    Strict, because another part that reads the request may see only one of two headers.
+    """
+    named = set()
+    if _BEARER_HEADER in headers:
+        scheme, _, key = headers[_BEARER_HEADER].partition(" ")
+        named.add(key.strip(_SPACES) if scheme.lower() == "bearer" else "")
+    if _KEY_HEADER in headers:
+        named.add(headers[_KEY_HEADER].strip(_SPACES))
+    if len(named) > 1:
+        raise Unauthorized("Authorization and X-Api-Key name different keys: send one")
+    key = named.pop() if named else ""
+    # A comma joins headers that were sent twice.
+    if not key or "," in key:
+        raise Unauthorized(KEY_NEEDED)
+    if len(key) > KEY_BYTES_MAX:
+        raise Unauthorized(KEY_UNKNOWN)
+    return key
+
+
+def _read_callers(path: Path) -> dict[bytes, Caller]:
+    """Return who calls with which key, by its digest."""
+    try:
+        parsed = json.loads(_read_file(path), object_pairs_hook=_without_repetition)
+    except (RecursionError, ValueError) as exc:
+        raise ValueError(f"{path} is not JSON, or too large") from exc
+    entries = parsed.get("keys") if isinstance(parsed, dict) else None
+    if not isinstance(entries, list):
+        raise ValueError(f'{path} has no list "keys"')  # noqa: TRY004 - a broken file is one kind of error
+    callers: dict[bytes, Caller] = {}
+    known: dict[Caller, Caller] = {}
+    for number, entry in enumerate(entries, start=1):
+        try:
+            digest, caller = _read_key(entry)
+        except ValueError as exc:
+            raise ValueError(f"{path}: key {number} {exc}") from None
+        if callers.setdefault(digest, known.setdefault(caller, caller)) != caller:
+            raise ValueError(f"{path}: key {number} stands twice, with another tenant or context_mode")
+    return callers
+
+
+def _read_file(path: Path) -> bytes:
+    # Without waiting: a pipe under this name would stop the gateway for as long as nobody writes into it.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a file")
+        data = file.read(_FILE_BYTES_MAX + 1)
+    if len(data) > _FILE_BYTES_MAX:
+        raise ValueError("too large")
+    return data
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in one object: which of the two counts would be anybody's guess")
+    return found
+
+
+def _read_key(entry: object) -> tuple[bytes, Caller]:
+    found = entry if isinstance(entry, dict) else {}
+    digest, tenant, mode = found.get("sha256"), found.get("tenant"), found.get("context_mode")
+    if not isinstance(digest, str) or not _SHA256_HEX.fullmatch(digest.lower()):
+        raise ValueError('has no "sha256" of 64 hex digits')
+    if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
+        raise ValueError('has no valid "tenant"')
+    try:
+        return bytes.fromhex(digest), Caller(tenant, None if mode is None else ContextMode(mode))
+    except ValueError:
+        raise ValueError('has a "context_mode" that is not auto, append or replay') from None

@@ -1,0 +1,171 @@
+"""What each tenant may have of one process, and all together: requests a second, requests and bytes in hand. Pure.
+
+Both fronts take from the same limits. Per process: with N replicas a tenant may have N times as much. Who is over a
+limit is refused, and nothing is counted then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+from typing_extensions import override
+
+from contextcache.clock import Clock
+from contextcache.errors import BodyTooLarge, NoReadyEndpoint, TenantRateExceeded, UploadTooSlow
+from contextcache.model import TenantId
+from contextcache.requests import TenantsInHand
+
+T = TypeVar("T")
+
+_MAX_TENANTS = 65_536
+"""Rates remembered; the tenant that asked longest ago is forgotten first, which only ever favours it."""
+BYTES_PER_S_MIN = 32 << 10
+"""A quarter of a megabit a second, less than any line that people call one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLimits:
+    """What one front takes on."""
+
+    max_body_bytes: int = 32 << 20
+    max_in_flight: int = 2048
+    body_timeout_s: float = 60.0
+    """See Upload."""
+    idle_timeout_s: float = 600.0
+    """Longest silence of an answer that a front waits for itself; the HTTP front's connections have it of their own."""
+
+    def check_size(self, size_bytes: int) -> None:
+        """Refuse a body of this size, or one that says it will have it. Raises BodyTooLarge."""
+        if size_bytes > self.max_body_bytes:
+            raise BodyTooLarge(f"the request body is over the limit of {self.max_body_bytes} bytes")
+
+
+class TenantLimits(TenantsInHand):
+    """Rates beside what is in hand: a bucket a tenant, so that a flood is refused before it is everybody's queue.
+
+    The generic cell rate algorithm (ITU-T I.371): one time stamp a tenant.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        rate_per_s: float = 0.0,
+        burst: int = 1,
+        requests_max: int = 0,
+        bytes_max: int = 0,
+        total_bytes_max: int = 1 << 30,
+        on_refused: Callable[[str], None] | None = None,
+    ) -> None:
+        """Of each tenant, 0: no limit; `total_bytes_max`: bytes of all request bodies held at one time.
+
+        `burst`: requests a tenant that was idle may make at once, 1 or more.
+        """
+        super().__init__(requests_max=requests_max, bytes_max=bytes_max, on_refused=on_refused)
+        self._clock = clock
+        self._interval_ms = 1000 / rate_per_s if rate_per_s else 0.0
+        self._tolerance_ms = self._interval_ms * (burst - 1)
+        self._due_ms: OrderedDict[TenantId, float] = OrderedDict()
+        """Time at which a tenant's bucket is full again."""
+        self._total_bytes_max = total_bytes_max
+        self.held_bytes = 0
+
+    def ask(self, tenant: TenantId) -> None:
+        """Count one request. Raises TenantRateExceeded, with the time after which one is welcome."""
+        if not self._interval_ms:
+            return
+        now_ms = self._clock.now_ms()
+        due_ms = max(self._due_ms.get(tenant, 0.0), now_ms)
+        # A clock set back must not lock a tenant out for longer than its own bucket.
+        due_ms = min(due_ms, now_ms + self._tolerance_ms + self._interval_ms)
+        wait_ms = due_ms - self._tolerance_ms - now_ms
+        if wait_ms > 0:
+            self._due_ms[tenant] = due_ms
+            raise TenantRateExceeded("too many requests from this tenant", retry_after_s=math.ceil(wait_ms / 1000))
+        self._due_ms[tenant] = due_ms + self._interval_ms
+        self._due_ms.move_to_end(tenant)
+        while len(self._due_ms) > _MAX_TENANTS:
+            self._due_ms.popitem(last=False)
+
+    @override
+    def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
+        """Count bytes of a body as held. Raises NoReadyEndpoint or TooManyInFlight, and counts nothing then."""
+        if self.held_bytes + size_bytes > self._total_bytes_max:
+            raise NoReadyEndpoint("the gateway holds as many request bodies as it may", retry_after_s=1)
+        super().take_bytes(tenant, size_bytes)
+        self.held_bytes += size_bytes
+
+    @override
+    def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
+        """Count bytes as free that were taken before."""
+        super().give_back_bytes(tenant, size_bytes)
+        self.held_bytes -= size_bytes
+
+
+class Upload:
+    """One body on its way in: no larger than it may be, no slower than any line. Needs a running loop.
+
+    A body that comes slowly holds memory that all share, and a byte now and then is enough to keep it. So all of a body
+    has `body_timeout_s`, and a second more for every BYTES_PER_S_MIN of it that came: 32 MiB over the slowest line that
+    is served take 18 minutes, a trickle is over after one. No silence is longer than `body_timeout_s` either.
+    """
+
+    def __init__(self, limits: FrontLimits) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._limits = limits
+        self._ends_s = self._clock() + limits.body_timeout_s
+        self._came_bytes = 0
+
+    async def wait_for(self, piece: Awaitable[T]) -> T:
+        """Return the next piece. Raises UploadTooSlow."""
+        try:
+            async with asyncio.timeout_at(min(self._clock() + self._limits.body_timeout_s, self._ends_s)):
+                return await piece
+        except TimeoutError as exc:
+            raise UploadTooSlow("the request body did not come in time") from exc
+
+    def came(self, size_bytes: int) -> None:
+        """Count bytes of the body as there. Raises BodyTooLarge."""
+        self._came_bytes += size_bytes
+        self._limits.check_size(self._came_bytes)
+        self._ends_s += size_bytes / BYTES_PER_S_MIN
+
+
+class HeldBody(Upload):
+    """The pieces of one body, counted as in hand for the length of a `with` block."""
+
+    def __init__(self, tenants: TenantLimits, tenant: TenantId, limits: FrontLimits) -> None:
+        super().__init__(limits)
+        self._tenants = tenants
+        self._tenant = tenant
+        self._pieces: list[bytes] = []
+        self._held_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._tenants.give_back_bytes(self._tenant, self._held_bytes)
+        self._held_bytes = 0
+        self._pieces.clear()
+
+    def add(self, piece: bytes) -> None:
+        """Hold another piece. Raises BodyTooLarge, NoReadyEndpoint, TooManyInFlight."""
+        self.came(len(piece))
+        self._tenants.take_bytes(self._tenant, len(piece))
+        self._held_bytes += len(piece)
+        self._pieces.append(piece)
+
+    def whole(self) -> bytes:
+        """Return the body."""
+        if len(self._pieces) != 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0]

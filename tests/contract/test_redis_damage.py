@@ -1,0 +1,167 @@
+"""Damage in Redis stays where it is: one bad row, name or set, and everything else is swept, listed and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from context_manager.manager import ContextCacheManager
+from context_manager.metrics import ManagerMetrics
+from context_manager.redis_connection import RedisConnection
+from context_manager.redis_layout import expiry_key, script_keys
+from context_manager.redis_store import RedisSessionStore
+from context_manager.store import NUM_SHARDS, SessionKey, shard_of
+from context_manager.sweeper import SessionSweeper
+from contextcache.clock import ManualClock
+from contextcache.errors import ContextCacheError
+from contextcache.model import HeldCacheRef
+from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS, first_commit
+from tests.kit.valkey import ValkeyServer
+
+Raw = redis.Redis
+Damage = Callable[[Raw, list[str]], object]
+
+
+def _field(name: str, text: str) -> Damage:
+    return lambda raw, keys: raw.hset(keys[0], name, text)
+
+
+def _other_type(position: int) -> Damage:
+    return lambda raw, keys: (raw.delete(keys[position]), raw.set(keys[position], "nothing of ours"))
+
+
+ROWS: dict[str, Damage] = {
+    "another type": _other_type(0),
+    "no state": lambda raw, keys: raw.hdel(keys[0], "state"),
+    "a state nobody knows": _field("state", "resting"),
+    "no end": lambda raw, keys: raw.hdel(keys[0], "expires_at_ms"),
+    "no creation": lambda raw, keys: raw.hdel(keys[0], "created_at_ms"),
+    "a word for a number": _field("expires_at_ms", "soon"),
+    "no number": _field("expires_at_ms", ""),
+    "infinity": _field("expires_at_ms", "inf"),
+    "a number beyond all": _field("expires_at_ms", "9" * 40),
+    "a broken lease": _field("lease_until_ms", "nan"),
+}
+NAMES = (b"garbage", b"\xff\xfe:ctx", b"demo:ctx:1", b":", b"demo:ctx_{}", b"demo:elsewhere")
+
+
+@pytest.fixture
+def raw(server: ValkeyServer) -> Iterator[Raw]:
+    with redis.Redis(port=server.port) as raw:
+        raw.flushall()
+        yield raw
+
+
+@dataclass
+class Rig:
+    store: RedisSessionStore
+    raw: Raw
+    clock: ManualClock
+    registry: CollectorRegistry
+    sweeper: SessionSweeper
+
+    async def fill(self, num_shards: int = NUM_SHARDS) -> dict[int, list[str]]:
+        """Create four sessions in each shard; return their ids."""
+        ids: dict[int, list[str]] = {shard: [] for shard in range(num_shards)}
+        for name in (f"ctx_{number}" for number in range(2000)):
+            names = ids.get(shard_of("demo", name))
+            if names is None or len(names) == 4:
+                continue
+            names.append(name)
+            await self.store.reserve(
+                replace(NEW, session_id=name), lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW
+            )
+            await self.store.commit_turn(first_commit(SessionKey("demo", name)), now_ms=NOW)
+        return ids
+
+    def total(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"contextcache_manager_{name}_total")
+
+
+@pytest.fixture
+async def rig(server: ValkeyServer, raw: Raw) -> AsyncIterator[Rig]:
+    connection = RedisConnection(server.url, timeout_s=10.0, max_connections=8)
+    store = RedisSessionStore(connection, tombstone_s=TOMBSTONE_S)
+    clock, registry = ManualClock(NOW), CollectorRegistry()
+    metrics = ManagerMetrics(registry)
+    manager = ContextCacheManager(store, clock=clock, metrics=metrics)
+    yield Rig(store, raw, clock, registry, SessionSweeper(manager, metrics=metrics, interval_s=5.0))
+    await store.close()
+
+
+async def test_one_damaged_row_a_shard_and_all_others_are_swept(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    ids = await rig.fill()
+    damages = list(ROWS.values())
+    for shard, names in ids.items():
+        damages[shard % len(damages)](rig.raw, script_keys(SessionKey("demo", names[0])))
+    rig.clock.advance(s=TTL_MS // 1000)
+
+    assert await rig.sweeper.sweep_pass() == 4 * NUM_SHARDS
+    assert rig.total("sessions_expired") == 3 * NUM_SHARDS
+    assert rig.total("sessions_damaged") == NUM_SHARDS
+    assert rig.total("sweep_failures") == 0
+    left = list(rig.raw.scan_iter())
+    assert [key for key in left if key.endswith(b":expiry") or b":tenant:" in key] == []
+    assert [key for key in left if rig.raw.pttl(key) < 0] == []
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert {record.message for record in told} == {"damaged sessions set aside"}
+    assert "nothing of ours" not in caplog.text
+    assert await rig.sweeper.sweep_pass() == 0
+    assert rig.total("sessions_damaged") == NUM_SHARDS
+
+
+async def test_names_that_are_none_of_ours_are_taken_out_of_the_index(rig: Rig) -> None:
+    ids = await rig.fill()
+    for shard in range(NUM_SHARDS):
+        rig.raw.zadd(expiry_key(shard), {NAMES[shard % len(NAMES)]: 1})
+    rig.clock.advance(s=TTL_MS // 1000)
+
+    assert shard_of("demo", "elsewhere") not in range(5, NUM_SHARDS, len(NAMES))
+    assert await rig.sweeper.sweep_pass() == 5 * len(ids)
+    assert rig.total("sessions_expired") == 4 * len(ids)
+    assert rig.total("sessions_damaged") == NUM_SHARDS
+
+
+async def test_a_shard_whose_index_is_spoilt_costs_the_others_nothing(rig: Rig) -> None:
+    await rig.fill()
+    _other_type(0)(rig.raw, [expiry_key(7)])
+    rig.clock.advance(s=TTL_MS // 1000)
+
+    assert await rig.sweeper.sweep_pass() == 4 * (NUM_SHARDS - 1)
+    assert rig.total("sweep_failures") == 1
+    assert rig.registry.get_sample_value("contextcache_manager_last_sweep_timestamp_seconds") == 0
+
+
+async def test_a_spoilt_set_of_a_tenant_or_a_transcript_stops_no_sweep(rig: Rig) -> None:
+    ids = await rig.fill()
+    for shard, names in ids.items():
+        _other_type(3 if shard % 2 else 1)(rig.raw, script_keys(SessionKey("demo", names[0])))
+    rig.clock.advance(s=TTL_MS // 1000)
+
+    assert await rig.sweeper.sweep_pass() == 4 * NUM_SHARDS
+
+
+@pytest.mark.parametrize("damage", ROWS.values(), ids=ROWS)
+async def test_a_damaged_row_is_refused_and_hides_no_other(rig: Rig, damage: Damage) -> None:
+    ids = await rig.fill(2)
+    damaged, *sound = [SessionKey("demo", name) for name in ids[0]]
+    damage(rig.raw, script_keys(damaged))
+
+    with pytest.raises(ContextCacheError) as refused:
+        await rig.store.begin_turn(
+            damaged, lease_id="turn", lease_ttl_ms=LEASE_MS, read_only=False, expected_generation=None, now_ms=NOW
+        )
+    assert refused.value.code == "internal_error"
+    listed = (await rig.store.list_sessions("demo", limit=100, after="", model_id="", now_ms=NOW)).sessions
+    assert len(listed) == 7
+    held = [HeldCacheRef("demo", key.session_id, REF_1) for key in (damaged, *sound)]
+    assert await rig.store.check_refs(held, now_ms=NOW) == ()
+    # What is set aside before its time is as good as after it.
+    assert await rig.sweeper.sweep_pass() == 1
+    assert rig.total("sessions_damaged") == 1
+    assert await rig.store.count_sessions() == 7

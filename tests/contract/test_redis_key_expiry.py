@@ -1,0 +1,258 @@
+"""No key of ours lies in Redis for ever: whatever is done, each ends by itself, and none too early."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import astuple, replace
+from random import Random
+
+import pytest
+import redis
+
+from context_manager.redis_connection import RedisConnection
+from context_manager.redis_layout import script_keys
+from context_manager.redis_store import RedisSessionStore
+from context_manager.store import KEY_GRACE_MS, NUM_SHARDS, SessionKey, shard_of
+from contextcache.errors import ContextCacheError
+from contextcache.model import NewSession, SessionMode, TtlPolicy
+from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, TOMBSTONE_MS, TOMBSTONE_S, TTL_MS, first_commit
+from tests.kit.seed import SEED
+from tests.kit.until import until
+from tests.kit.valkey import ValkeyServer
+
+KEY = SessionKey(NEW.tenant, NEW.session_id)
+_SLACK_MS = 60_000
+"""Time that a test may take between a write and a look at what is left."""
+
+
+@pytest.fixture
+def raw(server: ValkeyServer) -> Iterator[redis.Redis]:
+    with redis.Redis(port=server.port, decode_responses=True) as raw:
+        raw.flushall()
+        yield raw
+
+
+@pytest.fixture
+async def store(server: ValkeyServer, raw: redis.Redis) -> AsyncIterator[RedisSessionStore]:
+    store = RedisSessionStore(_connection(server), tombstone_s=TOMBSTONE_S)
+    yield store
+    await store.close()
+
+
+def _connection(server: ValkeyServer) -> RedisConnection:
+    return RedisConnection(server.url, timeout_s=60.0, max_connections=8)
+
+
+def left_ms(raw: redis.Redis) -> dict[str, int]:
+    """Return how long each key has; -1: for ever."""
+    keys = list(raw.scan_iter(count=1000))
+    with raw.pipeline(transaction=False) as at_once:
+        for key in keys:
+            at_once.pttl(key)
+        return {key: left for key, left in zip(keys, at_once.execute(), strict=True) if left != -2}
+
+
+class RandomWork:
+    """One operation after the other, the clock going on in between, on ten ids of two tenants."""
+
+    def __init__(self, store: RedisSessionStore, seed: int) -> None:
+        self._store = store
+        self._random = Random(seed)
+        self.now_ms = NOW
+
+    async def step(self) -> str:
+        pick = self._random
+        self.now_ms += pick.choice((0, 1, 500, 40_000, 700_000))
+        key = SessionKey(pick.choice(("demo", "other")), f"ctx_{pick.randrange(10)}")
+        names = "reserve reserve reserve begin commit commit renew abort touch remove sweep"
+        name = pick.choice(names.split())
+        with suppress(ContextCacheError):
+            await getattr(self, f"_{name}")(key)
+        return f"{name} {key}"
+
+    async def _reserve(self, key: SessionKey) -> None:
+        pick = self._random
+        new = NewSession(
+            key.tenant,
+            key.session_id,
+            "smol",
+            mode=pick.choice(tuple(SessionMode)),
+            ttl_s=pick.choice((1, 60, 600, 86_400)),
+            ttl_policy=pick.choice(tuple(TtlPolicy)),
+        )
+        await self._store.reserve(new, lease_id=self._lease(), lease_ttl_ms=LEASE_MS, now_ms=self.now_ms)
+
+    async def _begin(self, key: SessionKey) -> None:
+        await self._store.begin_turn(
+            key,
+            lease_id=self._lease(),
+            lease_ttl_ms=LEASE_MS,
+            read_only=self._random.random() < 0.3,
+            expected_generation=None,
+            now_ms=self.now_ms,
+        )
+
+    async def _commit(self, key: SessionKey) -> None:
+        commit = replace(first_commit(key, self._lease()), expected_generation=self._random.randrange(3))
+        await self._store.commit_turn(commit, now_ms=self.now_ms)
+
+    async def _renew(self, key: SessionKey) -> None:
+        await self._store.renew_lease(key, lease_id=self._lease(), lease_ttl_ms=LEASE_MS, now_ms=self.now_ms)
+
+    async def _abort(self, key: SessionKey) -> None:
+        await self._store.abort_turn(key, lease_id=self._lease(), now_ms=self.now_ms)
+
+    async def _touch(self, key: SessionKey) -> None:
+        ttl_s = self._random.choice((None, 1, 600, 86_400))
+        await self._store.touch(key, ttl_s=ttl_s, ttl_policy=None, metadata={"a": "b"}, now_ms=self.now_ms)
+
+    async def _remove(self, key: SessionKey) -> None:
+        await self._store.unregister(key, now_ms=self.now_ms)
+
+    async def _sweep(self, _key: SessionKey) -> None:
+        for shard in range(NUM_SHARDS):
+            await self._store.take_expired(shard, now_ms=self.now_ms, limit=100)
+
+    def _lease(self) -> str:
+        return self._random.choice(("one", "two"))
+
+
+def what_is_wrong(raw: redis.Redis, now_ms: int) -> list[str]:
+    """Return which keys have no end, or one that does not fit the end of what is in them."""
+    left = left_ms(raw)
+    wrong = [f"for ever: {key}" for key, ms in left.items() if ms < 0]
+    for row_key in (key for key in left if ":session:" in key):
+        row = raw.hgetall(row_key)
+        if row["state"] == "tombstone":
+            continue
+        key = SessionKey(*row_key.rsplit(":", 2)[1:])
+        due_ms = int(row["lease_until_ms" if row["state"] == "creating" else "expires_at_ms"])
+        wanted_ms = max(due_ms - now_ms, 0) + TOMBSTONE_MS + KEY_GRACE_MS
+        _, transcript, *sets = script_keys(key)
+        # The clock of the test went on since the row's last change, Redis's own did not.
+        kept = [one for one in (row_key, transcript) if one in left]
+        wrong += [f"{one} ends too early" for one in kept if left[one] < wanted_ms - _SLACK_MS]
+        wrong += [f"{one} ends before {row_key}" for one in sets if left[one] < left[row_key] - 400]
+    return wrong
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
+async def test_whatever_is_done_every_key_ends_and_none_too_early(
+    server: ValkeyServer, raw: redis.Redis, seed: int
+) -> None:
+    store = RedisSessionStore(_connection(server), tombstone_s=TOMBSTONE_S, tenant_contexts_max=7)
+    work = RandomWork(store, seed)
+    for _ in range(250):
+        done = await work.step()
+
+        assert what_is_wrong(raw, work.now_ms) == [], done
+    await store.close()
+
+
+async def test_a_key_ends_a_tombstone_and_a_day_after_its_session(store: RedisSessionStore, raw: redis.Redis) -> None:
+    row, transcript, expiry, tenant = script_keys(KEY)
+
+    def left(key: str) -> int:
+        return round((raw.pttl(key) - TOMBSTONE_MS - KEY_GRACE_MS) / _SLACK_MS)
+
+    await store.reserve(NEW, lease_id="create", lease_ttl_ms=10 * _SLACK_MS, now_ms=NOW)
+    assert [left(key) for key in (row, expiry, tenant)] == [10, 10, 10]
+    await store.commit_turn(first_commit(), now_ms=NOW)
+    assert [left(key) for key in (row, transcript, expiry, tenant)] == [TTL_MS // _SLACK_MS] * 4
+    await store.touch(KEY, ttl_s=3600, ttl_policy=None, metadata=None, now_ms=NOW)
+    assert [left(key) for key in (row, transcript, expiry, tenant)] == [60] * 4
+    await store.touch(KEY, ttl_s=60, ttl_policy=None, metadata=None, now_ms=NOW)
+    assert [left(key) for key in (row, transcript)] == [1, 1]
+
+
+async def test_a_manager_with_a_wrong_clock_deletes_nothing(store: RedisSessionStore, raw: redis.Redis) -> None:
+    """Seen to fail with PEXPIREAT: a clock two days behind, and a row was gone as soon as it was written."""
+    await store.reserve(NEW, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=1)
+
+    assert (await store.commit_turn(first_commit(), now_ms=1)).generation == 1
+    assert len(left_ms(raw)) == 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("server", [False], indirect=True, ids=["single"])
+async def test_with_the_managers_gone_for_good_all_of_ten_thousand_sessions_go(
+    server: ValkeyServer, raw: redis.Redis
+) -> None:
+    store = RedisSessionStore(_connection(server), tombstone_s=0, grace_ms=4000)
+
+    async def create(number: int) -> None:
+        new = replace(NEW, tenant=f"tenant-{number % 7}", session_id=f"ctx_{number}", ttl_s=1)
+        now_ms = round(time.time() * 1000)
+        await store.reserve(new, lease_id="create", lease_ttl_ms=1000, now_ms=now_ms)
+        if number % 10:
+            await store.commit_turn(first_commit(SessionKey(new.tenant, new.session_id)), now_ms=now_ms)
+
+    seen: set[str] = set()
+    for start in range(0, 10_000, 500):
+        await asyncio.gather(*(create(number) for number in range(start, start + 500)))
+        left = left_ms(raw)
+        seen |= left.keys()
+
+        assert [key for key, ms in left.items() if ms < 0] == []
+    await store.close()
+
+    assert len(seen) > 10_000
+    await until(raw.dbsize, is_so=lambda num_keys: num_keys == 0, what="no key is left")
+
+
+async def test_a_round_over_all_sessions_dates_what_the_release_before_wrote(
+    store: RedisSessionStore, raw: redis.Redis
+) -> None:
+    """Keys without an end, and a row that lives longer than the end of its keys: a touch of the release before."""
+    names = [f"ctx_{number}" for number in range(12)]
+    for name in names:
+        new = replace(NEW, session_id=name)
+        await store.reserve(new, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW)
+        await store.commit_turn(first_commit(SessionKey("demo", name)), now_ms=NOW)
+    for key in raw.scan_iter():
+        raw.persist(key)
+    row, _, expiry, _ = script_keys(SessionKey("demo", "ctx_3"))
+    raw.hset(row, "expires_at_ms", NOW + 100 * TTL_MS)
+    raw.zadd(expiry, {"demo:ctx_3": NOW + 100 * TTL_MS})
+    raw.pexpire(row, TTL_MS)
+    for _ in range(NUM_SHARDS):
+        assert await store.review(now_ms=NOW) == ()
+
+    assert len(left_ms(raw)) > 2 * len(names)
+    assert what_is_wrong(raw, NOW) == []
+
+
+async def test_a_set_without_an_end_gets_that_of_its_longest_life(store: RedisSessionStore, raw: redis.Redis) -> None:
+    """The first change after an upgrade is that of a short-lived session; the others need the set for longer."""
+    names = [f"ctx_{number}" for number in range(2000)]
+    long, short = [name for name in names if shard_of("demo", name) == shard_of(*astuple(KEY))][:2]
+    for name, ttl_s in ((long, 86_400), (short, 60)):
+        await store.reserve(
+            replace(NEW, session_id=name, ttl_s=ttl_s), lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW
+        )
+        await store.commit_turn(first_commit(SessionKey("demo", name)), now_ms=NOW)
+    _, _, expiry, tenant = script_keys(KEY)
+    raw.persist(expiry)
+    raw.persist(tenant)
+    await store.touch(SessionKey("demo", short), ttl_s=60, ttl_policy=None, metadata=None, now_ms=NOW)
+
+    assert what_is_wrong(raw, NOW) == []
+
+
+async def test_a_round_over_many_sessions_goes_on_where_it_stopped(store: RedisSessionStore, raw: redis.Redis) -> None:
+    names = [name for number in range(20_000) if shard_of("x", name := f"ctx_{number}") == 0]
+    for name in names[:250]:
+        await store.reserve(
+            replace(NEW, tenant="x", session_id=name), lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW
+        )
+    for key in raw.scan_iter():
+        raw.persist(key)
+    num_left = []
+    for _ in range(3):
+        await store.review(now_ms=NOW)
+        num_left.append(sum(ms < 0 for key, ms in left_ms(raw).items() if ":session:" in key))
+
+    assert num_left == [150, 50, 0]

@@ -1,0 +1,77 @@
+"""Another sidecar as a pull sees it, without a wire: its catalog is asked directly. Passes tests/contract's suite."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from contextcache.errors import SidecarUnavailable
+from contextcache.model import Manifest
+from kv_sidecar.pulling import Peer
+from kv_sidecar.store import Buffer
+from tests.kit.kv_blocks import SidecarUnderTest
+
+
+class CatalogPeer(Peer):
+    """Hands out what `kv` holds; stops, lies or breaks where a test wants it to."""
+
+    def __init__(self, kv: SidecarUnderTest) -> None:
+        self._kv = kv
+        self.asked: list[str] = []
+        """cache_refs asked for."""
+        self.sent: list[tuple[int, int]] = []
+        """(rank, position) of the block files handed out."""
+        self.num_open = 0
+        """Connections made and not closed."""
+        self.hold_manifest = _open_gate()
+        self.hold_block = _open_gate()
+        """A closed gate stops every block but the first."""
+        self.arrived = asyncio.Event()
+        """Set when somebody stands before a closed gate."""
+        self.breaks = False
+        """Fail after the first block."""
+        self.change_manifest: Callable[[Manifest], Manifest] = lambda manifest: manifest
+        self.change_block: Callable[[Buffer], Buffer] = lambda data: data
+
+    def connect(self, address: str, timeout_s: float) -> CatalogPeer:
+        self.num_open += 1
+        return self
+
+    async def manifest(self, tenant: str, cache_ref: str) -> Manifest:
+        self.asked.append(cache_ref)
+        await self._pass(self.hold_manifest)
+        return self.change_manifest(await self._kv.catalog.open(tenant, cache_ref))
+
+    async def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[tuple[int, Buffer], None]:
+        blocks = self._kv.catalog.load(
+            await self._kv.catalog.open(manifest.tenant, manifest.cache_ref),
+            manifest.fingerprint,
+            rank,
+            block_indices,
+            shared=False,
+        )
+        async with aclosing(blocks):
+            async for block in blocks:
+                if self.sent and self.breaks:
+                    raise SidecarUnavailable("the peer is gone")
+                if self.sent:
+                    await self._pass(self.hold_block)
+                self.sent.append((rank, block.block_index))
+                yield block.block_index, self.change_block(block.data)
+
+    async def close(self) -> None:
+        self.num_open -= 1
+
+    async def _pass(self, gate: asyncio.Event) -> None:
+        if not gate.is_set():
+            self.arrived.set()
+        await gate.wait()
+
+
+def _open_gate() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate

@@ -1,0 +1,60 @@
+"""Certificates of a test's own, in files that are replaced as a mounted Secret is: all at once, by a link."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import trustme
+
+from contextcache.process.settings import TlsFiles
+
+NAME = "context-cache"
+
+
+class CertificateFiles:
+    """A deployment's CA, and the files of one part."""
+
+    def __init__(self, directory: Path, *, ca: trustme.CA | None = None, name: str = NAME) -> None:
+        self.ca = ca or trustme.CA()
+        self._directory = directory
+        self._num_versions = 0
+        self.rotate(name=name)
+
+    @property
+    def files(self) -> TlsFiles:
+        current = self._directory / "current"
+        return TlsFiles(current / "tls.crt", current / "tls.key", current / "ca.crt", NAME)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Settings of a part, without its prefix."""
+        files = self.files
+        return {
+            "TLS_CERT_FILE": str(files.cert_file),
+            "TLS_KEY_FILE": str(files.key_file),
+            "TLS_CA_FILE": str(files.ca_file),
+        }
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The same by the names of the fields."""
+        return {name.lower(): value for name, value in self.environment.items()}
+
+    def rotate(self, *, name: str = NAME, days: int = 30) -> trustme.LeafCert:
+        """Put a new certificate in place of the one before."""
+        leaf = self.ca.issue_cert(name, not_after=datetime.now(UTC) + timedelta(days=days))
+        chain = b"".join(pem.bytes() for pem in leaf.cert_chain_pems)
+        self.replace(chain, leaf.private_key_pem.bytes(), self.ca.cert_pem.bytes())
+        return leaf
+
+    def replace(self, certificate: bytes, key: bytes, ca: bytes) -> None:
+        """Put these bytes in place."""
+        self._num_versions += 1
+        version = self._directory / f"v{self._num_versions}"
+        version.mkdir(parents=True)
+        for file, content in (("tls.crt", certificate), ("tls.key", key), ("ca.crt", ca)):
+            (version / file).write_bytes(content)
+        link = self._directory / "next"
+        link.symlink_to(version.name)
+        link.replace(self._directory / "current")

@@ -1,0 +1,105 @@
+"""What an engine rank does with a sidecar, over real gRPC, with small made-up pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from contextcache.clock import SystemClock
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import EngineSidecarClient, open_block_file, parse_block_file
+from kv_sidecar.manifest import block_meta, num_files
+from kv_sidecar.saves import NewSave
+from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save, write_block
+
+ENGINE_BLOCK_TOKENS = 2
+FRAME_BYTES = 100
+"""Far below the 1 MiB of the contract, so that small blocks have many frames."""
+
+
+class EngineRank:
+    """One rank with a client of its own; saves by name when the sidecar shares memory, else in frames."""
+
+    def __init__(self, address: str, *, frames: bool = False, page_bytes: int = PAGE_BYTES) -> None:
+        self.page_bytes = page_bytes
+        self.client = EngineSidecarClient(address, timeout_s=60)
+        self.terms = self.client.handshake(FINGERPRINT, "", 0, 1, ENGINE_BLOCK_TOKENS)
+        self.directory = None if frames or not self.terms.shared_directory else Path(self.terms.shared_directory)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def prepare(self, new: NewSave) -> pb.PrepareSaveResponse:
+        return self.client.prepare_save(
+            tenant=new.tenant,
+            session_id=new.session_id,
+            cache_ref=new.cache_ref,
+            fingerprint=new.fingerprint,
+            rank=new.rank,
+            world_size=new.world_size,
+            token_ids=new.token_ids,
+            expires_at_ms=new.expires_at_ms,
+            started_at_ms=new.started_at_ms,
+        )
+
+    def save(self, token_ids: tuple[int, ...], *, session_id: str = "ctx_1") -> NewSave:
+        new = new_save(token_ids, now_ms=SystemClock().now_ms(), session_id=session_id)
+        self.send(new)
+        return new
+
+    def send(self, new: NewSave) -> None:
+        """Announce a save, send what is missing and seal it."""
+        prepared = self.prepare(new)
+        tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
+        wanted = [*prepared.missing_blocks, *tail]
+        taken = self.client.save_blocks(self.requests(new, wanted), timeout_s=60)
+        assert taken.num_blocks == len(wanted)
+        assert self.client.seal(new.cache_ref, new.rank)
+
+    def requests(self, new: NewSave, wanted: list[int]) -> Iterator[pb.SaveBlocksRequest]:
+        manifest = new.manifest(block_tokens=self.terms.block_tokens)
+        for index in wanted:
+            meta = block_meta(manifest, index, new.rank)
+            place = {"cache_ref": new.cache_ref, "rank": new.rank, "block_index": index}
+            if self.directory is not None:
+                name = f"{new.cache_ref}.{index}"
+                write_block(self.directory / "incoming" / name, meta, page_bytes=self.page_bytes)
+                yield pb.SaveBlocksRequest(**place, shared_name=name)
+                continue
+            data = block_file_bytes(meta, page_bytes=self.page_bytes)
+            for start in range(0, len(data), FRAME_BYTES):
+                last = start + FRAME_BYTES >= len(data)
+                yield pb.SaveBlocksRequest(**place, frame=data[start : start + FRAME_BYTES], last_frame=last)
+
+    def load(self, new: NewSave) -> set[int]:
+        """Load everything, check every byte, return the tiers."""
+        manifest, _ = self.client.get_manifest(new.tenant, new.cache_ref, 10)
+        assert manifest.token_ids == new.token_ids
+        request = pb.LoadBlocksRequest(
+            tenant=new.tenant,
+            cache_ref=new.cache_ref,
+            fingerprint=new.fingerprint,
+            rank=new.rank,
+            block_indices=range(num_files(manifest)),
+            shared_memory=self.directory is not None,
+        )
+        tiers, data, done = set(), bytearray(), []
+        for response in self.client.load_blocks(request, 10):
+            tiers.add(response.tier)
+            if response.WhichOneof("payload") == "shared_name":
+                assert self.directory is not None
+                file = open_block_file(self.directory / response.shared_name)
+            else:
+                data += response.frame
+                if not response.last_frame:
+                    continue
+                file, data = parse_block_file(data), bytearray()
+            expected = block_meta(manifest, response.block_index, new.rank)
+            file.verify(expected)
+            assert np.all(file.pages == fill_of(expected))
+            file.close()
+            done.append(response.block_index)
+        assert done == list(range(num_files(manifest)))
+        return tiers

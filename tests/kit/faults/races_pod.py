@@ -1,0 +1,84 @@
+"""`python -m tests.kit.faults.races_pod`: the real turn middleware over a toy engine, as a process that tests kill.
+
+The toy's tokens are characters; its answer follows from the whole prompt (races_model.answer_to); a stream takes its
+time. `POD_PORT` says where it listens, `TURN_…` the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import uvicorn
+
+from tests.kit.fake_vllm import FakeVllm, decode
+from tests.kit.faults.races_model import answer_to
+from tests.kit.turn_pod import _Engine
+from vllm_plugin.turn.middleware import TurnMiddleware
+
+_DRAIN_S = 30
+
+
+class PacedEngine(_Engine):
+    """Waits before each piece of an answer, and stops when its client leaves, as vLLM does."""
+
+    def __init__(self, engine: FakeVllm, pace_s: float) -> None:
+        super().__init__(engine)
+        self._pace_s = pace_s
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+            return
+        if not scope["path"].endswith("/completions"):
+            await super().__call__(scope, receive, send)
+            return
+
+        async def paced(message: Any) -> None:
+            await asyncio.sleep(self._pace_s)
+            await send(message)
+
+        body = await receive()
+
+        async def whole() -> Any:
+            return body
+
+        answering = asyncio.create_task(super().__call__(scope, whole, paced))
+        leaving = asyncio.create_task(receive())
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (answering, leaving):
+                if not task.done():
+                    task.cancel()
+            await asyncio.wait((answering, leaving))
+        if not answering.cancelled():
+            answering.result()
+
+
+async def _live(receive: Any, send: Any) -> None:
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+def main() -> None:
+    """Serve until a signal."""
+    engine = FakeVllm(answer=lambda ids: answer_to(decode(ids)), max_model_len=1 << 20)
+    app = TurnMiddleware(PacedEngine(engine, float(os.environ["POD_PACE_S"])))
+    port = int(os.environ["POD_PORT"])
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="warning",
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
+
+
+if __name__ == "__main__":
+    main()

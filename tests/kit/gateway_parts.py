@@ -1,0 +1,118 @@
+"""Parts of a gateway for tests: sessions over the shipped memory store, sidecars in memory, pods told how to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from context_manager.manager import ContextCacheManager
+from context_manager.memory_store import MemorySessionStore
+from context_manager.metrics import ManagerMetrics
+from contextcache.clock import ManualClock
+from contextcache.errors import StoreUnavailable
+from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnCommit
+from gateway.flows import Gateway, GatewayRules
+from gateway.metrics import Metrics
+from gateway.pods.endpoints import Health, WatchedEndpoints
+from gateway.pods.sidecars import Holders
+from gateway.ports import Endpoint
+from gateway.tenants.keys import hash_key
+from gateway.tenants.limits import TenantLimits
+from tests.kit.memory_sidecar import MemorySidecar
+
+SECRET = b"s" * 32
+KEY = "test-key-1234567890"
+OTHER_KEY = "test-key-other"
+LISTED_CALL = "GET /v1/responses/r1"
+"""A call without a body that the operator of tests' gateways has listed."""
+REF = "ref_" + "a" * 32
+PREVIOUS_REF = "ref_" + "b" * 32
+
+
+class Directory(ContextCacheManager):
+    """The real manager over the memory store; `down` makes every call fail as an unreachable one does."""
+
+    def __init__(self, clock: ManualClock):
+        super().__init__(MemorySessionStore(), clock=clock, metrics=ManagerMetrics(CollectorRegistry()))
+        self.down = False
+        self.calls: list[str] = []
+
+    async def _get(self, operation, tenant, session_id):
+        self._check_up(operation)
+        return await super()._get(operation, tenant, session_id)
+
+    async def unregister_session_cache(self, tenant, session_id):
+        self._check_up("unregister")
+        return await super().unregister_session_cache(tenant, session_id)
+
+    async def list_sessions(self, tenant, **page):
+        self._check_up("list")
+        return await super().list_sessions(tenant, **page)
+
+    async def is_serving(self) -> bool:
+        return not self.down
+
+    async def add(
+        self, session_id: str, *, tenant="demo", holder="pod-a", model="stub-model", cache_ref=REF, ttl_s=600
+    ):
+        """A session with one committed turn."""
+        await self.reserve(NewSession(tenant, session_id, model, ttl_s=ttl_s), lease_id="l", lease_ttl_ms=1000)
+        segment = Segment(SegmentKind.PROMPT, (1, 2, 3), text="hello")
+        await self.commit_turn(TurnCommit(tenant, session_id, "l", 0, 0, (segment,), cache_ref, holder))
+
+    def _check_up(self, operation: str) -> None:
+        self.calls.append(operation)
+        if self.down:
+            raise StoreUnavailable("the manager is down", retry_after_s=1)
+
+
+class Pods:
+    """A probe that says what it is told."""
+
+    def __init__(self):
+        self.health: dict[str, Health] = {}
+
+    async def __call__(self, endpoint: Endpoint) -> Health:
+        return self.health.get(endpoint.name, Health(healthy=True, models=frozenset({"stub-model"})))
+
+
+class GatewayParts:
+    """A Gateway with everything around it within reach. Pods `pod-a` and `pod-b` become ready with `probe`."""
+
+    def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), limits=None, **rules):
+        self.clock = ManualClock()
+        self.tenants = TenantLimits(clock=self.clock, **(limits or {}))
+        self.metrics = Metrics(CollectorRegistry())
+        self.directory = Directory(self.clock)
+        self.probe = Pods()
+        self.sidecars = {name: MemorySidecar() for name in pods}
+        endpoints = [Endpoint(name, f"http://{name}:8001", name) for name in pods]
+        self.endpoints = WatchedEndpoints(endpoints, self.probe, metrics=self.metrics)
+        self.gateway = Gateway(
+            authenticator=authenticator,
+            directory=self.directory,
+            endpoints=self.endpoints,
+            holders=Holders(self.sidecars, self.endpoints, self.directory, clock=self.clock, metrics=self.metrics),
+            clock=self.clock,
+            rules=GatewayRules(secret=SECRET, **rules),
+            tenants=self.tenants,
+            rng=Random(0),
+            metrics=self.metrics,
+        )
+
+
+def manifest_of(session_id: str, *, tenant="demo", cache_ref=REF, size_bytes=4096) -> Manifest:
+    return Manifest(cache_ref, tenant, session_id, "f" * 64, (1, 2, 3), 256, (), 3, 1, 2_000_000_000_000, size_bytes)
+
+
+def write_keys(path: Path, keys: dict[str, str]) -> None:
+    """Write a key file of `{key: tenant}`."""
+    path.write_text(json.dumps({"keys": [{"sha256": hash_key(key), "tenant": who} for key, who in keys.items()]}))
+
+
+def as_told(body: bytes) -> dict:
+    """Return what the engine makes of a body: of keys that repeat the last one, and null is as good as nothing."""
+    return {key: value for key, value in json.loads(body).items() if value is not None}

@@ -1,0 +1,84 @@
+"""A kv-sidecar in memory, for tests: it keeps the contract suite that the real one keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
+from contextcache.model import CacheRef, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.v1 import kv_sidecar_pb2 as pb
+
+
+class MemorySidecar:
+    """Manifests by cache_ref; `down` makes every call fail as an unreachable sidecar does."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.closed = False
+        self.fingerprints: list[str] = []
+        self.pulls: list[tuple[TenantId, tuple[CacheRef, ...], str]] = []
+        self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
+        self.saving: set[tuple[TenantId, CacheRef]] = set()
+        """What is on its way: neither sealed nor missing."""
+        self._failed: dict[tuple[TenantId, CacheRef], str] = {}
+
+    def keep(self, manifest: Manifest, *, tier: str = "host") -> None:
+        """Hold a sealed manifest."""
+        self._kept[manifest.cache_ref] = (manifest, tier)
+
+    async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
+        """Return a sealed manifest and its tier. Raises CacheRefNotFound, also for another tenant's."""
+        self._check_up()
+        if (tenant, cache_ref) in self.saving:
+            raise CacheRefPending("it is being saved")
+        found = self._kept.get(cache_ref)
+        if found is None or found[0].tenant != tenant:
+            raise CacheRefNotFound("no KV has this cache_ref")
+        return found
+
+    def fail(self, tenant: TenantId, cache_ref: CacheRef, reason: str) -> None:
+        """Remember why there is no KV under a name."""
+        self._failed[tenant, cache_ref] = reason
+
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
+        """Return whether it is held, or why not. Never waits."""
+        del timeout_ms
+        self._check_up()
+        found = self._kept.get(cache_ref)
+        if found is not None and found[0].tenant == tenant:
+            return SaveOutcome(is_sealed=True)
+        return SaveOutcome(is_sealed=False, reason=self._failed.get((tenant, cache_ref), ""))
+
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
+    ) -> int:
+        """Remove the tenant's manifests of the session and under the refs; return their bytes."""
+        self._check_up()
+        going = [
+            manifest
+            for manifest, _ in self._kept.values()
+            if manifest.tenant == tenant and (manifest.session_id == session_id or manifest.cache_ref in cache_refs)
+        ]
+        for manifest in going:
+            del self._kept[manifest.cache_ref]
+        return sum(manifest.size_bytes for manifest in going)
+
+    async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
+        """Note what was asked for. Returns `present` when the first ref is here, else `started`."""
+        self._check_up()
+        self.pulls.append((tenant, tuple(cache_refs), peer))
+        return "present" if cache_refs[0] in self._kept else "started"
+
+    async def stats(self) -> pb.StatsResponse:
+        """Return how many contexts there are, the tiers, and the fingerprints it was given."""
+        self._check_up()
+        tiers = [pb.TierStats(tier=tier) for tier in (pb.TIER_HOST, pb.TIER_DISK)]
+        return pb.StatsResponse(num_contexts=len(self._kept), tiers=tiers, fingerprints=self.fingerprints)
+
+    async def close(self) -> None:
+        """Note that nobody calls any more."""
+        self.closed = True
+
+    def _check_up(self) -> None:
+        if self.down:
+            raise SidecarUnavailable("the sidecar is down")

@@ -1,0 +1,261 @@
+"""vLLM's real Scheduler and our real connector, both halves, around a toy model: no weights, no server.
+
+The toy model writes into the paged KV of each scheduled token a value made of layer, position and token id, and
+before each step checks that every earlier position of the request holds what it must. So a page that was loaded
+into the wrong block, cut at the wrong token, or overwritten by somebody else fails the step that would read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_TOKENS = 16
+HEADS, HEAD_DIM = 2, 4
+LAYERS = ("l0", "l1")
+
+
+@dataclass
+class LoopConfig:
+    model_directory: Path
+    connector: str
+    """`module:Class`."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    num_blocks: int = 200
+    max_num_batched_tokens: int = 256
+    policy: str = "recompute"
+
+
+def make_vllm_config(config: LoopConfig) -> VllmConfig:
+    module, _, name = config.connector.partition(":")
+    model = ModelConfig(model=str(config.model_directory), skip_tokenizer_init=True, dtype="float32", seed=0)
+    cache = CacheConfig(block_size=BLOCK_TOKENS, gpu_memory_utilization=0.3, enable_prefix_caching=True)
+    cache.num_gpu_blocks = config.num_blocks
+    scheduler = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=1024,
+        enable_chunked_prefill=True,
+        is_encoder_decoder=False,
+        async_scheduling=False,
+        disable_hybrid_kv_cache_manager=True,
+    )
+    transfer = KVTransferConfig(
+        kv_connector=name,
+        kv_connector_module_path=module,
+        kv_role="kv_both",
+        kv_load_failure_policy=config.policy,
+        kv_connector_extra_config=config.extra,
+    )
+    return VllmConfig(
+        scheduler_config=scheduler,
+        model_config=model,
+        cache_config=cache,
+        kv_transfer_config=transfer,
+        device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(),
+    )
+
+
+def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
+    page_bytes = spec.page_size_bytes
+    tensor = KVCacheTensor(
+        size=page_bytes * num_blocks * len(LAYERS),
+        layers=list(LAYERS),
+        layer_stride=page_bytes * num_blocks,
+        block_stride=page_bytes,
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
+        hash_block_size=BLOCK_TOKENS,
+    )
+
+
+class SchedulerLoop:
+    """One engine: call `step` until what you wait for has happened."""
+
+    def __init__(self, config: LoopConfig) -> None:
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.vllm_config = make_vllm_config(config)
+        kv_cache_config = make_kv_cache_config(config.num_blocks)
+        self.scheduler = Scheduler(
+            vllm_config=self.vllm_config,
+            kv_cache_config=kv_cache_config,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(self.vllm_config),
+            block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
+        )
+        self.connector = self.scheduler.connector
+        self.worker = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, kv_cache_config)
+        self.kv = {
+            name: torch.zeros(config.num_blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM, dtype=torch.float32)
+            for name in LAYERS
+        }
+        self.worker.register_kv_caches(self.kv)
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.finished: dict[str, list[int]] = {}
+        """Output token ids of finished requests."""
+        self.outputs: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        """Tokens the toy model computed, by request."""
+
+    def close(self) -> None:
+        self.connector.shutdown()
+        self.worker.shutdown()
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Iterable[int],
+        *,
+        max_tokens: int = 4,
+        params: Any = None,
+        skip_reading: bool | None = None,
+    ) -> Request:
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+            skip_reading_prefix_cache=skip_reading,
+        )
+        sampling.update_from_generation_config({}, None)
+        request = Request(request_id, list(token_ids), sampling, None, block_hasher=self._hasher)
+        self.outputs[request_id] = []
+        self.computed[request_id] = 0
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> SchedulerOutput:
+        """Schedule, compute, let the worker's half do its part, and hand the results back."""
+        output = self.scheduler.schedule()
+        self.worker.handle_preemptions(output.kv_connector_metadata)
+        self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        sampled = [self._forward(name, count) for name, count in output.num_scheduled_tokens.items()]
+        self.worker.start_load_kv(None, scheduler_output=output)
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        kv_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        names = list(output.num_scheduled_tokens)
+        answers = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=kv_output,
+            ),
+        )
+        for group in answers.values():
+            for answer in group.outputs:
+                self.outputs[answer.request_id] += answer.new_token_ids
+                if answer.finish_reason is not None:
+                    self.finished[answer.request_id] = self.outputs[answer.request_id]
+        return output
+
+    def run(self, until: Callable[[], bool], *, steps: int = 200) -> None:
+        """Step until a condition holds, letting the connector's threads finish between steps."""
+        for _ in range(steps):
+            if until():
+                return
+            self.step()
+            self.settle()
+        raise AssertionError("the condition did not come true")
+
+    def run_to_end(self, request_id: str) -> list[int]:
+        """Step until a request has finished and nothing is held; return its output."""
+        self.run(lambda: request_id in self.finished and not self.scheduler.has_requests())
+        return self.finished[request_id]
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Wait until no thread of the connector has work left."""
+        for pool in self._pools():
+            while live := list(pool._live):
+                assert not wait(live, timeout_s).not_done, "a transfer thread hangs"
+
+    def _pools(self) -> list[Any]:
+        worker, scheduler = self.worker.worker_side, self.connector.scheduler_side
+        return [
+            scheduler._lookup._pool,
+            worker._load_pool,
+            worker._save_pool,
+            *([worker._saver.hand_over._uploads] if worker._saver is not None else []),
+            worker._reporter._pool,
+            scheduler._reporter._pool,
+        ]
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def blocks_of(self, request_id: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def forget_prefixes(self) -> None:
+        """Empty the engine's own prefix cache."""
+        assert self.scheduler.reset_prefix_cache()
+        for tensor in self.kv.values():
+            tensor.fill_(-1)
+
+    def _forward(self, request_id: str, count: int) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        end = request.num_computed_tokens
+        block_ids = self.blocks_of(request_id)
+        self._check(request, block_ids, end - count)
+        for position in range(end - count, end):
+            for layer, tensor in enumerate(self.kv.values()):
+                block = block_ids[position // BLOCK_TOKENS]
+                tensor[block, :, position % BLOCK_TOKENS] = _value(layer, position, request.all_token_ids[position])
+        self.computed[request_id] += count
+        return [] if end < request.num_tokens else [(request.all_token_ids[end - 1] * 7 + end) % 500]
+
+    def _check(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
+        for position in range(num_tokens):
+            for layer, tensor in enumerate(self.kv.values()):
+                held = tensor[block_ids[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS]
+                expected = _value(layer, position, request.all_token_ids[position])
+                assert bool((held == expected).all()), f"wrong KV at {position} of {request.request_id}"
+
+
+def _value(layer: int, position: int, token_id: int) -> float:
+    return float((layer + 1) * 100_000 + position * 600 + token_id)

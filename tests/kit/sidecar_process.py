@@ -1,0 +1,100 @@
+"""A real kv-sidecar process on a Unix socket, that tests kill and start again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from contextcache.errors import ContextCacheError, SidecarUnavailable
+from kv_sidecar.client import EngineSidecarClient, open_block_file
+from tests.kit.until import wait_until
+from tests.kit.vouching import change_bytes, vouch_for_what_lies_there
+
+START_DEADLINE_S = 30
+
+
+class SidecarProcess:
+    """Data survives `kill`, memory does not."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        shared_directory: Path | None,
+        block_tokens: int = 256,
+        disk_files: bool = False,
+        **settings: object,
+    ) -> None:
+        """`disk_files`: nothing is kept in memory, and the engine reads the stored files itself."""
+        self._directory = directory
+        self.address = f"unix://{directory}/sidecar.sock"
+        self._environment = {
+            **os.environ,
+            "SIDECAR_UNIX_SOCKET": str(directory / "sidecar.sock"),
+            "SIDECAR_LISTEN": "",
+            "SIDECAR_DATA_DIR": str(directory / "data"),
+            "SIDECAR_SHARED_DIR": "" if shared_directory is None else str(shared_directory),
+            "SIDECAR_BLOCK_TOKENS": str(block_tokens),
+            "SIDECAR_LOG_LEVEL": "WARNING",
+        }
+        if disk_files:
+            self._environment |= {"SIDECAR_SHARE_DATA_DIR": "1", "SIDECAR_MEMORY_LIMIT_BYTES": "0"}
+        self._environment |= {f"SIDECAR_{name.upper()}": str(value) for name, value in settings.items()}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        root = Path(__file__).parents[2]
+        self._process = subprocess.Popen([sys.executable, "-m", "kv_sidecar"], env=self._environment, cwd=root)
+        client = EngineSidecarClient(self.address, timeout_s=1)
+        try:
+            wait_until(lambda: self._answers(client), what="the sidecar answers", deadline_s=START_DEADLINE_S)
+        finally:
+            client.close()
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def erase(self) -> None:
+        """Remove all data; only while the process is down."""
+        shutil.rmtree(self._directory / "data")
+
+    def _answers(self, client: EngineSidecarClient) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "the sidecar ended"
+        return not isinstance(fault(lambda: client.get_manifest("demo", "ref_" + "0" * 32, 1)), SidecarUnavailable)
+
+    def block_files(self) -> list[Path]:
+        """Block and tail files on disk, manifests not counted."""
+        found = []
+        for path in sorted((self._directory / "data").rglob("*.safetensors")):
+            try:
+                open_block_file(path).close()
+            except ContextCacheError:
+                continue
+            found.append(path)
+        return found
+
+    def flip_bytes(self, *, rewrite_checksum: bool) -> None:
+        """Change every KV value in every block file on disk; only while the process is down.
+
+        `rewrite_checksum`: in the files and in the manifests, so that the changed values are served.
+        """
+        for path in self.block_files():
+            change_bytes(path, reseal=rewrite_checksum)
+        if rewrite_checksum:
+            assert vouch_for_what_lies_there(self._directory / "data")
+
+
+def fault(call: Callable[[], object]) -> ContextCacheError | None:
+    """Return the error of a call, or None."""
+    try:
+        call()
+    except ContextCacheError as exc:
+        return exc
+    return None

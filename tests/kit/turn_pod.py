@@ -1,0 +1,105 @@
+"""A pod on a real socket without an engine: the turn middleware over a toy vLLM, as uvicorn serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from context_manager.client import ContextManagerClient
+from contextcache.clock import SystemClock
+from contextcache.wire.tracing import NO_TRACER, Tracer
+from tests.kit.fake_vllm import FakeVllm, _json
+from tests.kit.gateway_parts import SECRET
+from tests.kit.gateway_server import DEADLINE_S
+from tests.kit.turn_bench import SidecarInProcess
+from vllm_plugin.turn.admission import TurnAdmission
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.middleware import TurnMiddleware
+from vllm_plugin.turn.ports import KVSidecar, TenantQuotas
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.story import TurnStory
+
+MODEL = "toy-model"
+_LONG_BYTES = 1 << 20
+
+
+@dataclass
+class TurnPod:
+    """What a gateway needs of a pod, and what a test looks at."""
+
+    url: str
+    port: int
+    engine: FakeVllm
+
+
+@asynccontextmanager
+async def running_turn_pod(
+    directory: Path,
+    *,
+    manager_port: int,
+    name: str = "pod-a",
+    engine: FakeVllm | None = None,
+    sidecar: KVSidecar | None = None,
+    quotas: TenantQuotas | None = None,
+    tracer: Tracer = NO_TRACER,
+    **settings_: Any,
+) -> AsyncIterator[TurnPod]:
+    """Serve until the block ends; without a `sidecar`, with one that saves nothing; without `quotas`, with none."""
+    secret_file = directory / "pod-secret"
+    secret_file.write_bytes(SECRET)
+    settings = TurnSettings(secret_file=secret_file, endpoint_name=name, **settings_)
+    story = TurnStory(
+        settings,
+        secret=SECRET,
+        manager=ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=2),
+        sidecar=SidecarInProcess() if sidecar is None else sidecar,
+        clock=SystemClock(),
+        metrics=TurnMetrics(CollectorRegistry()),
+        tracer=tracer,
+    )
+    engine = FakeVllm() if engine is None else engine
+    admission = TurnAdmission(settings, quotas=quotas, clock=SystemClock())
+    app = TurnMiddleware(_Engine(engine), settings=settings, story=story, admission=admission)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none"))
+        serving = asyncio.create_task(server._serve([listener]))
+        try:
+            yield TurnPod(f"http://127.0.0.1:{port}", port, engine)
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(serving, DEADLINE_S)
+            await story.close()
+
+
+class _Engine:
+    """What a gateway asks a pod beside the turns; the rest is the toy's."""
+
+    def __init__(self, engine: FakeVllm) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/health":
+            await _json(send, 200, {})
+        elif scope["path"] == "/v1/models":
+            await _json(send, 200, {"data": [{"id": MODEL}]})
+        elif scope["path"] == "/tokenize" and _length(scope) > _LONG_BYTES:
+            # A tokenizer gives up at the window too; the toy would make a list of millions.
+            window = self._engine.max_model_len
+            await _json(send, 200, {"count": window, "max_model_len": window, "tokens": [120] * window})
+        else:
+            await self._engine(scope, receive, send)
+
+
+def _length(scope: Any) -> int:
+    return int(dict(scope["headers"]).get(b"content-length", 0))

@@ -1,0 +1,332 @@
+"""What a body claims is what the engine's parser would see, however spelled; what is wrong is said with its place."""
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from contextcache.claim import (
+    CONTAINERS_MAX,
+    DEPTH_MAX,
+    STRINGS_MAX,
+    VALUES_MAX,
+    claimed_session,
+    is_opaque,
+    read_claims,
+    read_object,
+    read_strict_claims,
+    refuse_session,
+)
+from contextcache.errors import InvalidRequest
+from tests.kit.hostile_bodies import SHAPES, hostile_body
+
+EP_CREATE = b"""{
+     "model": "facebook-opt-125m",
+     "prompt": "Say this is a test",
+     "ttl": 3600,
+   }"""
+EP_ASK = b"""{
+     "session_id": "session-01"
+     "model": "facebook-opt-125m",
+     "prompt": "Say this is a test",
+   }"""
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"]
+
+
+def claims(body: dict):
+    return read_claims(json.dumps(body).encode())
+
+
+def told(body: bytes) -> dict | None:
+    """What the engine gets to see of `body`, or None when it goes through untouched."""
+    read = read_claims(body)
+    changed = None if read is None else read.changed()
+    return None if changed is None else {key: value for key, value in json.loads(changed).items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (EP_CREATE, "line 4, column 17: extra comma before '}'"),
+        (EP_ASK, "line 2, column 32: missing comma"),
+        (b'{"a": [1, 2,]}', "line 1, column 12: extra comma before ']'"),
+        ('{"é": "éé" "b"}'.encode(), "line 1, column 11: missing comma"),
+        (b"", "the body is empty"),
+        (b"  \n", "the body is empty"),
+        (b'{"a": ', "line 1, column 7"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": -Infinity}', "Infinity is not a JSON number"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[1]", "must be a JSON object"),
+        (b'"x"', "must be a JSON object"),
+        (b'{"a": ' + b"[" * 50_000, "nested too deeply"),
+        (b'{"a": "\x01"}', "line 1, column 8"),
+        (b'{"a": 1} x', "line 1, column 11"),
+    ],
+)
+@pytest.mark.parametrize("read", [read_object, read_strict_claims])
+def test_what_is_wrong_and_where_is_said(read, body, message):
+    with pytest.raises(InvalidRequest) as caught:
+        read(body)
+
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"a": ' + b"1" * 5000 + b"}", "too many digits"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"a": "\\ud800"}', "half of a character"),
+        (b'{"\\ud800": 1}', "half of a character"),
+        (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', "surrogate pair"),
+        (b'{"messages": [{"role": "user", "tool_calls": [{"id": "\\ud800"}]}]}', "surrogate pair"),
+        (b'{"a": ' + b"[" * DEPTH_MAX + b"1" + b"]" * DEPTH_MAX + b"}", "nested too deeply"),
+        (b'{"a": ' + b'{"a": ' * 900 + b"1" + b"}" * 901, "nested too deeply"),
+        (b'{"a": [' + b"[]," * CONTAINERS_MAX + b"[]]}", "lists and objects"),
+        (b'{"a": [' + b'"",' * STRINGS_MAX + b'""]}', "keys and texts"),
+        (b'{"a": [' + rb'"\\",' * STRINGS_MAX + b'""]}', "keys and texts"),
+        (b"{" + b'"a":0,' * STRINGS_MAX + b'"a":0}', "keys and texts"),
+        (b'{"a": [' + b"1," * VALUES_MAX + b"1,1]}", "values"),
+        (b'{"a": [' + b"[]," * 2_000_001 + b"[]]}", "opening brackets"),
+    ],
+)
+def test_what_is_built_is_bounded_in_depth_and_width(body, message):
+    with pytest.raises(InvalidRequest) as caught:
+        read_object(body)
+
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"é": [1, None, "é", 5.0, 12345678901234567890123]},
+        {"prompt": list(range(130_000))},
+        {"prompt": '[{"a": "b\\"c"}, ' * 60_000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "[[\\"}]}] * 9_000},
+        {"a": json.loads("[" * (DEPTH_MAX - 1) + "]" * (DEPTH_MAX - 1)), "prompt": [0] * 30_000},
+    ],
+    ids=["small", "ids", "text", "messages", "deep"],
+)
+def test_a_proper_body_is_its_object(body):
+    assert read_object(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("start", [b'{"session_id":"ctx_a",', b"{"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_body_built_to_be_slow_is_told_or_read(shape, start):
+    body = hostile_body(shape, 3 << 20, start=start)
+
+    for read in (read_claims, read_strict_claims, read_object):
+        with suppress(InvalidRequest):
+            assert read(body) is not None
+
+
+TEXTS = st.text(max_size=5) | st.sampled_from(["session_id", "\ud800", "prompt", "NaN", "cache_salt", "{", '"}', "\\"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+FORBIDDEN = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
+KEYS = TEXTS | st.sampled_from(["session_id", "model", "prompt", "vllm_xargs", *FORBIDDEN])
+MEMBERS = st.lists(st.tuples(KEYS, VALUES), max_size=5)
+
+
+@st.composite
+def spelled(draw) -> bytes:
+    """An object as some client may spell it: keys that repeat, escapes, NaN, any encoding."""
+    ascii_only = draw(st.booleans())
+
+    def write(value) -> str:
+        return json.dumps(value, ensure_ascii=ascii_only)
+
+    members = [(write(key), write(value)) for key, value in draw(MEMBERS)]
+    if draw(st.booleans()):
+        members = [(key.replace("_", "\\u005f"), value) for key, value in members]
+    space = draw(st.sampled_from(["", " ", "\n\t "]))
+    text = space + "{" + space + f",{space}".join(f"{key}:{value}" for key, value in members) + space + "}" + space
+    return text.encode(draw(st.sampled_from(ENCODINGS)), "surrogatepass")
+
+
+@settings(max_examples=400, deadline=None)
+@given(spelled())
+@example(b'{"vllm_xargs":{"a":NaN,"cache_salt":"x"}}')
+@example(b'{"session\\ud05fid": 1}')
+@example(b'{"\\ud800": 1, "session_id": null}')
+def test_what_is_seen_is_what_the_engine_would_see(body):
+    """The reference is Python's own parser, which the engine has."""
+    seen = json.loads(body)
+    try:
+        read = read_claims(body)
+    except InvalidRequest:
+        assert '"session_id"' in json.dumps(seen) or b'"session_id"' in body
+        return
+    named, model = seen.get("session_id"), seen.get("model")
+
+    if named is None:
+        refuse_session(read)
+    else:
+        with pytest.raises(InvalidRequest):
+            refuse_session(read)
+    if isinstance(model, str) and model.isascii() and "NaN" not in model:
+        assert read.model() == model
+    changed = read.changed(salt="ab12")
+    left = json.loads(changed)
+    extra = left.pop("vllm_xargs", None)
+    assert left.pop("cache_salt") == "ab12"
+    assert left.pop("kv_transfer_params", None) is None
+    assert left.pop("ec_transfer_params", None) is None
+    for key in ("vllm_xargs", *FORBIDDEN):
+        given_extra = seen.pop(key, None)
+        if key == "vllm_xargs" and isinstance(given_extra, dict):
+            assert set(extra) == set(given_extra) - set(FORBIDDEN)
+    assert json.dumps(left) == json.dumps(seen)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","cache_salt":"x"}',
+        b'{"model":"m","kv_transfer_params":{"context_cache":"v1.a.b"}}',
+        b'{"model":"m","ec_transfer_params":{"ec_items":[{"peer_host":"10.0.0.1"}]}}',
+        b'{"model":"m","cache\\u005fsalt":"x"}',
+        b'{"model":"m","\\u0063ache_salt":"x","\\u006bv_transfer_params":{}}',
+        b'{"cache_salt":"a","model":"m","cache_salt":"b"}',
+        b'\xef\xbb\xbf{"model":"m","cache_salt":"x"}',
+        *('{"model":"m","cache_salt":"x", "kv_transfer_params":{}} '.encode(encoding) for encoding in ENCODINGS),
+    ],
+)
+def test_forbidden_keys_do_not_count_however_they_are_spelled(body):
+    assert told(body) == {"model": "m"}
+
+
+def test_forbidden_keys_beside_nan_do_not_count_either():
+    body = b'{"temperature": NaN, "cache_salt": "x"}'
+
+    assert read_claims(body).changed() == b'{"temperature": NaN, "cache_salt": "x","cache_salt":null}'
+
+
+def test_the_way_round_by_extra_arguments_is_closed():
+    assert told(b'{"vllm_xargs": {"kv_transfer_params": "x", "mine": 1.50}}') == {"vllm_xargs": {"mine": 1.5}}
+    assert told(b'{"vllm_xargs": {"cache\\u005fsalt": "x"}, "n": 1}') == {"vllm_xargs": {}, "n": 1}
+    assert told(b'{"vllm_xargs": {"ec_transfer_params": {"peer_host": "x"}}}') == {"vllm_xargs": {}}
+    with pytest.raises(InvalidRequest, match="not UTF-8"):
+        told(b'{"vllm_xargs": {"cache_salt": "x", "\xed\xa0\x80": 1}}')
+    with pytest.raises(InvalidRequest, match="too large"):
+        told(b'{"vllm_xargs": {"cache_salt": "x", "mine": "' + b"x" * 70_000 + b'"}}')
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","prompt":"cache_salt and kv_transfer_params"}',
+        b'{"model":"m","prompt":"the \\"cache_salt\\" key"}',
+        b'{"model":"m", "prompt":"caf\\u00e9"}',
+        b'{"model":"m","nested":{"cache_salt":"not at the top"}}',
+        b'{"vllm_xargs": {"mine": 1}}',
+        b'{"vllm_xargs": ["cache_salt"]}',
+        b'["cache_salt"]',
+        b'not json with "cache_salt"',
+        b'{"cache_salt": "unfinished',
+        b"\x00\x01\x02 binary",
+        b"",
+    ],
+)
+def test_everything_else_stays_as_it_is(body):
+    assert told(body) is None
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"session_id":"ctx_1",}', b'{"session_id":"a" "b"}', b'{"temperature": NaN, "session_id": "a"}']
+)
+def test_an_invalid_body_that_names_a_session_is_refused(body):
+    with pytest.raises(InvalidRequest):
+        read_claims(body)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-32"])
+def test_a_session_named_in_another_encoding_is_refused_rather_than_lost(encoding):
+    with pytest.raises(InvalidRequest):
+        read_claims('{"session_id":"ctx_1"}'.encode(encoding))
+
+
+def test_the_bytes_before_the_salt_are_those_that_came():
+    body = b'{ "prompt":"caf\\u00e9", "n":1.0 }\n'
+
+    assert read_claims(body).changed(salt="ab") == b'{ "prompt":"caf\\u00e9", "n":1.0 ,"cache_salt":"ab"}\n'
+    assert read_claims(b"{ }").changed(salt="ab") == b'{ "cache_salt":"ab"}'
+    assert read_claims(b'{"a":{}}').changed(salt="ab") == b'{"a":{},"cache_salt":"ab"}'
+
+
+def test_an_upload_is_not_looked_into():
+    assert is_opaque("multipart/form-data; boundary=x")
+    assert not is_opaque("application/json, multipart/form-data")
+
+
+def test_a_model_is_read_only_where_there_is_one():
+    assert claims({"model": "m"}).model() == "m"
+    assert claims({"model": 7}).model() is None
+    assert claims({}).model() is None
+    assert claims({"model": "m" * 10_000}).model() is None
+
+
+def test_the_body_claims_any_id_and_the_header_those_that_we_mint():
+    assert claimed_session(claims({"session_id": "s"}), None) == "s"
+    assert claimed_session(claims({}), "ctx_1") == claimed_session(None, "ctx_1") == "ctx_1"
+    assert claimed_session(None, None) is None
+    assert claimed_session(claims({"session_id": None}), None) is None
+
+
+def test_a_label_is_nobodys_context_and_contradicts_none():
+    for label in ("agent-run-7", "s", "my agent, run 7", "a:b", "xctx_1", "", "CTX_1", "\u00a0ctx_1"):
+        assert claimed_session(claims({}), label) is None
+        assert claimed_session(claims({"session_id": "s"}), label) == "s"
+
+
+def test_body_and_header_must_not_name_different_contexts():
+    assert claimed_session(claims({"session_id": "ctx_1"}), "ctx_1") == "ctx_1"
+    for header in ("ctx_2", "ctx_1, ctx_2", "label, ctx_2"):
+        with pytest.raises(InvalidRequest):
+            claimed_session(claims({"session_id": "ctx_1"}), header)
+
+
+def test_a_header_that_is_repeated_names_its_context_all_the_same():
+    assert claimed_session(None, "ctx_1, ctx_1") == claimed_session(claims({}), "ctx_1,ctx_1,label") == "ctx_1"
+    assert claimed_session(claims({"session_id": "ctx_1"}), "ctx_1, ctx_1") == "ctx_1"
+    with pytest.raises(InvalidRequest):
+        claimed_session(None, "ctx_1, ctx_2")
+
+
+@pytest.mark.parametrize("named", ["", "a:b", "{x}", "a" * 129, "../x", 5, ["s"], "s\n", ".hidden", "x" * 10_000])
+def test_an_id_that_cannot_be_one_is_refused_in_the_body(named):
+    with pytest.raises(InvalidRequest) as caught:
+        claimed_session(claims({"session_id": named}), None)
+
+    assert caught.value.param == "session_id"
+
+
+@pytest.mark.parametrize("named", ["ctx_1", 5, "", {}])
+def test_a_call_that_cannot_carry_a_context_refuses_one(named):
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_session(claims({"session_id": named}))
+
+    assert caught.value.param == "session_id"
+
+
+def test_a_response_that_the_engine_keeps_is_nobodys_to_name():
+    """Its store knows no tenants, and clients may choose the ids in it."""
+    refuse_session(claims({"previous_response_id": None}))
+
+    with pytest.raises(InvalidRequest) as caught:
+        refuse_session(claims({"previous_response_id": "resp_1"}))
+
+    assert caught.value.param == "previous_response_id"
+
+
+def test_the_last_of_two_keys_is_the_one_that_counts():
+    assert claimed_session(read_claims(b'{"session_id":"a","session\\u005fid":"b"}'), None) == "b"
+    assert claimed_session(read_claims(b'{"session_id":"a","session_id":null}'), None) is None

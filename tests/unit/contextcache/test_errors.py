@@ -1,0 +1,46 @@
+"""The tree of errors: gRPC's statuses, which it knows by name only, and what docs/http-api.md says of each."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import gateway.envoy.front
+import gateway.paths  # noqa: F401
+from contextcache.errors import ContextCacheError, error_body
+from contextcache.wire.rpc import status_of
+
+
+def family(error_class: type[ContextCacheError]) -> list[type[ContextCacheError]]:
+    return [error_class, *(below for child in error_class.__subclasses__() for below in family(child))]
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs/http-api.md"
+LISTED = re.findall(r"^\| (\d{3}) \| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+CLASSES = {error_class.code: error_class for error_class in family(ContextCacheError)}
+OF_ENVOY = "gateway_unavailable"
+TYPES = {"401": "authentication_error", "429": "rate_limit_error"}
+
+
+def test_every_error_has_a_status_that_grpc_knows():
+    classes = family(ContextCacheError)
+
+    statuses = {error_class.__name__: status_of(error_class("x")).name for error_class in classes}
+
+    assert statuses == {error_class.__name__: error_class.grpc_status for error_class in classes}
+    assert "OK" not in statuses.values()
+
+
+@pytest.mark.parametrize(("status", "code"), [row for row in LISTED if row[1] != OF_ENVOY])
+def test_a_listed_error_has_its_status_and_the_type_that_goes_with_it(status, code):
+    """Seen to fail: with `server_error` an OpenAI client would take a busy context for a broken server."""
+    error = CLASSES[code]("what happened")
+    error.param = "prompt"
+    expected = "server_error" if status >= "500" else TYPES.get(status, "invalid_request_error")
+
+    assert error.http_status == int(status)
+    assert json.loads(error_body(error)) == {
+        "error": {"message": "what happened", "type": expected, "code": code, "param": "prompt"},
+        "detail": "what happened",
+    }

@@ -1,0 +1,84 @@
+"""What pages take from code and from results is there, whole and current; a page is rewritten nowhere else."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from deploy.docs.__main__ import ROOT, main, written
+from deploy.docs.blocks import filled
+from deploy.docs.figures import RESULTS
+from deploy.docs.metrics import PARTS, metrics_of
+from deploy.docs.settings import PROCESSES, SHARED
+
+SETTINGS = (ROOT / "docs/operations/settings.md").read_text()
+METRICS = (ROOT / "docs/operations/metrics.md").read_text()
+
+
+def test_every_page_is_as_it_is_generated():
+    """Seen to fail with a default of the gateway's settings changed, and with a figure changed in a result."""
+    stale = [str(page.relative_to(ROOT)) for page, text in written().items() if page.read_text() != text]
+
+    assert stale == [], "run python -m deploy.docs"
+
+
+def test_every_result_says_the_commit_and_the_day_of_its_run():
+    """Seen to fail with the day taken out of one."""
+    said = {file.name: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
+
+    assert len(said) > 10
+    assert [name for name, result in said.items() if not (result.get("commit") and result.get("date"))] == []
+
+
+def test_a_stale_page_is_noticed(monkeypatch):
+    texts = written()
+    page = next(iter(texts))
+    monkeypatch.setattr("deploy.docs.__main__.written", lambda: {page: texts[page] + "\n"})
+    monkeypatch.setattr(sys, "argv", ["deploy.docs", "--check"])
+
+    with pytest.raises(SystemExit, match=re.escape(str(page.relative_to(ROOT)))):
+        main()
+
+
+def test_a_marked_place_is_filled_and_the_rest_left_alone():
+    page = (
+        "a <!-- generated: one x -->old<!-- /generated --> b\n<!-- generated: two -->\n\nold\n\n<!-- /generated -->\n"
+    )
+
+    text = filled(page, lambda kind, name: f"{kind}/{name}" if kind == "one" else "- 1\n- 2")
+
+    assert text == (
+        "a <!-- generated: one x -->one/x<!-- /generated --> b\n"
+        "<!-- generated: two -->\n\n- 1\n- 2\n\n<!-- /generated -->\n"
+    )
+
+
+@pytest.mark.parametrize("prefix", PROCESSES)
+def test_every_setting_stands_once(prefix):
+    """Seen to fail with the section of the injector taken out."""
+    shown = "--" if prefix == "ENVOY_" else prefix
+    for name in PROCESSES[prefix].model_fields.keys() - SHARED:
+        option = shown + (name.replace("_", "-") if prefix == "ENVOY_" else name.upper())
+        assert SETTINGS.count(f"\n- `{option}` (") == 1, option
+
+
+@pytest.mark.parametrize("part", [*PARTS, "connector"])
+def test_every_metric_stands_once(part):
+    """Seen to fail with the section of the connector taken out, and with a metric listed twice."""
+    for metric in metrics_of(part):
+        shared = metric.name.replace(f"_{part}_", "_…_")
+        assert metric.meaning, metric.name
+        assert 1 in {METRICS.count(f"\n- `{name}` (") for name in (metric.name, shared)}, metric.name
+
+
+def test_no_other_page_lists_a_metric_or_a_setting():
+    """Seen to fail with the injector's table of metrics left in docs/injector.md."""
+    listed = re.compile(
+        r"^(?:\| |- )`(?:contextcache_\w+|(?:GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_\w+)`", re.MULTILINE
+    )
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in {"settings.md", "metrics.md"}]
+
+    assert {page.name: found for page in pages if (found := listed.findall(page.read_text()))} == {}

@@ -1,0 +1,309 @@
+"""The control calls over the whole front, without a socket."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from gateway.fronts import ReadyState
+from gateway.http.app import HttpFront
+from gateway.http.models import context_object
+from gateway.pods.endpoints import Health
+from gateway.ports import EngineLoad
+from gateway.tenants.keys import KeyFile
+from gateway.tenants.limits import FrontLimits
+from tests.kit.gateway_parts import KEY, OTHER_KEY, manifest_of, write_keys
+
+AUTH = {"authorization": f"Bearer {KEY}"}
+
+
+class NoCarrier:
+    """Nothing in this file is to be carried."""
+
+    async def carry(self, forward, body, exchange):
+        raise AssertionError(f"carried to {forward.endpoint.name}")
+
+
+@pytest.fixture
+def ready_state(parts):
+    return ReadyState(parts.gateway, parts.endpoints)
+
+
+def front_of(parts, ready_state):
+    return HttpFront(
+        gateway=parts.gateway,
+        endpoints=parts.endpoints,
+        carrier=NoCarrier(),
+        ready_state=ready_state,
+        tenants=parts.tenants,
+        limits=FrontLimits(max_body_bytes=1000),
+        metrics=parts.metrics,
+    )
+
+
+@pytest.fixture
+async def client(parts, ready_state):
+    front = front_of(parts, ready_state)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
+        yield client
+
+
+def error_of(answer):
+    body = answer.json()
+
+    assert set(body) == {"error", "detail"}
+    assert set(body["error"]) == {"message", "type", "code", "param"}
+    assert body["detail"] == body["error"]["message"]
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    return answer.status_code, body["error"]["code"]
+
+
+async def test_get_one(client, parts):
+    await parts.directory.add("ctx_1")
+    parts.sidecars["pod-a"].keep(manifest_of("ctx_1"))
+    answer = await client.get("/v1/context/ctx_1", headers=AUTH)
+
+    assert answer.status_code == 200
+    assert answer.json() == context_object(*await parts.gateway.read("demo", "ctx_1"))
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+async def test_list_pages(client, parts):
+    for number in range(3):
+        await parts.directory.add(f"ctx_{number}")
+        parts.clock.advance(s=1)
+    answer = await client.get("/v1/context", params={"limit": 1, "after": "ctx_2", "model": "stub-model"}, headers=AUTH)
+
+    assert [found["session_id"] for found in answer.json()["data"]] == ["ctx_1"]
+    assert answer.json()["has_more"] is True
+
+
+@pytest.mark.parametrize("limit", ["0", "101", "-1", "x", "1.5", ""])
+async def test_a_limit_out_of_range_is_invalid(client, limit):
+    answer = await client.get("/v1/context", params={"limit": limit}, headers=AUTH)
+
+    assert error_of(answer) == (400, "invalid_request")
+    assert answer.json()["error"]["param"] == "limit"
+
+
+async def test_delete_twice(client, parts):
+    await parts.directory.add("ctx_1")
+    first = await client.delete("/v1/context/ctx_1", headers=AUTH)
+    second = await client.delete("/v1/context/ctx_1", headers=AUTH)
+
+    assert (first.status_code, first.json()) == (200, {"session_id": "ctx_1", "status": "success"})
+    assert error_of(second) == (404, "context_not_found")
+
+
+async def test_unknown_foreign_deleted_and_impossible_ids_answer_byte_for_byte_alike(client, parts):
+    await parts.directory.add("ctx_1")
+    await parts.directory.add("ctx_2")
+    await client.delete("/v1/context/ctx_2", headers=AUTH)
+    other = {"authorization": f"Bearer {OTHER_KEY}"}
+    asked = [("ctx_1", other), ("ctx_2", AUTH), ("ctx_nobody", AUTH), ("a:b", AUTH), ("x" * 300, AUTH)]
+    answers = [
+        await client.request(method, f"/v1/context/{name}", headers=who)
+        for method in ("GET", "DELETE")
+        for name, who in asked
+    ]
+    bodies = {answer.content for answer in answers}
+
+    assert len(bodies) == 1
+    assert {answer.status_code for answer in answers} == {404}
+    assert len({tuple(sorted(set(answer.headers) - {"x-request-id"})) for answer in answers}) == 1
+
+
+async def test_an_expired_context_is_gone(client, parts):
+    await parts.directory.add("ctx_1", ttl_s=600)
+    parts.clock.advance(s=601)
+
+    assert error_of(await client.get("/v1/context/ctx_1", headers=AUTH)) == (410, "context_expired")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/context"),
+        ("GET", "/v1/context/x"),
+        ("DELETE", "/v1/context/x"),
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+    ],
+)
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+async def test_without_a_key_nothing_is_told(client, method, path, headers):
+    answer = await client.request(method, path, headers=headers)
+
+    assert error_of(answer) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("PATCH", "/v1/context/ctx_1"), ("PUT", "/v1/context"), ("POST", "/healthz")]
+)
+async def test_a_wrong_method_is_typed_and_names_the_right_ones(client, method, path):
+    answer = await client.request(method, path, headers=AUTH)
+
+    assert error_of(answer) == (405, "method_not_allowed")
+    assert "GET" in answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/context/",
+        "//v1/context",
+        "/v1/%2e/context",
+        "/v1/context%2F",
+        "/V1/context",
+        "/nowhere",
+        "/v1/context/ctx_1/fork",
+    ],
+)
+async def test_tricks_and_unknown_paths_are_typed(client, path):
+    for method in ("GET", "POST"):
+        assert error_of(await client.request(method, path, headers=AUTH)) == (404, "not_found")
+
+
+async def test_the_store_down_is_typed_and_says_when_to_come_back(client, parts):
+    parts.directory.down = True
+    for method, path in (("GET", "/v1/context"), ("GET", "/v1/context/x"), ("DELETE", "/v1/context/x")):
+        answer = await client.request(method, path, headers=AUTH)
+
+        assert error_of(answer) == (503, "store_unavailable")
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_no_ready_pod_is_typed_and_says_when_to_come_back(client, parts):
+    for name in ("pod-a", "pod-b"):
+        parts.endpoints.mark_unreachable(name)
+    answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=AUTH)
+
+    assert error_of(answer) == (503, "no_ready_endpoint")
+    assert answer.headers["retry-after"] == "2"
+
+
+async def test_a_body_over_the_limit_is_refused_by_its_declared_and_by_its_real_length(client):
+    async def unannounced():
+        for _ in range(11):
+            yield b"x" * 100
+
+    declared = await client.post("/v1/completions", content=b"x" * 1001, headers=AUTH)
+    streamed = await client.post("/v1/completions", content=unannounced(), headers=AUTH)
+
+    assert error_of(declared) == error_of(streamed) == (413, "body_too_large")
+
+
+async def test_a_fault_of_our_own_is_typed_too(client):
+    answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=AUTH)
+
+    assert error_of(answer) == (500, "internal_error")
+    assert "pod-" not in answer.text
+
+
+async def test_a_fault_of_our_own_in_a_control_call_is_typed_too(client, parts):
+    """As every other call answers, not Starlette's "Internal Server Error" as text."""
+    parts.gateway._directory = None
+
+    assert error_of(await client.get("/v1/context/ctx_1", headers=AUTH)) == (500, "internal_error")
+
+
+async def test_a_plain_request_id_is_kept_and_a_strange_one_is_not(client):
+    for asked, kept in (("abc-1.2:3", True), ("a b", False), ("x" * 129, False)):
+        answer = await client.get("/healthz", headers={"x-request-id": asked})
+
+        assert (answer.headers["x-request-id"] == asked) is kept
+
+
+async def test_health_and_readiness_need_no_key_and_name_nothing(client, parts):
+    """Seen failing before: every pod by its name, its load, its models, and which of our parts is missing."""
+    assert (await client.get("/healthz")).json() == {"status": "ok"}
+    ready = await client.get("/readyz")
+    parts.directory.down = True
+    missing = await client.get("/readyz")
+
+    assert (ready.status_code, ready.json()) == (200, {"ready": True})
+    assert (missing.status_code, missing.json()) == (503, {"ready": False})
+
+
+async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, ready_state):
+    load = EngineLoad(running=2, waiting=1, kv_usage=0.12345)
+    parts.probe.health["pod-a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=load)
+    await parts.endpoints.probe_all()
+    parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers=frozenset({"host", "disk"}))
+    ready = await ready_state.describe()
+
+    assert (ready["ready"], ready["missing"]) == (True, [])
+    assert ready["endpoints"]["pod-a"] == {
+        "ready": True,
+        "draining": False,
+        "models": ["stub-model"],
+        "in_flight": 0,
+        "running": 2,
+        "waiting": 1,
+        "kv_usage": 0.123,
+        "tiers": ["disk", "host"],
+    }
+
+    parts.directory.down = True
+    for name in ("pod-a", "pod-b"):
+        parts.endpoints.mark_unreachable(name)
+    ready_state.draining = True
+    missing = (await ready_state.describe())["missing"]
+
+    assert missing == ["context manager", "ready endpoint", "time: the gateway is draining"]
+
+
+async def test_metrics_count_answers_by_kind_and_status(client, parts):
+    await client.get("/v1/context", headers=AUTH)
+    await client.get("/v1/context/x", headers=AUTH)
+    await client.get("/nowhere", headers=AUTH)
+    await client.get("/healthz")
+    page = (await client.get("/metrics")).text
+    counted = [line for line in page.splitlines() if line.startswith("contextcache_gateway_requests_total")]
+
+    assert sorted(counted) == [
+        'contextcache_gateway_requests_total{kind="control",status="200"} 1.0',
+        'contextcache_gateway_requests_total{kind="control",status="404"} 1.0',
+        'contextcache_gateway_requests_total{kind="refused",status="404"} 1.0',
+    ]
+
+
+async def test_the_openapi_document_has_every_call(client):
+    document = (await client.get("/openapi.json")).json()
+    calls = {(method, path) for path, operations in document["paths"].items() for method in operations}
+
+    assert calls == {
+        ("get", "/v1/context"), ("post", "/v1/context"), ("get", "/v1/context/{session_id}"),
+        ("delete", "/v1/context/{session_id}"), ("post", "/v1/completions"), ("post", "/v1/chat/completions"),
+        ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics"),
+    }  # fmt: skip
+    assert "HTTPValidationError" not in json.dumps(document)
+
+
+@pytest.mark.looptime
+async def test_readyz_waits_for_a_manager_that_hangs_no_longer_than_its_askers_do(parts, ready_state, looptime):
+    """Seen failing without the bound: it waited for ever, as long as the manager's client would."""
+    await parts.endpoints.probe_all()
+    parts.directory.is_serving = asyncio.Event().wait
+    found = await ready_state.describe()
+
+    assert (found["ready"], found["missing"]) == (False, ["context manager"])
+    assert looptime == 1
+
+
+async def test_a_key_of_any_letters_is_the_same_key_for_control_calls_and_carried_ones(parts, tmp_path):
+    """Seen failing before: the control calls read it as Latin-1, the others as UTF-8."""
+    key = "schlüssel-🔑"
+    write_keys(tmp_path / "more.json", {key: "demo"})
+    parts.gateway._authenticator = KeyFile(tmp_path / "more.json", metrics=parts.metrics)
+    raw = [("authorization", f"Bearer {key}".encode())]
+    front = front_of(parts, ReadyState(parts.gateway, parts.endpoints))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
+        answers = [await client.get("/v1/context", headers=raw), await client.post("/v1/context", headers=raw)]
+        twice = await client.get("/v1/context", headers=[("authorization", "Bearer x"), *raw])
+
+    # 400: past the key, the body is no JSON.
+    assert [answer.status_code for answer in (*answers, twice)] == [200, 400, 401]

@@ -1,0 +1,106 @@
+"""Doors to sidecars follow the endpoints; what the sidecars say is told to them."""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gateway.metrics import Metrics
+from gateway.pods.endpoints import WatchedEndpoints
+from gateway.pods.sidecars import Sidecars
+from gateway.ports import Endpoint
+from tests.kit.gateway_parts import Pods
+from tests.kit.memory_sidecar import MemorySidecar
+
+A = Endpoint("a", "http://a", "a:9001")
+B = Endpoint("b", "http://b", "b:9001")
+BARE = Endpoint("bare", "http://bare")
+
+
+@pytest.fixture
+def metrics():
+    return Metrics(CollectorRegistry())
+
+
+@pytest.fixture
+def endpoints(metrics):
+    return WatchedEndpoints([A, B, BARE], Pods(), metrics=metrics)
+
+
+@pytest.fixture
+def opened():
+    return {}
+
+
+@pytest.fixture
+def sidecars(endpoints, opened, metrics):
+    def connect(address):
+        assert address not in opened
+        opened[address] = MemorySidecar()
+        opened[address].fingerprints = [f"f-{address}", "f-1"]
+        return opened[address]
+
+    return Sidecars(endpoints, connect, metrics=metrics)
+
+
+def test_pods_with_a_sidecar_have_a_door(sidecars, opened):
+    assert (list(sidecars), len(sidecars)) == (["a", "b"], 2)
+    assert sidecars.get("bare") is sidecars.get("unknown") is None
+    assert opened == {}
+    assert sidecars["a"] is sidecars["a"] is opened["a:9001"]
+
+
+async def test_what_a_sidecar_says_is_told_to_the_endpoints(sidecars, endpoints, opened):
+    await sidecars.ask_all()
+    opened["b:9001"].down = True
+    await sidecars.ask_all()
+    states = endpoints.states()
+
+    assert [state.fingerprint for state in states] == ["f-a:9001,f-1", "f-b:9001,f-1", ""]
+    assert [state.tiers for state in states] == [{"host", "disk"}, frozenset(), frozenset()]
+
+
+async def test_a_sidecar_that_does_not_answer_is_waited_for_a_bounded_time(endpoints, metrics):
+    class Silent(MemorySidecar):
+        async def stats(self):
+            await asyncio.Event().wait()
+
+    sidecars = Sidecars(endpoints, lambda _: Silent(), metrics=metrics, timeout_s=0.001)
+    await sidecars.ask_all()
+
+    assert {state.tiers for state in endpoints.states()} == {frozenset()}
+
+
+async def test_doors_to_pods_that_are_gone_are_closed(sidecars, endpoints, opened):
+    await sidecars.ask_all()
+    endpoints.follow([A, Endpoint("c", "http://c", "c:9001")])
+
+    assert list(sidecars) == ["a", "c"]
+    await sidecars.ask_all()
+    assert {address: door.closed for address, door in opened.items()} == {
+        "a:9001": False,
+        "b:9001": True,
+        "c:9001": False,
+    }
+    await sidecars.close()
+    assert all(door.closed for door in opened.values())
+
+
+async def test_the_asking_goes_on_after_a_fault_of_its_own(metrics):
+    endpoints = WatchedEndpoints([A], Pods(), metrics=metrics)
+    asked = asyncio.Event()
+    faults = [RuntimeError("a fault")]
+
+    def connect(address):
+        if faults:
+            raise faults.pop()
+        asked.set()
+        return MemorySidecar()
+
+    task = asyncio.create_task(Sidecars(endpoints, connect, metrics=metrics, interval_s=0).run())
+    await asked.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+    assert metrics.registry.get_sample_value("contextcache_gateway_probe_failures_total") == 1
+    assert task.cancelled()

@@ -1,0 +1,135 @@
+"""Why there is no KV: told by the rank that gave a save up, remembered, and told to whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import ContextDeleted, InvalidRequest
+from contextcache.model import new_cache_ref
+from kv_sidecar.failed_saves import FailedSave, FailedSaves, counted_reason
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
+
+PROMPT = tuple(range(10))
+
+
+@pytest.fixture
+async def kv(tmp_path: Path) -> AsyncIterator[SidecarUnderTest]:
+    async with SidecarUnderTest(tmp_path) as kv:
+        yield kv
+
+
+async def test_who_waits_for_a_save_learns_at_once_that_it_was_given_up(kv: SidecarUnderTest) -> None:
+    ref = new_cache_ref()
+    waiting = asyncio.create_task(kv.catalog.wait_sealed(TENANT, ref, timeout_s=30))
+    await asyncio.sleep(0)
+    await kv.catalog.give_up_save(FailedSave(TENANT, ref, "staging_full", 7))
+
+    async with asyncio.timeout(10):
+        assert await waiting is None
+        assert await kv.catalog.wait_sealed(TENANT, ref, timeout_s=30) is None
+    assert kv.catalog.save_failure(TENANT, ref) == "staging_full"
+    assert kv.catalog.save_failure("other", ref) == ""
+    assert kv.counted("refused_saves_total", code="staging_full") == 1
+
+
+@pytest.mark.parametrize("order", list(permutations(["save 0", "give up 1"])))
+async def test_one_rank_that_gives_up_ends_the_save_in_any_order(kv: SidecarUnderTest, order: tuple[str, ...]) -> None:
+    new = new_save(PROMPT, now_ms=kv.clock.now_ms(), world_size=2, started_at_ms=7)
+
+    async def step(name: str) -> None:
+        if name == "give up 1":
+            await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "staging_full", 7))
+            return
+        rank = replace(new, rank=int(name[-1]))
+        try:
+            await kv.send_all(rank)
+            await kv.catalog.seal(new.cache_ref, rank.rank)
+        except ContextDeleted as exc:
+            # As the connector does with whatever ends a save.
+            await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, exc.code, 7))
+
+    for name in order:
+        await step(name)
+
+    assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=0) is None
+    assert kv.catalog.save_failure(TENANT, new.cache_ref) == "staging_full"
+    assert kv.block_files() == set()
+
+
+async def test_another_attempt_under_the_same_name_is_welcome(kv: SidecarUnderTest) -> None:
+    new = new_save(PROMPT, now_ms=kv.clock.now_ms(), started_at_ms=8)
+    await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 7))
+    await kv.send_all(new)
+    await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 7))
+    await kv.catalog.seal(new.cache_ref, 0)
+    await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "queue_full", 8))
+
+    assert await kv.load(new) == ["host"] * 3
+    assert kv.catalog.save_failure(TENANT, new.cache_ref) == ""
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        FailedSave("", new_cache_ref(), "queue_full"),
+        FailedSave(TENANT, "../etc", "queue_full"),
+        FailedSave(TENANT, new_cache_ref(), "Something the client said"),
+        FailedSave(TENANT, new_cache_ref(), "a" * 41),
+        FailedSave(TENANT, new_cache_ref(), ""),
+    ],
+)
+async def test_what_is_no_failure_is_refused(kv: SidecarUnderTest, failed: FailedSave) -> None:
+    with pytest.raises(InvalidRequest):
+        await kv.catalog.give_up_save(failed)
+
+
+def test_failures_are_bounded_by_count_and_age() -> None:
+    saves, refs = FailedSaves(keep_ms=10, max_names=2), [new_cache_ref() for _ in range(3)]
+    for ref in refs:
+        saves.add(FailedSave(TENANT, ref, "queue_full"), 0)
+
+    assert [saves.get(ref, 9) is not None for ref in refs] == [False, True, True]
+    assert [saves.get(ref, 10) for ref in refs] == [None, None, None]
+
+
+def test_the_words_of_a_later_release_are_one_label() -> None:
+    assert [counted_reason(reason) for reason in ("staging_full", "storage_full", "brand_new")] == [
+        "staging_full",
+        "storage_full",
+        "other",
+    ]
+
+
+async def test_a_failure_outlives_no_seal(kv: SidecarUnderTest, tmp_path: Path) -> None:
+    clock = kv.clock
+    assert isinstance(clock, ManualClock)
+    new = new_save(PROMPT, now_ms=clock.now_ms(), started_at_ms=7)
+    await kv.catalog.prepare_save(new)
+    clock.advance(s=kv.settings.save_deadline_s)
+    await kv.catalog.collect()
+    late = kv.catalog.save_failure(TENANT, new.cache_ref)
+    await kv.send_all(replace(new, started_at_ms=9))
+    await kv.catalog.seal(new.cache_ref, 0)
+
+    assert late == "save_deadline"
+    assert kv.catalog.save_failure(TENANT, new.cache_ref) == ""
+
+
+async def test_a_save_that_could_not_be_held_to_its_end_is_gone_on_with(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, spare_s=60) as kv:
+        first = new_save(PROMPT, now_ms=kv.clock.now_ms(), started_at_ms=7)
+        await kv.catalog.prepare_save(first)
+        await kv.send(first, 0)
+        await kv.catalog.give_up_save(FailedSave(TENANT, first.cache_ref, "hold_deadline", 7))
+        await kv.catalog.collect()
+        second = new_save((*PROMPT, 11), now_ms=kv.clock.now_ms(), started_at_ms=8)
+        prepared = await kv.catalog.prepare_save(second)
+
+    assert prepared.missing_blocks == (1,)

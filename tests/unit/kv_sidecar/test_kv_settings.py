@@ -1,0 +1,103 @@
+"""Bounds that an operator sets are those that hold."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, ContextDeleted
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.server import KVSidecarServicer
+from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
+
+PROMPT = tuple(range(10))
+
+
+async def test_of_the_names_that_were_deleted_the_oldest_may_be_saved_again(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, tombstones_max=1) as kv:
+        first, second = (new_save(PROMPT, now_ms=kv.clock.now_ms()) for _ in range(2))
+        for new in (first, second):
+            await kv.catalog.delete(TENANT, "", [new.cache_ref])
+
+        assert await kv.catalog.prepare_save(first)
+        with pytest.raises(ContextDeleted):
+            await kv.catalog.prepare_save(second)
+
+
+async def test_one_more_than_may_wait_for_a_seal_or_a_report_gets_no_wait(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, clock=ManualClock(), waiters_max=1) as kv:
+        new = new_save(PROMPT, now_ms=kv.clock.now_ms())
+        await kv.catalog.prepare_save(new)
+        waiting = [
+            asyncio.create_task(kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=600)),
+            asyncio.create_task(kv.sidecar.reports.get("a", timeout_s=600)),
+        ]
+        await asyncio.sleep(0)
+
+        assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=600) is None
+        with pytest.raises(CacheRefNotFound):
+            await kv.sidecar.reports.get("a", timeout_s=600)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+
+
+async def test_the_newest_reports_are_kept(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, reports_max=2) as kv:
+        for name in "abc":
+            kv.sidecar.reports.put(pb.LoadReport(request_id=name))
+
+        assert len(kv.sidecar.reports) == 2
+        with pytest.raises(CacheRefNotFound):
+            await kv.sidecar.reports.get("a", timeout_s=0)
+
+
+async def test_as_many_tenants_as_wanted_are_shown_by_name(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, tenants_shown_max=1) as kv:
+        await kv.save(PROMPT, tenant="small", session_id="ctx_small")
+        await kv.save(tuple(range(100)), tenant="large", session_id="ctx_large")
+        await kv.sidecar.collect()
+
+        samples = [sample for metric in kv.registry.collect() for sample in metric.samples]
+        shown = {sample.labels.get("tenant") for sample in samples}
+        assert "large" in shown
+        assert "small" not in shown
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+async def test_as_many_blocks_are_read_ahead_as_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    async with SidecarUnderTest(tmp_path, prefetch_blocks=ahead, memory_limit_bytes=0) as kv:
+        new = await kv.save(tuple(range(10 * kv.settings.block_tokens)))
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        begun: list[int] = []
+        fetch = kv.sidecar.tiers._fetch
+
+        def noted(wanted: Any, *given: Any, **how: Any) -> Any:
+            begun.append(wanted.block_index)
+            return fetch(wanted, *given, **how)
+
+        monkeypatch.setattr(kv.sidecar.tiers, "_fetch", noted)
+        blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(10), shared=False)
+        await anext(blocks)
+
+        assert begun == list(range(ahead + 1))
+        await blocks.aclose()
+
+
+async def test_as_many_files_come_by_frames_at_once_as_wanted(tmp_path: Path) -> None:
+    async with SidecarUnderTest(tmp_path, shared=False, frame_streams_max=2) as kv:
+        slots = KVSidecarServicer(kv.sidecar)._frame_slots
+        streams = [FrameAssembly(slots, limit_bytes=100) for _ in range(3)]
+        for stream in streams[:2]:
+            await stream.add(("ref", 0, 0), b"x", last=False)
+        third = asyncio.create_task(streams[2].add(("ref", 0, 1), b"y", last=True))
+        await asyncio.sleep(0)
+        assert not third.done()
+
+        streams[0].release()
+        assert await third == b"y"

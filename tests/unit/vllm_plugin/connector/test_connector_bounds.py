@@ -1,0 +1,63 @@
+"""What an operator sets is what loads, questions and starts go by."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector import worker_side
+
+A, B = cache_ref(1), cache_ref(2)
+PROMPT = list(range(1, 151))
+Start = Callable[..., Engine]
+
+
+def saved(engine: Engine) -> list[int]:
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    return answer
+
+
+def test_a_load_has_the_time_that_its_bytes_take_at_the_slowest_rate(start_engine: Start) -> None:
+    engine = start_engine(extra={"load_bytes_per_ms_min": 1})
+    hang = engine.sidecar.hang["load_block"] = threading.Event()
+    answer = saved(engine)
+    engine.loop.connector.scheduler_side._requests["again"].lookup._future.result(30)
+    engine.loop.step()
+    engine.sidecar.wait_for("load_block")
+    engine.clock.advance(s=20)
+    hang.set()
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 4
+
+
+def test_as_many_questions_are_asked_at_once_as_there_are_threads_for(start_engine: Start) -> None:
+    engine = start_engine(extra={"lookup_threads": 1})
+    engine.sidecar.pulling.add(B)
+    engine.loop.add("waits", [7, *PROMPT], max_tokens=1, params=transfer(load=(B,)))
+    engine.sidecar.wait_for("pending 2")
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.sidecar.wait_for("pending 4")
+
+    question = engine.loop.connector.scheduler_side._requests["again"].lookup._future
+    assert not question.running()
+    assert not question.done()
+    engine.sidecar.pulling.clear()
+    question.result(30)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_kv_memory_is_touched_at_the_start_unless_told_not_to(
+    start_engine: Start, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    touched = threading.Event()
+    monkeypatch.setattr(worker_side, "prefault", lambda *_given, **_how: touched.set())
+    engine = start_engine(extra={"prefault_kv_cache": wanted})
+    engine.loop.settle()
+
+    assert touched.is_set() is wanted

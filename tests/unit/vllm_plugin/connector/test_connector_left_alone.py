@@ -1,0 +1,168 @@
+"""Engines whose KV cannot be carried start and answer as if the connector were not there, and it says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector.connector import RankHandshake
+from vllm_plugin.connector.engine_check import UncarriedEngine, require_carried
+
+SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SIZES)
+SLIDING = SlidingWindowSpec(**SIZES, sliding_window=32)
+LATENT = MLAAttentionSpec(**(SIZES | {"num_kv_heads": 1}))
+PROMPT = list(range(1, 101))
+
+
+def config(
+    *, policy: str = "recompute", encoder_decoder: bool = False, attention: str = "decoder", **parallel: int
+) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+        model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        parallel_config=SimpleNamespace(**parallel),
+        compilation_config=SimpleNamespace(static_forward_context={"l0": SimpleNamespace(attn_type=attention)}),
+    )
+
+
+def groups(*specs: Any, **fields: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["l0"], spec, **fields) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FULL,
+        LATENT,
+        # As vLLM spells them with its hybrid manager off: blocks of all tokens are kept.
+        replace(FULL, sliding_window=32),
+        replace(FULL, attention_chunk_size=32),
+        UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l0": FULL, "l1": FULL}),
+    ],
+)
+def test_full_attention_in_one_group_is_carried(spec: Any) -> None:
+    require_carried(config(), groups(spec))
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "kv_cache_config", "reason"),
+    [
+        (config(policy="fail"), groups(FULL), "failure_policy"),
+        (config(encoder_decoder=True), groups(FULL), "encoder_decoder"),
+        (config(decode_context_parallel_size=2), groups(FULL), "context_parallel"),
+        (config(prefill_context_parallel_size=2), groups(FULL), "context_parallel"),
+        (config(), groups(FULL, SLIDING), "several_groups"),
+        (config(), groups(), "several_groups"),
+        (config(), groups(SLIDING), "unsupported_layers"),
+        (config(), groups(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32)), "unsupported_layers"),
+        (config(), groups(MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))), "unsupported_layers"),
+        (config(), groups(RSWASpec(**SIZES, rswa_window=32)), "unsupported_layers"),
+        (config(), groups(SinkFullAttentionSpec(**SIZES, sink_len=4)), "unsupported_layers"),
+        (config(), groups(replace(FULL, non_causal=True)), "unsupported_layers"),
+        (config(), groups(replace(LATENT, non_causal=True)), "unsupported_layers"),
+        (config(), groups(replace(LATENT, non_causal_multi_token_decode=True)), "unsupported_layers"),
+        (config(), groups(replace(LATENT, model_version="deepseek_v4")), "unsupported_layers"),
+        (config(), groups(replace(FULL, tokens_per_state=4)), "unsupported_layers"),
+        (config(attention="encoder_only"), groups(FULL), "unsupported_layers"),
+        (config(), groups(FULL, host_resident=True), "unsupported_layers"),
+        (config(), groups(FULL, enable_kv_transfer=False), "unsupported_layers"),
+        (
+            config(),
+            groups(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"l0": FULL, "l1": SLIDING})),
+            "unsupported_layers",
+        ),
+    ],
+)
+def test_only_exact_kinds_of_layers_and_whole_pages_are_carried(
+    vllm_config: Any, kv_cache_config: Any, reason: str
+) -> None:
+    with pytest.raises(UncarriedEngine) as refused:
+        require_carried(vllm_config, kv_cache_config)
+
+    assert refused.value.reason == reason
+
+
+def test_an_engine_left_alone_answers_saves_nothing_and_says_why_once(
+    start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = start_engine()
+    plain.loop.add("plain", PROMPT)
+    answer = plain.loop.run_to_end("plain")
+    with caplog.at_level(logging.WARNING, logger="vllm_plugin"):
+        engine = start_engine(sidecar=plain.sidecar, policy="fail")
+    for number in range(2):
+        engine.loop.add(f"turn{number}", PROMPT, params=transfer(load=(cache_ref(number),), save=cache_ref(8 + number)))
+
+        assert engine.loop.run_to_end(f"turn{number}") == answer
+    engine.loop.settle()
+    reports = list(engine.sidecar.reports.values())
+    said = [record for record in caplog.records if "left alone" in record.message]
+
+    assert [(report.outcome, report.reason) for report in reports] == 2 * [(pb.LOAD_OUTCOME_MISS, "failure_policy")]
+    assert engine.sidecar.abandoned == {cache_ref(8): "failure_policy", cache_ref(9): "failure_policy"}
+    assert not engine.sidecar.prepared
+    assert engine.counted("left_alone", "failure_policy") == 1
+    assert [record.reason for record in said] == ["failure_policy"]  # type: ignore[attr-defined]
+    assert engine.loop.connector.reset_cache() is True
+
+
+def test_what_a_worker_cannot_carry_leaves_the_whole_engine_alone(engine: Engine) -> None:
+    """Its tensors are seen in the worker only."""
+    odd = {"l0": torch.zeros(200, 2, 16, 8), "l1": torch.zeros(200, 2, 16, 12)}
+    engine.loop.worker.register_kv_caches(odd)
+    handshake = engine.loop.worker.get_handshake_metadata()
+    engine.loop.connector.set_xfer_handshake_metadata({0: handshake})
+    engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
+    engine.loop.run_to_end("turn")
+
+    assert handshake == RankHandshake(None, ("unequal_pages", handshake.uncarried[1]))
+    assert engine.counted("left_alone", "unequal_pages") == 1
+    assert not engine.sidecar.manifests
+
+
+def test_a_block_that_is_none_is_never_saved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = engine.loop.connector.scheduler_side
+    finished = side.finished
+    monkeypatch.setattr(side, "finished", lambda request, block_ids: finished(request, [0, *block_ids[1:]]))
+    engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
+    engine.loop.run_to_end("turn")
+
+    engine.loop.settle()
+    assert engine.counted("skipped_saves", "null_block") == 1
+    assert engine.sidecar.abandoned == {cache_ref(1): "null_block"}
+    assert not engine.sidecar.manifests
+
+
+def test_a_block_that_is_none_is_never_loaded_into(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = engine.save(PROMPT, cache_ref(1))
+    engine.loop.forget_prefixes()
+    side = engine.loop.connector.scheduler_side
+    allocated = side.allocated
+    monkeypatch.setattr(
+        side, "allocated", lambda request, block_ids, count: allocated(request, [*block_ids[:-1], 0], count)
+    )
+    engine.loop.add("again", PROMPT, params=transfer(load=(cache_ref(1),)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.counted("failed_loads", "null_block") == 1
+    assert bool((engine.loop.kv["l0"][0] == -1).all())

@@ -1,0 +1,41 @@
+"""Words for why nothing was saved: the sidecar's metric has a label for each that the connector's source says."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import vllm_plugin.connector
+from kv_sidecar.failed_saves import counted_reason
+
+MODULES = ("engine_check", "layout", "scheduler_side", "worker_side", "saving", "hand_over")
+"""Those that give saves up, or leave engines alone."""
+SAYS_WHY = {"UncarriedEngine": 0, "GivenUp": 0, "leave_alone": 0, "give_up": 1, "skip": 1, "_abandon": 2}
+"""Calls that take such a word, and at which place."""
+WORDS = {"fault", "reason", "_WEIGHTS_CHANGED"}
+"""Variables that hold one."""
+
+
+def said_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        found: list[ast.AST] = []
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            found = node.args[SAYS_WHY[name] :][:1] if name in SAYS_WHY else []
+        elif isinstance(node, ast.Assign) and WORDS & {getattr(target, "id", "") for target in node.targets}:
+            found = [node.value]
+        elif isinstance(node, ast.FunctionDef) and node.name == "_obstacle":
+            found = [part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value is not None]
+        for part in found:
+            yield from (leaf.value for leaf in ast.walk(part) if isinstance(leaf, ast.Constant) and leaf.value)
+
+
+def test_every_reason_the_connector_gives_is_a_label_of_the_sidecars() -> None:
+    """Seen failing with a word taken out of either list of `failed_saves`."""
+    sources = Path(vllm_plugin.connector.__file__).parent
+    trees = [ast.parse((sources / f"{name}.py").read_text()) for name in MODULES]
+    words = {word for tree in trees for word in said_in(tree)}
+
+    assert words >= {"several_groups", "unequal_pages", "ranks_unknown", "staging_full", "not_computed", "null_block"}
+    assert {word for word in words if counted_reason(word) == "other"} == set()

@@ -1,0 +1,131 @@
+"""Are chat messages a conversation again, or only what is new in it? Read from the signs of history in them. Pure.
+
+T is what the context holds, X what the request brings. Clients resend, and change what they resend: they trim, compact,
+insert, edit. A resend taken for new messages would double the conversation, so any sign of history makes X a resend,
+and what could be either is refused (docs/adr/0026). `is_resend` is the rule, line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from contextcache.errors import HistoryAmbiguous
+from vllm_plugin.turn.meaning import ASSISTANT, SYSTEM, Meaning
+from vllm_plugin.turn.transcript import common_prefix
+
+_WHAT_TO_SET = 'context_mode "replay" if the messages are the whole conversation'
+
+
+class Why(Enum):
+    """How a resend came to differ from what is stored."""
+
+    REGENERATED = "regenerated"
+    """It ends where what is stored goes on."""
+    HEAD_CHANGED = "head_changed"
+    """Another system prompt."""
+    INSERTED = "inserted"
+    TRIMMED = "trimmed"
+    """Something is left out after the beginning."""
+    WINDOW = "window"
+    """It begins in the middle of what is stored."""
+    EDITED = "edited"
+    COMPACTED = "compacted"
+    """Shorter, in other words."""
+    RESPELLED = "respelled"
+    """It means the same, and the template shows it otherwise."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a resend leaves what is stored, and why."""
+
+    message: int | None
+    """Position in the messages sent; None for text and token ids."""
+    why: Why
+
+
+def is_resend(stored: Sequence[Meaning], sent: Sequence[Meaning], *, is_chat: bool) -> bool:
+    """Return whether `sent` is the conversation again; False: only what is new. Raises HistoryAmbiguous.
+
+    `is_chat`: the stored messages are all that the context holds. The first line that fits wins.
+    """
+    if is_chat and common_prefix(sent, stored) == len(stored):
+        return True
+    known, head = set(stored), _head_length(sent)
+    body = sent[head:]
+    if body and body[0] == next((message for message in stored if message.role != SYSTEM), None):
+        return True
+    if any(message.role == ASSISTANT for message in sent[:-1]) or (sent[-1].role == ASSISTANT and sent[-1] in known):
+        return True
+    calls = _calls(stored)
+    repeats = any(message in known and not calls.get(message.answers) for message in body)
+    if head:
+        if not repeats:
+            raise _ambiguous("these messages have a system message of their own and nothing of the context")
+        return True
+    if any(message.role == SYSTEM for message in sent):
+        raise _ambiguous("a system message stands among these messages")
+    return _answers_again(calls, sent) or (repeats and len(sent) > 1)
+
+
+def check_append(sent: Sequence[Meaning]) -> None:
+    """Raise HistoryAmbiguous for new messages that begin like a conversation of their own."""
+    if _head_length(sent):
+        raise HistoryAmbiguous(
+            f'new messages have no system message of their own: leave it out, or set {_WHAT_TO_SET}, not "append"',
+            param="context_mode",
+        )
+
+
+def divergence(stored: Sequence[Meaning], sent: Sequence[Meaning]) -> Divergence:
+    """Return where `sent` leaves `stored`. The word is a reading of two lists, not a certainty."""
+    at = common_prefix(sent, stored)
+    return Divergence(at, _why(stored[at:], sent[at:], begins=at == 0, shorter=len(sent) < len(stored)))
+
+
+def _why(stored: Sequence[Meaning], sent: Sequence[Meaning], *, begins: bool, shorter: bool) -> Why:
+    """Return why two lists differ in their first messages. `begins`: nothing equal stands before them."""
+    if not sent or not stored:
+        return Why.OTHER if sent else Why.REGENERATED
+    old, new = stored[0], sent[0]
+    is_last = len(sent) == 1 or len(stored) == 1
+    signs = (
+        (Why.INSERTED, old in sent[1:]),
+        (Why.WINDOW if begins else Why.TRIMMED, new in stored[1:]),
+        (Why.HEAD_CHANGED, SYSTEM in (old.role, new.role)),
+        (Why.EDITED, old.role == new.role and (is_last or sent[1] == stored[1])),
+        (Why.COMPACTED, shorter),
+    )
+    return next((why for why, is_so in signs if is_so), Why.OTHER)
+
+
+def _calls(stored: Sequence[Meaning]) -> dict[str, bool]:
+    """Return which calls were made, and whether they are still open. Of a name that comes again the last counts."""
+    calls: dict[str, bool] = {}
+    for message in stored:
+        calls.update((call.id, True) for call in message.calls)
+        if message.answers:
+            calls[message.answers] = False
+    return calls
+
+
+def _answers_again(calls: dict[str, bool], sent: Sequence[Meaning]) -> bool:
+    """Return whether a result was given before. Raises HistoryAmbiguous for a result nobody asked for."""
+    results = {message.answers for message in sent if message.role == "tool"}
+    if any(calls.get(result) is False for result in results):
+        return True
+    if results - calls.keys():
+        raise _ambiguous("a tool message answers a call that the context does not have")
+    return False
+
+
+def _head_length(messages: Sequence[Meaning]) -> int:
+    return next((at for at, message in enumerate(messages) if message.role != SYSTEM), len(messages))
+
+
+def _ambiguous(what: str) -> HistoryAmbiguous:
+    text = f"{what}: set {_WHAT_TO_SET}; send only the new ones, without a system message, if they are not"
+    return HistoryAmbiguous(text, param="messages")
