@@ -212,12 +212,13 @@ class Gateway:
         changed = None if claims is None else claims.changed(salt=self._stateless_salt(admission))
         return self._forward(Kind.STATELESS, changed, self._query(admission, claims, light=not body))
 
-    async def reroute(self, forward: Forward, *, unreachable: str) -> Forward:
+    async def reroute(self, forward: Forward, *, unreachable: str, certain: bool = True) -> Forward:
         """Return the same request for another pod, after `unreachable` refused the connection.
 
+        Not `certain`: it only did not take it in time; where no other pod is ready, the answer is the same pod again.
         Nothing was sent, and an identity is good for any pod. Raises NoReadyEndpoint, EndpointsSaturated.
         """
-        self._endpoints.mark_unreachable(unreachable)
+        self._endpoints.mark_unreachable(unreachable, certain=certain)
         return await self._with_kv(replace(forward, choice=self._choose(forward.query)))
 
     async def read(self, tenant: TenantId, session_id: SessionId) -> tuple[CacheSessionMetadata, KVState]:

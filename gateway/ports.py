@@ -156,8 +156,11 @@ class EndpointDirectory(Protocol):
         """Return the pod of this name, ready or not; None when there is none."""
         ...
 
-    def mark_unreachable(self, name: str) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already."""
+    def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
+        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.
+
+        Not `certain`: it did not take one in time; the last ready pod stays, as long as its probes let it.
+        """
         ...
 
     def note_routed(self, name: str) -> None:

@@ -23,7 +23,7 @@ from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
 from gateway.flows import Admission, Forward, Gateway
 from gateway.fronts import ClientGone, ReadyState, answer_headers, describe, log_refusal
 from gateway.http import routes
-from gateway.http.carrier import Broken, Carrier, ConnectFailed
+from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound
@@ -31,6 +31,9 @@ from gateway.ports import EndpointDirectory
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 
 log = logging.getLogger(__name__)
+
+_LATE_CONNECTS_MAX = 3
+"""Times one request waits for a connection: the last pod may only be busy, and so may this gateway's loop."""
 
 
 class HttpFront(FastAPI):
@@ -138,17 +141,22 @@ class HttpFront(FastAPI):
             await self._carry_to_any(forward, body, exchange)
 
     async def _carry_to_any(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
-        """Carry to the chosen pod, or to another while pods refuse the connection. Raises NoReadyEndpoint."""
+        """Carry to the chosen pod, or to another while pods take no connection. Raises NoReadyEndpoint."""
+        num_late = 0
         while True:
             name = forward.endpoint.name
             try:
                 with self._endpoints.carrying(name):
                     await self._carrier.carry(forward, body, exchange)
+                return
+            except ConnectTimedOut as exc:
+                num_late += 1
+                if num_late == _LATE_CONNECTS_MAX:
+                    raise NoReadyEndpoint("no pod took the connection in time", retry_after_s=1) from exc
+                forward = await self.gateway.reroute(forward, unreachable=name, certain=False)
             except ConnectFailed:
                 # Ends: a refused pod is not chosen again before a probe has found it healthy.
                 forward = await self.gateway.reroute(forward, unreachable=name)
-            else:
-                return
 
     @override
     def openapi(self) -> dict[str, Any]:

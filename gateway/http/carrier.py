@@ -53,6 +53,10 @@ class ConnectFailed(ContextCacheError):
     """The pod refused the connection: nothing was sent, another pod may be tried."""
 
 
+class ConnectTimedOut(ConnectFailed):
+    """The pod did not take the connection in time: it is gone without a word, or it or this gateway is busy."""
+
+
 class Broken(ContextCacheError):
     """The pod broke off after its answer had started: the client's connection has to break as well."""
 
@@ -88,7 +92,7 @@ class Carrier:
     async def carry(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
         """Carry one request and its answer; a client that goes away ends the pod's work at once.
 
-        Raises ConnectFailed, EngineFailed (nothing was answered yet), Broken, ClientGone.
+        Raises ConnectFailed, ConnectTimedOut, EngineFailed (nothing was answered yet), Broken, ClientGone.
         """
         gone = False
         try:
@@ -129,7 +133,8 @@ class Carrier:
                 await self._answer(answer, exchange)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             self._metrics.broken_exchanges.labels("connect").inc()
-            raise ConnectFailed(f"{forward.endpoint.name} cannot be reached") from exc
+            late = isinstance(exc, aiohttp.ConnectionTimeoutError)
+            raise (ConnectTimedOut if late else ConnectFailed)(f"{forward.endpoint.name} cannot be reached") from exc
         except (aiohttp.ClientError, aiohttp.ServerTimeoutError, ConnectionError) as exc:
             raise self._broken(exchange, "the engine broke off") from exc
 

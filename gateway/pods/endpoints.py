@@ -127,10 +127,13 @@ class WatchedEndpoints:
             self._used(pod)
             pod.noted_since_probe += 1
 
-    def mark_unreachable(self, name: str) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already."""
+    def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
+        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.
+
+        Not `certain`: it did not take one in time; the last ready pod stays, as long as its probes let it.
+        """
         pod = self._pods.get(name)
-        if pod is not None:
+        if pod is not None and (certain or not self._is_last(pod)):
             self._set_ready(pod, ready=False)
 
     def note_sidecar(self, name: str, *, fingerprint: str, tiers: frozenset[str]) -> None:
@@ -214,10 +217,12 @@ class WatchedEndpoints:
             self._set_ready(pod, ready=False)
         else:
             pod.silent_probes += 1
-            is_last = not any(other.ready for other in self._pods.values() if other is not pod)
-            patience = self._silent_probes_max * (_LAST_POD_PATIENCE if is_last else 1)
+            patience = self._silent_probes_max * (_LAST_POD_PATIENCE if self._is_last(pod) else 1)
             if pod.silent_probes >= patience:
                 self._set_ready(pod, ready=False)
+
+    def _is_last(self, pod: _Pod) -> bool:
+        return not any(other.ready for other in self._pods.values() if other is not pod)
 
     def _note_load(self, pod: _Pod, load: EngineLoad | None) -> None:
         """Take what a probe found; what it should have found and did not is what it was, for a while.

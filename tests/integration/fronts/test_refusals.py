@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 
 import pytest
 
@@ -261,6 +262,25 @@ async def test_bodies_over_what_may_be_held_are_refused_and_the_room_is_given_ba
         for _ in range(3):
             async with front.post("/v1/completions", b"x" * 99) as answer:
                 assert answer.status == 200
+
+
+@only_http
+async def test_a_gateway_that_was_busy_itself_refuses_nobody(open_front, engine, manager):
+    """Seen to fail: one connection that was late by the gateway's own stall took the only pod out, 503 for all."""
+
+    async def stall():
+        for _ in range(3):
+            await asyncio.sleep(0.005)  # lets connections begin
+            time.sleep(0.4)  # longer than a connection may take
+
+    async def ask(number: int) -> int:
+        async with front.post("/v1/completions", {"prompt": str(number)}) as answer:
+            return answer.status
+
+    async with open_front({"pod-a": engine}, manager_port=manager.port, connect_timeout_s=0.3) as front:
+        *statuses, _ = await asyncio.gather(*(ask(number) for number in range(80)), stall())
+
+    assert statuses == [200] * 80
 
 
 async def test_many_requests_at_once_are_all_answered(front, engine):

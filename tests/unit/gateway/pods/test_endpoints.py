@@ -83,6 +83,16 @@ async def test_a_pod_that_refused_a_connection_is_out_until_probed(endpoints):
     assert ready(endpoints) == ["a", "b"]
 
 
+async def test_the_last_ready_pod_stays_when_it_takes_a_connection_late(endpoints):
+    await endpoints.probe_all()
+    endpoints.mark_unreachable("a", certain=False)
+    endpoints.mark_unreachable("b", certain=False)
+
+    assert ready(endpoints) == ["b"]
+    endpoints.mark_unreachable("b")
+    assert ready(endpoints) == []
+
+
 async def test_a_carried_request_counts_until_it_ends_however_it_ends(endpoints):
     with contextlib.suppress(KeyError), endpoints.carrying("b"):
         assert [state.in_flight for state in endpoints.states()] == [0, 1]

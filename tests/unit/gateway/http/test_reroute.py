@@ -1,0 +1,74 @@
+"""A request whose pod takes no connection goes to another, or waits for the last one; all of it ends."""
+
+import httpx
+import pytest
+
+from gateway.fronts import ReadyState
+from gateway.http.app import HttpFront
+from gateway.http.carrier import ConnectFailed, ConnectTimedOut
+from gateway.tenants.limits import FrontLimits
+from tests.kit.gateway_parts import KEY
+
+
+class LateCarrier:
+    """Each pod takes a connection when its faults are used up."""
+
+    def __init__(self, **faults):
+        self.faults = faults
+        self.asked = []
+
+    async def carry(self, forward, body, exchange):
+        name = forward.endpoint.name.replace("-", "_")
+        self.asked.append(name)
+        if self.faults.get(name):
+            raise self.faults[name].pop(0)("it did not")
+        await exchange.start(200, [])
+        await exchange.send({"type": "http.response.body", "body": name.encode()})
+
+
+@pytest.fixture
+def answer_of(parts):
+    async def answer_of(carrier):
+        await parts.endpoints.probe_all()
+        front = HttpFront(
+            gateway=parts.gateway,
+            endpoints=parts.endpoints,
+            carrier=carrier,
+            ready_state=ReadyState(parts.gateway, parts.endpoints),
+            tenants=parts.tenants,
+            limits=FrontLimits(max_body_bytes=1000),
+            metrics=parts.metrics,
+        )
+        await parts.directory.add("ctx_1", holder="pod-a")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
+            headers = {"authorization": f"Bearer {KEY}"}
+            return await client.post("/v1/completions", json={"session_id": "ctx_1"}, headers=headers)
+
+    return answer_of
+
+
+@pytest.mark.parametrize("fault", [ConnectFailed, ConnectTimedOut])
+async def test_another_pod_takes_what_the_holder_does_not(answer_of, parts, fault):
+    carrier = LateCarrier(pod_a=[fault])
+    answer = await answer_of(carrier)
+
+    assert (answer.status_code, carrier.asked) == (200, ["pod_a", "pod_b"])
+    assert [state.endpoint.name for state in parts.endpoints.states() if state.ready] == ["pod-b"]
+
+
+async def test_the_last_pod_is_asked_again_when_it_was_only_late(answer_of, parts):
+    """Seen to fail: 503, and 503 for everybody else until the next probe."""
+    carrier = LateCarrier(pod_a=[ConnectFailed], pod_b=[ConnectTimedOut, ConnectTimedOut])
+    answer = await answer_of(carrier)
+
+    assert (answer.status_code, carrier.asked) == (200, ["pod_a", "pod_b", "pod_b", "pod_b"])
+    assert [state.endpoint.name for state in parts.endpoints.states() if state.ready] == ["pod-b"]
+
+
+async def test_a_pod_that_takes_no_connection_is_given_up_after_three_waits(answer_of):
+    carrier = LateCarrier(pod_a=[ConnectFailed], pod_b=[ConnectTimedOut] * 9)
+    answer = await answer_of(carrier)
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_ready_endpoint")
+    assert answer.headers["retry-after"] == "1"
+    assert carrier.asked == ["pod_a", *["pod_b"] * 3]
