@@ -88,7 +88,7 @@ def _redis(settings: StackSettings) -> Part:
     command += ["--appendonly", "yes", "--save", "", "--maxmemory-policy", "noeviction", "--daemonize", "no"]
     ready = partial(readiness.redis_answers, port)
     url = f"redis://{LOOPBACK}:{port}/0"
-    return Part("redis", "redis", tuple(command), settings.environment(), (port,), url, ready, 20, 10)
+    return Part("redis", "redis", tuple(command), settings.environment(), (port,), url, ready, 60, 10)
 
 
 def _manager(settings: StackSettings) -> Part:
@@ -97,7 +97,7 @@ def _manager(settings: StackSettings) -> Part:
     redis_url = f"redis://{LOOPBACK}:{settings.ports.redis}/0"
     env = settings.environment({"MANAGER_LISTEN": target, "MANAGER_REDIS_URL": redis_url})
     ready = partial(readiness.grpc_serves, target)
-    return Part("manager", "manager", _module("context_manager"), env, (port,), target, ready, 30, 10)
+    return Part("manager", "manager", _module("context_manager"), env, (port,), target, ready, 60, 10)
 
 
 def _sidecar(settings: StackSettings, number: int) -> Part:

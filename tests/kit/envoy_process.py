@@ -80,11 +80,15 @@ class RunningEnvoy:
 
 
 def envoy_settings(*, pods: Sequence[int], gateways: Sequence[tuple[int, int]], **more) -> EnvoySettings:
-    """Return settings for ports on loopback; a gateway is its HTTP front's port and its processor's."""
+    """Return settings for ports on loopback; a gateway is its HTTP front's port and its processor's.
+
+    Waits are longer than as shipped: most tests are not about them, and a busy machine stands still for seconds.
+    """
+    patience = {"plugin_timeout_s": 60, "connect_timeout_s": 20}
     return EnvoySettings(
         pods=[f"127.0.0.1:{port}" for port in pods],
         gateways=[{"http": f"127.0.0.1:{http}", "ext_proc": f"127.0.0.1:{ext_proc}"} for http, ext_proc in gateways],
-        **{"concurrency": 1, "engine_paths": (LISTED_CALL,), **more},
+        **{"concurrency": 1, "engine_paths": (LISTED_CALL,), **patience, **more},
     )
 
 

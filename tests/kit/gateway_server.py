@@ -25,6 +25,8 @@ from tests.kit.stub_engine import StubEngine
 from tests.kit.until import until
 
 DEADLINE_S = 30
+_PATIENCE = dict.fromkeys(("manager_timeout_s", "connect_timeout_s", "probe_timeout_s", "sidecar_timeout_s"), 15.0)
+"""A machine that stands still for seconds is not what most tests are about; who is says so."""
 
 
 class RunningManager:
@@ -34,11 +36,10 @@ class RunningManager:
         self.manager = ContextCacheManager(
             MemorySessionStore(), clock=SystemClock(), metrics=ManagerMetrics(CollectorRegistry())
         )
-        self.port = 0
+        self.port = free_port()
 
     async def start(self):
         self._server = manager_server(self.manager, listen=f"127.0.0.1:{self.port}", max_concurrent_rpcs=100)
-        self.port = self._server.ports[0]
         await self._server.start()
 
     async def stop(self):
@@ -46,7 +47,7 @@ class RunningManager:
 
     async def add(self, session_id: str, *, tenant="demo", holder="pod-a"):
         new = NewSession(tenant, session_id, "stub-model", ttl_s=600)
-        await self.manager.reserve(new, lease_id="l", lease_ttl_ms=1000)
+        await self.manager.reserve(new, lease_id="l", lease_ttl_ms=60_000)
         segment = Segment(SegmentKind.PROMPT, (1, 2, 3), text="hello")
         await self.manager.commit_turn(TurnCommit(tenant, session_id, "l", 0, 0, (segment,), REF, holder))
 
@@ -102,7 +103,7 @@ class RunningGateway:
 def settings_for(tmp_path, engines: dict[str, StubEngine], *, manager_port: int = 1, **more) -> GatewaySettings:
     (tmp_path / "secret").write_bytes(SECRET)
     write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other"})
-    more.setdefault("engine_paths", (LISTED_CALL,))
+    more = {"engine_paths": (LISTED_CALL,), **_PATIENCE, **more}
     return GatewaySettings(
         port=0,
         manager=f"127.0.0.1:{manager_port}",
@@ -126,10 +127,12 @@ async def running_gateway(settings: GatewaySettings, *, num_ready: int):
         serving.result()
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     try:
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as http:
+        # Below uvicorn's 5 s, as the gateway's own to pods: a request is not sent into a connection that closes.
+        connector = aiohttp.TCPConnector(keepalive_timeout=2)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as http:
             gateway = RunningGateway(started.result(), settings.metrics_port, http, stop, serving)
             await gateway.until_ready(num_ready)
             yield gateway
     finally:
         stop.set()
-        await asyncio.wait_for(serving, DEADLINE_S)
+        await asyncio.wait_for(serving, DEADLINE_S * 2)

@@ -77,7 +77,7 @@ def _processor(name: str, cluster: str, *, shows_answers: bool = False) -> dict[
             "response_body_mode": "FULL_DUPLEX_STREAMED" if shows_answers else "NONE",
             "response_trailer_mode": "SEND" if shows_answers else "SKIP",
         },
-        "message_timeout": "5s",
+        "message_timeout": "60s",
         "failure_mode_allow": False,
         "metadata_options": {"receiving_namespaces": _NAMESPACES, "forwarding_namespaces": _NAMESPACES},
     }
@@ -117,7 +117,7 @@ def _cluster(name: str, addresses: Sequence[str]) -> dict[str, Any]:
     return {
         "name": name,
         "type": "STATIC",
-        "connect_timeout": "1s",
+        "connect_timeout": "20s",
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
     }
 

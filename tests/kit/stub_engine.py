@@ -12,6 +12,7 @@ import ssl
 from dataclasses import dataclass, field
 
 from contextcache.claim import FORBIDDEN_KEYS
+from tests.kit.ports import free_port
 
 PROBED = ("/health", "/v1/models", "/metrics")
 """What a gateway asks by itself."""
@@ -48,7 +49,8 @@ class StubEngine:
     models: list[str] = field(default_factory=lambda: ["stub-model"])
     healthy: bool = True
     host: str = "127.0.0.1"
-    port: int = 0
+    port: int = field(default_factory=free_port)
+    """Its own, so that it can go and come back."""
     tls: ssl.SSLContext | None = None
     """Serve HTTPS with it."""
     peers: list[dict] = field(default_factory=list)
@@ -78,8 +80,7 @@ class StubEngine:
         return [found for found in self.received if found.target.partition("?")[0].rstrip("/") not in PROBED]
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, self.host, self.port, ssl=self.tls)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, self.host, self.port, ssl=self.tls, backlog=2048)
 
     async def stop(self) -> None:
         self._server.close()

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import UNROUTED_HEADER
 from deploy.envoy.clusters import DESTINATION_KEY, LB_NAMESPACE, PROCESSOR_SERVICE
+from tests.kit.ports import free_port
 
 
 @dataclass
@@ -24,7 +25,7 @@ class StubProcessor:
     skip_body: bool = False
     hang: bool = False
     """Read, and answer nothing."""
-    port: int = 0
+    port: int = field(default_factory=free_port)
     credentials: grpc.ServerCredentials | None = None
     """Serve TLS with them."""
     heads: list[dict[str, str]] = field(default_factory=list)

@@ -50,6 +50,7 @@ async def running_turn_pod(
     sidecar: KVSidecar | None = None,
     quotas: TenantQuotas | None = None,
     tracer: Tracer = NO_TRACER,
+    manager_timeout_s: float = 20,
     **settings_: Any,
 ) -> AsyncIterator[TurnPod]:
     """Serve until the block ends; without a `sidecar`, with one that saves nothing; without `quotas`, with none."""
@@ -59,7 +60,7 @@ async def running_turn_pod(
     story = TurnStory(
         settings,
         secret=SECRET,
-        manager=ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=2),
+        manager=ContextManagerClient(f"127.0.0.1:{manager_port}", timeout_s=manager_timeout_s),
         sidecar=SidecarInProcess() if sidecar is None else sidecar,
         clock=SystemClock(),
         metrics=TurnMetrics(CollectorRegistry()),

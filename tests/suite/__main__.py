@@ -48,14 +48,15 @@ def _run_quick(chosen: list[Part], *, covered: set[str], keep_going: bool) -> li
     here = [part for part in chosen if not part.beside]
     if not here:
         here, beside = beside, []
-    lanes: list[Lane] = []
+    lane: Lane | None = None
     outcomes: list[Outcome] = []
     for part in here:
         outcomes.append(run_part(part, seed=SEED, coverage=part.name in covered))
         if outcomes[-1].status == "failed" and not keep_going:
             break
-        lanes = lanes or [Lane(other, seed=SEED) for other in beside]
-    for lane in lanes:
+        if beside and lane is None:
+            lane = Lane(beside, seed=SEED, keep_going=keep_going)
+    if lane is not None:
         if outcomes[-1].status == "failed" and not keep_going:
             lane.stop()
         outcomes += lane.outcomes()

@@ -37,7 +37,9 @@ class Part:
     """Run this instead of pytest, with `--seed`."""
     arguments: tuple[str, ...] = ()
     beside: bool = False
-    """Waits for an engine most of its time: runs beside the quick parts that follow the first, not after them."""
+    """Waits for an engine much of its time: runs beside the quick parts that follow the first, after others like it.
+
+    One at a time: tests wait with deadlines, and a crowd on two cores breaks them."""
 
     def command(self, seed: int) -> list[str]:
         """Return what runs it."""
@@ -68,19 +70,18 @@ PARTS = (
         marks=QUICK_ONES,
         workers=2,
     ),
-    Part("integration", "real processes on real sockets", ("tests/integration",), marks=QUICK_ONES, workers=4),
+    Part("integration", "real processes on real sockets", ("tests/integration",), marks=QUICK_ONES, workers=3),
     Part("fuzz", "no input hurts a process", ("tests/fuzz",), marks=QUICK_ONES),
-    Part(
-        "vllm",
-        "the main job: contexts, turns, KV that survives and moves",
-        ("tests/vllm",),
-        marks=QUICK_ONES,
-        beside=True,
-    ),
     Part(
         "faults",
         "what breaks costs time, never a wrong answer",
         ("tests/faults",),
+        marks=QUICK_ONES,
+    ),
+    Part(
+        "vllm",
+        "the main job: contexts, turns, KV that survives and moves",
+        ("tests/vllm",),
         marks=QUICK_ONES,
         beside=True,
     ),

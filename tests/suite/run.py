@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,16 +87,18 @@ def _run(command: list[str], *, seed: int, within_s: float | None) -> int:
 
 
 class Lane:
-    """A part that runs beside others, in a process of its own. What it says comes in one piece at the end."""
+    """Parts that run one after the other beside others, in a process of its own. What it says comes at the end."""
 
-    def __init__(self, part: Part, *, seed: int) -> None:
+    def __init__(self, parts: Sequence[Part], *, seed: int, keep_going: bool) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
-        self._said, self._told = FOLDER / f"{part.name}.log", FOLDER / f"{part.name}-told.json"
+        self._said, self._told = FOLDER / "beside.log", FOLDER / "beside.json"
         self._told.unlink(missing_ok=True)
-        print(f"\n== {part.name} beside what follows: {part.proves}", flush=True)
+        for part in parts:
+            print(f"\n== {part.name} beside what follows: {part.proves}", flush=True)
+        chosen = [word for part in parts for word in ("--part", part.name)] + ["--keep-going"] * keep_going
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.suite", "--part", part.name, "--told", str(self._told)],
+                [sys.executable, "-m", "tests.suite", *chosen, "--told", str(self._told)],
                 cwd=ROOT,
                 env=os.environ | {"SEED": str(seed)},
                 stdout=said,

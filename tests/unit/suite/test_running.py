@@ -24,8 +24,8 @@ def ran(monkeypatch, tmp_path):
     seen_failing: set[str] = set()
 
     class Lane:
-        def __init__(self, part, *, seed):
-            self.told = [run_part(part, seed=seed)]
+        def __init__(self, parts, *, seed, keep_going):
+            self.told = [run_part(part, seed=seed) for part in parts]
 
         def stop(self):
             self.told = []
