@@ -11,12 +11,27 @@ from tests.kit.faults.races_world import World as Toys
 from tests.kit.faults.whole_world import WholeWorld, whole_world
 from tests.kit.seed import SEED
 
+_PATIENCE = {
+    "MANAGER_REDIS_TIMEOUT_S": "5",
+    "GATEWAY_MANAGER_TIMEOUT_S": "6",
+    "GATEWAY_PROBE_TIMEOUT_S": "5",
+    "TURN_RPC_DEADLINE_MS": "6000",
+    "TURN_REPORT_DEADLINE_MS": "1000",
+}
+"""Beside other tests a part stands still for seconds; what breaks costs less than BOUND_S all the same."""
+_CONNECTOR = {
+    "manifest_deadline_ms": 5000,
+    "own_save_wait_ms": 5000,
+    "prepare_deadline_ms": 10_000,
+    "load_deadline_ms": 10_000,
+}
+
 
 @pytest.fixture(scope="session")
 def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeWorld]:
     # A memory tier of 1 000 tokens, so that what is restored comes from there and from disk.
-    memory = {"SIDECAR_MEMORY_LIMIT_BYTES": str(1 << 20)}
-    with whole_world(tmp_path_factory.mktemp("world"), seed=SEED, env=memory) as world:
+    env = _PATIENCE | {"SIDECAR_MEMORY_LIMIT_BYTES": str(1 << 20)}
+    with whole_world(tmp_path_factory.mktemp("world"), seed=SEED, env=env, connector=_CONNECTOR) as world:
         yield world
 
 

@@ -10,6 +10,7 @@ from tests.kit.faults.world import describe
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.thorough
 def test_a_slow_disk_slows_the_saver_and_never_the_turn(world):
     """Seen failing with the sidecar's writes on its event loop (io_threads.py): no KV was read beside them."""
     row = slow_disk_case(

@@ -48,17 +48,18 @@ class Load:
         for session_id in self.attempts:
             url = f"{self.world.gateway_urls[0]}/v1/context/{session_id}"
             async with http.get(url, headers={"authorization": f"Bearer {KEY}"}) as answer:
-                holders[(await answer.json())["holder"]["endpoint"]] += 1
+                if answer.status == 200:  # who has not got through yet has no pod
+                    holders[(await answer.json())["holder"]["endpoint"]] += 1
         return holders.most_common(1)[0][0]
 
     async def until_committed(self, count):
-        await until(lambda: self.num_committed() >= count, what=f"{count} turns are committed")
+        await until(lambda: self.num_committed() >= count, what=f"{count} turns are committed", deadline_s=180)
 
     def num_committed(self):
         return sum(attempt.told is Told.COMMITTED for attempt in self.all())
 
 
-@pytest.mark.parametrize("kind", ["gateway", "manager", "pod"])
+@pytest.mark.parametrize("kind", ["manager", "pod", pytest.param("gateway", marks=pytest.mark.thorough)])
 async def test_a_part_that_is_told_to_end_under_load_finishes_what_it_has_and_loses_no_turn(toys, http, kind):
     world, load = toys, Load(toys, kind)
     async with asyncio.TaskGroup() as group:

@@ -12,6 +12,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +36,8 @@ KEY, OTHER_KEY = API_KEYS
 """API keys of the tenants `demo` and `other`."""
 MODEL = "smollm2-135m-instruct"
 """What clients call the model, SmolLM2 or not: the local stack has one name."""
+_START_S = 180.0
+"""What any part may take to start while others start."""
 _METRICS_PORTS = 5
 """Where in the stack's ports those of the manager's and the sidecars' metrics begin."""
 
@@ -113,7 +116,7 @@ class Stack(stack.Stack):
         parts = {name: self.links.overlaid(part) for name, part in super()._table(settings).items()}
         for name, extra in self._part_env.items():
             parts[name].env.update(extra)  # type: ignore[attr-defined]  # a dict of this call's own
-        return parts
+        return {name: replace(part, ready_within_s=max(part.ready_within_s, _START_S)) for name, part in parts.items()}
 
     def _endpoints(self, settings: StackSettings) -> list[dict[str, Any]]:
         return self.links.endpoints(super()._endpoints(settings))

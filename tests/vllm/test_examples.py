@@ -28,6 +28,7 @@ def test_the_curl_example_runs_and_computes_one_token_the_second_time(client):
     assert "success" in deleted
 
 
+@pytest.mark.thorough
 def test_the_openai_example_talks_about_capitals_and_computes_only_what_is_new(client):
     said = run([sys.executable, str(EXAMPLES / "openai_chat.py")], client.stack)
 

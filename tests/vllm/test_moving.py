@@ -12,7 +12,7 @@ from tests.kit.caller import Caller
 from tests.kit.stack import MODEL
 from tests.kit.until import wait_until
 from tests.kit.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens
-from tests.vllm.conftest import IDLE, http_front_too
+from tests.vllm.conftest import IDLE, both_fronts
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,7 +91,8 @@ def assert_equals_cold(client, warm):
     return cold
 
 
-@http_front_too
+@pytest.mark.thorough
+@both_fronts
 def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_equals_the_cold_answer(client, front):
     conversation = Conversation(client, seed=1 + (front == "http"))
     holder, context_tokens = conversation.holder, conversation.tokens
@@ -189,6 +190,7 @@ def test_contexts_of_a_killed_engine_move_with_their_kv_and_are_recomputed_when_
         assert_equals_cold(client, answer)
 
 
+@pytest.mark.thorough
 def test_a_delete_after_a_move_frees_every_byte_on_both_sides(client):
     client.delete_all()
     conversation = Conversation(client, seed=5)

@@ -33,6 +33,9 @@ CASES = {
     "19 without the last answer": (lambda t: t[:-1], False),
 }
 
+QUICK = ("1 whole history and a new turn", "5 the last 6, new", "9 a reminder after the system prompt")
+"""All are decided by code that tests/unit/vllm_plugin/turn/test_resends.py has; here a real template has its say."""
+
 
 @pytest.fixture(scope="module")
 def conversation(stack):
@@ -54,7 +57,9 @@ def stored(client, conversation):
     return conversation["session_id"], conversation["messages"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
+)
 def test_a_resent_conversation_is_answered_as_without_a_context(client, conversation, name):
     session_id, messages = stored(client, conversation)
     resend, reuses_all = CASES[name]
@@ -99,6 +104,7 @@ def test_a_trimmed_conversation_is_the_context_from_then_on(client):
     assert appended["usage"]["context"]["source"] == "host"
 
 
+@pytest.mark.thorough
 def test_an_answer_nobody_can_see_is_not_part_of_the_first_prompt_sent_again(client):
     """Special tokens have no text: what is sent again says nothing of them, and is answered as a first prompt is."""
     prompt = "Say this is a test"

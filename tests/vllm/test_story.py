@@ -16,8 +16,8 @@ from tests.vllm.conftest import TOMBSTONE_S, both_fronts, http_front_too
 
 pytestmark = pytest.mark.timeout(900)
 
-LENGTHS = [1, 129, 2500, *(pytest.param(length, marks=pytest.mark.thorough) for length in (32, 33, 128, 257))]
-"""A token, more than a block, several chunks of prefill; the edges of pages and blocks."""
+LENGTHS = [129, *(pytest.param(length, marks=pytest.mark.thorough) for length in (1, 32, 33, 128, 257, 2500))]
+"""More than a block; a token, the edges of pages and blocks, several chunks of prefill."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_context_of_any_length_replays_to_one_token_from_the_sidecar_with_the_
     assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
 
 
-@both_fronts
+@http_front_too
 @pytest.mark.parametrize("streaming", [False, True])
 def test_three_appended_turns_give_the_ids_of_one_request_with_the_whole_history(client, streaming):
     asks = ["Once upon a time", " there lived a king. He said", " and the queen said"]
@@ -119,6 +119,7 @@ def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_mes
 def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
     client.delete_all()
     other.delete_all()
+    wait_until(lambda: stored() == 0, what="nothing is stored")
     session_id = client.create(prompt=ids_of_length(600))["session_id"]
     client.complete(prompt=" more", session_id=session_id)
     client.wait_sealed(session_id)
@@ -137,6 +138,7 @@ def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
 
 def test_a_delete_frees_nothing_another_context_holds(client, stored):
     client.delete_all()
+    wait_until(lambda: stored() == 0, what="nothing is stored")
     one = client.create(prompt=ids_of_length(600))["session_id"]
     client.wait_sealed(one)
     alone = stored()
@@ -169,7 +171,7 @@ def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_c
     wait_until(status, is_so=lambda status: status == 404, what="it is forgotten", deadline_s=TOMBSTONE_S + 30)
 
 
-@both_fronts
+@http_front_too
 def test_the_openai_client_works_unchanged(client, api):
     session_id = client.create(prompt="The sun is", ttl=600)["session_id"]
     ours = {"session_id": session_id}
@@ -185,7 +187,7 @@ def test_the_openai_client_works_unchanged(client, api):
     assert client.get(session_id)["generation"] == 3
 
 
-@both_fronts
+@http_front_too
 def test_the_openai_client_works_unchanged_for_chat(client, api):
     session_id = client.create(messages=[{"role": "user", "content": "My name is Ada."}], ttl=600)["session_id"]
     ours = {"session_id": session_id}
@@ -209,7 +211,7 @@ def test_the_openai_client_works_unchanged_for_chat(client, api):
     assert chunks[-1].session_id == session_id
 
 
-@both_fronts
+@http_front_too
 def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(client):
     session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
     body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "max_tokens": 2000}
@@ -224,7 +226,8 @@ def test_a_client_that_leaves_mid_stream_commits_nothing_and_the_next_turn_runs(
     assert answer.headers["x-context-generation"] == "2"
 
 
-@http_front_too
+@pytest.mark.thorough
+@both_fronts
 def test_two_turns_at_once_are_one_answer_and_one_409(client):
     session_id = client.create(prompt="Count: one, two,", ttl=600)["session_id"]
     body = {"model": MODEL, "prompt": " three,", "session_id": session_id, "stream": True, "ignore_eos": True}
@@ -243,6 +246,7 @@ def test_two_turns_at_once_are_one_answer_and_one_409(client):
     assert rest[-1] == "data: [DONE]"
 
 
+@pytest.mark.thorough
 def test_without_the_manager_stateless_requests_pass_and_sessions_get_503(client):
     session_id = client.create(prompt="Hello", ttl=600)["session_id"]
     client.stack.kill("manager")
@@ -264,6 +268,7 @@ def test_without_the_manager_stateless_requests_pass_and_sessions_get_503(client
     )
 
 
+@pytest.mark.thorough
 def test_without_the_sidecar_answers_go_on_and_saves_resume_when_it_is_back(client):
     session_id = client.create(prompt=ids_of_length(300))["session_id"]
     client.stack.kill("sidecar")
@@ -300,7 +305,7 @@ BAD_BODIES = {
 }
 
 
-@both_fronts
+@http_front_too
 def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored):
     client.delete_all()
     wait_until(lambda: stored() == 0, what="nothing is stored")

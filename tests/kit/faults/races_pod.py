@@ -7,6 +7,7 @@ time. `POD_PORT` says where it listens, `TURN_…` the rest.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import Any
 
@@ -17,6 +18,9 @@ from tests.kit.faults.races_model import answer_to
 from tests.kit.turn_pod import _Engine
 from vllm_plugin.turn.middleware import TurnMiddleware
 
+HELD = "leaving"
+"""In a prompt: the answer stops after a few pieces until its client has left."""
+_FEW_PIECES = 3
 _DRAIN_S = 30
 
 
@@ -35,11 +39,18 @@ class PacedEngine(_Engine):
             await super().__call__(scope, receive, send)
             return
 
-        async def paced(message: Any) -> None:
-            await asyncio.sleep(self._pace_s)
-            await send(message)
-
         body = await receive()
+        prompt = json.loads(body["body"]).get("prompt", ())
+        pieces_left = _FEW_PIECES if f"<{HELD}" in (prompt if isinstance(prompt, str) else decode(prompt)) else None
+
+        async def paced(message: Any) -> None:
+            nonlocal pieces_left
+            await asyncio.sleep(self._pace_s)
+            if pieces_left is not None:
+                pieces_left -= 1
+                if pieces_left < 0:
+                    await asyncio.Event().wait()  # cancelled when the client leaves
+            await send(message)
 
         async def whole() -> Any:
             return body

@@ -19,8 +19,8 @@ FREE_WITHIN_S = LEASE_TTL_S + 2 * RPC_DEADLINE_S
 """A turn's last renewal may come so late, and then its lease lives on."""
 _KEEPING = 0.93
 """Chance, a second, that a session is not deleted."""
-NOISE_S = 20.0
-"""What a busy machine may add."""
+NOISE_S = 60.0
+"""What a busy machine may add; only who never comes free takes longer."""
 
 
 @dataclass(eq=False)

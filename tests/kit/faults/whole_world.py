@@ -34,24 +34,34 @@ class WholeWorld(World):
         self, stack: Stack, *, seed: int, orders: Interposed, disk: SmallDisk | None, idle_timeout_s: float
     ) -> None:
         super().__init__(stack, seed=seed, idle_timeout_s=idle_timeout_s)
+        self._saved_with = stack.starts.copy()
         self.orders = orders
         self.disk = disk
         """The sidecar's; None where mounting is not allowed."""
 
     def mend(self) -> None:
-        """Take every fault back, start what is gone, and take the engine for what it is now."""
+        """Take every fault back, start what is gone, have KV saved again, and take the engine for what it is now."""
         self.orders.heal()
         if self.disk is not None:
             self.disk.free()
         self.stack.mend()
         self.engine_pids = self.stack.engine_pids()
+        if self.stack.starts != self._saved_with:
+            # A connector that has lost its sidecar skips saves for up to ten seconds, and looks for it at the next one.
+            self.new(1)
+            self._saved_with = self.stack.starts.copy()
 
 
 @contextlib.contextmanager
 def whole_world(
-    directory: Path, *, seed: int, idle_timeout_s: float = IDLE_TIMEOUT_S, env: Mapping[str, str] | None = None
+    directory: Path,
+    *,
+    seed: int,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
+    connector: Mapping[str, int | str] | None = None,
 ) -> Iterator[WholeWorld]:
-    """Start the stack, with `env` laid over it, and warm it up: the first turn of an engine takes seconds."""
+    """Start the stack, with `env` and `connector` laid over it, and warm it up: the first turn takes seconds."""
     orders = Interposed(directory / "orders")
     idle = {"GATEWAY_IDLE_TIMEOUT_S": str(idle_timeout_s)}
     links = [*LINKS, "client-envoy"]
@@ -60,6 +70,7 @@ def whole_world(
         proxied=links,
         env=ENV | orders.environment | idle | dict(env or {}),
         engine_args=["--shutdown-timeout", str(DRAIN_S)],
+        connector=connector,
     )
     with small_disk(stack.data(), size_bytes=DISK_BYTES) as disk, stack:
         world = WholeWorld(stack, seed=seed, orders=orders, disk=disk, idle_timeout_s=idle_timeout_s)
