@@ -73,15 +73,16 @@ PARTS = (
     Part("integration", "real processes on real sockets", ("tests/integration",), marks=QUICK_ONES, workers=3),
     Part("fuzz", "no input hurts a process", ("tests/fuzz",), marks=QUICK_ONES),
     Part(
-        "faults",
-        "what breaks costs time, never a wrong answer",
-        ("tests/faults",),
-        marks=QUICK_ONES,
-    ),
-    Part(
         "vllm",
         "the main job: contexts, turns, KV that survives and moves",
         ("tests/vllm",),
+        marks=QUICK_ONES,
+        beside=True,
+    ),
+    Part(
+        "faults",
+        "what breaks costs time, never a wrong answer",
+        ("tests/faults",),
         marks=QUICK_ONES,
         beside=True,
     ),
