@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process import crash_points
-from contextcache.process.logs import set_up_logs
+from contextcache.process.logs import set_up_logs, show_logs_of
 from contextcache.process.run import run_part, run_until_signalled, settings_or_exit, wants_help
 from contextcache.process.settings import ProcessSettings, read_secret
 
@@ -83,7 +83,10 @@ def test_a_log_line_is_one_json_object_with_its_fields_and_its_exception(capsys)
 
 
 def test_a_guest_in_another_process_shows_its_logs_only_where_nobody_does(capsys):
-    XX.getLogger("guest.room").info("hello", extra={"number": 1})
+    with no_other_logs():
+        show_logs_of("guest")
+        show_logs_of("guest")
+        logging.getLogger("guest.room").info("hello", extra={"number": 1})
 
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["number"] == 1
