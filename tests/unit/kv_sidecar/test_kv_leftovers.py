@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock
 from kv_sidecar.block_key import BlockKey
-from kv_sidecar.leftovers import remove_old, remove_whatever
+from kv_sidecar.leftovers import entries, remove_old, remove_whatever
 from kv_sidecar.manifest import block_key
+from kv_sidecar.regular_file import open_regular, regular_size
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
 TEN = tuple(range(10))
@@ -222,3 +223,34 @@ def test_old_leftovers_of_any_kind_go_and_young_ones_stay(tmp_path: Path) -> Non
     assert remove_old(directory, before_ms=now_ms + 1) == 100 + 100 + (1 << 40)
     assert list(directory.iterdir()) == []
     assert (outside / "file").exists()
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "link", "socket"])
+def test_nothing_but_a_regular_file_is_read_or_measured(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    {
+        "directory": path.mkdir,
+        "fifo": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(__file__),
+        "socket": lambda: os.mknod(path, stat.S_IFSOCK | 0o600),
+    }[kind]()
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(CorruptBlock):
+        open_regular(path)
+
+    assert regular_size(path) is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+def test_a_leftover_that_cannot_be_removed_is_left_and_counts_as_nothing(tmp_path, monkeypatch) -> None:
+    (tmp_path / "stays").write_bytes(b"12345")
+
+    def refuse(*_args, **_more):
+        raise PermissionError
+
+    with monkeypatch.context() as stubborn:
+        stubborn.setattr(Path, "unlink", refuse)
+        assert remove_whatever(tmp_path / "stays") == 0
+        stubborn.setattr(os, "scandir", refuse)
+        assert list(entries(tmp_path)) == []
+    assert remove_whatever(tmp_path / "stays") == 5
