@@ -22,10 +22,8 @@ from tests.kit.seed import SEED
 from tests.kit.session_churn import SessionChurn, until_nothing_is_wrong
 from tests.kit.valkey import ValkeyServer
 
-IN_MAKE_TEST = (
-    *("manager.reserve.after", "manager.begin.after", "manager.commit.before", "manager.commit.after"),
-    *("manager.unregister.after", "manager.sweep.before", "manager.sweep.after"),
-)
+FEW = ("manager.commit.after", "manager.unregister.after", "manager.sweep.after")
+MORE = ("manager.reserve.after", "manager.begin.after", "manager.commit.before", "manager.sweep.before")
 """The rest is in `python -m tests.torture --only redis`."""
 
 
@@ -46,14 +44,19 @@ def test_there_is_a_point_on_either_side_of_every_script() -> None:
     }
 
 
-async def test_managers_that_die_anywhere_lose_nothing_and_leave_nothing(tmp_path: Path, valkey: ValkeyServer) -> None:
-    told = await crash_everywhere(tmp_path, valkey, IN_MAKE_TEST, seed=SEED)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("points", [FEW, pytest.param(MORE, marks=pytest.mark.thorough)], ids=["few", "more"])
+async def test_managers_that_die_anywhere_lose_nothing_and_leave_nothing(
+    tmp_path: Path, valkey: ValkeyServer, points: tuple[str, ...]
+) -> None:
+    told = await crash_everywhere(tmp_path, valkey, points, seed=SEED)
 
     print(told)
     assert told.faults == []
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 async def test_expiry_deletes_and_commits_that_race_leave_nothing_behind(tmp_path: Path, valkey: ValkeyServer) -> None:
     async with (
         running_manager_process(tmp_path, valkey.url) as one,
@@ -77,6 +80,7 @@ async def test_expiry_deletes_and_commits_that_race_leave_nothing_behind(tmp_pat
         await until_nothing_is_wrong(valkey.port, churn.outcome)
 
 
+@pytest.mark.timeout(300)
 async def test_a_turn_whose_process_died_frees_its_session_within_the_leases_life(
     tmp_path: Path, valkey: ValkeyServer
 ) -> None:
@@ -85,8 +89,6 @@ async def test_a_turn_whose_process_died_frees_its_session_within_the_leases_lif
         running_manager_process(tmp_path, valkey.url) as one,
         running_manager_process(tmp_path, valkey.url) as other,
     ):
-        waited_s, least_s = await seconds_until_free(
-            one.address, other.address, lease_ms=2000, kill=lambda: one.send(signal.SIGKILL)
-        )
+        waited_s, least_s = await seconds_until_free(one, other, lease_ms=2000, kill=lambda: one.send(signal.SIGKILL))
     print(f"free after {waited_s:.2f} s of a lease of 2 s")
-    assert least_s <= waited_s < 2 + 10, "a busy machine may be seconds late"
+    assert least_s <= waited_s < 2 + 20, "a busy machine may be seconds late"

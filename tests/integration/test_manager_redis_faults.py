@@ -23,6 +23,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from tests.kit.ports import free_port
+from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer, valkey_binary
 
 NOW = 1_700_000_000_000
@@ -31,7 +32,7 @@ NEW = NewSession("demo", "ctx_1", "smol", ttl_s=600)
 FIRST = TurnCommit("demo", "ctx_1", "create", 0, 0, (Segment(SegmentKind.PROMPT, (1, 2), text="hi"),), "", "pod-1")
 
 
-def store_at(url: str, *, timeout_s: float = 5.0, max_connections: int = 4) -> RedisSessionStore:
+def store_at(url: str, *, timeout_s: float = 20.0, max_connections: int = 4) -> RedisSessionStore:
     connection = RedisConnection(url, timeout_s=timeout_s, max_connections=max_connections)
     return RedisSessionStore(connection, tombstone_s=3600)
 
@@ -51,7 +52,7 @@ async def test_a_killed_redis_is_unavailable_and_found_again(tmp_path: Path, clu
         await create(store)
         valkey.kill()
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for _ in range(3):
                 with pytest.raises(StoreUnavailable) as refused:
                     await store.get(KEY, now_ms=NOW)
@@ -86,16 +87,18 @@ async def test_a_restart_between_two_calls_is_not_noticed(tmp_path: Path, cluste
 
 
 async def test_a_hanging_redis_is_given_up_at_the_deadline(valkey: ValkeyServer) -> None:
-    store = store_at(valkey.url, timeout_s=3.0, max_connections=2)
-    await create(store)
+    patient, store = store_at(valkey.url), store_at(valkey.url, timeout_s=1.0, max_connections=2)
+    await create(patient)
     valkey.pause()
 
-    async with asyncio.timeout(20):  # without a deadline of its own the first call would never end
+    async with asyncio.timeout(60):  # without a deadline of its own the first call would never end
         outcomes = await asyncio.gather(*(store.get(KEY, now_ms=NOW) for _ in range(10)), return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {StoreUnavailable}
     valkey.resume()
-    assert (await store.get(KEY, now_ms=NOW)).generation == 1
+    found = await until(lambda: store.get(KEY, now_ms=NOW), what="the store answers again", despite=(StoreUnavailable,))
+    assert found.generation == 1
     await store.close()
+    await patient.close()
 
 
 async def test_more_calls_than_connections_all_succeed(valkey: ValkeyServer) -> None:
@@ -190,19 +193,16 @@ async def test_the_master_is_found_through_sentinel(valkey: ValkeyServer, tmp_pa
     sentinel = subprocess.Popen([str(valkey_binary()), str(configuration), "--sentinel"], stdout=subprocess.DEVNULL)
     store = store_at(f"redis+sentinel://127.0.0.1:{port}/main")
     try:
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    await create(store)
-                    break
-                except StoreUnavailable:
-                    await asyncio.sleep(0.1)
+        # A Sentinel that has just started knows no master yet.
+        await until(
+            lambda: create(store), is_so=lambda _: True, what="the master is found", despite=(StoreUnavailable,)
+        )
 
         assert (await store.get(KEY, now_ms=NOW)).generation == 1
     finally:
         await store.close()
         os.kill(sentinel.pid, signal.SIGTERM)
-        sentinel.wait(timeout=10)
+        sentinel.wait(timeout=60)
 
 
 @pytest.mark.thorough

@@ -18,7 +18,9 @@ import pytest
 
 from context_manager.__main__ import serve
 from context_manager.client import ContextManagerClient
+from context_manager.redis_layout import session_key
 from context_manager.settings import ManagerSettings
+from context_manager.store import SessionKey
 from contextcache.errors import (
     ContextBusy,
     ContextExists,
@@ -61,20 +63,19 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 
 @asynccontextmanager
-async def running_manager(
-    url: str, *, timeout_s: float = 5.0, **settings: object
-) -> AsyncIterator[ContextManagerClient]:
-    """A manager in this process and a client of it; both ended at the end."""
+async def running_manager(url: str, **settings: object) -> AsyncIterator[ContextManagerClient]:
+    """A manager in this process and a client of it; both ended at the end. A busy machine fails no call."""
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    values = {"listen": "127.0.0.1:0", "redis_url": url, "sweep_interval_s": 600.0, "drain_s": 1.0} | settings
+    values = {"listen": "127.0.0.1:0", "redis_url": url, "redis_timeout_s": 20.0, "sweep_interval_s": 600.0}
+    values |= {"drain_s": 1.0} | settings
     process = asyncio.create_task(serve(ManagerSettings.model_validate(values), stop, on_started=port.set_result))
     client: ContextManagerClient | None = None
     try:
         await asyncio.wait([process, port], return_when=asyncio.FIRST_COMPLETED)
         if process.done():
             await process
-        client = ContextManagerClient(f"127.0.0.1:{port.result()}", timeout_s=timeout_s)
+        client = ContextManagerClient(f"127.0.0.1:{port.result()}", timeout_s=30)
         yield client
     finally:
         if client is not None:
@@ -191,40 +192,47 @@ async def test_two_managers_share_what_they_know(client: ContextManagerClient, v
 
 async def test_a_short_life_ends_and_the_sweeper_frees_it(valkey: ValkeyServer) -> None:
     valkey.command("FLUSHALL")
-    async with running_manager(valkey.url, min_ttl_s=1, tombstone_s=5, sweep_interval_s=0.05) as client:
-        session_id = (await create(client, ttl_s=5)).session_id
-        outcomes: list[type[Exception] | None] = []
-        async with asyncio.timeout(20):
-            while outcomes[-1:] != [ContextNotFound]:
-                outcome: type[Exception] | None = None
-                try:
-                    await client.locate("demo", session_id)
-                except (ContextExpired, ContextNotFound) as exc:
-                    outcome = type(exc)
-                if outcomes[-1:] != [outcome]:
-                    outcomes.append(outcome)
-                await asyncio.sleep(0.02)
+    async with running_manager(valkey.url, min_ttl_s=1, tombstone_s=3600, sweep_interval_s=0.05) as client:
+        session_id = (await create(client)).session_id
+        assert (await client.touch("demo", session_id, ttl_s=1)).ttl_s == 1
+        row = session_key(SessionKey("demo", session_id))
+
+        async def error() -> type[Exception] | None:
+            try:
+                await client.locate("demo", session_id)
+            except (ContextExpired, ContextNotFound) as exc:
+                return type(exc)
+            return None
+
+        async def until_left(num_keys: int) -> None:
             # What says who sweeps comes and goes.
             await until(
-                lambda: valkey.command("KEYS", "cc:*"),
-                is_so=lambda keys: b"cc:{" not in keys,
-                what="none is left",
+                lambda: valkey.command("KEYS", "cc:*").count(b"cc:{"),
+                is_so=lambda count: count == num_keys,
+                what=f"{num_keys} keys are left",
             )
 
-    assert outcomes == [None, ContextExpired, ContextNotFound]
+        assert await until(error, what="its life ends") is ContextExpired
+        await until_left(1)
+        assert valkey.command("HGET", row, "state").endswith(b"tombstone\r\n")
+        assert 3_000_000 < int(valkey.command("PTTL", row)[1:]) <= 3_600_000
+        assert await error() is ContextExpired
+        valkey.command("PEXPIRE", row, "1")
+        await until_left(0)
+        assert await error() is ContextNotFound
 
 
 async def test_the_manager_says_whether_it_serves(client: ContextManagerClient) -> None:
     assert await client.is_serving()
-    nobody = ContextManagerClient(f"127.0.0.1:{free_port()}")
+    nobody = ContextManagerClient(f"127.0.0.1:{free_port()}", timeout_s=30)
     assert not await nobody.is_serving()
     await nobody.close()
 
 
 async def test_a_manager_that_is_down_is_told_at_once() -> None:
-    nobody = ContextManagerClient(f"127.0.0.1:{free_port()}", timeout_s=30.0)
+    nobody = ContextManagerClient(f"127.0.0.1:{free_port()}", timeout_s=120)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(StoreUnavailable) as refused:
             await nobody.locate("demo", "ctx_1")
     assert refused.value.retry_after_s == 1
@@ -232,7 +240,7 @@ async def test_a_manager_that_is_down_is_told_at_once() -> None:
 
 
 def test_one_client_works_in_one_loop_after_another(valkey: ValkeyServer) -> None:
-    client = ContextManagerClient("127.0.0.1:1")
+    client = ContextManagerClient("127.0.0.1:1", timeout_s=30)
 
     async def ask() -> bool:
         async with running_manager(valkey.url) as other:
@@ -250,11 +258,12 @@ async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeySer
     environment = os.environ | {
         "MANAGER_LISTEN": f"127.0.0.1:{port}",
         "MANAGER_REDIS_URL": valkey.url,
+        "MANAGER_REDIS_TIMEOUT_S": "15",
         "MANAGER_METRICS_PORT": str(metrics_port),
     }
     with (tmp_path / "manager.log").open("wb") as output:
         process = subprocess.Popen([sys.executable, "-m", "context_manager"], env=environment, stderr=output)
-    client = ContextManagerClient(f"127.0.0.1:{port}")
+    client = ContextManagerClient(f"127.0.0.1:{port}", timeout_s=30)
     try:
 
         async def serves() -> bool:
@@ -263,13 +272,13 @@ async def test_the_process_serves_metrics_and_stops_on_sigterm(valkey: ValkeySer
 
         await until(serves, what="the manager serves", deadline_s=90)
         await create(client)
-        scraped = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=5)
+        scraped = http.client.HTTPConnection("127.0.0.1", metrics_port, timeout=60)
         scraped.request("GET", "/metrics")
         page = scraped.getresponse().read().decode()
         scraped.close()
         process.send_signal(signal.SIGTERM)
 
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
         assert "contextcache_manager_turns_committed_total 1.0" in page
     finally:
         await client.close()
@@ -312,7 +321,7 @@ async def test_no_life_is_longer_than_the_operator_allows(valkey: ValkeyServer) 
 
 
 async def test_calls_share_as_many_connections_to_redis_as_the_operator_allows(valkey: ValkeyServer) -> None:
-    async with running_manager(valkey.url, timeout_s=30.0, redis_max_connections=2) as client:
+    async with running_manager(valkey.url, redis_max_connections=2) as client:
         await asyncio.gather(*(create(client) for _ in range(40)))
         listed = valkey.command("CLIENT", "LIST").count(b"id=")
 

@@ -113,7 +113,8 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 async def make_world(stack: AsyncExitStack, url: str) -> World:
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    values = {"listen": "127.0.0.1:0", "redis_url": url, "sweep_interval_s": 600.0, "drain_s": 1.0}
+    values = {"listen": "127.0.0.1:0", "redis_url": url, "redis_timeout_s": 20.0, "sweep_interval_s": 600.0}
+    values |= {"drain_s": 1.0}
     manager = asyncio.create_task(serve(ManagerSettings.model_validate(values), stop, on_started=port.set_result))
 
     async def end_manager() -> None:
@@ -126,12 +127,12 @@ async def make_world(stack: AsyncExitStack, url: str) -> World:
     for name, bytes_max in PODS.items():
         pods[name] = ContextManagerClient(
             f"127.0.0.1:{await port}",
-            timeout_s=10,
+            timeout_s=30,
             transcript_bytes_max=bytes_max,
             on_begun=lambda known, new, name=name: sent.update({name: (known, new)}),
         )
         stack.push_async_callback(pods[name].close)
-    redis = RedisConnection(url, timeout_s=10, max_connections=2)
+    redis = RedisConnection(url, timeout_s=30, max_connections=2)
     stack.push_async_callback(redis.close)
     return World(pods, redis, sent)
 
@@ -265,7 +266,7 @@ async def test_a_pod_of_the_release_before_gets_the_transcript_as_it_did(world: 
     request = pb.BeginTurnRequest(
         tenant=TENANT, session_id=world.key.session_id, lease_id="x", lease_ttl_ms=LEASE_MS, read_only=True
     )
-    reply = await stub.BeginTurn(request, timeout=10)
+    reply = await stub.BeginTurn(request, timeout=30)
 
     assert [list(segment.token_ids) for segment in reply.transcript] == [[1, 1, 1], [2, 2, 2]]
     assert [segment.text for segment in reply.transcript] == ["é", "éé"]

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from contextcache.wire.rpc import CHANNEL_OPTIONS
+from tests.kit.until import until
 
 
 class _Servers:
@@ -46,14 +47,20 @@ async def test_calls_go_to_every_address_and_none_is_lost_when_one_ends() -> Non
         call = channel.unary_unary("/test.Count/Call")
 
         made = 0
-        while len(servers.calls) < 3 and made < 2000:  # connections open one after the other
-            await call(b"", timeout=30, wait_for_ready=True)
+
+        async def num_called() -> int:
+            nonlocal made
+            await call(b"", timeout=60, wait_for_ready=True)
             made += 1
+            return len(servers.calls)
+
+        # Connections open one after the other.
+        await until(num_called, is_so=lambda num: num == 3, what="every server is called", interval_s=0)
         # A server that stops finishes what it has and says goodbye; the next call knows.
         await servers.servers[0].stop(10)
         before = servers.calls[0]
         for _ in range(20):
-            await call(b"", timeout=30, wait_for_ready=True)
+            await call(b"", timeout=60, wait_for_ready=True)
 
     assert set(servers.calls) == {0, 1, 2}
     assert servers.calls[0] == before

@@ -213,7 +213,12 @@ async def test_no_key_prompt_answer_or_secret_is_in_a_log_a_metric_a_trace_or_an
         traced = {"TRACES_ENDPOINT": collector.endpoint}
         parts = {
             "manager": Part(
-                "context_manager", tmp_path, LISTEN=f"127.0.0.1:{manager_port}", REDIS_URL=valkey.url, **traced
+                "context_manager",
+                tmp_path,
+                LISTEN=f"127.0.0.1:{manager_port}",
+                REDIS_URL=valkey.url,
+                REDIS_TIMEOUT_S="15",
+                **traced,
             ),
             "sidecar": Part(
                 "kv_sidecar",
@@ -243,10 +248,11 @@ async def test_no_key_prompt_answer_or_secret_is_in_a_log_a_metric_a_trace_or_an
             stack.push_async_callback(part.stop)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
         await until(lambda: _answers(http, f"http://127.0.0.1:{http_port}/readyz"), what="the gateway is ready")
-        engine.rank = await asyncio.to_thread(_rank, f"unix://{socket}")
-        stack.callback(engine.rank.close)
         engine.sidecar = KVSidecarClient(f"unix://{socket}", timeout_s=20)
         stack.push_async_callback(engine.sidecar.close)
+        await until(engine.sidecar.is_serving, what="the sidecar serves")
+        engine.rank = await asyncio.to_thread(_rank, f"unix://{socket}")
+        stack.callback(engine.rank.close)
         errors = await tell_the_story(http, f"http://127.0.0.1:{http_port}")
         told: dict[str, str] = {f"error {number}": str(error) for number, error in enumerate(errors)}
         limits = {}
@@ -256,6 +262,8 @@ async def test_no_key_prompt_answer_or_secret_is_in_a_log_a_metric_a_trace_or_an
             told[f"{name}'s command line"] = (part.proc / "cmdline").read_text()
             told[f"{name}'s environment"] = (part.proc / "environ").read_text()
             limits[name] = re.search(r"Max core file size +(\S+)", (part.proc / "limits").read_text())[1]
+        # There is something to find it in: the last spans may be lost when a part ends in haste.
+        await collector.until(lambda: len({span.service for span in collector.spans}) == 4)
         await asyncio.to_thread(tracer.close)
         for part in reversed(parts.values()):
             await part.stop()

@@ -40,11 +40,11 @@ class Node:
     def __init__(self, kv: SidecarUnderTest, port: int) -> None:
         self.kv = kv
         self.address = f"127.0.0.1:{port}"
-        self.client = KVSidecarClient(self.address, timeout_s=10)
+        self.client = KVSidecarClient(self.address, timeout_s=60)
 
     async def pull(self, *cache_refs: str, peer: str, timeout_ms: int = 0) -> pb.PullContextResponse:
         request = pb.PullContextRequest(tenant=TENANT, cache_refs=cache_refs, peer=peer, timeout_ms=timeout_ms)
-        return await self.client._stub().PullContext(request, timeout=10)
+        return await self.client._stub().PullContext(request, timeout=60)
 
     async def settled(self) -> None:
         """Return when no pull is going on, as the sidecar itself tells it."""
@@ -155,21 +155,28 @@ async def test_a_peer_that_hangs_ends_the_pull_and_lookups_go_on(start_node, pro
     assert here.pulls("sidecar_unavailable") == 1
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("ending", "timeout_s"),
+    [
+        pytest.param(signal.SIGKILL, 60, id="killed"),
+        # Takes until a ping of its connection is given up, or the deadline.
+        pytest.param(signal.SIGSTOP, 20, id="stopped", marks=pytest.mark.thorough),
+    ],
+)
 async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
-    start_node, process: SidecarProcess, ending: signal.Signals
+    start_node, process: SidecarProcess, ending: signal.Signals, timeout_s: int
 ) -> None:
     gate, arrived = threading.Event(), threading.Event()
 
     def step(name: str) -> None:
         if name.startswith("write ") and not gate.is_set():
             arrived.set()
-            assert gate.wait(30)
+            assert gate.wait(60)
 
-    here = await start_node("here", step=step, shared=False)
+    here = await start_node("here", step=step, shared=False, pull_timeout_s=timeout_s)
     address, new = await large_peer(process, num_blocks=25)
-    await here.pull(new.cache_ref, peer=address, timeout_ms=6000)
-    assert await asyncio.to_thread(arrived.wait, 30)
+    await here.pull(new.cache_ref, peer=address, timeout_ms=timeout_s * 1000)
+    assert await asyncio.to_thread(arrived.wait, 60)
     process.process.send_signal(ending)
     gate.set()
     await here.settled()
@@ -209,12 +216,12 @@ async def test_a_deletion_during_the_pull_wins(start_node) -> None:
     def step(name: str) -> None:
         if name.startswith("write ") and not gate.is_set():
             arrived.set()
-            assert gate.wait(30)
+            assert gate.wait(60)
 
     there, here = await start_node("there"), await start_node("here", step=step, shared=False)
     new = await there.kv.save(PROMPT)
     await here.pull(new.cache_ref, peer=there.address)
-    assert await asyncio.to_thread(arrived.wait, 30)
+    assert await asyncio.to_thread(arrived.wait, 60)
     deleting = asyncio.create_task(here.client.delete_context(TENANT, session_id=SESSION))
     await asyncio.sleep(0)
     gate.set()

@@ -27,6 +27,7 @@ from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save
 from tests.kit.until import until
 
 PROMPT = tuple(range(10))
+DEADLINE_S = 60
 
 
 class Running:
@@ -36,7 +37,7 @@ class Running:
         self.kv = kv
         self.unix = unix
         self.tcp = tcp
-        self.client = KVSidecarClient(tcp, timeout_s=10)
+        self.client = KVSidecarClient(tcp, timeout_s=DEADLINE_S)
 
     async def rank(self, *, over: str = "unix", frames: bool = False) -> EngineRank:
         return await asyncio.to_thread(EngineRank, self.unix if over == "unix" else self.tcp, frames=frames)
@@ -95,9 +96,9 @@ async def test_a_shared_prefix_is_sent_once(running: Running) -> None:
 async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None:
     rank = await running.rank()
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())
-    waiting = asyncio.create_task(running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=20_000))
+    waiting = asyncio.create_task(running.client.wait_sealed(TENANT, new.cache_ref, timeout_ms=30_000))
     await asyncio.to_thread(rank.prepare, new)
-    await asyncio.to_thread(rank.client.save_blocks, rank.requests(new, [0, 1, 2]), 10)
+    await asyncio.to_thread(rank.client.save_blocks, rank.requests(new, [0, 1, 2]), DEADLINE_S)
     await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
 
     assert (await waiting).is_sealed
@@ -107,10 +108,10 @@ async def test_a_waiter_learns_of_the_seal_as_it_comes(running: Running) -> None
 
 async def test_a_waiter_learns_at_once_that_nothing_was_saved_and_why(running: Running) -> None:
     rank, ref = await running.rank(), new_cache_ref()
-    waiting = asyncio.create_task(running.client.wait_sealed(TENANT, ref, timeout_ms=20_000))
+    waiting = asyncio.create_task(running.client.wait_sealed(TENANT, ref, timeout_ms=30_000))
     await asyncio.to_thread(rank.client.abandon_save, TENANT, ref, "staging_full", started_at_ms=7)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):  # less than it would wait
         assert await waiting == SaveOutcome(is_sealed=False, reason="staging_full")
     assert (await running.client.wait_sealed("other", ref, timeout_ms=0)).reason == ""
     with pytest.raises(InvalidRequest):
@@ -136,7 +137,7 @@ async def test_delete_frees_every_byte_and_says_how_many(running: Running) -> No
 async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None:
     rank = await running.rank()
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())
-    manifest_of = asyncio.to_thread(rank.client.get_manifest, TENANT, new.cache_ref, 10)
+    manifest_of = asyncio.to_thread(rank.client.get_manifest, TENANT, new.cache_ref, DEADLINE_S)
 
     with pytest.raises(CacheRefNotFound, match="no KV under this cache_ref"):
         await manifest_of
@@ -160,7 +161,7 @@ async def test_names_that_lead_out_of_the_shared_directory_are_refused(running: 
     request = pb.SaveBlocksRequest(cache_ref=new.cache_ref, shared_name="../../precious")
 
     with pytest.raises(InvalidRequest):
-        await asyncio.to_thread(rank.client.save_blocks, iter([request]), 10)
+        await asyncio.to_thread(rank.client.save_blocks, iter([request]), DEADLINE_S)
     assert precious.exists()
     rank.close()
 
@@ -172,7 +173,7 @@ async def test_a_stream_that_ends_inside_a_file_is_refused(running: Running) -> 
     frames = list(rank.requests(new, [0]))[:-1]
 
     with pytest.raises(InvalidRequest):
-        await asyncio.to_thread(rank.client.save_blocks, iter(frames), 10)
+        await asyncio.to_thread(rank.client.save_blocks, iter(frames), DEADLINE_S)
     assert running.kv.block_files() == set()
     rank.close()
 
@@ -185,7 +186,7 @@ async def test_a_flipped_frame_is_refused(running: Running) -> None:
     frames[-1].frame = bytes(len(frames[-1].frame))
 
     with pytest.raises(CorruptBlock):
-        await asyncio.to_thread(rank.client.save_blocks, iter(frames), 10)
+        await asyncio.to_thread(rank.client.save_blocks, iter(frames), DEADLINE_S)
     assert running.kv.block_files() == set()
     rank.close()
 
@@ -196,7 +197,7 @@ async def test_another_fingerprint_loads_nothing(running: Running) -> None:
     request = pb.LoadBlocksRequest(tenant=TENANT, cache_ref=new.cache_ref, fingerprint="e" * 64, block_indices=[0])
 
     with pytest.raises(FingerprintMismatch):
-        await asyncio.to_thread(lambda: list(rank.client.load_blocks(request, 10)))
+        await asyncio.to_thread(lambda: list(rank.client.load_blocks(request, DEADLINE_S)))
     rank.close()
 
 
@@ -210,7 +211,7 @@ async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
         block_indices=[0, 1, 2],
         shared_memory=True,
     )
-    reading = rank.client.load_blocks(request, 10)
+    reading = rank.client.load_blocks(request, DEADLINE_S)
     await asyncio.to_thread(next, reading)
     await asyncio.to_thread(reading.close)  # type: ignore[attr-defined]  # a generator
 
@@ -222,7 +223,7 @@ async def test_a_load_report_reaches_who_waits_for_it(running: Running) -> None:
     rank = await running.rank()
 
     async def reported() -> pb.LoadReport:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             while (found := await running.client.load_report("r1", timeout_ms=1000)) is None:
                 pass
         return found

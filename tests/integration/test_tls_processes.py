@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,26 @@ def run(module: str, environment: dict[str, str]) -> subprocess.CompletedProcess
     )
 
 
+@dataclass(frozen=True)
+class Refused:
+    code: object
+    stderr: str
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """As `run`, in this process: for settings, which are looked at before anything else."""
+
+    def refusal(module: str, environment: dict[str, str]) -> Refused:
+        monkeypatch.setattr(os, "environ", environment)
+        monkeypatch.setattr(sys, "argv", [module])
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"{module}.__main__").main()
+        return Refused(ended.value.code, capsys.readouterr().err)
+
+    return refusal
+
+
 @contextmanager
 def running(module: str, environment: dict[str, str]):
     """Run a part until it says that it serves."""
@@ -90,38 +112,47 @@ def status_of(port: int, path: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("module", PARTS)
-def test_wrong_settings_are_told_in_a_line_each_and_without_their_values(tmp_path, module):
+def test_wrong_settings_are_told_in_a_line_each_and_without_their_values(tmp_path, module, refusal):
     prefix = PARTS[module].upper()
     wrong = {"METRICS_PORT": "secret-word", "TRACES_SAMPLE_RATIO": "secret-word"}
-    result = run(module, environment_of(module, tmp_path, **wrong))
+    result = refusal(module, environment_of(module, tmp_path, **wrong))
 
-    assert result.returncode == 2
+    assert result.code == 2
     lines = result.stderr.splitlines()
     assert [line.partition(":")[0] for line in lines] == [f"{prefix}_TRACES_SAMPLE_RATIO", f"{prefix}_METRICS_PORT"]
     assert "secret-word" not in result.stderr
 
 
-def test_a_list_that_is_no_json_is_told_in_one_line(tmp_path):
-    result = run("kv_sidecar", environment_of("kv_sidecar", tmp_path, PEERS="[secret-word"))
+def test_a_list_that_is_no_json_is_told_in_one_line(tmp_path, refusal):
+    result = refusal("kv_sidecar", environment_of("kv_sidecar", tmp_path, PEERS="[secret-word"))
 
-    assert result.returncode == 2
+    assert result.code == 2
     assert "peers" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert "secret-word" not in result.stderr
 
 
 @pytest.mark.parametrize("module", PARTS)
-def test_half_of_the_certificate_files_is_refused(tmp_path, module, certificates):
+def test_half_of_the_certificate_files_is_refused(tmp_path, module, certificates, refusal):
     environment = environment_of(module, tmp_path, TLS_CERT_FILE=str(certificates.files.cert_file))
-    result = run(module, environment)
+    result = refusal(module, environment)
 
-    assert result.returncode == 2
+    assert result.code == 2
     assert "belong together" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("module", PARTS)
-@pytest.mark.parametrize("fault", ["missing", "of another CA"])
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        ("gateway", "of another CA"),
+        ("context_manager", "missing"),
+        ("kv_sidecar", "of another CA"),
+        pytest.param("gateway", "missing", marks=pytest.mark.thorough),
+        pytest.param("context_manager", "of another CA", marks=pytest.mark.thorough),
+        pytest.param("kv_sidecar", "missing", marks=pytest.mark.thorough),
+    ],
+)
 def test_certificate_files_that_cannot_serve_end_the_start_with_the_reason(tmp_path, module, fault, certificates):
     files = certificates.files
     if fault == "missing":

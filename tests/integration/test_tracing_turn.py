@@ -29,13 +29,14 @@ from contextcache.wire.tracing import NO_TRACER, open_tracer
 from kv_sidecar.__main__ import run as run_sidecar
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.settings import SidecarSettings
+from tests.kit import patience
 from tests.kit.ext_proc import ExtProcClient, body, head
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.gateway_parts import SECRET
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.ports import free_port
 from tests.kit.scheduler_loop import LoopConfig, SchedulerLoop
-from tests.kit.trace_collector import TraceCollector, running_collector
+from tests.kit.trace_collector import TakenSpan, TraceCollector, running_collector
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
@@ -45,6 +46,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 KEPT = f"00-{TRACE}-{PARENT}-01"
 NOT_KEPT = f"00-{TRACE}-{PARENT}-00"
 SERVER = 2
+SERVICES = {f"context-cache-{part}" for part in ("gateway", "turn", "manager", "sidecar", "connector")}
 KV_PARAMS = "kv_transfer_params"
 DEADLINE_S = 90
 CONFIG = (
@@ -118,7 +120,7 @@ async def running_sidecar(tmp_path: Path, endpoint: str) -> AsyncIterator[str]:
     )
     address = f"unix://{tmp_path}/s.sock"
     async with until_stopped(lambda stop: run_sidecar(settings, stop)):
-        client = KVSidecarClient(address, timeout_s=5)
+        client = KVSidecarClient(address, timeout_s=20)
         await until(client.is_serving, what="the sidecar serves")
         await client.close()
         yield address
@@ -129,7 +131,9 @@ async def running_deployment(
     tmp_path: Path, valkey: ValkeyServer, endpoint: str, *, sample_ratio: float = 1.0
 ) -> AsyncIterator[Deployment]:
     port = free_port()
-    manager = ManagerSettings(listen=f"127.0.0.1:{port}", redis_url=valkey.url, traces_endpoint=endpoint)
+    manager = ManagerSettings(
+        listen=f"127.0.0.1:{port}", redis_url=valkey.url, redis_timeout_s=15, traces_endpoint=endpoint
+    )
     (tmp_path / "config.json").write_text(CONFIG)
     tracer = open_tracer(endpoint, part="turn", sample_ratio=sample_ratio, on_lost=lambda _num: None)
     engine = EngineWithKV()
@@ -166,6 +170,7 @@ async def running_deployment(
 
 def started_loop(tmp_path: Path, sidecar: str, endpoint: str) -> SchedulerLoop:
     extra = {"sidecar": sidecar, "secret_file": str(tmp_path / "pod-secret"), "traces_endpoint": endpoint}
+    extra |= patience.CONNECTOR
     loop = SchedulerLoop(LoopConfig(tmp_path, "vllm_plugin.connector:ContextCacheConnector", extra=extra))
     loop.settle()
     return loop
@@ -180,12 +185,10 @@ async def test_a_turn_is_one_trace_from_the_gateway_to_the_connector(tmp_path: P
             traceparent=KEPT,
         )
         assert answered["usage"]["context"]["committed"]
-        await collector.until(lambda: len(turn_spans(collector, "connector save: seal")) > 0)
-        await collector.until(lambda: len(turn_spans(collector, "gateway turn")) > 0)
+        await until(lambda: what_is_missing(collector), is_so=lambda missing: not missing, what="the whole trace came")
 
-    spans = [span for span in collector.spans if span.trace_id == TRACE]
-    services = {span.service for span in spans}
-    assert services == {f"context-cache-{part}" for part in ("gateway", "turn", "manager", "sidecar", "connector")}
+    spans = spans_of_the_turn(collector)
+    assert {span.service for span in spans} == SERVICES
     root = collector.one("gateway turn")
     assert root.parent_id == PARENT
     known = {span.span_id for span in spans} | {PARENT}
@@ -211,7 +214,22 @@ async def test_a_turn_is_one_trace_from_the_gateway_to_the_connector(tmp_path: P
     assert not [span for span in spans if span.failed]
 
 
-def turn_spans(collector: TraceCollector, name: str) -> list[Any]:
+def spans_of_the_turn(collector: TraceCollector) -> list[TakenSpan]:
+    return [span for span in collector.spans if span.trace_id == TRACE]
+
+
+def what_is_missing(collector: TraceCollector) -> set[str]:
+    """Return which services and spans have not come, and whose parents; each part sends its own, when it likes."""
+    spans = spans_of_the_turn(collector)
+    missing = SERVICES - {span.service for span in spans}
+    missing |= {"gateway turn", "turn /v1/completions", "connector save: seal"} - {span.name for span in spans}
+    served = {span.name.rpartition("/")[2] for span in spans if span.kind == SERVER}
+    missing |= {"CommitTurn", "LoadBlocks", "Seal"} - served
+    known = {span.span_id for span in spans} | {PARENT}
+    return missing | {f"parent of {span.name}" for span in spans if span.parent_id not in known}
+
+
+def turn_spans(collector: TraceCollector, name: str) -> list[TakenSpan]:
     return [span for span in collector.named(name) if span.trace_id == TRACE]
 
 

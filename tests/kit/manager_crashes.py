@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from context_manager.client import ContextManagerClient
-from contextcache.errors import ContextBusy
+from contextcache.errors import ContextBusy, ContextCacheError, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
-from tests.kit.manager_process import running_manager_process
+from tests.kit.manager_process import ManagerProcess, running_manager_process
 from tests.kit.session_churn import SessionChurn, until_nothing_is_wrong
 from tests.kit.turn_load import TENANT
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
+
+_SKEW = "contextcache_manager_clock_skew_seconds"
 
 
 @dataclass
@@ -60,28 +62,36 @@ async def crash_everywhere(
 
 
 async def seconds_until_free(
-    giver: str, other: str, *, lease_ms: int, kill: Callable[[], object]
+    giver: ManagerProcess, other: ManagerProcess, *, lease_ms: int, kill: Callable[[], object]
 ) -> tuple[float, float]:
     """Take a lease through one manager, kill that, and return how long another one calls the session busy.
 
-    Second: the shortest time that would be right, what passed before the answer came taken off.
+    Second: the shortest time that would be right; taken off are what passed before the answer came, and how far either
+    manager may be from Redis' time, as it counts from the first answer it got. All calls are repeated while the store
+    does not answer: their leases make that the same as once.
     """
-    clients = [ContextManagerClient(address, timeout_s=30) for address in (giver, other)]
+    clients = [ContextManagerClient(manager.address, timeout_s=30) for manager in (giver, other)]
     said = Segment(SegmentKind.PROMPT, (1,), text="hi")
     try:
-        await clients[0].reserve(NewSession(TENANT, "ctx_1", "toy"), lease_id="create", lease_ttl_ms=30_000)
-        await clients[0].register_session_cache(TurnCommit(TENANT, "ctx_1", "create", 0, 0, (said,), "", "pod"))
+        new = NewSession(TENANT, "ctx_1", "toy")
+        commit = TurnCommit(TENANT, "ctx_1", "create", 0, 0, (said,), "", "pod")
+        await _answer(lambda: clients[0].reserve(new, lease_id="create", lease_ttl_ms=120_000))
+        await _answer(lambda: clients[0].register_session_cache(commit))
+        await _answer(lambda: clients[1].locate(TENANT, "ctx_1"))
+        skews = [await asyncio.to_thread(manager.metric, _SKEW) for manager in (giver, other)]
         asked_s = time.monotonic()
-        await clients[0].begin_turn(TENANT, "ctx_1", lease_id="dead", lease_ttl_ms=lease_ms)
+        await _answer(lambda: clients[0].begin_turn(TENANT, "ctx_1", lease_id="dead", lease_ttl_ms=lease_ms))
         answered_s = time.monotonic()
         kill()
-        while True:
-            try:
-                await clients[1].begin_turn(TENANT, "ctx_1", lease_id="next", lease_ttl_ms=lease_ms)
-            except ContextBusy:
-                await asyncio.sleep(0.02)
-            else:
-                return time.monotonic() - asked_s, lease_ms / 1000 - (answered_s - asked_s) - 0.05
+        await _answer(
+            lambda: clients[1].begin_turn(TENANT, "ctx_1", lease_id="next", lease_ttl_ms=lease_ms), ContextBusy
+        )
+        least_s = lease_ms / 1000 - (answered_s - asked_s) - sum(map(abs, skews)) - 0.05
+        return time.monotonic() - asked_s, least_s
     finally:
         for client in clients:
             await client.close()
+
+
+async def _answer(call: Callable[[], Awaitable[object]], *despite: type[ContextCacheError]) -> None:
+    await until(call, is_so=lambda _: True, what="a manager answers", despite=(StoreUnavailable, *despite))

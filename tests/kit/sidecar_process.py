@@ -14,7 +14,7 @@ from kv_sidecar.client import EngineSidecarClient, open_block_file
 from tests.kit.until import wait_until
 from tests.kit.vouching import change_bytes, vouch_for_what_lies_there
 
-START_DEADLINE_S = 30
+START_DEADLINE_S = 90
 
 
 class SidecarProcess:

@@ -92,17 +92,17 @@ class ValkeyServer:
         os.kill(process.pid, signal.SIGCONT)
         process.terminate()
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=60)
 
     def kill(self) -> None:
         """End the server like a crash."""
         process, self._process = self._process, None
         assert process is not None
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
     def pause(self) -> None:
         """Let the server hold its connections and answer nothing."""
