@@ -13,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from yarl import URL
 
 from contextcache.errors import BodyTooLarge, error_body
@@ -20,9 +21,12 @@ from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import PODS
 from gateway.paths import PathNotFound
 from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
+from tests.kit.fronts import Client
 from tests.kit.stub_engine import StubEngine
 from tests.kit.stub_processor import StubProcessor
+from tests.kit.until import DEADLINE_S
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).parents[2]
 LIMIT_BYTES = 32 << 20
 EVIL = "127.0.0.1:6553"
@@ -37,7 +41,7 @@ STEERING = {
     "x-envoy-upstream-rq-timeout-ms": "1",
     "x-envoy-upstream-alt-stat-name": EVIL,
 }
-SHORT_WAIT = {"plugin_timeout_s": 0.5}
+SHORT_WAIT = {"plugin_timeout_s": 0.1}
 """For plugins that answer nothing at all."""
 FORGETTING = {"connection": "x-context-unrouted, x-context-identity"}
 """Asks a proxy to drop these headers, ours included."""
@@ -75,14 +79,19 @@ class Bench:
         await self.plugin.stop()
 
     async def raw(self, request: bytes) -> bytes:
-        """Send bytes as they are and return all that comes until the connection ends."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.envoy.port)
-        writer.write(request)
-        try:
-            return await asyncio.wait_for(reader.read(), 10)
-        finally:
-            writer.close()
-            await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+        """Send bytes as they are and return the answer."""
+        return await Client(self.envoy.port, self.http).raw(request)
+
+    def forget(self) -> None:
+        """Have the stubs as they were in the beginning; all of them live."""
+        for engine in (*self.pods, self.front):
+            engine.received.clear()
+            engine.disconnects = 0
+            engine.noticed_disconnect.clear()
+        for seen in (self.plugin.heads, self.plugin.calls, self.plugin.body_sizes):
+            seen.clear()
+        self.plugin.pick = f"127.0.0.1:{self.pods[1].port}"
+        self.plugin.refusal, self.plugin.skip_body = None, False
 
     def asked_of_front(self) -> list[str]:
         return [
@@ -98,10 +107,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench_of(**more):
-    """`more` are settings, unchecked, so that limits may be small.
-
-    The plugin has a long time: this process is the plugin too, and may stand still.
-    """
+    """`more` are settings, unchecked, so that limits may be small."""
     async with AsyncExitStack() as stack:
         engines = [StubEngine() for _ in range(3)]
         for engine in engines:
@@ -111,25 +117,69 @@ async def bench_of(**more):
         plugin = StubProcessor()
         await plugin.start()
         stack.push_async_callback(plugin.stop)
-        plugin.pick = f"127.0.0.1:{pods[1].port}"
         settings = envoy_settings(pods=[pod.port for pod in pods], gateways=[(front.port, plugin.port)])
-        settings = settings.model_copy(update={"plugin_timeout_s": 60.0, **more})
-        envoy = await stack.enter_async_context(running_envoy(settings))
-        timeout = aiohttp.ClientTimeout(total=30)
+        envoy = await stack.enter_async_context(running_envoy(settings.model_copy(update=more)))
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, auto_decompress=False))
-        yield Bench(envoy, pods, plugin, front, http)
+        bench = Bench(envoy, pods, plugin, front, http)
+        bench.forget()
+        yield bench
 
 
-@pytest.fixture
-async def bench():
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_bench():
     async with bench_of() as found:
         yield found
 
 
-@pytest.mark.parametrize("pod", ["127.0.0.1:3", "[::1]:3", "engine.pods.local:8000"])
-def test_envoy_accepts_the_bootstrap_and_says_so(pod):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_dead_bench():
+    async with bench_of() as found:
+        await found.plugin_dies()
+        yield found
+
+
+@pytest.fixture
+def bench(shared_bench):
+    """One Envoy for all tests that leave its stubs alive."""
+    shared_bench.forget()
+    return shared_bench
+
+
+@pytest.fixture
+def dead_bench(shared_dead_bench):
+    """The same, with a plugin that is dead."""
+    shared_dead_bench.forget()
+    return shared_dead_bench
+
+
+@pytest.fixture(params=["alive", "dead"])
+def either_bench(request):
+    """By the state of the plugin."""
+    return request.getfixturevalue("bench" if request.param == "alive" else "dead_bench")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_bench():
+    """For tests that end or harm what is behind Envoy, or read its whole log."""
+    async with bench_of() as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        "[::1]:3",
+        # Real Envoys take these in other tests.
+        pytest.param("127.0.0.1:3", marks=pytest.mark.thorough),
+        pytest.param("engine.pods.local:8000", marks=pytest.mark.thorough),
+    ],
+)
+async def test_envoy_accepts_the_bootstrap_and_says_so(pod):
     command = [sys.executable, "-m", "deploy.envoy", "validate", "--pods", pod, "--gateways", "gw:1,gw:2"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    result = await asyncio.to_thread(
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+    )
 
     assert (result.returncode, result.stdout.strip()) == (0, "the bootstrap is valid")
 
@@ -147,24 +197,33 @@ async def test_the_pod_that_the_plugin_names_gets_the_request_and_the_answer_com
     assert received.header("x-context-unrouted") == []
 
 
-@pytest.mark.parametrize("state", ["alive", "silent", "dead"])
-async def test_no_header_of_a_client_steers(state):
-    async with bench_of(**(SHORT_WAIT if state == "silent" else {})) as bench:
-        bench.plugin.pick = ""
-        bench.plugin.hang = state == "silent"
-        if state == "dead":
-            await bench.plugin_dies()
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/responses/r1"), ("POST", "/tokenize")):
-            for headers in (STEERING, FORGETTING, STEERING | FORGETTING):
-                data = b"{}" if method == "POST" else None
-                assert await bench.status_of(method, path, data=data, headers=headers) == 200
-        received = [found for pod in bench.pods for found in pod.turns]
+async def test_no_header_of_a_client_steers_past_a_plugin_that_answers(bench):
+    await no_header_steers(bench, routed=True)
+
+
+async def test_no_header_of_a_client_steers_past_a_plugin_that_is_dead(dead_bench):
+    await no_header_steers(dead_bench, routed=False)
+
+
+async def test_no_header_of_a_client_steers_past_a_plugin_that_is_silent():
+    async with bench_of(**SHORT_WAIT) as bench:
+        bench.plugin.hang = True
+        await no_header_steers(bench, routed=False)
+
+
+async def no_header_steers(bench, *, routed: bool) -> None:
+    bench.plugin.pick = ""
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/responses/r1"), ("POST", "/tokenize")):
+        for headers in (STEERING, FORGETTING, STEERING | FORGETTING):
+            data = b"{}" if method == "POST" else None
+            assert await bench.status_of(method, path, data=data, headers=headers) == 200
+    received = [found for pod in bench.pods for found in pod.turns]
 
     assert len(received) == 9
     for found in received:
         assert [name for name, value in found.headers if EVIL in value] == []
         assert [name for name, _ in found.headers if name.startswith(("x-envoy", "x-gateway"))] == []
-        assert found.header("x-context-unrouted") == ([] if state == "alive" else ["1"])
+        assert found.header("x-context-unrouted") == ([] if routed else ["1"])
 
 
 async def test_neither_the_plugin_nor_the_http_front_sees_a_client_s_steering_headers(bench):
@@ -185,8 +244,8 @@ async def test_a_pod_that_envoy_does_not_know_is_not_reached_even_for_the_plugin
     assert bench.arrived() == ["/v1/completions"] * 4
 
 
-async def test_control_calls_go_to_the_http_front_whatever_the_plugin_does(bench):
-    await bench.plugin_dies()
+async def test_control_calls_go_to_the_http_front_whatever_the_plugin_does(dead_bench):
+    bench = dead_bench
     calls = [("GET", "/v1/context?limit=2"), ("DELETE", "/v1/context/ctx_1"), ("PATCH", "/v1/context/ctx_1")]
     calls += [("GET", path) for path in ("/readyz", "/openapi.json", "/docs", "/v1/context/...")]
     for method, path in calls:
@@ -218,10 +277,8 @@ SPELLINGS += [
 ]
 
 
-@pytest.mark.parametrize("state", ["alive", "dead"])
-async def test_what_is_not_spelled_plainly_is_not_found(bench, state):
-    if state == "dead":
-        await bench.plugin_dies()
+async def test_what_is_not_spelled_plainly_is_not_found(either_bench):
+    bench = either_bench
     for path in SPELLINGS:
         async with bench.request("POST", path, data=b"{}") as answer:
             assert (path, answer.status, await answer.read()) == (path, 404, error_body(PathNotFound("no such path")))
@@ -230,15 +287,15 @@ async def test_what_is_not_spelled_plainly_is_not_found(bench, state):
     assert bench.plugin.heads == []
 
 
-async def test_what_claims_a_context_is_refused_while_the_plugin_is_dead_and_the_rest_is_served(bench):
-    await bench.plugin_dies()
+async def test_what_claims_a_context_is_refused_while_the_plugin_is_dead_and_the_rest_is_served(own_bench):
+    await own_bench.plugin_dies()
     by_header = {"x-session-id": "ctx_1"}
 
-    assert await bench.code_of("POST", "/v1/context", data=b"{}") == (503, "gateway_unavailable")
+    assert await own_bench.code_of("POST", "/v1/context", data=b"{}") == (503, "gateway_unavailable")
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert await bench.code_of("POST", path, data=b"{}", headers=by_header) == (503, "gateway_unavailable")
-        assert await bench.status_of("POST", path, data=b"{}") == 200
-    assert bench.arrived() == ["/v1/chat/completions", "/v1/completions"]
+        assert await own_bench.code_of("POST", path, data=b"{}", headers=by_header) == (503, "gateway_unavailable")
+        assert await own_bench.status_of("POST", path, data=b"{}") == 200
+    assert own_bench.arrived() == ["/v1/chat/completions", "/v1/completions"]
 
 
 async def test_a_plugin_that_does_not_answer_is_the_same_as_a_dead_one():
@@ -257,14 +314,14 @@ async def test_nothing_is_served_without_the_plugin_where_that_is_asked_for():
         assert await bench.code_of("GET", "/v1/models") == (503, "gateway_unavailable")
 
 
-async def test_a_plugin_that_is_back_is_asked_again_at_once(bench):
-    await bench.plugin_dies()
-    await bench.envoy.until_healthy(PLUGIN, 0)
-    await bench.plugin.start()
-    await bench.envoy.until_healthy(PLUGIN, 1)
+async def test_a_plugin_that_is_back_is_asked_again_at_once(own_bench):
+    await own_bench.plugin_dies()
+    await own_bench.envoy.until_healthy(PLUGIN, 0)
+    await own_bench.plugin.start()
+    await own_bench.envoy.until_healthy(PLUGIN, 1)
 
-    assert await bench.status_of("POST", "/v1/context", data=b"{}") == 200
-    assert len(bench.plugin.heads) == 1
+    assert await own_bench.status_of("POST", "/v1/context", data=b"{}") == 200
+    assert len(own_bench.plugin.heads) == 1
 
 
 async def test_the_plugin_s_own_answers_are_not_touched(bench):
@@ -275,11 +332,11 @@ async def test_the_plugin_s_own_answers_are_not_touched(bench):
             assert answer.headers["content-type"] == "application/json"
 
 
-async def test_a_chosen_pod_that_refuses_the_connection_costs_no_request(bench):
-    await bench.pods[1].stop()
+async def test_a_chosen_pod_that_refuses_the_connection_costs_no_request(own_bench):
+    await own_bench.pods[1].stop()
 
-    assert await bench.status_of("POST", "/v1/completions", data=b"{}") == 200
-    assert len(bench.pods[0].turns) == 1
+    assert await own_bench.status_of("POST", "/v1/completions", data=b"{}") == 200
+    assert len(own_bench.pods[0].turns) == 1
 
 
 async def test_a_pod_that_breaks_off_is_an_engine_error_and_the_request_is_not_sent_twice(bench):
@@ -294,36 +351,36 @@ async def test_a_pod_that_takes_too_long_is_an_engine_error():
         bench.pods[1].stall = True
 
         assert await bench.code_of("POST", "/v1/completions", data=b"{}") == (502, "engine_error")
-        await asyncio.wait_for(bench.pods[1].noticed_disconnect.wait(), 10)
+        await asyncio.wait_for(bench.pods[1].noticed_disconnect.wait(), DEADLINE_S)
 
 
-async def test_without_a_pod_or_a_front_the_answers_say_which(bench):
-    for engine in (*bench.pods, bench.front):
+async def test_without_a_pod_or_a_front_the_answers_say_which(own_bench):
+    for engine in (*own_bench.pods, own_bench.front):
         await engine.stop()
 
-    assert await bench.code_of("POST", "/v1/completions", data=b"{}") == (503, "no_ready_endpoint")
-    assert await bench.code_of("GET", "/v1/context/ctx_1") == (503, "gateway_unavailable")
-    await bench.envoy.until_healthy(PODS, 0)
-    assert await bench.code_of("POST", "/v1/completions", data=b"{}") == (503, "no_ready_endpoint")
+    assert await own_bench.code_of("POST", "/v1/completions", data=b"{}") == (503, "no_ready_endpoint")
+    assert await own_bench.code_of("GET", "/v1/context/ctx_1") == (503, "gateway_unavailable")
+    await own_bench.envoy.until_healthy(PODS, 0)
+    assert await own_bench.code_of("POST", "/v1/completions", data=b"{}") == (503, "no_ready_endpoint")
 
 
-async def test_a_pod_that_looks_ill_gets_nothing_that_nobody_chose_it_for(bench):
-    bench.plugin.pick = ""
-    bench.pods[0].healthy = False
-    await bench.envoy.until_healthy(PODS, 1)
+async def test_a_pod_that_looks_ill_gets_nothing_that_nobody_chose_it_for(own_bench):
+    own_bench.plugin.pick = ""
+    own_bench.pods[0].healthy = False
+    await own_bench.envoy.until_healthy(PODS, 1)
     for _ in range(10):
-        await bench.status_of("POST", "/v1/completions", data=b"{}")
+        await own_bench.status_of("POST", "/v1/completions", data=b"{}")
 
-    assert [len(pod.turns) for pod in bench.pods] == [0, 10]
+    assert [len(pod.turns) for pod in own_bench.pods] == [0, 10]
 
 
-async def test_pods_that_look_ill_are_tried_all_the_same_when_there_is_no_other(bench):
-    for pod in bench.pods:
+async def test_pods_that_look_ill_are_tried_all_the_same_when_there_is_no_other(own_bench):
+    for pod in own_bench.pods:
         pod.healthy = False
-    await bench.envoy.until_healthy(PODS, 0)
-    chosen = await bench.status_of("POST", "/v1/completions", data=b"{}")
-    bench.plugin.pick = ""
-    fallen_back = await bench.status_of("POST", "/v1/completions", data=b"{}")
+    await own_bench.envoy.until_healthy(PODS, 0)
+    chosen = await own_bench.status_of("POST", "/v1/completions", data=b"{}")
+    own_bench.plugin.pick = ""
+    fallen_back = await own_bench.status_of("POST", "/v1/completions", data=b"{}")
 
     assert (chosen, fallen_back) == (200, 200)
 
@@ -349,11 +406,9 @@ async def test_a_body_up_to_the_limit_passes_whether_the_plugin_looks_at_it_or_n
     assert bench.plugin.body_sizes == ([] if skip_body else [size for size in sizes for _ in range(2)])
 
 
-@pytest.mark.parametrize("state", ["alive", "dead"])
-async def test_a_body_over_the_limit_is_413_on_every_way(bench, state):
+async def test_a_body_over_the_limit_is_413_on_every_way(either_bench):
+    bench = either_bench
     bench.plugin.skip_body = True
-    if state == "dead":
-        await bench.plugin_dies()
     expected = error_body(BodyTooLarge(f"the request body is over the limit of {LIMIT_BYTES} bytes"))
     for path in ("/v1/completions", "/v1/context", "/v1/embeddings", "/v1/context/ctx_1"):
         for chunked in (False, True):
@@ -402,17 +457,17 @@ async def test_a_client_that_goes_away_ends_the_pod_s_work(bench):
         await answer.content.readany()
 
     answer.close()
-    await asyncio.wait_for(bench.pods[1].noticed_disconnect.wait(), 10)
+    await asyncio.wait_for(bench.pods[1].noticed_disconnect.wait(), DEADLINE_S)
     assert bench.pods[1].disconnects == 1
 
 
-async def test_a_running_answer_does_not_notice_that_the_plugin_dies(bench):
-    async with bench.request("POST", "/v1/completions", data=b'{"stream": true}') as answer:
-        bench.pods[1].release()
+async def test_a_running_answer_does_not_notice_that_the_plugin_dies(own_bench):
+    async with own_bench.request("POST", "/v1/completions", data=b'{"stream": true}') as answer:
+        own_bench.pods[1].release()
         first = await answer.content.readany()
-        await bench.plugin_dies()
-        bench.pods[1].release()
-        bench.pods[1].finish()
+        await own_bench.plugin_dies()
+        own_bench.pods[1].release()
+        own_bench.pods[1].finish()
         rest = await answer.content.read()
 
     assert first == rest == b'data: {"text": "token"}\n\n'
@@ -444,14 +499,14 @@ async def test_a_path_in_a_whole_url_is_matched_like_any_other(bench):
     assert bench.asked_of_front() == ["/v1/context/ctx_1"]
 
 
-async def test_the_access_log_has_the_receipts_and_neither_prompt_nor_query_nor_key(bench):
+async def test_the_access_log_has_the_receipts_and_neither_prompt_nor_query_nor_key(own_bench):
     headers = {"authorization": "Bearer the-key", "x-request-id": "req-1", "content-type": "application/json"}
     body = json.dumps({"prompt": "the-prompt", "stream": True}).encode()
-    async with bench.request("POST", "/v1/completions?q=the-query", data=body, headers=headers) as answer:
-        bench.pods[1].finish()
+    async with own_bench.request("POST", "/v1/completions?q=the-query", data=body, headers=headers) as answer:
+        own_bench.pods[1].finish()
         await answer.read()
-    await bench.status_of("GET", "/v1/context/ctx_1?q=the-query", headers=headers)
-    turn, control = await bench.envoy.access_log(num_lines=2)
+    await own_bench.status_of("GET", "/v1/context/ctx_1?q=the-query", headers=headers)
+    turn, control = await own_bench.envoy.access_log(num_lines=2)
 
     assert "the-" not in json.dumps([turn, control])
     assert (turn["method"], turn["path"], turn["route"], turn["status"]) == (
@@ -460,7 +515,7 @@ async def test_the_access_log_has_the_receipts_and_neither_prompt_nor_query_nor_
         "completion",
         200,
     )
-    assert (turn["pod"], turn["request_id"], turn["context_mode"]) == (bench.plugin.pick, "req-1", "append")
+    assert (turn["pod"], turn["request_id"], turn["context_mode"]) == (own_bench.plugin.pick, "req-1", "append")
     assert {"time", "duration_ms", "first_byte_ms", "sent_bytes", "plugin_head_us", "plugin_body_us"} <= turn.keys()
     assert (control["path"], control["route"]) == ("/v1/context/ctx_1", "control")
-    assert "the-" not in bench.envoy.log()
+    assert "the-" not in own_bench.envoy.log()

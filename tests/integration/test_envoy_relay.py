@@ -19,6 +19,14 @@ from tests.kit.until import until
 _POLL_S = 0.02
 
 
+class Admin(StubEngine):
+    """Ends a connection after its answer, as the relay asks of Envoy's admin interface."""
+
+    async def _one_request(self, reader, writer) -> bool:
+        await super()._one_request(reader, writer)
+        return False
+
+
 @pytest.fixture
 def free_ports():
     """Three ports that are nobody's: unlike the tests' other Envoys, a kept one is told its ports."""
@@ -188,7 +196,7 @@ def serving_relay(admin_file, *, drains, **more):
 @pytest.fixture
 async def relay_before_admin(tmp_path):
     """A relay before a server that shows what admin would be asked."""
-    admin = StubEngine()
+    admin = Admin()
     await admin.start()
     admin_file = tmp_path / "admin"
     admin_file.write_text(f"127.0.0.1:{admin.port}")

@@ -41,7 +41,9 @@ async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(tmp_path, engine)
     other = StubEngine()
     await other.start()
     # Slow probes: it is the refused connection that has to be noticed.
-    settings = settings_for(tmp_path, {"pod-a": engine, "pod-b": other}, probe_timeout_s=30)
+    settings = settings_for(
+        tmp_path, {"pod-a": engine, "pod-b": other}, probe_timeout_s=DEADLINE_S, connect_timeout_s=DEADLINE_S
+    )
     settings = settings.model_copy(update={"probe_interval_s": 600.0})
     async with running_gateway(settings, num_ready=2) as gateway:
         await engine.stop()
@@ -69,16 +71,15 @@ async def test_a_pod_that_never_answers_meets_the_deadlines(tmp_path, engine):
 
 
 async def test_a_request_body_that_stops_coming_is_refused_and_gives_its_room_back(tmp_path, engine):
-    settings = settings_for(tmp_path, {"pod-a": engine}, body_timeout_s=1.5, max_buffered_bytes=60)
+    settings = settings_for(tmp_path, {"pod-a": engine}, body_timeout_s=5, max_buffered_bytes=60)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: g\r\nauthorization: Bearer {KEY}\r\ncontent-length: 50\r\n\r\n"
     async with running_gateway(settings, num_ready=1) as gateway:
-        for _ in range(2):
-            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            writer.write(head.encode() + b"x" * 40)
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
-            writer.close()
-            await writer.wait_closed()
-            assert answer.startswith(b"HTTP/1.1 408")
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head.encode() + b"x" * 40)
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+        writer.close()
+        await writer.wait_closed()
+        assert answer.startswith(b"HTTP/1.1 408")
         async with gateway.post("/v1/completions", b"x" * 50) as whole:
             assert whole.status == 200
 

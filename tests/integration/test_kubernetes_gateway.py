@@ -16,7 +16,7 @@ from gateway.metrics import Metrics
 from gateway.ports import Endpoint
 from tests.kit.fake_kube import FakeKube
 from tests.kit.gateway_parts import KEY
-from tests.kit.gateway_process import GatewayProcess
+from tests.kit.gateway_process import START_DEADLINE_S, GatewayProcess
 from tests.kit.gateway_server import DEADLINE_S, settings_for
 from tests.kit.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
 from tests.kit.kube_servers import client_of
@@ -119,7 +119,11 @@ async def test_a_gateway_started_without_the_api_server_serves_once_it_is_there(
     try:
         # It lives, and says that it has no pods.
         found = await until(
-            lambda: endpoints(process), is_so=lambda _: True, what="it answers", despite=(aiohttp.ClientError,)
+            lambda: endpoints(process),
+            is_so=lambda _: True,
+            what="it answers",
+            deadline_s=START_DEADLINE_S,
+            despite=(aiohttp.ClientError,),
         )
         assert found == {}
         await kube.back()
@@ -147,10 +151,9 @@ async def test_where_pods_are_looked_for_and_how_often_is_the_operators_to_say(t
         "kubernetes_resync_s": 1,
     }
     settings = settings_for(tmp_path, {}, manager_port=1, **given)
-    async with AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S):
+    async with AsyncExitStack() as stack:
         endpoints, _ = await _listed_endpoints(settings, stack, Metrics(CollectorRegistry()))
-        while asked["list", "endpointslices", "engines"] < 3:
-            await asyncio.sleep(0.02)
+        await until(lambda: asked["list", "endpointslices", "engines"] >= 3, what="the pods are listed again and again")
 
     assert endpoints == (Endpoint("pod-a", "https://10.0.0.1:8000", "10.0.0.1:50061"),)
     assert {namespace for _, _, namespace in asked} == {"engines"}

@@ -18,10 +18,20 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REQUEST = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
 
 
-@pytest.mark.parametrize("envoy_traces", [True, False], ids=["envoy traces", "envoy does not"])
-@pytest.mark.parametrize("traceparent", [f"00-{TRACE}-{PARENT}-01", ""], ids=["continued", "begun"])
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "envoy_traces"),
+    [
+        pytest.param("", True, id="begun by envoy"),
+        pytest.param(TRACEPARENT, True, id="continued by envoy", marks=pytest.mark.thorough),
+        pytest.param("", False, id="begun past envoy"),
+        pytest.param(TRACEPARENT, False, id="continued past envoy"),
+    ],
+)
 async def test_gateway_and_pod_are_in_one_trace(
-    tmp_path: Path, manager: RunningManager, envoy_traces: bool, traceparent: str
+    tmp_path: Path, manager: RunningManager, traceparent: str, envoy_traces: bool
 ) -> None:
     async with running_collector() as collector:
         tracer = open_tracer(collector.endpoint, part="turn", sample_ratio=1, on_lost=lambda _num: None)

@@ -1,6 +1,6 @@
 """Request bodies built to be slow to read, and one tenant who sends twenty of them while others ask.
 
-`python -m tests.kit.hostile_bodies PORT KEY SIZE_BYTES` is that tenant: a process of its own, so that whoever
+`python -m tests.kit.hostile_bodies PORT KEY NUM_BODIES` is that tenant: a process of its own, so that whoever
 measures the others' answers is not busy with its bytes.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ PATH = "/v1/completions"
 NUM_BODIES = 20
 SIZE_BYTES = (32 << 20) - 256
 """Just under what a gateway takes."""
+_TICKS_A_S = os.sysconf("SC_CLK_TCK")
+_PAUSE_S = 0.1
+"""Between two requests of who asks: what they cost is little beside the bodies."""
 _CLAIM = b'{"session_id":"ctx_a","model":"stub-model",'
 _SHAPES: Mapping[str, tuple[bytes, bytes, bytes]] = {
     "wide": (b'"prompt":[', b"[],", b"[]]}"),
@@ -68,6 +72,8 @@ class Seen:
     hostile: Counter[int] = field(default_factory=Counter)
     hostile_s: float = 0.0
     """From the first body's first byte to the last one's answer."""
+    loop_share: float = 0.0
+    """Of the gateway's CPU time its event loop's, which is the same on any machine, busy or not."""
     grown_bytes: int = 0
     """The gateway's resident memory at its peak, less before."""
     reached_pod: list[str | None] = field(default_factory=list)
@@ -83,14 +89,14 @@ class World:
     engine: StubEngine
     http: aiohttp.ClientSession
 
-    async def attack(self, *, size_bytes: int = SIZE_BYTES) -> Seen:
+    async def attack(self, *, num_bodies: int = NUM_BODIES) -> Seen:
         """Let the tenant send its bodies, and ask all the while: without a key, and with another tenant's."""
         seen = Seen()
-        before = memory_bytes(self.gateway.process.pid, "VmRSS")
+        before, cpu_before_s = memory_bytes(self.gateway.process.pid, "VmRSS"), self._cpu_s()
         # The peak is since the process began: what it was before counts for nothing unless it was more.
         Path(f"/proc/{self.gateway.process.pid}/clear_refs").write_text("5")
         attacker = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.kit.hostile_bodies", str(self.port), KEY, str(size_bytes),
+            sys.executable, "-m", "tests.kit.hostile_bodies", str(self.port), KEY, str(num_bodies),
             cwd=ROOT, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         asking = [
@@ -98,6 +104,8 @@ class World:
             asyncio.create_task(self._ask(seen, "keyed", OTHER_KEY)),
         ]
         output, _ = await attacker.communicate()
+        loop_s, all_s = (after - before for after, before in zip(self._cpu_s(), cpu_before_s, strict=True))
+        seen.loop_share = loop_s / all_s
         for task in asking:
             task.cancel()
         ended = await asyncio.gather(*asking, return_exceptions=True)
@@ -108,6 +116,13 @@ class World:
         seen.grown_bytes = memory_bytes(self.gateway.process.pid, "VmHWM") - before
         seen.reached_pod = [(found.header("x-asker") or [None])[0] for found in self.engine.turns]
         return seen
+
+    def _cpu_s(self) -> tuple[float, float]:
+        """Return the CPU time of the gateway's main thread, and of all."""
+        pid = self.gateway.process.pid
+        stats = (Path(f"/proc/{found}/stat").read_text() for found in (f"{pid}/task/{pid}", pid))
+        loop_s, all_s = (sum(map(int, stat.rpartition(")")[2].split()[11:13])) / _TICKS_A_S for stat in stats)
+        return loop_s, all_s
 
     async def _ask(self, seen: Seen, who: str, key: str | None) -> None:
         headers = {"content-type": "application/json", "x-asker": who}
@@ -120,12 +135,12 @@ class World:
                 await answer.read()
             seen.statuses[who][answer.status] += 1
             seen.seconds[who].append(time.perf_counter() - before_s)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(_PAUSE_S)
 
 
 @asynccontextmanager
 async def running_world(front: str, **environment: str) -> AsyncIterator[World]:
-    """Run until the block ends; Envoy has the settings that are shipped."""
+    """Run until the block ends."""
     manager, engine = RunningManager(), StubEngine()
     await manager.start()
     await engine.start()
@@ -166,15 +181,12 @@ def _send(port: int, key: str, body: bytes) -> int:
         connection.close()
 
 
-def main(port: int, key: str, size_bytes: int) -> None:
+def main(port: int, key: str, num_bodies: int) -> None:
     """Send all the bodies at once and print what they were answered."""
-    bodies: Callable[[int], bytes] = {
-        number: hostile_body(shape, size_bytes) for number, shape in enumerate(SHAPES)
-    }.__getitem__
+    bodies = [hostile_body(shape) for shape in SHAPES[:num_bodies]]
     before_s = time.perf_counter()
-    with ThreadPoolExecutor(NUM_BODIES) as pool:
-        sent = pool.map(lambda number: _send(port, key, bodies(number % len(SHAPES))), range(NUM_BODIES))
-        statuses = Counter(sent)
+    with ThreadPoolExecutor(num_bodies) as pool:
+        statuses = Counter(pool.map(lambda number: _send(port, key, bodies[number % len(bodies)]), range(num_bodies)))
     print(json.dumps({"statuses": statuses, "seconds": time.perf_counter() - before_s}))
 
 

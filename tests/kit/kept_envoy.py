@@ -16,6 +16,7 @@ import yaml
 from deploy.envoy.bootstrap import bootstrap
 from deploy.local.processes import ProcessName, is_alive, name_of
 from tests.kit.envoy_process import envoy_settings
+from tests.kit.ports import free_port
 from tests.kit.stub_engine import StubEngine
 from tests.kit.stub_processor import StubProcessor
 from tests.kit.until import until
@@ -89,7 +90,7 @@ async def kept_envoy(tmp_path, free_ports, *, gateway: tuple[int, int] | None = 
     """
     listen, admin, metrics = free_ports
     async with AsyncExitStack() as stack:
-        pod, plugin = StubEngine(port=pod_port), StubProcessor()
+        pod, plugin = StubEngine(port=pod_port or free_port()), StubProcessor()
         for part in (pod, plugin):
             await part.start()
             stack.push_async_callback(part.stop)

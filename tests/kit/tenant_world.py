@@ -206,6 +206,7 @@ def _gateway_settings(directory: Path, pod: TurnPod, manager_port: int, sidecar_
         sidecar_timeout_s=20,
         delete_timeout_s=20,
         probe_timeout_s=15,
+        connect_timeout_s=15,
     )
 
 

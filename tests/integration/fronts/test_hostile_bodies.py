@@ -1,21 +1,31 @@
-"""One tenant sends twenty bodies built to be slow to read, 32 MiB each: nobody else notices. Times: `benchmarks/`."""
+"""One tenant sends bodies built to be slow to read, 32 MiB each: nobody else notices. Times: `benchmarks/`."""
 
 import pytest
 
 from tests.kit.hostile_bodies import NUM_BODIES, SIZE_BYTES, running_world
 
+NUM_FEW = 8
+
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("front_kind", ["envoy", pytest.param("http", marks=pytest.mark.thorough)], indirect=True)
-async def test_bodies_built_to_be_slow_open_no_door_and_stop_nobody(front_kind):
-    """Seen to fail before bodies were read without being built: through Envoy 2 keyless requests reached the pod."""
-    async with running_world(front_kind) as world:
-        seen = await world.attack()
+@pytest.mark.parametrize(
+    ("front", "num_bodies"),
+    [
+        ("envoy", NUM_FEW),
+        pytest.param("envoy", NUM_BODIES, marks=pytest.mark.thorough),
+        pytest.param("http", NUM_BODIES, marks=pytest.mark.thorough),
+    ],
+)
+async def test_bodies_built_to_be_slow_open_no_door_and_stop_nobody(front, num_bodies):
+    """Seen to fail with bodies built on the loop: 0.96 of the gateway's CPU time was the loop's, 0.5 is right."""
+    async with running_world(front) as world:
+        seen = await world.attack(num_bodies=num_bodies)
 
     assert set(seen.statuses["keyless"]) == {401}
     assert set(seen.statuses["keyed"]) == {200}
     assert "keyless" not in seen.reached_pod
-    assert seen.hostile.total() == NUM_BODIES
+    assert seen.loop_share < 0.9
+    assert seen.hostile.total() == num_bodies
     # 0: the connection was closed in the middle of a body that is refused.
     assert seen.hostile.keys() <= {0, 400, 404, 429}, seen.hostile
-    assert seen.grown_bytes < 2 * NUM_BODIES * SIZE_BYTES
+    assert seen.grown_bytes < 2 * num_bodies * SIZE_BYTES

@@ -42,7 +42,7 @@ def open_envoy(tmp_path, engine, manager):
             await asyncio.gather(*(gateway.start() for gateway in gateways))
             addresses = [(gateway.http_port, gateway.ext_proc_port) for gateway in gateways]
             envoy = await stack.enter_async_context(
-                running_envoy(envoy_settings(pods=[engine.port], gateways=addresses, plugin_timeout_s=30))
+                running_envoy(envoy_settings(pods=[engine.port], gateways=addresses))
             )
             for cluster, num_healthy in ((PODS, 1), (PLUGIN, num_gateways), (GATEWAY_HTTP, num_gateways)):
                 await envoy.until_healthy(cluster, num_healthy)
@@ -60,7 +60,7 @@ async def test_a_killed_plugin_breaks_no_stream_and_no_stateless_request_and_ref
             streams.append(await stack.enter_async_context(client.post("/v1/completions", body)))
         first = [await stream.content.readuntil(b"\n\n") for stream in streams]
         async with traffic(envoy.url, [STATELESS, BODILESS], num_clients=6) as stateless:
-            await stateless.until(100)
+            await stateless.until(50)
             await gateways[0].kill()
             for path, headers in (("/v1/context", {}), ("/v1/completions", {"X-Session-ID": "ctx_1"})):
                 async with client.post(path, {"prompt": "x"}, headers=headers) as answer:
@@ -68,11 +68,11 @@ async def test_a_killed_plugin_breaks_no_stream_and_no_stateless_request_and_ref
                     assert answer.headers["retry-after"]
             async with client.get("/v1/context/ctx_1") as answer:
                 assert await code_of(answer) == (503, "gateway_unavailable")
-            await stateless.until(stateless.num_answered + 300)
+            await stateless.until(stateless.num_answered + 100)
             await gateways[0].start()
             await until_answered(lambda: client.post("/v1/context", {"prompt": "x"}), 200)
             await until_answered(lambda: client.get("/v1/context/ctx_1"), 200)
-            await stateless.until(stateless.num_answered + 100)
+            await stateless.until(stateless.num_answered + 50)
         engine.go_on.set()
         rest = [await stream.content.read() for stream in streams]
 
@@ -114,7 +114,7 @@ async def test_a_plugin_that_is_late_for_one_health_check_is_not_taken_away(open
             # The two pauses are not two failures in a row.
             await envoy.until_counted(f"{checks}.success", 1)
             num_healthy = await envoy.stat(f"cluster.{PLUGIN}.membership_healthy")
-            await load.until(load.num_answered + 200)
+            await load.until(load.num_answered + 50)
 
             assert (load.failed, num_healthy) == ({}, 1)
 

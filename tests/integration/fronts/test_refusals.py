@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from gateway.http import carrier
 from tests.kit.fronts import code_of, only_http, until_answered
 from tests.kit.gateway_parts import OTHER_KEY
 
@@ -48,6 +49,7 @@ async def test_a_header_that_does_not_begin_as_a_context_is_a_label_and_asks_no_
     assert [found.header("x-context-unrouted") for found in engine.turns] == [[]] * len(labels)
 
 
+@only_http
 async def test_a_header_that_names_nobodys_context_is_not_found(front, engine, manager):
     await manager.add("ctx_foreign", tenant="other")
     for named in ("ctx_foreign", "ctx_none"):
@@ -56,6 +58,7 @@ async def test_a_header_that_names_nobodys_context_is_not_found(front, engine, m
     assert engine.turns == []
 
 
+@only_http
 async def test_an_agents_label_beside_a_session_in_the_body_is_no_error(front, engine, manager):
     """Seen to fail: 400, the body and X-Session-ID name different contexts."""
     await manager.add("ctx_1")
@@ -238,6 +241,7 @@ async def test_control_calls_are_counted_like_all_others(open_front, engine, man
     assert found == [(200, False)] * 3 + [(429, True)] * 2 + [(200, False)]
 
 
+@only_http
 async def test_when_every_pod_has_too_many_waiting_new_requests_are_shed(open_front, engine, manager):
     await manager.add("ctx_1")
     engine.load = {"vllm:num_requests_waiting": 300}
@@ -265,21 +269,24 @@ async def test_bodies_over_what_may_be_held_are_refused_and_the_room_is_given_ba
 
 
 @only_http
-async def test_a_gateway_that_was_busy_itself_refuses_nobody(open_front, engine, manager):
+async def test_a_gateway_that_was_busy_itself_refuses_nobody(open_front, engine, manager, monkeypatch):
     """Seen to fail: one connection that was late by the gateway's own stall took the only pod out, 503 for all."""
+    open_socket, stalls = carrier._open_pod_socket, iter([2.5])
 
-    async def stall():
-        for _ in range(3):
-            await asyncio.sleep(0.005)  # lets connections begin
-            time.sleep(0.4)  # longer than a connection may take
+    def opened_late(address):
+        time.sleep(next(stalls, 0))  # once, longer than a connection may take
+        return open_socket(address)
+
+    monkeypatch.setattr(carrier, "_open_pod_socket", opened_late)
 
     async def ask(number: int) -> int:
         async with front.post("/v1/completions", {"prompt": str(number)}) as answer:
             return answer.status
 
-    async with open_front({"pod-a": engine}, manager_port=manager.port, connect_timeout_s=0.3) as front:
-        *statuses, _ = await asyncio.gather(*(ask(number) for number in range(80)), stall())
+    async with open_front({"pod-a": engine}, manager_port=manager.port, connect_timeout_s=2) as front:
+        statuses = await asyncio.gather(*(ask(number) for number in range(80)))
 
+    assert next(stalls, None) is None
     assert statuses == [200] * 80
 
 

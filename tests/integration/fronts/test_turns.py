@@ -88,6 +88,7 @@ async def test_a_streamed_create_and_turn_end_with_usage_session_and_done(front)
     assert (receipt["x-context-mode"], receipt["content-type"]) == ("append", "text/event-stream")
 
 
+@only_http
 async def test_a_streamed_turn_arrives_while_the_engine_is_still_at_work(front, pod):
     session_id = await created(front)
     pod.engine.pause = asyncio.Event()
@@ -128,6 +129,7 @@ async def test_a_turn_named_by_its_header_with_a_body_that_is_none_is_refused(fr
     assert len(pod.engine.generations()) == num_asked
 
 
+@only_http
 async def test_a_turn_named_by_its_header_cannot_tell_the_engine_what_only_we_may(front, pod):
     session_id = await created(front)
     forged = {"cache_salt": "theirs", "kv_transfer_params": {"context_cache": "forged"}}
