@@ -20,7 +20,7 @@ Exceptions = tuple[type[Exception], ...]
 async def until(
     look: Callable[[], Awaitable[Any] | Any],
     *,
-    what: str,
+    what: str | Callable[[], str],
     deadline_s: float = DEADLINE_S,
     interval_s: float = 0.02,
     is_so: Callable[[Any], Any] = bool,
@@ -28,6 +28,7 @@ async def until(
 ) -> Any:
     """Return the first of what `look` returns that `is_so`; it may be a coroutine function.
 
+    `what` may be asked for at the deadline, to tell how things stand then.
     An exception of a kind in `despite` means "not yet"; another ends the waiting.
     """
     seen: Any = "nothing"
@@ -45,7 +46,7 @@ async def until(
     except TimeoutError:
         if not deadline.expired():
             raise
-        raise AssertionError(_late(what, deadline_s, seen)) from None
+        raise AssertionError(_late(what if isinstance(what, str) else what(), deadline_s, seen)) from None
 
 
 def wait_until(

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ from kv_sidecar.saves import NewSave
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT
 from tests.kit.ports import free_port
+from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
 
 ROOT = Path(__file__).parents[3]
@@ -158,7 +159,7 @@ class Pod:
                 engine = await asyncio.to_thread(EngineRank, self.address, frames=self.shared is None)
             return engine is not None
 
-        await poll(is_introduced, START_DEADLINE_S, self.part.told)
+        await until(is_introduced, what=self.part.told, deadline_s=START_DEADLINE_S)
         former, self._engine = self._engine, engine
         if former is not None:
             former.close()
@@ -176,7 +177,7 @@ class Pod:
         async def has_passed() -> bool:
             return await asyncio.to_thread(self.counted, "last_collect_timestamp_seconds") > since_s
 
-        await poll(has_passed, PASS_DEADLINE_S)
+        await until(has_passed, what="a collector pass", deadline_s=PASS_DEADLINE_S, despite=(OSError,))
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -274,7 +275,7 @@ class BytesWorld:
             self._check_keepers()
             return sum(part.restarts for part in self.parts) >= num_deaths
 
-        await poll(are_up, START_DEADLINE_S, lambda: "; ".join(part.told() for part in self.parts))
+        await until(are_up, what=lambda: "; ".join(part.told() for part in self.parts), deadline_s=START_DEADLINE_S)
 
     async def close(self) -> None:
         for keeper in self._keepers:
@@ -302,7 +303,7 @@ class BytesWorld:
             return await self.client.is_serving()
 
         if part is self.manager:
-            await poll(is_serving, START_DEADLINE_S, part.told)
+            await until(is_serving, what=part.told, deadline_s=START_DEADLINE_S)
         for pod in self.pods:
             if pod.part is part:
                 await pod.await_serving()
@@ -527,30 +528,9 @@ class Player:
 
 def _send(engine: EngineRank, new: NewSave, num_blocks: int | None) -> None:
     """Announce a save and send what is missing, or the first `num_blocks` of it."""
-    prepared = engine.client.prepare_save(
-        tenant=new.tenant,
-        session_id=new.session_id,
-        cache_ref=new.cache_ref,
-        fingerprint=new.fingerprint,
-        rank=new.rank,
-        world_size=new.world_size,
-        token_ids=new.token_ids,
-        expires_at_ms=new.expires_at_ms,
-        started_at_ms=new.started_at_ms,
-    )
+    prepared = engine.prepare(new)
     tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
     engine.client.save_blocks(engine.requests(new, [*prepared.missing_blocks, *tail][:num_blocks]), timeout_s=_CALL_S)
-
-
-async def poll(condition: object, deadline_s: float, told: Callable[[], str] = str) -> None:
-    """Ask until it is so; fail loudly at the deadline, with what is told then."""
-    ends_at = time.monotonic() + deadline_s
-    while True:
-        with suppress(OSError):
-            if await condition():  # type: ignore[operator]  # an async callable
-                return
-        assert time.monotonic() < ends_at, f"it did not become so in {deadline_s:.0f} s. {told()}"
-        await asyncio.sleep(0.05)
 
 
 def _now_ms() -> int:
