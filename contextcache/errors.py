@@ -194,6 +194,14 @@ class NoReadyEndpoint(ContextCacheError):
     grpc_status = "UNAVAILABLE"
 
 
+class GatewayUnavailable(ContextCacheError):
+    """No gateway answers Envoy, and the request may not pass without one. Said by Envoy, or by the pod it reached."""
+
+    code = "gateway_unavailable"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
 class StoreUnavailable(ContextCacheError):
     """The context manager or its Redis cannot be reached in time."""
 

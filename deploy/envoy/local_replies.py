@@ -5,12 +5,13 @@ The plugin's answers too are local replies to Envoy, so every rule names the det
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from contextcache.errors import (
     BodyTooLarge,
     ContextCacheError,
     EngineFailed,
+    GatewayUnavailable,
     InvalidRequest,
     NoReadyEndpoint,
     error_body,
@@ -18,14 +19,6 @@ from contextcache.errors import (
 from deploy.envoy.routes import CONTROL, TYPE
 from deploy.envoy.settings import EnvoySettings
 from gateway.paths import PathNotFound
-
-
-class GatewayUnavailable(ContextCacheError):
-    """No gateway answers, and the request may not pass without one."""
-
-    code: ClassVar[str] = "gateway_unavailable"
-    http_status: ClassVar[int] = 503
-    grpc_status: ClassVar[str] = "UNAVAILABLE"
 
 
 def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:

@@ -71,9 +71,9 @@ def run_demo(stack: Stack, *, as_json: bool) -> None:
 
 
 def short_story(client: GatewayClient) -> list[StoryStep]:
-    """Make the proposal's own three calls: create, the same prompt again, delete."""
+    """Make three calls: create, the same prompt again, delete."""
     prompt = {"prompt": "Say this is a test"}
-    with Step("the proposal's story: create, the same prompt again, delete"):
+    with Step("create, the same prompt again, delete"):
         created = client.stream("/v1/context", _body(prompt, ttl=3600))
         again = client.stream("/v1/completions", _body(prompt, session_id=created.session_id))
         _expect(again.usage["prompt_tokens"] == 1, f"prompt_tokens fell to {again.usage['prompt_tokens']}, not to 1")

@@ -82,6 +82,9 @@ class SessionChurn(TurnLoad):
             else:
                 await self._turn(one, number)
         if chance() < 0.3:
+            pod = f"pod-{self._random.randrange(9)}"
+            await self._asked(lambda c: c.note_holder(TENANT, name, holder=pod))
+        if chance() < 0.3:
             await self._touched(name)
         if chance() < 0.5:
             await self._deleted(name)

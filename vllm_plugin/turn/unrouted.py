@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from contextcache.claim import SESSION_HEADER, claimed_session, is_opaque, read_claims, refuse_session
-from contextcache.errors import NoReadyEndpoint
+from contextcache.errors import GatewayUnavailable
 from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
 
 
 def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
-    """Return the body the engine may have. Raises NoReadyEndpoint for a context's request, InvalidRequest."""
+    """Return the body the engine may have. Raises GatewayUnavailable for a context's request, InvalidRequest."""
     if path == CONTEXT_PATH:
         raise _away()
     claims = None if is_opaque(headers.get("content-type", "")) else read_claims(body)
@@ -28,5 +28,5 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
     return body if changed is None else changed
 
 
-def _away() -> NoReadyEndpoint:
-    return NoReadyEndpoint("the gateway is not there to route this session", retry_after_s=_RETRY_AFTER_S)
+def _away() -> GatewayUnavailable:
+    return GatewayUnavailable("no gateway is there to route this session", retry_after_s=_RETRY_AFTER_S)

@@ -194,7 +194,7 @@ async def test_without_a_plugin_the_pod_refuses_what_claims_a_context_and_serves
         f'{{"model": "{MODEL}", "prompt": "x", "session\\u005fid": "{escaped}"}}'.encode(),
     ):
         async with front.post("/v1/completions", body) as answer:
-            assert await code_of(answer) == (503, "no_ready_endpoint"), body
+            assert await code_of(answer) == (503, "gateway_unavailable"), body
             assert answer.headers["retry-after"]
     wide = f'{{"model": "{MODEL}", "prompt": "x", "session_id": "{session_id}"}}'.encode("utf-16")
     async with front.post("/v1/completions", wide) as answer:

@@ -501,6 +501,8 @@ class Player:
     async def _pull(self, pod: Pod, session: CacheSessionMetadata) -> None:
         (peer,) = (other for other in self._world.pods if other is not pod)
         await pod.client.pull_context(TENANT, session.cache_refs, peer=peer.address)
+        with suppress(ContextCacheError):  # as the gateway: the pull goes on
+            await self._manager.note_holder(TENANT, session.session_id, holder=pod.name)
         for _ in range(20):
             try:
                 manifest, _ = await pod.client.get_manifest(TENANT, session.cache_refs[0])

@@ -30,7 +30,7 @@ def body_for(path, **more):
 def is_away(answer):
     return (answer.status, answer.json["error"]["code"], answer.headers.get("retry-after")) == (
         503,
-        "no_ready_endpoint",
+        "gateway_unavailable",
         "1",
     )
 
