@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,8 @@ SLICE_S = 600.0
 def main(arguments: list[str] | None = None) -> int:
     """Run what was asked for; return the exit status."""
     options = _parser().parse_args(arguments)
+    # A shell ignores it for what it runs in the background, and so would all that is started here: parts end by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if options.what == "list":
         print(render(["part", "tier", "what it proves"], [[part.name, part.tier, part.proves] for part in PARTS]))
         return 0
