@@ -19,6 +19,7 @@ import msgspec
 
 from contextcache.errors import InvalidRequest
 from contextcache.model import SESSION_ID_PATTERN, SessionId
+from contextcache.requests import LARGE_BYTES
 
 SESSION_HEADER = "x-session-id"
 MINTED_PREFIX = "ctx_"
@@ -117,14 +118,16 @@ class Claims:
 def read_claims(body: bytes) -> Claims | None:
     """Return what the engine would see, or None when it is not for us to judge: no object, nothing the engine reads.
 
-    Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, or is too deep.
+    Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, is too deep, or
+    is large and in another encoding than UTF-8.
     """
     try:
         return read_strict_claims(body)
     except InvalidRequest as strict:
+        if b'"session_id"' in body:
+            raise
         found = _read_as_engine(body, strict)
-        named = found is not None and bytes(found.fields.session_id) not in (b"", _NULL)
-        if named or b'"session_id"' in body:
+        if found is not None and bytes(found.fields.session_id) not in (b"", _NULL):
             raise
         return found
 
@@ -233,6 +236,8 @@ def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
     _check_brackets(body)
     try:
         encoding = json.detect_encoding(body)
+        if encoding != "utf-8" and len(body) > LARGE_BYTES:
+            raise strict  # it would be held three times over
         text = body if encoding == "utf-8" else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
         return Claims(text, _FIELDS.decode(_with_plain_values(text)))
     except RecursionError:
@@ -241,14 +246,18 @@ def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
         return None
 
 
-def _with_plain_values(text: bytes) -> bytes:
+def _with_plain_values(text: bytes) -> bytearray:
     r"""Return the same keys in the same places, with values that strict JSON has in the place of others.
 
     `\ud…` becomes `\uc…`, letters that no key of ours has: half a character is then a whole one, and a whole one two.
     """
+    plain_text = bytearray(text)
     for odd, plain in ((b"NaN", b"0.0"), (b"Infinity", b"0.000000"), (rb"\ud", rb"\uc"), (rb"\uD", rb"\uc")):
-        text = text.replace(odd, plain)
-    return text
+        # Piece by piece, each with what begins in it: one copy of a large body beside the body is enough.
+        for start in range(0, len(plain_text), LARGE_BYTES):
+            end = start + LARGE_BYTES + len(odd) - 1
+            plain_text[start:end] = plain_text[start:end].replace(odd, plain)
+    return plain_text
 
 
 def _check_brackets(body: bytes) -> int:

@@ -9,7 +9,6 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -173,18 +172,22 @@ class Gateway:
         self._tenants.ask(caller.tenant)
         return Admission(caller.tenant, kind, path, request_id, headers, subset, caller.context_mode)
 
-    async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
+    async def route_by_head(self, admission: Admission, *, has_body: bool, is_large: bool = False) -> Forward | None:
         """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
 
+        `is_large`: the body is not worth reading only to learn what else is wrong with the request.
         None: `route` with the body. The pod checks what a body says that was not read here. Raises as `route`.
         """
         if admission.kind is Kind.COMPLETION:
             named = claimed_session(None, admission.headers.get(SESSION_HEADER))
             if named is None:
                 return None
-            with suppress(ContextNotFound):  # the body may say what is wrong, as it does where it is read first
+            try:
                 return await self._turn_forward(admission, None, named)
-            return None
+            except ContextNotFound:
+                if is_large:
+                    raise
+                return None  # the body may say what is wrong, as it does where it is read first
         if admission.kind is Kind.STATELESS and (not has_body or is_opaque(admission.headers.get("content-type", ""))):
             return self._forward(Kind.STATELESS, None, self._query(admission, light=not has_body))
         return None

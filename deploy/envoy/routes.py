@@ -33,6 +33,11 @@ COMPLETION = "completion"
 STATELESS = "stateless"
 NOT_FOUND = "not_found"
 
+SHOWN_BYTES_MAX = 8 << 20
+"""Request bodies from this size on go through the gateways' HTTP fronts, which hold them once; so does what does not
+say its size. A message of the plugin's is held three to four times while it is read, on one event loop. Not asked of
+turns by header, whose body goes on unseen, nor of calls that only this operator lists."""
+
 _NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
 _ANY = r"[A-Za-z0-9_~!$&'()*+,;=:@.-]"
 SEGMENT = rf"(?:\.?\.?{_NOT_DOT}{_ANY}*|\.\.\.{_ANY}*)"
@@ -44,21 +49,30 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     to_pod = _to_pod(settings)
     to_front = {"cluster": GATEWAY_HTTP, "timeout": "30s", "idle_timeout": "30s", "retry_policy": _RETRIES}
     post = _method("POST")
+    fail_open = settings.fail_open_stateless
     by_header = [*post, {"name": SESSION_HEADER, "string_match": {"prefix": MINTED_PREFIX}}]
     # Each path by itself: a regular expression of all of them is larger than Envoy takes.
-    stateless = [_call(call) for call in (*sorted(ENGINE_CALLS), *settings.engine_paths)]
+    with_body = [
+        (CREATE, CONTEXT_PATH, False),
+        *((COMPLETION, path, fail_open) for path in _COMPLETIONS),
+        *((STATELESS, path, fail_open) for path in _POSTED),
+    ]
+    unsized = [_call(call) for call in (*_NOT_POSTED, *settings.engine_paths)]
     return [
-        _route(CREATE, {**_path(CONTEXT_PATH), "headers": post}, to_pod, fail_open=False),
+        *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
+        *(
+            _route(name, {**_path(path), "headers": [*post, _SHOWN]}, to_pod, fail_open=may_pass)
+            for name, path, may_pass in with_body
+        ),
+        *(
+            _route(name, {**_path(path), "headers": post}, {**to_pod, "cluster": GATEWAY_HTTP}, plugin=False)
+            for name, path, _ in with_body
+        ),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
         *(_public(_route(CONTROL, _path(path), to_front, plugin=False)) for path in FRONT_PATHS),
         # Any other spelling of our own namespace: the pod must not see it either.
         _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
-        *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
-        *(
-            _route(COMPLETION, {**_path(path), "headers": post}, to_pod, fail_open=settings.fail_open_stateless)
-            for path in _COMPLETIONS
-        ),
-        *(_route(STATELESS, match, to_pod, fail_open=settings.fail_open_stateless) for match in stateless),
+        *(_route(STATELESS, match, to_pod, fail_open=fail_open) for match in unsized),
         _not_found({"prefix": ""}),
     ]
 
@@ -80,7 +94,10 @@ def _regex(pattern: str) -> dict[str, Any]:
     return {"safe_regex": {"regex": pattern}}
 
 
+_SHOWN = {"name": "content-length", "range_match": {"start": 0, "end": SHOWN_BYTES_MAX}}
 _COMPLETIONS = sorted(COMPLETION_PATHS)
+_POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.startswith("POST ")} - COMPLETION_PATHS)
+_NOT_POSTED = sorted(call for call in ENGINE_CALLS if not call.startswith("POST "))
 _CONTROL_MATCHES = [
     _path(CONTEXT_PATH),
     _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}"),

@@ -7,6 +7,7 @@ limit is refused, and nothing is counted then.
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -144,7 +145,7 @@ class HeldBody(Upload):
         super().__init__(limits)
         self._tenants = tenants
         self._tenant = tenant
-        self._pieces: list[bytes] = []
+        self._body = io.BytesIO()
         self._held_bytes = 0
 
     def __enter__(self) -> Self:
@@ -155,17 +156,19 @@ class HeldBody(Upload):
     ) -> None:
         self._tenants.give_back_bytes(self._tenant, self._held_bytes)
         self._held_bytes = 0
-        self._pieces.clear()
+        self._body = io.BytesIO()
 
     def add(self, piece: bytes) -> None:
         """Hold another piece. Raises BodyTooLarge, NoReadyEndpoint, TooManyInFlight."""
         self.came(len(piece))
         self._tenants.take_bytes(self._tenant, len(piece))
+        if not self._held_bytes:
+            self._body = io.BytesIO(piece)  # the same bytes: most bodies come in one piece
+            self._body.seek(len(piece))
+        else:
+            self._body.write(piece)
         self._held_bytes += len(piece)
-        self._pieces.append(piece)
 
     def whole(self) -> bytes:
-        """Return the body."""
-        if len(self._pieces) != 1:
-            self._pieces = [b"".join(self._pieces)]
-        return self._pieces[0]
+        """Return the body. Held once: what the pieces were written to is what is returned, not a copy of it."""
+        return self._body.getvalue()

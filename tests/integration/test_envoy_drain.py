@@ -118,7 +118,7 @@ async def test_a_keeper_that_is_killed_takes_envoy_along(tmp_path, free_ports):
         await kept.ended()
         await until(kept.envoy_is_gone, what="Envoy is gone")
 
-        assert await kept.is_closed()
+        await until(kept.is_closed, what="its port is closed")
 
 
 async def test_a_config_that_envoy_refuses_ends_the_keeper(tmp_path):

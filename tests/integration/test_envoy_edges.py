@@ -26,10 +26,16 @@ async def front(engine, manager, tmp_path):
 
 async def test_a_request_of_trailers_without_a_body_does_not_pass_the_gateway_unrouted(front, engine):
     for path in ("/v1/completions", "/v1/context", "/v1/embeddings"):
-        answer = json.loads(await http2.post(front.port, path, HEADERS, trailers=TRAILERS))
+        sized = {**HEADERS, "content-length": "0"}
+        answer = json.loads(await http2.post(front.port, path, sized, trailers=TRAILERS))
 
         assert answer["error"]["code"] == "invalid_request"
     assert engine.turns == []
+    for path in ("/v1/completions", "/v1/context", "/v1/embeddings"):  # of no size: through the HTTP front
+        await http2.post(front.port, path, HEADERS, trailers=TRAILERS)
+
+    assert [found.target for found in engine.turns] == ["/v1/completions", "/v1/embeddings"]
+    assert not any(found.header(name) for found in engine.turns for name in (UNROUTED_HEADER, IDENTITY_HEADER))
 
 
 async def test_trailers_after_a_body_say_nothing(front, engine):

@@ -1,7 +1,7 @@
 """Request bodies built to be slow to read, and one tenant who sends twenty of them while others ask.
 
-`python -m tests.kit.hostile_bodies PORT KEY NUM_BODIES` is that tenant: a process of its own, so that whoever
-measures the others' answers is not busy with its bytes.
+`python -m tests.kit.hostile_bodies PORT KEY NUM_BODIES` is that tenant, for 0 one body of each shape, one after the
+other: a process of its own, so that whoever measures the others' answers is not busy with its bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import aiohttp
 
 from deploy.envoy.clusters import PLUGIN
 from deploy.envoy.routes import PODS
+from deploy.envoy.settings import EnvoySettings
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY, OTHER_KEY
 from tests.kit.gateway_process import ROOT, GatewayProcess
@@ -35,6 +36,7 @@ PATH = "/v1/completions"
 NUM_BODIES = 20
 SIZE_BYTES = (32 << 20) - 256
 """Just under what a gateway takes."""
+PLUGIN_TIMEOUT_S = EnvoySettings.model_fields["plugin_timeout_s"].default
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 _PAUSE_S = 0.1
 """Between two requests of who asks: what they cost is little beside the bodies."""
@@ -90,7 +92,10 @@ class World:
     http: aiohttp.ClientSession
 
     async def attack(self, *, num_bodies: int = NUM_BODIES) -> Seen:
-        """Let the tenant send its bodies, and ask all the while: without a key, and with another tenant's."""
+        """Let the tenant send its bodies, and ask all the while: without a key, and with another tenant's.
+
+        `num_bodies` 0: one of each shape, one after the other.
+        """
         seen = Seen()
         before, cpu_before_s = memory_bytes(self.gateway.process.pid, "VmRSS"), self._cpu_s()
         # The peak is since the process began: what it was before counts for nothing unless it was more.
@@ -139,14 +144,14 @@ class World:
 
 
 @asynccontextmanager
-async def running_world(front: str, **environment: str) -> AsyncIterator[World]:
-    """Run until the block ends."""
+async def running_world(front: str) -> AsyncIterator[World]:
+    """Run until the block ends; Envoy's patience with the plugin is the shipped one."""
     manager, engine = RunningManager(), StubEngine()
     await manager.start()
     await engine.start()
     with tempfile.TemporaryDirectory(prefix="hostile-") as directory:
         settings = settings_for(Path(directory), {"pod-a": engine}, manager_port=manager.port)
-        gateway = GatewayProcess(Path(directory), settings, environment=environment)
+        gateway = GatewayProcess(Path(directory), settings)
         try:
             await gateway.start()
             # A connection a request: one that is kept may be ended as idle when the machine stands still.
@@ -156,7 +161,8 @@ async def running_world(front: str, **environment: str) -> AsyncIterator[World]:
                     yield World(gateway.http_port, gateway, engine, http)
                     return
                 addresses = [(gateway.http_port, gateway.ext_proc_port)]
-                async with running_envoy(envoy_settings(pods=[engine.port], gateways=addresses)) as envoy:
+                made = envoy_settings(pods=[engine.port], gateways=addresses, plugin_timeout_s=PLUGIN_TIMEOUT_S)
+                async with running_envoy(made) as envoy:
                     await envoy.until_healthy(PODS, 1)
                     await envoy.until_healthy(PLUGIN, 1)
                     yield World(envoy.port, gateway, engine, http)
@@ -182,11 +188,12 @@ def _send(port: int, key: str, body: bytes) -> int:
 
 
 def main(port: int, key: str, num_bodies: int) -> None:
-    """Send all the bodies at once and print what they were answered."""
-    bodies = [hostile_body(shape) for shape in SHAPES[:num_bodies]]
+    """Send all the bodies at once, or each by itself, and print what they were answered."""
+    bodies = [hostile_body(shape) for shape in SHAPES[: num_bodies or len(SHAPES)]]
     before_s = time.perf_counter()
-    with ThreadPoolExecutor(num_bodies) as pool:
-        statuses = Counter(pool.map(lambda number: _send(port, key, bodies[number % len(bodies)]), range(num_bodies)))
+    with ThreadPoolExecutor(num_bodies or 1) as pool:
+        numbers = range(num_bodies or len(bodies))
+        statuses = Counter(pool.map(lambda number: _send(port, key, bodies[number % len(bodies)]), numbers))
     print(json.dumps({"statuses": statuses, "seconds": time.perf_counter() - before_s}))
 
 

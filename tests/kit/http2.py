@@ -21,9 +21,14 @@ async def post(
     body: bytes | None = None,
     trailers: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Send a POST and return the body of the answer. No body: no frame of data; then there have to be trailers."""
+    """Send a POST and return the body of the answer. No body: no frame of data; then there have to be trailers.
+
+    A body says its size, as clients do.
+    """
     pseudo = {":method": "POST", ":path": path, ":scheme": "http", ":authority": "g"}
     pairs = [*pseudo.items(), *(headers.items() if isinstance(headers, Mapping) else headers)]
+    if body is not None:
+        pairs.append(("content-length", str(len(body))))
     sent = [_frame(_SETTINGS, 0, 0, b""), _frame(_HEADERS, _END_HEADERS, 1, _literals(pairs))]
     if body is not None:
         sent.append(_frame(_DATA, 0 if trailers else _END_STREAM, 1, body))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kit.hostile_bodies import NUM_BODIES, SIZE_BYTES, running_world
+from tests.kit.hostile_bodies import NUM_BODIES, SHAPES, SIZE_BYTES, running_world
 
 NUM_FEW = 8
 
@@ -26,6 +26,17 @@ async def test_bodies_built_to_be_slow_open_no_door_and_stop_nobody(front, num_b
     assert "keyless" not in seen.reached_pod
     assert seen.loop_share < 0.9
     assert seen.hostile.total() == num_bodies
-    # 0: the connection was closed in the middle of a body that is refused.
-    assert seen.hostile.keys() <= {0, 400, 404, 429}, seen.hostile
-    assert seen.grown_bytes < 2 * num_bodies * SIZE_BYTES
+    assert seen.hostile.keys() <= {400, 404}, seen.hostile
+    assert seen.grown_bytes < 1.5 * num_bodies * SIZE_BYTES
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("front", ["envoy", "http"])
+async def test_a_body_of_any_shape_costs_the_gateway_less_than_twice_its_size(front):
+    """Seen to fail: 3.5 bodies in one message of the plugin's, 2.0 joined from pieces in the HTTP front."""
+    async with running_world(front) as world:
+        await world.attack(num_bodies=0)  # what is allocated once, at the first body, is nobody's body
+        seen = await world.attack(num_bodies=0)
+
+    assert seen.hostile.total() == len(SHAPES)
+    assert seen.grown_bytes < 1.5 * SIZE_BYTES

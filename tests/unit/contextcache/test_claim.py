@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -20,7 +21,9 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.errors import InvalidRequest
+from contextcache.requests import LARGE_BYTES
 from tests.kit.hostile_bodies import SHAPES, hostile_body
+from tests.kit.process_memory import memory_bytes
 
 EP_CREATE = b"""{
      "model": "facebook-opt-125m",
@@ -252,6 +255,33 @@ def test_an_invalid_body_that_names_a_session_is_refused(body):
 def test_a_session_named_in_another_encoding_is_refused_rather_than_lost(encoding):
     with pytest.raises(InvalidRequest):
         read_claims('{"session_id":"ctx_1"}'.encode(encoding))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-32"])
+def test_a_large_body_in_another_encoding_is_refused_rather_than_held_three_times(encoding):
+    small, large = (json.dumps({"prompt": "x" * size}).encode(encoding) for size in (10, LARGE_BYTES))
+
+    assert read_claims(small) is not None
+    with pytest.raises(InvalidRequest):
+        read_claims(large)
+
+
+@pytest.mark.parametrize("shift", range(-8, 8))
+def test_nan_is_read_wherever_it_lies_in_a_large_body(shift):
+    """A large body is looked through piece by piece."""
+    before = b'{"prompt": "'
+    body = before + b"x" * (LARGE_BYTES + shift - len(before) - 15) + b'", "a": Infinity, "cache_salt": "x"}'
+
+    assert read_claims(body).changed() == body[:-1] + b',"cache_salt":null}'
+
+
+def test_a_body_is_held_twice_at_most_while_it_is_read_as_the_engine_reads_it():
+    body = b'{"x": [' + b"NaN," * (4 << 20) + b'"\\ud800", 0]}'
+    before = memory_bytes("self", "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+
+    assert read_claims(body).model() is None
+    assert memory_bytes("self", "VmHWM") - before < 1.5 * len(body)
 
 
 def test_the_bytes_before_the_salt_are_those_that_came():

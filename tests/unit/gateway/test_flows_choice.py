@@ -68,6 +68,14 @@ async def test_a_head_that_names_no_context_of_ours_leaves_it_to_the_body(parts,
     assert await parts.gateway.route_by_head(admit(parts, **head), has_body=True) is None
 
 
+async def test_a_large_body_is_not_read_to_learn_what_else_is_wrong_with_an_unknown_context(parts):
+    asked = admit(parts, x_session_id="ctx_1")
+
+    assert await parts.gateway.route_by_head(asked, has_body=True) is None
+    with pytest.raises(ContextNotFound):
+        await parts.gateway.route_by_head(asked, has_body=True, is_large=True)
+
+
 async def test_a_creates_head_never_says_enough(parts):
     await parts.directory.add("ctx_1")
 
