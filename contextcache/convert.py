@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KVGroup,
     Manifest,
     NewSession,
     Segment,
@@ -15,6 +16,8 @@ from contextcache.model import (
     SessionState,
     TtlPolicy,
     TurnCommit,
+    kv_kind,
+    plain_group,
 )
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
@@ -184,29 +187,54 @@ def manifest_to_pb(manifest: Manifest) -> sidecar_pb.Manifest:
         session_id=manifest.session_id,
         fingerprint=manifest.fingerprint,
         token_ids=manifest.token_ids,
-        block_tokens=manifest.block_tokens,
-        block_ids=manifest.block_ids,
-        tail_tokens=manifest.tail_tokens,
         world_size=manifest.world_size,
         expires_at_ms=manifest.expires_at_ms,
         size_bytes=manifest.size_bytes,
         block_checksums=manifest.block_checksums,
+        groups=groups_to_pb(manifest.groups),
     )
 
 
 def manifest_from_pb(message: sidecar_pb.Manifest) -> Manifest:
-    """Return the manifest of a message."""
+    """Return the manifest of a message, without its files, which follow from the rest. Raises InvalidRequest."""
     return Manifest(
         cache_ref=message.cache_ref,
         tenant=message.tenant,
         session_id=message.session_id,
         fingerprint=message.fingerprint,
         token_ids=tuple(message.token_ids),
-        block_tokens=message.block_tokens,
-        block_ids=tuple(message.block_ids),
-        tail_tokens=message.tail_tokens,
+        groups=groups_from_pb(message.groups) or (plain_group(len(message.token_ids), message.block_tokens),),
+        files=(),
         world_size=message.world_size,
         expires_at_ms=message.expires_at_ms,
         size_bytes=message.size_bytes,
         block_checksums=tuple(message.block_checksums),
+    )
+
+
+def groups_to_pb(groups: Iterable[KVGroup]) -> list[sidecar_pb.KVGroup]:
+    """Return the messages of groups of layers."""
+    return [
+        sidecar_pb.KVGroup(
+            digest=group.digest,
+            kind=group.kind,
+            block_tokens=group.block_tokens,
+            window=group.window,
+            runs=[sidecar_pb.TokenRun(first_token=first, end_token=end) for first, end in group.runs],
+        )
+        for group in groups
+    ]
+
+
+def groups_from_pb(messages: Iterable[sidecar_pb.KVGroup]) -> tuple[KVGroup, ...]:
+    """Return the groups of messages. Raises InvalidRequest for a kind that is not known."""
+    return tuple(
+        KVGroup(
+            kind=kv_kind(message.kind),
+            block_tokens=message.block_tokens,
+            runs=tuple((run.first_token, run.end_token) for run in message.runs),
+            window=message.window,
+            digest=message.digest,
+        )
+        for message in messages
     )

@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from typing_extensions import override
+
+from contextcache.errors import InvalidRequest
 
 SessionId: TypeAlias = str
 """Public name of a context: `ctx_` + 128 random bits in hex, or the client's own (see `SESSION_ID_PATTERN`)."""
@@ -19,6 +21,8 @@ TenantId: TypeAlias = str
 """Whoever an API key belongs to."""
 ModelId: TypeAlias = str
 """Model as the client names it: the engine's served model name."""
+KVKind: TypeAlias = Literal["full_attention", "sliding_window", "state"]
+"""What a layer keeps of the tokens before: all of them, those of a window, or one state of exactly that many."""
 
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -187,27 +191,71 @@ class HeldCacheRef:
     cache_ref: CacheRef
 
 
+_KV_KINDS: dict[str, KVKind] = {kind: kind for kind in get_args(KVKind)}
+
+
+def kv_kind(text: str) -> KVKind:
+    """Return the kind that a message or a file names. Raises InvalidRequest."""
+    if text not in _KV_KINDS:
+        raise InvalidRequest("this kind of KV is not known", param="groups")
+    return _KV_KINDS[text]
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers of an engine that share one block table, and the tokens of a context that they have KV of."""
+
+    kind: KVKind
+    block_tokens: int
+    """Tokens in one whole block file, a multiple of the engine's block of this group."""
+    runs: tuple[tuple[int, int], ...]
+    """(first token, behind the last), ascending and apart; the last ends with the context."""
+    window: int = 0
+    """Tokens that a token sees, itself included; 0: all before it."""
+    digest: str = ""
+    """16 hex digits for what the layers are; empty: all layers of the engine, with full attention."""
+
+
+def plain_group(num_tokens: int, block_tokens: int) -> KVGroup:
+    """Return the group of an engine whose layers are all full attention; before groups there was this one only."""
+    return KVGroup("full_attention", block_tokens, ((0, num_tokens),))
+
+
+@dataclass(frozen=True, slots=True)
+class KVFile:
+    """One block file of a context, the same for every rank."""
+
+    group: int
+    """Position of its group."""
+    kind: Literal["block", "tail"]
+    """`block`: whole, named by its tokens and all before them, shared. `tail`: less, and of this context alone."""
+    name: str
+    """Block id, or the cache_ref for a tail."""
+    parent: str
+    """Id of the block before it; empty for the first."""
+    first_token: int
+    end_token: int
+    """Behind the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a `cache_ref` is: which tokens have KV, in which blocks, under which fingerprint, until when."""
+    """What a `cache_ref` is: which tokens have KV, in which files, under which fingerprint, until when."""
 
     cache_ref: CacheRef
     tenant: TenantId
     session_id: SessionId
     fingerprint: str
     token_ids: tuple[int, ...]
-    block_tokens: int
-    """Tokens in one block."""
-    block_ids: tuple[str, ...]
-    """Hex ids of the whole blocks, in order: `len(token_ids) // block_tokens` of them."""
-    tail_tokens: int
-    """Tokens after the last whole block; 0 when there is no tail."""
+    groups: tuple[KVGroup, ...]
+    files: tuple[KVFile, ...]
+    """What tokens and groups come to (kv_sidecar.context_files); a file's position in it is its `block_index`."""
     world_size: int
     expires_at_ms: int
     size_bytes: int = 0
     """Bytes of all its block files, all ranks."""
     block_checksums: tuple[str, ...] = ()
-    """Checksum of each of those files, rank by rank, each rank's tail last; none at all: not vouched for."""
+    """Checksum of each of those files, rank by rank, in the order of `files`; none at all: not vouched for."""
 
 
 @dataclass(frozen=True, slots=True)

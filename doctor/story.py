@@ -29,8 +29,7 @@ _LEFT_ALONE = {
     "failure_policy": 'the engine needs "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
     "no_layers": _MODEL,
     "ranks_differ": "the engine's ranks have different fingerprints: other weights or settings on one of its nodes.",
-    "several_groups": f"{_MODEL} With windows beside full attention: --disable-hybrid-kv-cache-manager.",
-    "unequal_pages": _MODEL,
+    "several_groups": "windows beside full attention need vLLM 0.30 or newer.",
     "unsupported_layers": _MODEL,
 }
 """What to do about an engine that the connector leaves alone, by its reason."""

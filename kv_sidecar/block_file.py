@@ -20,12 +20,15 @@ import numpy.typing as npt
 import xxhash
 
 from contextcache.errors import CorruptBlock, StorageFull
+from contextcache.model import KVFile
 from kv_sidecar.block_id import block_id, pack_token_ids, unpack_token_ids
 from kv_sidecar.block_key import BlockKey, BlockKind
 from kv_sidecar.regular_file import open_regular
 from kv_sidecar.safetensors_header import MAX_HEADER_BYTES, TensorHeader, decode_header, encode_header, head_bytes
 
-FORMAT = "context-cache-block-1"
+FORMAT = "context-cache-block-2"
+FORMAT_1 = "context-cache-block-1"
+"""Read, never written: of plain engines, the same bytes in another shape."""
 TENSOR = "pages"
 _HEAD_BYTES = 1 << 14
 """Read at once of a file whose pages are not wanted: the head of a block of 256 tokens is 2 KB."""
@@ -34,7 +37,7 @@ _KINDS: dict[str, BlockKind] = {"block": "block", "tail": "tail"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 Pages: TypeAlias = npt.NDArray[np.uint8]
-"""`[layers, engine_blocks, page_bytes] u8`: page of one engine block of one layer, opaque."""
+"""`[bytes] u8`: layer after layer of the group, of each the pages of its engine blocks in order; opaque."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,28 @@ class BlockMeta:
     rank: int
     token_ids: tuple[int, ...]
     """The tokens it holds, and only those."""
+    group: str = ""
+    """Digest of its group; empty: all layers of a plain engine."""
+    first_token: int = 0
+    """Of a tail with a group; 0 for everything else."""
 
     @property
     def key(self) -> BlockKey:
         """Where the file belongs."""
-        return BlockKey(self.kind, self.name, self.rank)
+        return BlockKey(self.kind, self.name, self.rank, self.group, self.first_token)
+
+
+def file_meta(
+    file: KVFile, *, group: str, tenant: str, fingerprint: str, rank: int, token_ids: tuple[int, ...]
+) -> BlockMeta:
+    """Return what a context's file must say about itself. `group`: digest; `token_ids`: of the file."""
+    start = tail_start(file.kind, group, file.first_token)
+    return BlockMeta(file.kind, file.name, file.parent, tenant, fingerprint, rank, token_ids, group, start)
+
+
+def tail_start(kind: BlockKind, group: str, first_token: int) -> int:
+    """Return what tells the tails of a group apart; 0 where there is no need."""
+    return first_token if kind == "tail" and group else 0
 
 
 class BlockFileWriter:
@@ -64,16 +84,16 @@ class BlockFileWriter:
     The file has its full size, with real memory behind it, from the start, so that writing to `pages` cannot fail.
     """
 
-    def __init__(self, path: Path, meta: BlockMeta, *, num_layers: int, engine_blocks: int, page_bytes: int) -> None:
+    def __init__(self, path: Path, meta: BlockMeta, *, pages_bytes: int) -> None:
         """Create `path`. Raises StorageFull when there is no room, FileExistsError when the name is taken."""
         self._path = path
         self._meta = meta
-        self._shape = (num_layers, engine_blocks, page_bytes)
+        self._shape = (pages_bytes,)
         self._start = len(self._head(_NO_CHECKSUM))
-        self.size_bytes = self._start + num_layers * engine_blocks * page_bytes
+        self.size_bytes = self._start + pages_bytes
         """Bytes of the finished file."""
         self._map = _create_mapped(path, self.size_bytes)
-        self.pages: Pages = np.frombuffer(self._map, dtype=np.uint8, offset=self._start).reshape(self._shape)
+        self.pages: Pages = np.frombuffer(self._map, dtype=np.uint8, offset=self._start)
         """To be filled; not to be used after `finish()` or `discard()`."""
 
     def finish(self) -> None:
@@ -91,7 +111,7 @@ class BlockFileWriter:
         return encode_header(TensorHeader(TENSOR, "U8", self._shape, _metadata(self._meta, checksum)))
 
     def _close(self) -> None:
-        self.pages = np.empty((0, 0, 0), dtype=np.uint8)
+        self.pages = np.empty(0, dtype=np.uint8)
         _close_map(self._map)
 
 
@@ -104,13 +124,10 @@ class BlockFile:
         self.data = data.toreadonly()
         """The whole file."""
         header, start = decode_header(self.data)
-        if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) != 3:
+        if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) not in {1, 3}:
             raise CorruptBlock("the file holds no pages")
         self.meta, self.checksum = _meta_of(header.metadata)
-        try:
-            self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8).reshape(header.shape)
-        except (ValueError, OverflowError) as exc:
-            raise CorruptBlock("the file's pages have no shape") from exc
+        self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8)
         self._tensor = self.data[start:]
 
     @property
@@ -133,7 +150,7 @@ class BlockFile:
 
     def close(self) -> None:
         """Let go of the file; views of `pages` that still live keep it mapped."""
-        self.pages = np.empty((0, 0, 0), dtype=np.uint8)
+        self.pages = np.empty(0, dtype=np.uint8)
         self._tensor.release()
         self.data.release()
         if self._owner is not None:
@@ -217,6 +234,8 @@ def _metadata(meta: BlockMeta, checksum: str) -> dict[str, str]:
         "fingerprint": meta.fingerprint,
         "rank": str(meta.rank),
         "token_ids": base64.b64encode(pack_token_ids(meta.token_ids)).decode(),
+        "group": meta.group,
+        "first_token": str(meta.first_token),
         "checksum": checksum,
     }
 
@@ -224,7 +243,8 @@ def _metadata(meta: BlockMeta, checksum: str) -> dict[str, str]:
 def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:
     try:
         kind, checksum = metadata["kind"], metadata["checksum"]
-        if metadata["format"] != FORMAT or kind not in _KINDS or not _CHECKSUM.fullmatch(checksum):
+        is_first = metadata["format"] == FORMAT_1
+        if not (is_first or metadata["format"] == FORMAT) or kind not in _KINDS or not _CHECKSUM.fullmatch(checksum):
             raise CorruptBlock("the file is no block file of this version")
         meta = BlockMeta(
             kind=_KINDS[kind],
@@ -234,6 +254,8 @@ def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:
             fingerprint=metadata["fingerprint"],
             rank=int(metadata["rank"]),
             token_ids=unpack_token_ids(base64.b64decode(metadata["token_ids"], validate=True)),
+            group="" if is_first else metadata["group"],
+            first_token=0 if is_first else int(metadata["first_token"]),
         )
     except (KeyError, ValueError) as exc:
         raise CorruptBlock("the block's metadata is incomplete") from exc

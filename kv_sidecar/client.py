@@ -14,17 +14,17 @@ from typing import Any, Literal, TypeVar
 import grpc
 from opentelemetry.trace import Span, SpanKind
 
-from contextcache.convert import manifest_from_pb
+from contextcache.convert import groups_to_pb, manifest_from_pb
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import CacheRef, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import CacheRef, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
 from contextcache.wire.rpc import CHANNEL_OPTIONS, error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
-from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, open_block_file, parse_block_file
-from kv_sidecar.block_id import block_id, chain_block_ids
+from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, file_meta, open_block_file, parse_block_file
+from kv_sidecar.context_files import context_files, is_plain, with_files
 
 __all__ = [
     "TIER_NAMES",
@@ -33,10 +33,12 @@ __all__ = [
     "BlockMeta",
     "EngineSidecarClient",
     "KVSidecarClient",
-    "block_id",
-    "chain_block_ids",
+    "context_files",
+    "file_meta",
+    "is_plain",
     "open_block_file",
     "parse_block_file",
+    "with_files",
 ]
 
 SERVICE_NAME = "contextcache.v1.KVSidecarService"
@@ -75,7 +77,7 @@ class KVSidecarClient:
         return SaveOutcome(answer.sealed, answer.reason)
 
     async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
-        """Return the manifest and the name of the tier that would serve most of it. Raises CacheRefNotFound."""
+        """Return the manifest, without its files, and the tier that would serve most of it. Raises CacheRefNotFound."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         answer = await self._call(self._stub().GetManifest, request, self._timeout_s)
         return manifest_from_pb(answer.manifest), TIER_NAMES.get(answer.tier, "none")
@@ -157,16 +159,10 @@ class EngineSidecarClient:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.KVSidecarServiceStub(self._channel)
 
-    def handshake(
-        self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int, engine_block_tokens: int
-    ) -> pb.HandshakeResponse:
-        """Introduce one rank. Raises InvalidRequest when the sidecar's blocks do not divide into the engine's."""
+    def handshake(self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int) -> pb.HandshakeResponse:
+        """Introduce one rank. Raises InvalidRequest."""
         request = pb.HandshakeRequest(
-            fingerprint=fingerprint,
-            fingerprint_json=fingerprint_json,
-            rank=rank,
-            world_size=world_size,
-            engine_block_tokens=engine_block_tokens,
+            fingerprint=fingerprint, fingerprint_json=fingerprint_json, rank=rank, world_size=world_size
         )
         return self._call(self._stub.Handshake, request, self._timeout_s)
 
@@ -182,9 +178,10 @@ class EngineSidecarClient:
         token_ids: Sequence[int],
         expires_at_ms: int,
         started_at_ms: int = 0,
+        groups: Sequence[KVGroup] = (),
         timeout_s: float | None = None,
     ) -> pb.PrepareSaveResponse:
-        """Open a save; the answer names the missing blocks. Raises ContextDeleted, InvalidRequest, StorageFull.
+        """Open a save; the answer names the files to send. Raises ContextDeleted, InvalidRequest, StorageFull.
 
         `timeout_s`: a deadline of its own for this call.
         """
@@ -198,6 +195,7 @@ class EngineSidecarClient:
             token_ids=token_ids,
             expires_at_ms=expires_at_ms,
             started_at_ms=started_at_ms,
+            groups=groups_to_pb(groups),
         )
         return self._call(self._stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
 
@@ -224,7 +222,7 @@ class EngineSidecarClient:
         """
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         answer = self._call(self._stub.GetManifest, request, timeout_s)
-        return manifest_from_pb(answer.manifest), answer.tier
+        return with_files(manifest_from_pb(answer.manifest)), answer.tier
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.

@@ -26,6 +26,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "ranks_unknown",
     "staging_error",
     "staging_full",
+    "state_ahead",
     "unsupported_request",
     "weights_changed",
     # Its words for engines that it leaves alone.
@@ -35,7 +36,6 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "no_layers",
     "ranks_differ",
     "several_groups",
-    "unequal_pages",
     "unsupported_layers",
     # Ours.
     "pull_failed",

@@ -37,4 +37,4 @@ class PullLimits:
     bytes_per_s_min: int
     """The slowest rate a pull may have."""
     block_tokens: int
-    """Tokens in one block here; a peer with other blocks has nothing for us."""
+    """Least tokens in one block here; a peer with smaller blocks has nothing for us."""

@@ -7,49 +7,55 @@ first: what release 0.1.0 wrote has none, and what it reads may have one.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import xxhash
 
-from contextcache.errors import CorruptBlock
-from contextcache.model import CACHE_REF_PATTERN, Manifest
-from kv_sidecar.block_file import BlockMeta
-from kv_sidecar.block_id import chain_block_ids, pack_token_ids, unpack_token_ids
+from contextcache.errors import CorruptBlock, InvalidRequest
+from contextcache.model import CACHE_REF_PATTERN, KVFile, KVGroup, Manifest, kv_kind, plain_group
+from kv_sidecar.block_file import BlockMeta, file_meta, tail_start
+from kv_sidecar.block_id import pack_token_ids, unpack_token_ids
 from kv_sidecar.block_key import BlockKey
+from kv_sidecar.context_files import with_files
 from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
 
-FORMAT = "context-cache-manifest-1"
+FORMAT = "context-cache-manifest-2"
+FORMAT_1 = "context-cache-manifest-1"
+"""Read, never written: one group of full attention."""
 TENSOR = "token_ids"
 MAX_WORLD_SIZE = 1024
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 def num_files(manifest: Manifest) -> int:
-    """Return how many block files one rank has: whole blocks, and the tail if there is one."""
-    return len(manifest.block_ids) + (1 if manifest.tail_tokens else 0)
+    """Return how many block files one rank has."""
+    return len(manifest.files)
 
 
 def block_key(manifest: Manifest, block_index: int, rank: int) -> BlockKey:
-    """Return where the file at a position belongs; the number of whole blocks names the tail."""
-    if block_index < len(manifest.block_ids):
-        return BlockKey("block", manifest.block_ids[block_index], rank)
-    return BlockKey("tail", manifest.cache_ref, rank)
+    """Return where the file at a position belongs."""
+    return _key(manifest, manifest.files[block_index], rank)
+
+
+def _key(manifest: Manifest, file: KVFile, rank: int) -> BlockKey:
+    group = manifest.groups[file.group].digest
+    return BlockKey(file.kind, file.name, rank, group, tail_start(file.kind, group, file.first_token))
 
 
 def block_meta(manifest: Manifest, block_index: int, rank: int) -> BlockMeta:
     """Return what the block file at a position must say about itself."""
-    key = block_key(manifest, block_index, rank)
-    start = block_index * manifest.block_tokens
-    return BlockMeta(
-        kind=key.kind,
-        name=key.name,
-        parent=manifest.block_ids[block_index - 1] if block_index else "",
+    file = manifest.files[block_index]
+    return file_meta(
+        file,
+        group=manifest.groups[file.group].digest,
         tenant=manifest.tenant,
         fingerprint=manifest.fingerprint,
         rank=rank,
-        token_ids=manifest.token_ids[start : start + manifest.block_tokens],
+        token_ids=manifest.token_ids[file.first_token : file.end_token],
     )
 
 
@@ -62,7 +68,7 @@ def block_checksum(manifest: Manifest, block_index: int, rank: int) -> str:
 
 def rank_keys(manifest: Manifest, rank: int) -> tuple[BlockKey, ...]:
     """Return the keys of all files of one rank, in order."""
-    return tuple(block_key(manifest, index, rank) for index in range(num_files(manifest)))
+    return tuple(_key(manifest, file, rank) for file in manifest.files)
 
 
 def all_keys(manifest: Manifest) -> tuple[BlockKey, ...]:
@@ -89,16 +95,18 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
     tensor = bytes(view[start:])
     metadata = dict(header.metadata)
     is_ours = (header.tensor, header.dtype, len(header.shape)) == (TENSOR, "U32", 1)
-    if not is_ours or metadata.get("format") != FORMAT:
+    if not is_ours or metadata.get("format") not in {FORMAT, FORMAT_1}:
         raise CorruptBlock("the file is no manifest of this version")
     checksum = metadata.pop("checksum", "")
     if manifest_checksum(metadata, tensor) != checksum:
         raise CorruptBlock("the manifest's checksum is wrong")
+    read = _metadata_1 if metadata["format"] == FORMAT_1 else _metadata
     try:
         manifest = _manifest_of(metadata, unpack_token_ids(tensor))
-    except (KeyError, ValueError, ZeroDivisionError) as exc:
+        again = read(manifest)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, InvalidRequest) as exc:
         raise CorruptBlock("the manifest's metadata is incomplete") from exc
-    if _metadata(manifest) != metadata or not CACHE_REF_PATTERN.fullmatch(manifest.cache_ref):
+    if again != metadata or not CACHE_REF_PATTERN.fullmatch(manifest.cache_ref):
         raise CorruptBlock("the manifest's blocks are not those of its tokens")
     return replace(manifest, block_checksums=_block_checksums(dict(header.supplement), checksum, manifest))
 
@@ -123,14 +131,26 @@ def manifest_checksum(metadata: Mapping[str, str], tensor: bytes) -> str:
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
+    groups = [
+        {"block_tokens": group.block_tokens, "digest": group.digest, "kind": group.kind, "runs": group.runs}
+        | ({"window": group.window} if group.window else {})
+        for group in manifest.groups
+    ]
+    return {"format": FORMAT, **_names(manifest), "groups": json.dumps(groups, sort_keys=True, separators=(",", ":"))}
+
+
+def _metadata_1(manifest: Manifest) -> dict[str, str]:
+    blocks = " ".join(file.name for file in manifest.files if file.kind == "block")
+    size = {"block_tokens": str(manifest.groups[0].block_tokens), "block_ids": blocks}
+    return {"format": FORMAT_1, **_names(manifest), **size}
+
+
+def _names(manifest: Manifest) -> dict[str, str]:
     return {
-        "format": FORMAT,
         "cache_ref": manifest.cache_ref,
         "tenant": manifest.tenant,
         "session_id": manifest.session_id,
         "fingerprint": manifest.fingerprint,
-        "block_tokens": str(manifest.block_tokens),
-        "block_ids": " ".join(manifest.block_ids),
         "world_size": str(manifest.world_size),
         "expires_at_ms": str(manifest.expires_at_ms),
         "size_bytes": str(manifest.size_bytes),
@@ -151,20 +171,30 @@ def _block_checksums(supplement: dict[str, str], manifest_s: str, manifest: Mani
 
 
 def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Manifest:
-    block_tokens, world_size = int(metadata["block_tokens"]), int(metadata["world_size"])
-    if block_tokens < 1 or not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids:
+    world_size = int(metadata["world_size"])
+    if not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids:
         raise ValueError("numbers that cannot be")
-    fingerprint, tenant = metadata["fingerprint"], metadata["tenant"]
-    return Manifest(
-        cache_ref=metadata["cache_ref"],
-        tenant=tenant,
-        session_id=metadata["session_id"],
-        fingerprint=fingerprint,
-        token_ids=token_ids,
-        block_tokens=block_tokens,
-        block_ids=chain_block_ids(fingerprint, tenant, token_ids, block_tokens=block_tokens),
-        tail_tokens=len(token_ids) % block_tokens,
-        world_size=world_size,
-        expires_at_ms=int(metadata["expires_at_ms"]),
-        size_bytes=int(metadata["size_bytes"]),
+    if metadata["format"] == FORMAT_1:
+        groups: tuple[KVGroup, ...] = (plain_group(len(token_ids), int(metadata["block_tokens"])),)
+    else:
+        groups = tuple(_group_of(found) for found in json.loads(metadata["groups"]))
+    return with_files(
+        Manifest(
+            cache_ref=metadata["cache_ref"],
+            tenant=metadata["tenant"],
+            session_id=metadata["session_id"],
+            fingerprint=metadata["fingerprint"],
+            token_ids=token_ids,
+            groups=groups,
+            files=(),
+            world_size=world_size,
+            expires_at_ms=int(metadata["expires_at_ms"]),
+            size_bytes=int(metadata["size_bytes"]),
+        )
     )
+
+
+def _group_of(found: dict[str, Any]) -> KVGroup:
+    runs = tuple((int(first), int(end)) for first, end in found["runs"])
+    kind = kv_kind(found["kind"])
+    return KVGroup(kind, int(found["block_tokens"]), runs, int(found.get("window", 0)), found["digest"])

@@ -21,6 +21,7 @@ from contextcache.wire.channels import open_channel
 from contextcache.wire.rpc import error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
+from kv_sidecar.context_files import with_files
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.store import Buffer
 
@@ -56,7 +57,11 @@ class PeerSidecar:
             answer = await self._stub.GetManifest(request, timeout=self._manifest_timeout_s, metadata=trace_metadata())
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
-        return manifest_from_pb(answer.manifest)
+        try:
+            # In a thread, as the names of a long context's blocks take a while.
+            return await asyncio.to_thread(lambda: with_files(manifest_from_pb(answer.manifest)))
+        except InvalidRequest as exc:
+            raise CorruptBlock("the peer's manifest is none") from exc
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]

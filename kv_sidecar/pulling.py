@@ -244,8 +244,9 @@ class Pulls:
         """Raise FingerprintMismatch when this engine cannot use it, CorruptBlock when it is not what was asked for."""
         if (manifest.tenant, manifest.cache_ref) != (tenant, cache_ref):
             raise CorruptBlock("the peer sent another manifest")
-        usable = (self._engine.fingerprint, self._engine.world_size, self._limits.block_tokens)
-        if (manifest.fingerprint, manifest.world_size, manifest.block_tokens) != usable:
+        usable = (self._engine.fingerprint, self._engine.world_size)
+        is_small = any(group.block_tokens < self._limits.block_tokens for group in manifest.groups)
+        if (manifest.fingerprint, manifest.world_size) != usable or is_small:
             raise FingerprintMismatch("the peer's KV was made by another engine")
         check_block_checksums(manifest)
 
@@ -261,6 +262,7 @@ class Pulls:
             token_ids=manifest.token_ids,
             expires_at_ms=manifest.expires_at_ms,
             started_at_ms=started_at_ms,
+            groups=manifest.groups,
         )
         try:
             for rank in range(manifest.world_size):
@@ -271,10 +273,8 @@ class Pulls:
 
     async def _save_rank(self, new: NewSave, manifest: Manifest, peer: Peer) -> None:
         prepared = await self._catalog.prepare_save(new)
-        tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
-        missing = [*prepared.missing_blocks, *tail]
-        if missing:
-            async with aclosing(peer.block_files(manifest, new.rank, missing)) as files:
+        if prepared.missing_files:
+            async with aclosing(peer.block_files(manifest, new.rank, prepared.missing_files)) as files:
                 async for block_index, data in files:
                     vouched = block_checksum(manifest, block_index, new.rank)
                     size_bytes = await self._catalog.take_block(

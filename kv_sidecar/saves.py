@@ -12,12 +12,14 @@ from contextcache.model import (
     SESSION_ID_PATTERN,
     TENANT_PATTERN,
     CacheRef,
+    KVGroup,
     Manifest,
     SessionId,
     TenantId,
+    plain_group,
 )
-from kv_sidecar.block_id import chain_block_ids
 from kv_sidecar.block_key import BlockKey
+from kv_sidecar.context_files import check_groups, with_files
 from kv_sidecar.fingerprint import check_fingerprint_text
 from kv_sidecar.manifest import MAX_WORLD_SIZE, rank_keys
 
@@ -36,6 +38,8 @@ class NewSave:
     expires_at_ms: int
     started_at_ms: int = 0
     """Unix time in ms when the turn began; 0: not known."""
+    groups: tuple[KVGroup, ...] = ()
+    """What the KV is of; none: a plain engine's, in blocks of the sidecar's size."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
@@ -52,18 +56,24 @@ class NewSave:
         check_fingerprint_text(self.fingerprint)
 
     def manifest(self, *, block_tokens: int) -> Manifest:
-        """Return the manifest to be; its size is known once its blocks are there."""
-        return Manifest(
-            cache_ref=self.cache_ref,
-            tenant=self.tenant,
-            session_id=self.session_id,
-            fingerprint=self.fingerprint,
-            token_ids=self.token_ids,
-            block_tokens=block_tokens,
-            block_ids=chain_block_ids(self.fingerprint, self.tenant, self.token_ids, block_tokens=block_tokens),
-            tail_tokens=len(self.token_ids) % block_tokens,
-            world_size=self.world_size,
-            expires_at_ms=self.expires_at_ms,
+        """Return the manifest to be; its size is known once its blocks are there. Raises InvalidRequest.
+
+        `block_tokens`: the least that a whole block holds.
+        """
+        groups = self.groups or (plain_group(len(self.token_ids), block_tokens),)
+        check_groups(groups, len(self.token_ids), block_tokens_min=block_tokens)
+        return with_files(
+            Manifest(
+                cache_ref=self.cache_ref,
+                tenant=self.tenant,
+                session_id=self.session_id,
+                fingerprint=self.fingerprint,
+                token_ids=self.token_ids,
+                groups=groups,
+                files=(),
+                world_size=self.world_size,
+                expires_at_ms=self.expires_at_ms,
+            )
         )
 
 

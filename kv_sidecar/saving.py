@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 class PreparedSave:
     """What a rank has to send."""
 
-    block_ids: tuple[str, ...]
-    missing_blocks: tuple[int, ...]
-    tail_tokens: int
+    missing_files: tuple[int, ...]
+    """Positions of the files that are not here, and of every tail."""
+    num_files: int
 
 
 class Saving:
@@ -78,11 +78,14 @@ class Saving:
 
     def prepare(self, new: NewSave, manifest: Manifest) -> PreparedSave:
         """Open the save of one rank; see `ContextCatalog.prepare_save`."""
-        keys = rank_keys(manifest, new.rank)[: len(manifest.block_ids)]
-        missing = tuple(index for index, key in enumerate(keys) if not self._tiers.checksum(key))
+        missing = tuple(
+            index
+            for index, key in enumerate(rank_keys(manifest, new.rank))
+            if key.kind == "tail" or not self._tiers.checksum(key)
+        )
         try:
             save = self._admit(new, manifest)
-            if missing or manifest.tail_tokens:
+            if missing:
                 self._tiers.disk.check_tenant(new.tenant)
         except ContextCacheError as exc:
             self._refuse(new, exc)
@@ -90,7 +93,7 @@ class Saving:
         self._saves.prepare(save, new.rank)
         self._failed.discard(new.cache_ref)
         self._metrics.saves.inc()
-        return PreparedSave(manifest.block_ids, missing, manifest.tail_tokens)
+        return PreparedSave(missing, num_files(manifest))
 
     def expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[SaveInFlight, BlockMeta]:
         """Return what must come at this position. Raises SaveIncomplete, ContextDeleted, InvalidRequest."""

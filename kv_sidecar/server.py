@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from typing_extensions import override
 
-from contextcache.convert import manifest_to_pb
+from contextcache.convert import groups_from_pb, manifest_to_pb
 from contextcache.errors import InvalidRequest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
@@ -57,11 +57,6 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         check_fingerprint(request.fingerprint, request.fingerprint_json)
         if not 0 <= request.rank < request.world_size <= MAX_WORLD_SIZE:
             raise InvalidRequest("rank and world_size do not fit", param="rank")
-        if request.engine_block_tokens < 1 or settings.block_tokens % request.engine_block_tokens:
-            raise InvalidRequest(
-                f"the engine's block of {request.engine_block_tokens} tokens does not divide {settings.block_tokens}",
-                param="engine_block_tokens",
-            )
         self._sidecar.engine.introduce(request.rank, request.world_size, request.fingerprint, request.fingerprint_json)
         shared = settings.shared_dir
         return pb.HandshakeResponse(
@@ -83,13 +78,10 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             token_ids=tuple(request.token_ids),
             expires_at_ms=request.expires_at_ms,
             started_at_ms=request.started_at_ms,
+            groups=groups_from_pb(request.groups),
         )
         prepared = await self._catalog.prepare_save(new)
-        return pb.PrepareSaveResponse(
-            block_ids=prepared.block_ids,
-            missing_blocks=prepared.missing_blocks,
-            tail_tokens=prepared.tail_tokens,
-        )
+        return pb.PrepareSaveResponse(missing_files=prepared.missing_files, num_files=prepared.num_files)
 
     @override
     async def SaveBlocks(

@@ -136,7 +136,7 @@ class HandshakeRequest(google.protobuf.message.Message):
     world_size: builtins.int
     """Ranks that must seal."""
     engine_block_tokens: builtins.int
-    """Tokens in one engine block; block_tokens must be a multiple of it."""
+    """Not looked at any more: groups have blocks of their own sizes."""
     def __init__(
         self,
         *,
@@ -161,7 +161,7 @@ class HandshakeResponse(google.protobuf.message.Message):
     BLOCK_SIZE_BYTES_MAX_FIELD_NUMBER: builtins.int
     DISK_DIRECTORY_FIELD_NUMBER: builtins.int
     block_tokens: builtins.int
-    """Tokens in one sidecar block (default 256)."""
+    """Least tokens in one block file (default 256): a group has the smallest multiple of its engine block from it on."""
     shared_directory: builtins.str
     """Directory in shared memory both processes see; empty: use frames."""
     block_size_bytes_max: builtins.int
@@ -195,6 +195,7 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
     STARTED_AT_MS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -217,6 +218,10 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens that have valid KV, oldest first."""
 
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
+        """What the KV is of, the same for all ranks. Empty: one group of full attention in blocks of the sidecar's size."""
+
     def __init__(
         self,
         *,
@@ -229,10 +234,69 @@ class PrepareSaveRequest(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         expires_at_ms: builtins.int = ...,
         started_at_ms: builtins.int = ...,
+        groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___PrepareSaveRequest: typing_extensions.TypeAlias = PrepareSaveRequest
+
+@typing.final
+class TokenRun(google.protobuf.message.Message):
+    """TokenRun is a stretch of tokens."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    END_TOKEN_FIELD_NUMBER: builtins.int
+    first_token: builtins.int
+    """The first."""
+    end_token: builtins.int
+    """Behind the last."""
+    def __init__(
+        self,
+        *,
+        first_token: builtins.int = ...,
+        end_token: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_token", b"end_token", "first_token", b"first_token"]) -> None: ...
+
+Global___TokenRun: typing_extensions.TypeAlias = TokenRun
+
+@typing.final
+class KVGroup(google.protobuf.message.Message):
+    """KVGroup is layers that share one block table, and the tokens they have KV of."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    WINDOW_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    digest: builtins.str
+    """16 hex digits for what the layers are; empty: all layers of the engine, with full attention."""
+    kind: builtins.str
+    """`full_attention`, `sliding_window` or `state`."""
+    block_tokens: builtins.int
+    """Tokens in one whole block file."""
+    window: builtins.int
+    """Tokens that a token sees, itself included; 0: all before it."""
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenRun]:
+        """Which tokens, ascending and apart; the last ends with the context."""
+
+    def __init__(
+        self,
+        *,
+        digest: builtins.str = ...,
+        kind: builtins.str = ...,
+        block_tokens: builtins.int = ...,
+        window: builtins.int = ...,
+        runs: collections.abc.Iterable[Global___TokenRun] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "digest", b"digest", "kind", b"kind", "runs", b"runs", "window", b"window"]) -> None: ...
+
+Global___KVGroup: typing_extensions.TypeAlias = KVGroup
 
 @typing.final
 class PrepareSaveResponse(google.protobuf.message.Message):
@@ -243,15 +307,23 @@ class PrepareSaveResponse(google.protobuf.message.Message):
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     MISSING_BLOCKS_FIELD_NUMBER: builtins.int
     TAIL_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_FILES_FIELD_NUMBER: builtins.int
+    MISSING_FILES_FIELD_NUMBER: builtins.int
     tail_tokens: builtins.int
-    """Tokens in the tail; 0: the context ends at a block edge. A tail is always sent."""
+    """Not sent any more: a context may have several tails."""
+    num_files: builtins.int
+    """How many files one rank has."""
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Ids of all whole blocks, in order (hex)."""
+        """Not sent any more: names follow from tokens and groups."""
 
     @property
     def missing_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Positions in block_ids whose files the sidecar lacks."""
+        """Not sent any more: see missing_files."""
+
+    @property
+    def missing_files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Positions among the context's files (docs/formats.md) that have to be sent: what the sidecar lacks, and every tail."""
 
     def __init__(
         self,
@@ -259,8 +331,10 @@ class PrepareSaveResponse(google.protobuf.message.Message):
         block_ids: collections.abc.Iterable[builtins.str] | None = ...,
         missing_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         tail_tokens: builtins.int = ...,
+        num_files: builtins.int = ...,
+        missing_files: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "missing_blocks", b"missing_blocks", "tail_tokens", b"tail_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "missing_blocks", b"missing_blocks", "missing_files", b"missing_files", "num_files", b"num_files", "tail_tokens", b"tail_tokens"]) -> None: ...
 
 Global___PrepareSaveResponse: typing_extensions.TypeAlias = PrepareSaveResponse
 
@@ -281,7 +355,7 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     rank: builtins.int
     """Rank."""
     block_index: builtins.int
-    """Position of the block; equal to the number of whole blocks for the tail."""
+    """Position among the context's files."""
     shared_name: builtins.str
     """File name (no directory) inside `<shared_directory>/incoming`; the sidecar takes the file over."""
     frame: builtins.bytes
@@ -506,6 +580,7 @@ class Manifest(google.protobuf.message.Message):
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     BLOCK_CHECKSUMS_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
     """KV."""
     tenant: builtins.str
@@ -515,9 +590,9 @@ class Manifest(google.protobuf.message.Message):
     fingerprint: builtins.str
     """Fingerprint it can be injected under."""
     block_tokens: builtins.int
-    """Tokens in one block."""
+    """Where there are no groups: tokens in one block of the one group of full attention."""
     tail_tokens: builtins.int
-    """Tokens in the tail; 0 when there is none."""
+    """Not read any more."""
     world_size: builtins.int
     """Ranks."""
     expires_at_ms: builtins.int
@@ -530,13 +605,17 @@ class Manifest(google.protobuf.message.Message):
 
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Ids of the whole blocks."""
+        """Not read any more."""
 
     @property
     def block_checksums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Checksum of every block file (XXH3-128, hex): all of rank 0 in order, the tail last, then of rank 1, and so on.
+        """Checksum of every block file (XXH3-128, hex): all of rank 0 in order, then of rank 1, and so on.
         Empty: written by a release that did not vouch for them.
         """
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
+        """What the KV is of. Empty: written by a release that knew one group only."""
 
     def __init__(
         self,
@@ -553,8 +632,9 @@ class Manifest(google.protobuf.message.Message):
         expires_at_ms: builtins.int = ...,
         size_bytes: builtins.int = ...,
         block_checksums: collections.abc.Iterable[builtins.str] | None = ...,
+        groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 
@@ -618,7 +698,7 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     """Longest time of the lease in ms; the sidecar has a limit of its own."""
     @property
     def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Positions wanted, in order; the number of whole blocks names the tail."""
+        """Positions wanted among the context's files, in order."""
 
     def __init__(
         self,

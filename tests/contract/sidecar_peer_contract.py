@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, FingerprintMismatch
-from contextcache.model import new_cache_ref
+from contextcache.model import KVGroup, new_cache_ref
 from kv_sidecar.block_file import parse_block_file
 from kv_sidecar.manifest import block_meta
 from tests.kit.kv_blocks import TENANT
@@ -22,6 +22,20 @@ class SidecarPeerContract:
         new = await there.save(PROMPT)
 
         assert await peer.manifest(TENANT, new.cache_ref) == await there.catalog.open(TENANT, new.cache_ref)
+
+    async def test_it_has_the_manifest_of_several_groups_and_their_files(self, there, peer):
+        groups = (
+            KVGroup("full_attention", 4, ((0, 10),), 0, "a0" * 8),
+            KVGroup("sliding_window", 4, ((0, 2), (6, 10)), 4, "b0" * 8),
+        )
+        new = await there.save(PROMPT, groups=groups)
+        manifest = await peer.manifest(TENANT, new.cache_ref)
+        async with aclosing(peer.block_files(manifest, 0, range(6))) as files:
+            async for index, data in files:
+                parse_block_file(bytes(data)).verify(block_meta(manifest, index, 0))
+
+        assert manifest == await there.catalog.open(TENANT, new.cache_ref)
+        assert len(manifest.files) == 6
 
     async def test_what_is_absent_or_anothers_is_not_found(self, there, peer):
         new = await there.save(PROMPT)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from google.protobuf import json_format
 
 from context_manager.segments import unpack_segment
-from contextcache.model import SegmentKind
+from contextcache.convert import manifest_from_pb
+from contextcache.model import SegmentKind, plain_group
 from contextcache.v1 import context_manager_pb2, kv_sidecar_pb2
 from kv_sidecar.block_file import parse_block_file
 from kv_sidecar.manifest import block_meta, decode_manifest
+from kv_sidecar.safetensors_header import decode_header
+from tests.kit import first_format
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_wire.json").read_text())
 STORED = {name: bytes.fromhex(text) for name, text in RECORDED["stored"].items()}
@@ -38,6 +42,15 @@ def test_a_message_of_before_means_what_it_meant(name):
     read = message_class(name).FromString(bytes.fromhex(recorded["bytes"]))
 
     assert json_format.MessageToDict(read, preserving_proto_field_name=True) == recorded["means"]
+
+
+def test_a_manifest_of_before_on_the_wire_is_of_one_group():
+    message = kv_sidecar_pb2.Manifest.FromString(
+        bytes.fromhex(RECORDED["messages"]["contextcache.v1.Manifest"]["bytes"])
+    )
+    read = manifest_from_pb(message)
+
+    assert read.groups == (plain_group(len(read.token_ids), message.block_tokens),)
 
 
 def test_every_call_of_before_is_there_with_its_shapes():
@@ -68,5 +81,20 @@ def test_a_block_of_before_is_read_under_a_manifest_that_vouches_for_nothing():
 
     block.verify(block_meta(manifest, 0, 0))
 
-    assert (manifest.token_ids, manifest.block_checksums, manifest.tail_tokens) == (TOKENS, (), 1)
+    assert (manifest.token_ids, manifest.block_checksums) == (TOKENS, ())
+    assert manifest.groups == (plain_group(len(TOKENS), 4),)
+    assert [(file.kind, file.first_token, file.end_token) for file in manifest.files] == [
+        ("block", 0, 4),
+        ("tail", 4, 5),
+    ]
     assert (block.pages == 7).all()
+
+
+def test_the_kit_writes_the_first_format_as_it_was():
+    """So that what tests say of it, they say of what lies on disks."""
+    manifest = decode_manifest(STORED["manifest"])
+    header, start = decode_header(memoryview(STORED["block"]))
+    pages = np.frombuffer(STORED["block"][start:], dtype=np.uint8).reshape(header.shape)
+
+    assert first_format.manifest_file(manifest) == STORED["manifest"]
+    assert first_format.block_file(parse_block_file(STORED["block"]).meta, pages) == STORED["block"]

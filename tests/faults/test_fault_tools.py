@@ -213,7 +213,7 @@ def write_tail(directory, number):
     name = "ref_" + f"{number:032x}"
     meta = BlockMeta("tail", name, "", "demo", "f" * 64, 0, (number, number + 1))
     path = directory / f"{name}.r0.safetensors"
-    writer = BlockFileWriter(path, meta, num_layers=2, engine_blocks=1, page_bytes=512)
+    writer = BlockFileWriter(path, meta, pages_bytes=1024)
     writer.pages[:] = number
     writer.finish()
     return path

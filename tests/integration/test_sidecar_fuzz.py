@@ -1,6 +1,6 @@
 """Messages with absurd fields at every door of a running sidecar: a typed answer or refusal, and it serves on.
 
-Seen failing: with `engine_block_tokens < 1` not asked for in `Handshake` (ZeroDivisionError, answered UNKNOWN).
+Seen failing: with `block_tokens_min` not asked for in `check_groups` (ValueError, answered UNKNOWN).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.clock import SystemClock
+from contextcache.model import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import CODE_KEY
 from kv_sidecar.server import serve
@@ -195,6 +196,61 @@ def test_absurd_fields_are_answered_or_refused_with_a_typed_code(doors: Doors, m
         assert CODE_KEY in dict(error.trailing_metadata()), name
 
     check()
+
+
+NUMBERS = st.sampled_from([0, 1, 4, 8, 16, 17]) | st.integers(-(2**31), 2**31 - 1)
+GOOD_GROUPS = (
+    {"kind": "full_attention", "block_tokens": 4, "window": 0, "runs": [(0, 16)]},
+    {"kind": "sliding_window", "block_tokens": 8, "window": 4, "runs": [(0, 4), (6, 16)]},
+    {"kind": "state", "block_tokens": 4, "window": 0, "runs": [(15, 16)]},
+)
+ABSURD: dict[str, st.SearchStrategy[Any]] = {
+    "kind": st.sampled_from(["full_attention", "sliding_window", "state"]) | TEXTS,
+    "digest": st.sampled_from(["", "a0" * 8]) | TEXTS,
+    "block_tokens": NUMBERS,
+    "window": NUMBERS,
+    "runs": st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6),
+}
+
+
+@st.composite
+def some_groups(draw: st.DrawFn) -> list[Any]:
+    """Groups that could be, with a thing or two in them that could not."""
+    groups = []
+    for number in range(draw(st.integers(1, 3) | st.integers(60, 70))):
+        fields = {**GOOD_GROUPS[number % len(GOOD_GROUPS)], "digest": f"{number:016x}"}
+        if number < 3:
+            for name in draw(st.lists(st.sampled_from(sorted(ABSURD)), max_size=1)):
+                fields[name] = draw(ABSURD[name])
+        runs = [pb.TokenRun(first_token=first, end_token=end) for first, end in fields.pop("runs")]
+        groups.append(pb.KVGroup(runs=runs, **fields))
+    return groups
+
+
+def test_absurd_groups_are_prepared_or_refused_with_a_typed_code(doors: Doors) -> None:
+    prepared: list[bool] = []
+
+    @settings(max_examples=300)
+    @given(groups=some_groups())
+    def check(groups: list[Any]) -> None:
+        good = {name: GOOD[name] for name in ("tenant", "session_id", "fingerprint", "rank", "world_size")}
+        request = pb.PrepareSaveRequest(
+            **good, cache_ref=new_cache_ref(), expires_at_ms=2**52, token_ids=range(16), groups=groups
+        )
+        error = doors.call("PrepareSave", [request])
+
+        prepared.append(error is None)
+        if error is not None:
+            assert error.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}, (
+                groups,
+                error.code(),
+                error.details(),
+            )
+            assert CODE_KEY in dict(error.trailing_metadata())
+
+    check()
+    assert any(prepared)
+    assert not all(prepared)
 
 
 def test_after_all_of_it_a_context_is_saved_and_loaded_and_nothing_is_left(doors: Doors) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from contextcache.errors import (
     SaveIncomplete,
     SidecarUnavailable,
 )
-from contextcache.model import SaveOutcome, new_cache_ref
+from contextcache.model import KVGroup, SaveOutcome, new_cache_ref, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
 from kv_sidecar.server import serve
@@ -70,6 +71,24 @@ async def test_what_an_engine_saves_it_loads(running: Running, over: str, frames
 
 
 @pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
+async def test_what_an_engine_with_several_groups_saves_it_loads(running: Running, frames: bool) -> None:
+    rank = await running.rank(frames=frames)
+    groups = (
+        KVGroup("full_attention", 4, ((0, 10),), 0, "a0" * 8),
+        KVGroup("sliding_window", 4, ((0, 4), (6, 10)), 4, "b0" * 8),
+        KVGroup("state", 4, ((9, 10),), 0, "c0" * 8),
+    )
+    new = new_save(PROMPT, now_ms=SystemClock().now_ms(), groups=groups)
+    await asyncio.to_thread(rank.send, new)
+    manifest, _ = await asyncio.to_thread(rank.client.get_manifest, TENANT, new.cache_ref, DEADLINE_S)
+
+    assert manifest == await running.kv.catalog.open(TENANT, new.cache_ref)
+    assert len(manifest.files) == 7
+    assert await asyncio.to_thread(rank.load, new) == {pb.TIER_HOST}
+    rank.close()
+
+
+@pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
 async def test_what_is_not_in_memory_comes_from_disk(running: Running, frames: bool) -> None:
     rank = await running.rank(frames=frames)
     new = await asyncio.to_thread(rank.save, PROMPT)
@@ -88,8 +107,8 @@ async def test_a_shared_prefix_is_sent_once(running: Running) -> None:
     longer = new_save((*PROMPT, 10, 11), now_ms=SystemClock().now_ms())
     prepared = await asyncio.to_thread(rank.prepare, longer)
 
-    assert list(prepared.missing_blocks) == [2]
-    assert prepared.tail_tokens == 0
+    assert list(prepared.missing_files) == [2]
+    assert prepared.num_files == 3
     rank.close()
 
 
@@ -143,10 +162,12 @@ async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None
         await manifest_of
     with pytest.raises(SaveIncomplete):
         await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
-    with pytest.raises(InvalidRequest, match="does not divide"):
-        await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "", 0, 1, 3)
+    with pytest.raises(InvalidRequest, match="rank and world_size do not fit"):
+        await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "", 1, 1)
+    with pytest.raises(InvalidRequest, match="blocks are too small"):
+        await asyncio.to_thread(rank.prepare, replace(new, groups=(plain_group(len(PROMPT), 3),)))
     with pytest.raises(InvalidRequest):
-        await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "{}", 0, 1, 2)
+        await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "{}", 0, 1)
     with pytest.raises(CacheRefNotFound):
         await running.client.get_manifest(TENANT, new.cache_ref)
     rank.close()

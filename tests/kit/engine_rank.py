@@ -14,7 +14,6 @@ from kv_sidecar.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save, write_block
 
-ENGINE_BLOCK_TOKENS = 2
 FRAME_BYTES = 100
 """Far below the 1 MiB of the contract, so that small blocks have many frames."""
 
@@ -25,7 +24,7 @@ class EngineRank:
     def __init__(self, address: str, *, frames: bool = False, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
         self.client = EngineSidecarClient(address, timeout_s=60)
-        self.terms = self.client.handshake(FINGERPRINT, "", 0, 1, ENGINE_BLOCK_TOKENS)
+        self.terms = self.client.handshake(FINGERPRINT, "", 0, 1)
         self.directory = None if frames or not self.terms.shared_directory else Path(self.terms.shared_directory)
 
     def close(self) -> None:
@@ -42,6 +41,7 @@ class EngineRank:
             token_ids=new.token_ids,
             expires_at_ms=new.expires_at_ms,
             started_at_ms=new.started_at_ms,
+            groups=new.groups,
         )
 
     def save(self, token_ids: tuple[int, ...], *, session_id: str = "ctx_1") -> NewSave:
@@ -52,8 +52,7 @@ class EngineRank:
     def send(self, new: NewSave) -> None:
         """Announce a save, send what is missing and seal it."""
         prepared = self.prepare(new)
-        tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
-        wanted = [*prepared.missing_blocks, *tail]
+        wanted = list(prepared.missing_files)
         taken = self.client.save_blocks(self.requests(new, wanted), timeout_s=60)
         assert taken.num_blocks == len(wanted)
         assert self.client.seal(new.cache_ref, new.rank)

@@ -13,7 +13,7 @@ from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
 from contextcache.clock import ManualClock
 from contextcache.errors import StoreUnavailable
-from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.model import Manifest, NewSession, Segment, SegmentKind, TurnCommit, plain_group
 from gateway.flows import Gateway, GatewayRules
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import Health, WatchedEndpoints
@@ -105,7 +105,8 @@ class GatewayParts:
 
 
 def manifest_of(session_id: str, *, tenant="demo", cache_ref=REF, size_bytes=4096) -> Manifest:
-    return Manifest(cache_ref, tenant, session_id, "f" * 64, (1, 2, 3), 256, (), 3, 1, 2_000_000_000_000, size_bytes)
+    groups = (plain_group(3, 256),)
+    return Manifest(cache_ref, tenant, session_id, "f" * 64, (1, 2, 3), groups, (), 1, 2_000_000_000_000, size_bytes)
 
 
 def write_keys(path: Path, keys: dict[str, str]) -> None:

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
 from contextcache.errors import CacheRefNotFound
-from contextcache.model import Manifest, new_cache_ref
+from contextcache.model import KVGroup, Manifest, new_cache_ref
 from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, parse_block_file
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.data_directory import DataDirectory, Step
-from kv_sidecar.manifest import block_meta
+from kv_sidecar.manifest import block_meta, num_files
 from kv_sidecar.orphans import Manager
 from kv_sidecar.pulling import ConnectPeer
 from kv_sidecar.saves import NewSave
@@ -38,12 +38,12 @@ def block_meta_of(name: str = "", *, kind: str = "tail", token_ids: tuple[int, .
 
 
 def fill_of(meta: BlockMeta) -> int:
-    """What the pages of a block are filled with: it depends on the tokens and the rank."""
-    return (sum(meta.token_ids) * 7 + meta.rank * 101 + len(meta.parent)) % 251
+    """What the pages of a block are filled with: it depends on the tokens, the rank and the group."""
+    return (sum(meta.token_ids) * 7 + meta.rank * 101 + len(meta.parent) + int(meta.group or "0", 16)) % 251
 
 
 def write_block(path: Path, meta: BlockMeta, *, fill: int | None = None, page_bytes: int = PAGE_BYTES) -> None:
-    writer = BlockFileWriter(path, meta, num_layers=LAYERS, engine_blocks=ENGINE_BLOCKS, page_bytes=page_bytes)
+    writer = BlockFileWriter(path, meta, pages_bytes=LAYERS * ENGINE_BLOCKS * page_bytes)
     writer.pages[:] = fill_of(meta) if fill is None else fill
     writer.finish()
 
@@ -66,6 +66,7 @@ def new_save(
     rank: int = 0,
     world_size: int = 1,
     started_at_ms: int = 0,
+    groups: tuple[KVGroup, ...] = (),
 ) -> NewSave:
     return NewSave(
         tenant=tenant,
@@ -77,6 +78,7 @@ def new_save(
         token_ids=token_ids,
         expires_at_ms=now_ms + TTL_MS,
         started_at_ms=started_at_ms,
+        groups=groups,
     )
 
 
@@ -142,8 +144,7 @@ class SidecarUnderTest:
     async def send_all(self, new: NewSave) -> PreparedSave:
         """Announce a save and send what is missing."""
         prepared = await self.catalog.prepare_save(new)
-        tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
-        for block_index in [*prepared.missing_blocks, *tail]:
+        for block_index in prepared.missing_files:
             await self.send(new, block_index)
         return prepared
 
@@ -158,7 +159,7 @@ class SidecarUnderTest:
         """Load all blocks of a context's rank, check every byte, return the tiers."""
         manifest = await self.catalog.open(new.tenant, new.cache_ref)
         assert manifest.token_ids == new.token_ids
-        indices = range(len(manifest.block_ids) + (1 if manifest.tail_tokens else 0))
+        indices = range(num_files(manifest))
         tiers = []
         blocks = self.catalog.load(manifest, new.fingerprint, new.rank, indices, shared=shared)
         async with aclosing(blocks):

@@ -7,7 +7,7 @@ into the wrong block, cut at the wrong token, or overwritten by somebody else fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -48,6 +54,8 @@ class LoopConfig:
     num_blocks: int = 200
     max_num_batched_tokens: int = 256
     policy: str = "recompute"
+    windows: tuple[int, ...] = (0,)
+    """Of each group of layers: tokens that a token sees, 0: all before it."""
 
 
 def make_vllm_config(config: LoopConfig) -> VllmConfig:
@@ -62,7 +70,7 @@ def make_vllm_config(config: LoopConfig) -> VllmConfig:
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
         async_scheduling=False,
-        disable_hybrid_kv_cache_manager=True,
+        disable_hybrid_kv_cache_manager=len(config.windows) == 1 and not config.windows[0],
     )
     transfer = KVTransferConfig(
         kv_connector=name,
@@ -81,21 +89,34 @@ def make_vllm_config(config: LoopConfig) -> VllmConfig:
     )
 
 
-def make_kv_cache_config(num_blocks: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
-    page_bytes = spec.page_size_bytes
+def make_kv_cache_config(num_blocks: int, windows: tuple[int, ...]) -> KVCacheConfig:
+    sizes: dict[str, Any] = {
+        "block_size": BLOCK_TOKENS,
+        "num_kv_heads": HEADS,
+        "head_size": HEAD_DIM,
+        "dtype": torch.float32,
+    }
+    specs = [
+        SlidingWindowSpec(**sizes, sliding_window=window) if window else FullAttentionSpec(**sizes)
+        for window in windows
+    ]
+    groups = [KVCacheGroupSpec(names_of(number), spec) for number, spec in enumerate(specs)]
+    page_bytes = specs[0].page_size_bytes
+    names = [name for group in groups for name in group.layer_names]
     tensor = KVCacheTensor(
-        size=page_bytes * num_blocks * len(LAYERS),
-        layers=list(LAYERS),
+        size=page_bytes * num_blocks * len(names),
+        layers=names,
         layer_stride=page_bytes * num_blocks,
         block_stride=page_bytes,
     )
     return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(list(LAYERS), spec)],
-        hash_block_size=BLOCK_TOKENS,
+        num_blocks=num_blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups, hash_block_size=BLOCK_TOKENS
     )
+
+
+def names_of(group: int) -> list[str]:
+    """Return the names of a group's layers."""
+    return list(LAYERS) if group == 0 else [f"g{group}.{name}" for name in LAYERS]
 
 
 class SchedulerLoop:
@@ -105,7 +126,8 @@ class SchedulerLoop:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.vllm_config = make_vllm_config(config)
-        kv_cache_config = make_kv_cache_config(config.num_blocks)
+        kv_cache_config = make_kv_cache_config(config.num_blocks, config.windows)
+        self._windows = config.windows
         self.scheduler = Scheduler(
             vllm_config=self.vllm_config,
             kv_cache_config=kv_cache_config,
@@ -116,10 +138,12 @@ class SchedulerLoop:
         )
         self.connector = self.scheduler.connector
         self.worker = type(self.connector)(self.vllm_config, KVConnectorRole.WORKER, kv_cache_config)
-        self.kv = {
-            name: torch.zeros(config.num_blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM, dtype=torch.float32)
-            for name in LAYERS
-        }
+        self.kv: dict[str, torch.Tensor] = {}
+        for name in LAYERS:
+            # Layers of different groups lie over each other, as vLLM lays them.
+            memory = torch.zeros(config.num_blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM, dtype=torch.float32)
+            for group in range(len(config.windows)):
+                self.kv[names_of(group)[LAYERS.index(name)]] = memory
         self.worker.register_kv_caches(self.kv)
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
         self.finished: dict[str, list[int]] = {}
@@ -228,8 +252,8 @@ class SchedulerLoop:
     def free_blocks(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def blocks_of(self, request_id: str) -> list[int]:
-        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+    def blocks_of(self, request_id: str, group: int = 0) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(request_id)[group])
 
     def forget_prefixes(self) -> None:
         """Empty the engine's own prefix cache."""
@@ -240,21 +264,28 @@ class SchedulerLoop:
     def _forward(self, request_id: str, count: int) -> list[int]:
         request = self.scheduler.requests[request_id]
         end = request.num_computed_tokens
-        block_ids = self.blocks_of(request_id)
-        self._check(request, block_ids, end - count)
-        for position in range(end - count, end):
-            for layer, tensor in enumerate(self.kv.values()):
-                block = block_ids[position // BLOCK_TOKENS]
-                tensor[block, :, position % BLOCK_TOKENS] = _value(layer, position, request.all_token_ids[position])
+        tables = [self.blocks_of(request_id, group) for group in range(len(self._windows))]
+        for group, (window, block_ids) in enumerate(zip(self._windows, tables, strict=True)):
+            first = max(0, end - count - window + 1) if window else 0
+            for position in range(first, end - count):
+                for held, expected in self._places(request, group, block_ids, position):
+                    assert bool((held == expected).all()), f"wrong KV at {position} of {request_id}, group {group}"
+        for group, block_ids in enumerate(tables):
+            for position in range(end - count, end):
+                for place, value in self._places(request, group, block_ids, position):
+                    place.fill_(value)
         self.computed[request_id] += count
         return [] if end < request.num_tokens else [(request.all_token_ids[end - 1] * 7 + end) % 500]
 
-    def _check(self, request: Request, block_ids: list[int], num_tokens: int) -> None:
-        for position in range(num_tokens):
-            for layer, tensor in enumerate(self.kv.values()):
-                held = tensor[block_ids[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS]
-                expected = _value(layer, position, request.all_token_ids[position])
-                assert bool((held == expected).all()), f"wrong KV at {position} of {request.request_id}"
+    def _places(
+        self, request: Request, group: int, block_ids: list[int], position: int
+    ) -> Iterator[tuple[torch.Tensor, float]]:
+        """Yield, for each layer of a group, where a position's KV lies and what must lie there."""
+        block = block_ids[position // BLOCK_TOKENS]
+        assert block, "a block that is none"
+        for layer, name in enumerate(names_of(group)):
+            value = _value(layer + 2 * group, position, request.all_token_ids[position])
+            yield self.kv[name][block, :, position % BLOCK_TOKENS], value
 
 
 def _value(layer: int, position: int, token_id: int) -> float:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from tests.kit.patience import CONNECTOR
 from tests.kit.sidecar_process import SidecarProcess, fault
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector.engine_check import LayerGroup
 from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, MonotonicClock
@@ -45,6 +46,7 @@ BLOCK_TOKENS, ENGINE_BLOCK_TOKENS, NUM_BLOCKS = 64, 16, 192
 
 BLOCK_BYTES = 3 * BLOCK_TOKENS * 2 * 8 * 4
 """Three layers of float32, two heads, eight values."""
+ONE_GROUP = (LayerGroup("full_attention", ENGINE_BLOCK_TOKENS, 0, ("l0", "l1", "l2")),)
 
 
 @dataclass
@@ -80,7 +82,16 @@ def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class Rank:
     """One worker's half with random KV."""
 
-    def __init__(self, door: Door, rank: int = 0, world_size: int = 1, *, model: str = "m", **settings_of: int) -> None:
+    def __init__(
+        self,
+        door: Door,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        model: str = "m",
+        groups: Sequence[LayerGroup] = ONE_GROUP,
+        **settings_of: int,
+    ) -> None:
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
                 model=model, revision=None, quantization=None, dtype="float32", hf_config=SimpleNamespace(to_dict=dict)
@@ -93,8 +104,7 @@ class Rank:
             load_config=SimpleNamespace(load_format="dummy"),
         )
         settings = ConnectorSettings(sidecar="", secret_file="", **{**CONNECTOR, **settings_of})
-        blocks: Any = SimpleNamespace(num_blocks=NUM_BLOCKS)
-        self.side = WorkerSide(config, blocks, settings, door.connect, clock=MonotonicClock())
+        self.side = WorkerSide(config, NUM_BLOCKS, groups, settings, door.connect, clock=MonotonicClock())
         self.kv = {f"l{i}": torch.rand(NUM_BLOCKS, 2, ENGINE_BLOCK_TOKENS, 8) for i in range(3)}
         self.side.register_kv_caches(self.kv)
 
@@ -127,13 +137,39 @@ class Rank:
 def start_rank(door: Door, request: pytest.FixtureRequest) -> Iterator[Callable[..., Rank]]:
     ranks: list[Rank] = []
 
-    def start(*args: int, **settings_of: int) -> Rank:
-        ranks.append(Rank(door, *args, model=request.node.name, **settings_of))
+    def start(*args: int, **more: Any) -> Rank:
+        ranks.append(Rank(door, *args, model=request.node.name, **more))
         return ranks[-1]
 
     yield start
     for rank in ranks:
         rank.side.shutdown()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200])
+def test_pages_of_every_group_come_back_and_only_those_that_are_needed(
+    start_rank: Callable[..., Rank], num_tokens: int
+) -> None:
+    """Layers of two groups over each other in one memory, as vLLM lays them: told apart by block ids alone."""
+    window = LayerGroup("sliding_window", ENGINE_BLOCK_TOKENS, 40, ("l1", "l2"))
+    full = LayerGroup("full_attention", ENGINE_BLOCK_TOKENS, 0, ("l0", "l1"))
+    rank, cache_ref = start_rank(groups=[full, window]), new_cache_ref()
+    num_blocks = -(-num_tokens // ENGINE_BLOCK_TOKENS)
+    first = max(0, num_tokens - 39) // ENGINE_BLOCK_TOKENS
+    old = [list(range(num_blocks, 0, -1)), list(range(60 + first, 60 + num_blocks))]
+    new = [list(range(30, 30 + num_blocks)), list(range(90, 90 + num_blocks))]
+    plan = save_plan(rank, cache_ref, num_tokens, old[0])
+    rank.run(save=replace(plan, block_ids=tuple(tuple(ids) for ids in old)))
+    manifest = rank.manifest(cache_ref)
+    before = {name: tensor.clone() for name, tensor in rank.kv.items()}
+    loaded = rank.run(load=load_plan(rank, manifest, *new))
+
+    assert loaded.failed == set()
+    expected = {name: tensor.clone() for name, tensor in before.items()}
+    for names, source, target in ((("l0", "l1"), old[0], new[0]), (("l1", "l2"), old[1], new[1][first:])):
+        for name in names:
+            expected[name][target] = before[name][source]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in rank.kv.items())
 
 
 def save_plan(rank: Rank, cache_ref: str, num_tokens: int, block_ids: list[int]) -> SavePlan:
@@ -146,12 +182,13 @@ def save_plan(rank: Rank, cache_ref: str, num_tokens: int, block_ids: list[int])
         expires_at_ms=2_000_000_000_000,
         started_at_ms=1_000,
         token_ids=tuple(range(num_tokens)),
-        block_ids=tuple(block_ids),
+        groups=rank.side.facts.groups,
+        block_ids=(tuple(block_ids),),
         fingerprint=rank.side.facts.fingerprint,
     )
 
 
-def load_plan(rank: Rank, manifest: Manifest, block_ids: list[int], *, device_tokens: int = 0) -> LoadPlan:
+def load_plan(rank: Rank, manifest: Manifest, *block_ids: list[int], device_tokens: int = 0) -> LoadPlan:
     assert rank.side.facts is not None
     return plan_load(
         manifest,
@@ -320,7 +357,7 @@ def test_blocks_two_contexts_share_are_sent_once(start_rank: Callable[..., Rank]
         started_at_ms=1_000,
     )
 
-    assert (len(answer.block_ids), list(answer.missing_blocks), answer.tail_tokens) == (3, [2], 8)
+    assert (answer.num_files, list(answer.missing_files)) == (4, [2, 3])
 
 
 def test_a_report_reaches_the_sidecar(start_rank: Callable[..., Rank], door: Door) -> None:

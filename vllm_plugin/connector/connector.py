@@ -27,7 +27,7 @@ from contextcache.clock import Clock
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient
-from vllm_plugin.connector.engine_check import UncarriedEngine, require_carried
+from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -71,8 +71,7 @@ class EndedSaves(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is no
 class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
     """Saves and loads the KV of contexts through the pod's kv-sidecar; leaves engines alone whose KV it cannot carry.
 
-    It says that it supports vLLM's hybrid memory, so that vLLM keeps that on: a model that needs it starts and costs
-    what it costs without us. Its layers then have several block tables, and nothing of it is saved (engine_check.py).
+    It supports vLLM's hybrid memory: a model whose layers have several block tables costs what it costs without us.
 
     `--kv-transfer-config '{"kv_connector": "ContextCacheConnector", "kv_connector_module_path":
     "vllm_plugin.connector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -92,14 +91,24 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         self._worker_side: WorkerSide | None = None
         self._bad_block_ids: set[int] = set()
         self._ended_saves: set[str] = set()
-        self._uncarried = _found_uncarried(vllm_config, kv_cache_config)
+        self._uncarried: UncarriedEngine | None = None
+        groups: Sequence[LayerGroup] = ()
+        try:
+            groups = carried_groups(vllm_config, kv_cache_config)
+        except UncarriedEngine as exc:
+            self._uncarried = exc
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(self._settings, secret, self.connect_sidecar, clock=self.clock)
             if self._uncarried is not None:
                 self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
         else:
             self._worker_side = WorkerSide(
-                vllm_config, kv_cache_config, self._settings, self.connect_sidecar, clock=self.clock
+                vllm_config,
+                kv_cache_config.num_blocks,
+                groups,
+                self._settings,
+                self.connect_sidecar,
+                clock=self.clock,
             )
 
     def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
@@ -188,7 +197,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler_side.allocated(request, _only_group(blocks.get_block_ids()), num_external_tokens)
+        self.scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
@@ -214,13 +223,13 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.finished(request, block_ids), None
+        return self.scheduler_side.finished(request, (block_ids,)), None
 
     @override
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_side.finished(request, _only_group(block_ids)), None
+        return self.scheduler_side.finished(request, block_ids), None
 
     @override
     def reset_cache(self) -> bool | None:
@@ -293,19 +302,6 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         results = self.worker_side.take_results()
         self._ended_saves |= results.ended_saves
         return results
-
-
-def _found_uncarried(vllm_config: Any, kv_cache_config: Any) -> UncarriedEngine | None:
-    try:
-        require_carried(vllm_config, kv_cache_config)
-    except UncarriedEngine as exc:
-        return exc
-    return None
-
-
-def _only_group(block_ids: Sequence[list[int]]) -> list[int]:
-    """Return the blocks of the one group of an engine that we carry; nothing for others."""
-    return block_ids[0] if len(block_ids) == 1 else []
 
 
 def _read_secret(settings: ConnectorSettings) -> bytes:

@@ -1,4 +1,4 @@
-"""Which engines' KV we carry: one group of whole pages of plain causal attention over all tokens. Pure.
+"""Which engines' KV we carry, and in which groups of layers: causal attention over all tokens or a window, and states.
 
 Only exact kinds of layers count: a subclass may keep gaps, or attend to what comes later, and its KV then depends on
 more than the tokens before. What we cannot carry is left alone, with a reason; it never keeps an engine from starting.
@@ -7,9 +7,19 @@ more than the tokens before. What we cannot carry is left alone, with a reason; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from contextcache.model import KVKind
 
 NULL_BLOCK = 0
 """vLLM's block of nothing: it stands where a request has no block. Its bytes are nobody's KV."""
@@ -25,8 +35,20 @@ class UncarriedEngine(Exception):  # a finding about an engine, not a fault
         self.text = text
 
 
-def require_carried(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise UncarriedEngine for an engine whose KV cannot be saved and loaded page by page."""
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table."""
+
+    kind: KVKind
+    block_tokens: int
+    """Tokens in one engine block."""
+    window: int
+    """Tokens that a token sees, itself included; 0: all before it."""
+    layer_names: tuple[str, ...]
+
+
+def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, ...]:
+    """Return the groups of an engine. Raises UncarriedEngine when its KV cannot be saved and loaded page by page."""
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
         text = 'a load that fails would end its request: set "kv_load_failure_policy": "recompute"'
         raise UncarriedEngine("failure_policy", text)
@@ -36,29 +58,41 @@ def require_carried(vllm_config: Any, kv_cache_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UncarriedEngine("context_parallel", f"pages are cut by {name} > 1")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        text = (
-            f"the model's layers have {len(groups)} block tables; those of models that mix sliding windows with full "
-            "attention are one with --disable-hybrid-kv-cache-manager, at the cost of KV memory"
-        )
-        raise UncarriedEngine("several_groups", text)
-    if not getattr(groups[0], "enable_kv_transfer", True) or getattr(groups[0], "host_resident", False):
+    layers = vllm_config.compilation_config.static_forward_context
+    found = tuple(_layer_group(group, layers) for group in kv_cache_config.kv_cache_groups)
+    if not found:
+        raise UncarriedEngine("no_layers", "the engine has no KV layers")
+    if len(found) > 1 and not hasattr(vllm_base, "KVConnectorTransferResults"):
+        raise UncarriedEngine("several_groups", "layers with several block tables need vLLM 0.30 or newer")
+    return found
+
+
+def _layer_group(group: Any, layers: Mapping[str, Any]) -> LayerGroup:
+    if not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False):
         raise UncarriedEngine("unsupported_layers", "vLLM moves the KV of this model itself")
-    _require_plain_layers(_layer_specs(groups[0].kv_cache_spec))
-    _require_decoders(groups[0].layer_names, vllm_config.compilation_config.static_forward_context)
+    _require_decoders(group.layer_names, layers)
+    kinds = {_kind(spec) for spec in _layer_specs(group.kv_cache_spec)}
+    if len(kinds) != 1:
+        raise UncarriedEngine("unsupported_layers", "layers of several kinds share a block table")
+    [(kind, window)] = kinds
+    return LayerGroup(kind, group.kv_cache_spec.block_size, window, tuple(group.layer_names))
 
 
-def _require_plain_layers(specs: Iterable[Any]) -> None:
-    for spec in specs:
-        kind = type(spec)
-        if kind not in (FullAttentionSpec, MLAAttentionSpec):
-            raise UncarriedEngine("unsupported_layers", f"layers of kind {kind.__name__} are not full attention")
-        # A window or chunk as an attribute is fine: blocks of all tokens are kept, and only fewer of them are read.
-        if spec.non_causal or getattr(spec, "non_causal_multi_token_decode", False):
-            raise UncarriedEngine("unsupported_layers", "layers attend to tokens that come later")
-        if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None):
-            raise UncarriedEngine("unsupported_layers", f"layers of kind {kind.__name__} keep states of several tokens")
+def _kind(spec: Any) -> tuple[KVKind, int]:
+    """Return what a layer keeps, and its window."""
+    name = type(spec).__name__
+    if type(spec) is MambaSpec:
+        if spec.mamba_cache_mode not in {"none", "align"} or spec.num_speculative_blocks:
+            raise UncarriedEngine("unsupported_layers", "states are kept in a way that we do not know")
+        return "state", 0
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+        raise UncarriedEngine("unsupported_layers", f"layers of kind {name} are neither attention nor states")
+    if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
+        raise UncarriedEngine("unsupported_layers", "layers attend to tokens that come later")
+    if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None):
+        raise UncarriedEngine("unsupported_layers", f"layers of kind {name} keep states of several tokens")
+    # A window as an attribute of full attention is fine: blocks of all tokens are kept, and only fewer are read.
+    return ("sliding_window", spec.sliding_window) if type(spec) is SlidingWindowSpec else ("full_attention", 0)
 
 
 def _require_decoders(names: Iterable[str], layers: Mapping[str, Any]) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import vllm
 
+from vllm_plugin.connector.engine_check import LayerGroup
 from vllm_plugin.connector.layout import LayerShape
+from vllm_plugin.connector.metadata import EngineGroup
 
 FORMAT_VERSION = 1
 """Of the page bytes and their order in a block file; a reader of another version must not inject them."""
@@ -23,8 +25,32 @@ FORMAT_VERSION = 1
 _VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "_attn_implementation"})
 
 
+def engine_groups(
+    vllm_config: Any, groups: Sequence[LayerGroup], shapes: Sequence[Sequence[LayerShape]]
+) -> tuple[EngineGroup, ...]:
+    """Return the groups with what names them: the one group of a plain engine has no name, as before there were more.
+
+    Under pipeline parallelism each rank has its own layers, so their names give way to the group's position.
+    """
+    if len(groups) == 1 and groups[0].kind == "full_attention":
+        return (EngineGroup("full_attention", groups[0].block_tokens),)
+    is_cut = vllm_config.parallel_config.pipeline_parallel_size > 1
+    found = []
+    for position, (group, own) in enumerate(zip(groups, shapes, strict=True)):
+        layers: Any = position if is_cut else [_layer(shape) for shape in own]
+        named = json.dumps([group.kind, _page_tokens(group), group.window, layers])
+        digest = hashlib.sha256(named.encode()).hexdigest()[:16]
+        found.append(EngineGroup(group.kind, group.block_tokens, group.window, digest))
+    return tuple(found)
+
+
 def engine_facts(
-    vllm_config: Any, shapes: Sequence[LayerShape], *, weights: str | None, weights_epoch: str
+    vllm_config: Any,
+    groups: Sequence[EngineGroup],
+    shapes: Sequence[LayerShape],
+    *,
+    weights: str | None,
+    weights_epoch: str,
 ) -> dict[str, Any]:
     """Return what the fingerprint covers, as JSON values. `weights`: what they are (weights.py), None: not known.
 
@@ -36,6 +62,9 @@ def engine_facts(
     layers: list[Any] = [_layer(shape) for shape in shapes]
     if parallel.pipeline_parallel_size > 1:
         layers = sorted({json.dumps(layer[1:]) for layer in layers})
+    block_tokens: Any = groups[0].block_tokens
+    if groups[0].digest:
+        block_tokens = [[group.kind, _page_tokens(group), group.window, group.digest] for group in groups]
     return {
         "format_version": FORMAT_VERSION,
         "vllm_version": vllm.__version__,
@@ -50,13 +79,18 @@ def engine_facts(
         "weights_epoch": weights_epoch,
         "attention": attention_kinds(vllm_config.compilation_config.static_forward_context, shapes),
         "machine": _machine(),
-        "engine_block_tokens": cache.block_size,
+        "engine_block_tokens": block_tokens,
         "layers": layers,
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
         "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
     }
+
+
+def _page_tokens(group: LayerGroup | EngineGroup) -> int:
+    """Return the tokens whose KV lies in one page. A state is the same whatever block size stands beside it."""
+    return 0 if group.kind == "state" else group.block_tokens
 
 
 def canonical_json(facts: Mapping[str, Any]) -> str:

@@ -4,16 +4,18 @@ vLLM registers one tensor a layer, a strided view that is logically `[B, H, N, C
 K then V content; its physical order may differ. When the attention kernel wants smaller blocks than the engine
 allocates, dimension 0 is `num_blocks * ratio` kernel blocks and N is the kernel's block.
 
-A *page* is the bytes of one engine block of one layer in logical order, `[ratio, H, N, C]` flattened. It is opaque:
-the CPU backend packs tokens by instruction set inside a page, so a page is copied whole and never sliced by token.
-Pages travel as uint8 `[layers, k, page_bytes]` for k engine blocks, which is the tensor inside a block file.
+Layers of different groups may be views of the same memory: their pages differ by block ids alone, so a page is named by
+a layer and an id of that layer's group, and nothing is left out for having somebody else's address.
+
+A *page* is the bytes of one engine block of one layer in logical order, `[ratio, H, N, C]` flattened, without padding.
+It is opaque: the CPU backend packs tokens by instruction set inside a page, so a page is copied whole and never sliced
+by token. Pages of k engine blocks travel flat, as uint8 `[bytes]`: layer after layer of the group, of each its k pages.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -26,7 +28,7 @@ from typing_extensions import override
 from vllm_plugin.connector.engine_check import UncarriedEngine
 
 Pages: TypeAlias = npt.NDArray[np.uint8]
-"""uint8 `[layers, k, page_bytes]`: layer, engine block, bytes of one page."""
+"""uint8 `[bytes]`: layer after layer of a group, of each the pages of k engine blocks."""
 Fence: TypeAlias = Any
 """A point in the engine's stream of work after which its blocks may be read; None on the CPU, where it is now."""
 
@@ -52,44 +54,68 @@ class LayerShape:
 
 
 class PagedLayers(Protocol):
-    """All KV layers of one rank. Calls for disjoint block ids may run in different threads at once."""
+    """All KV layers of one rank, by group. Calls for disjoint block ids may run in different threads at once."""
 
-    shapes: tuple[LayerShape, ...]
-    page_bytes: int
+    shapes: tuple[tuple[LayerShape, ...], ...]
+    """Of each group."""
 
     def fence(self) -> Fence:
         """Mark, in the engine's thread, the point after which blocks named now may be read or overwritten."""
         ...
 
-    def gather(self, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
-        """Copy the pages of `block_ids` into `out` `[layers, len(block_ids), page_bytes]`."""
+    def gather(self, group: int, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
+        """Copy the pages of `block_ids` into `out`, which has their size."""
         ...
 
-    def scatter(self, block_ids: Sequence[int], pages: Pages, *, after: Fence) -> None:
-        """Copy `pages` `[layers, len(block_ids), page_bytes]` over those blocks; they are in place on return."""
+    def scatter(
+        self, group: int, block_ids: Sequence[int], pages: Pages, *, num_pages: int, first_page: int, after: Fence
+    ) -> None:
+        """Copy pages over those blocks, which are in place on return.
+
+        `pages` are of `num_pages` engine blocks; those of `block_ids` begin at `first_page`.
+        """
         ...
 
 
-def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> PagedLayers:
-    """Return the layers of `register_kv_caches`. Raises UncarriedEngine when their pages are not of one size.
+def page_bytes(shapes: Sequence[LayerShape]) -> int:
+    """Return the bytes of one engine block in all layers of a group."""
+    return sum(shape.page_bytes for shape in shapes)
 
-    Layers that share another's tensor (cross-layer sharing) are left out: their bytes are already there.
+
+def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: Sequence[Sequence[str]]) -> PagedLayers:
+    """Return the layers of `register_kv_caches`; `groups` are the names of their layers.
+
+    Raises UncarriedEngine for what has no pages. Layers of a group that share another's tensor (cross-layer sharing)
+    are left out: their bytes are already there.
     """
-    views: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for name, tensor in kv_caches.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
-        if key not in seen:
-            seen.add(key)
-            views[name] = _as_bytes(name, tensor, num_blocks)
-    if not views:
-        raise UncarriedEngine("no_layers", "the engine registered no KV layers")
-    shapes = tuple(_shape(name, view) for name, view in views.items())
-    if len({shape.page_bytes for shape in shapes}) != 1:
-        raise UncarriedEngine("unequal_pages", "the layers' pages are not of one size")
-    on_host = all(view.device.type == "cpu" for view in views.values())
+    views: list[dict[str, torch.Tensor]] = []
+    for names in groups:
+        own: dict[str, torch.Tensor] = {}
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        for name in names:
+            tensor = kv_caches.get(name)
+            if not isinstance(tensor, torch.Tensor):
+                raise UncarriedEngine("unsupported_layers", f"layer {name} has no tensor of its own")
+            key = (tensor.data_ptr(), tuple(tensor.shape))
+            if key not in seen:
+                seen.add(key)
+                own[name] = _as_bytes(name, tensor, num_blocks)
+        if not own:
+            raise UncarriedEngine("no_layers", "the engine registered no KV layers")
+        views.append(own)
+    shapes = tuple(tuple(_shape(name, view) for name, view in own.items()) for own in views)
+    on_host = all(view.device.type == "cpu" for own in views for view in own.values())
     kind = HostLayers if on_host else StagedLayers
-    return kind(shapes, list(views.values()))
+    return kind(shapes, [list(own.values()) for own in views])
+
+
+def _split(shapes: Sequence[LayerShape], pages: Pages, num_pages: int) -> Iterator[Pages]:
+    """Yield each layer's part of flat pages, `[num_pages, page_bytes] u8`."""
+    start = 0
+    for shape in shapes:
+        end = start + num_pages * shape.page_bytes
+        yield pages[start:end].reshape(num_pages, shape.page_bytes)
+        start = end
 
 
 def _as_bytes(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -125,19 +151,18 @@ def runs(block_ids: Sequence[int]) -> list[tuple[int, int, int]]:
 class HostLayers(PagedLayers):
     """KV in host memory. Copies with numpy, which lets other threads run and starts no thread team of its own."""
 
-    def __init__(self, shapes: tuple[LayerShape, ...], views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shapes: tuple[tuple[LayerShape, ...], ...], views: Sequence[Sequence[torch.Tensor]]) -> None:
         self.shapes = shapes
-        self.page_bytes = shapes[0].page_bytes
-        self._views: list[npt.NDArray[np.uint8]] = [view.numpy() for view in views]
+        self._views: list[list[npt.NDArray[np.uint8]]] = [[view.numpy() for view in own] for own in views]
 
     @override
     def fence(self) -> Fence:
         return None
 
     @override
-    def gather(self, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
+    def gather(self, group: int, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
         parts, ids = runs(block_ids), np.asarray(block_ids)
-        for view, page_rows in zip(self._views, out, strict=True):
+        for view, page_rows in zip(self._views[group], _split(self.shapes[group], out, len(ids)), strict=True):
             rows = page_rows.reshape(len(ids), *view.shape[1:])
             if len(parts) > _RUNS_MAX and view.flags.c_contiguous:
                 # mode="clip" writes straight into `out`; the default makes a copy first. The ids are in range.
@@ -147,10 +172,12 @@ class HostLayers(PagedLayers):
                 rows[start : start + length] = view[_span(block_ids[start], length, step)]
 
     @override
-    def scatter(self, block_ids: Sequence[int], pages: Pages, *, after: Fence) -> None:
+    def scatter(
+        self, group: int, block_ids: Sequence[int], pages: Pages, *, num_pages: int, first_page: int, after: Fence
+    ) -> None:
         parts, ids = runs(block_ids), np.asarray(block_ids)
-        for view, page_rows in zip(self._views, pages, strict=True):
-            rows = page_rows.reshape(len(ids), *view.shape[1:])
+        for view, page_rows in zip(self._views[group], _split(self.shapes[group], pages, num_pages), strict=True):
+            rows = page_rows[first_page : first_page + len(ids)].reshape(len(ids), *view.shape[1:])
             if len(parts) > _RUNS_MAX:
                 view[ids] = rows
                 continue
@@ -170,11 +197,10 @@ class StagedLayers(PagedLayers):
     The staging buffer of a thread is as large as the largest block file it has moved.
     """
 
-    def __init__(self, shapes: tuple[LayerShape, ...], views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, shapes: tuple[tuple[LayerShape, ...], ...], views: Sequence[Sequence[torch.Tensor]]) -> None:
         self.shapes = shapes
-        self.page_bytes = shapes[0].page_bytes
-        self._views = list(views)
-        self._device = views[0].device
+        self._views = [list(own) for own in views]
+        self._device = views[0][0].device
         self._cuda = self._device.type == "cuda"
         self._own = threading.local()
 
@@ -187,25 +213,32 @@ class StagedLayers(PagedLayers):
         return event
 
     @override
-    def gather(self, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
-        staging = self._staging(len(block_ids))
+    def gather(self, group: int, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
+        staging = self._staging(out.nbytes)
         with torch.inference_mode(), self._begin(after):
             ids = torch.tensor(block_ids, device=self._device)
-            for row, view in zip(staging, self._views, strict=True):
-                row.copy_(view.index_select(0, ids).reshape(len(block_ids), -1), non_blocking=True)
+            for rows, view in zip(self._rows(group, staging, len(block_ids)), self._views[group], strict=True):
+                rows.copy_(view.index_select(0, ids).reshape(len(block_ids), -1), non_blocking=True)
             self._end()
         np.copyto(out, staging.numpy())
 
     @override
-    def scatter(self, block_ids: Sequence[int], pages: Pages, *, after: Fence) -> None:
-        staging = self._staging(len(block_ids))
+    def scatter(
+        self, group: int, block_ids: Sequence[int], pages: Pages, *, num_pages: int, first_page: int, after: Fence
+    ) -> None:
+        staging = self._staging(pages.nbytes)
         np.copyto(staging.numpy(), pages)
         with torch.inference_mode(), self._begin(after):
             ids = torch.tensor(block_ids, device=self._device)
-            for row, view in zip(staging, self._views, strict=True):
-                rows = row.to(self._device, non_blocking=True).reshape(len(block_ids), *view.shape[1:])
-                view.index_copy_(0, ids, rows)
+            for rows, view in zip(self._rows(group, staging, num_pages), self._views[group], strict=True):
+                wanted = rows[first_page : first_page + len(block_ids)]
+                moved = wanted.to(self._device, non_blocking=True).reshape(len(block_ids), *view.shape[1:])
+                view.index_copy_(0, ids, moved)
             self._end()
+
+    def _rows(self, group: int, flat: torch.Tensor, num_pages: int) -> Iterator[torch.Tensor]:
+        sizes = [num_pages * shape.page_bytes for shape in self.shapes[group]]
+        return (part.view(num_pages, -1) for part in flat.split(sizes))
 
     def _begin(self, after: Fence) -> AbstractContextManager[Any]:
         """Enter this thread's stream, made to wait for `after`; nothing off CUDA."""
@@ -221,11 +254,9 @@ class StagedLayers(PagedLayers):
         if self._cuda:
             self._own.stream.synchronize()
 
-    def _staging(self, num_blocks: int) -> torch.Tensor:
-        """Return this thread's pinned uint8 `[layers, num_blocks, page_bytes]`."""
-        shape = (len(self._views), num_blocks, self.page_bytes)
-        size = math.prod(shape)
+    def _staging(self, size_bytes: int) -> torch.Tensor:
+        """Return this thread's pinned uint8 `[bytes]`."""
         buffer: torch.Tensor | None = getattr(self._own, "buffer", None)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._own.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda)
-        return buffer[:size].view(shape)
+        if buffer is None or buffer.numel() < size_bytes:
+            buffer = self._own.buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        return buffer[:size_bytes]

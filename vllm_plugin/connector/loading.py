@@ -24,9 +24,9 @@ from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavaila
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
-from kv_sidecar.client import BlockFile, BlockMeta, open_block_file, parse_block_file
+from kv_sidecar.client import BlockFile, open_block_file, parse_block_file
 from vllm_plugin.connector.counters import Counters
-from vllm_plugin.connector.layout import Fence, PagedLayers
+from vllm_plugin.connector.layout import Fence, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import LoadPlan, Piece
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -129,7 +129,7 @@ class Loader:
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
-        size_bytes = len(plan.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
+        size_bytes = sum(self._piece_bytes(piece) for piece in plan.pieces)
         allowed_ms = self._settings.load_deadline_ms + size_bytes // self._settings.load_bytes_per_ms_min
         return Load(plan, fence, self._clock.now_ms() + allowed_ms)
 
@@ -193,7 +193,7 @@ class Loader:
 
     def _copy_by(self, terms: Terms, load: Load, progress: _Progress) -> None:
         """Copy by name what the sidecar names, and in frames what was not there, or not right, under its name."""
-        pieces = {piece.block_index: piece for piece in load.plan.pieces()}
+        pieces = {piece.block_index: piece for piece in load.plan.pieces}
         in_frames = replace(terms, shared_directory=None, disk_directory=None)
         try:
             self._copy_pieces(terms, load, progress, pieces)
@@ -204,7 +204,7 @@ class Loader:
             # drops it and serves the disk's.
             log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
-            pieces = {piece.block_index: piece for piece in load.plan.pieces()}
+            pieces = {piece.block_index: piece for piece in load.plan.pieces}
             try:
                 self._copy_pieces(in_frames, load, progress, pieces)
             except ContextCacheError:
@@ -241,7 +241,7 @@ class Loader:
             del pieces[arrival.block_index]
             crash_point(BETWEEN_LOADED_BLOCKS)
             progress.tier = max(progress.tier, arrival.tier)
-            progress.size_bytes += len(piece.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
+            progress.size_bytes += self._piece_bytes(piece)
         if wanted:
             raise CorruptBlock("the sidecar left blocks out")
 
@@ -313,30 +313,28 @@ class Loader:
         return memoryview(buffer)[:size_bytes]
 
     def _inject(self, load: Load, piece: Piece, arrival: _Arrival, block: BlockFile) -> None:
-        plan = load.plan
-        whole = piece.block_index < len(plan.whole_blocks)
-        expected = BlockMeta(
-            kind="block" if whole else "tail",
-            name=plan.name(piece.block_index),
-            parent=plan.name(piece.block_index - 1) if piece.block_index else "",
-            tenant=plan.tenant,
-            fingerprint=plan.fingerprint,
-            rank=self._link.facts.rank,
-            token_ids=piece.token_ids,
-        )
+        expected, group = load.plan.meta(piece, self._link.facts.rank), piece.file.group
         if arrival.vouched and block.checksum != arrival.vouched:
             raise CorruptBlock("the block's bytes are not those the manifest vouches for")
         if arrival.verify:
             block.verify(expected)
         elif block.meta != expected:
             raise CorruptBlock("the block is not the one that belongs here")
-        pages = -(-len(piece.token_ids) // plan.engine_block_tokens)
-        if block.pages.shape != (len(self._layers.shapes), pages, self._layers.page_bytes):
-            raise CorruptBlock("the block's pages are not of this engine's shape")
-        wanted = slice(piece.first_page, piece.first_page + len(piece.block_ids))
+        if block.pages.nbytes != piece.num_pages * page_bytes(self._layers.shapes[group]):
+            raise CorruptBlock("the block's pages are not of this engine's size")
         with load.end.writing():
-            self._layers.scatter(piece.block_ids, block.pages[:, wanted], after=load.fence)
+            self._layers.scatter(
+                group,
+                piece.block_ids,
+                block.pages,
+                num_pages=piece.num_pages,
+                first_page=piece.first_page,
+                after=load.fence,
+            )
         block.close()
+
+    def _piece_bytes(self, piece: Piece) -> int:
+        return len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])
 
     def _remaining_s(self, load: Load) -> float:
         remaining_ms = load.deadline_ms - self._clock.now_ms()

@@ -21,7 +21,7 @@ from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from vllm_plugin.connector.counters import Counters
-from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal
+from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal, restorable_tokens
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import LazySidecar
 from vllm_plugin.connector.transfer import TransferPool
@@ -178,7 +178,7 @@ class ManifestLookup:
 
     def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, patience: Patience) -> Match:
         prompt = np.asarray(token_ids, dtype=np.int64)
-        best = Match(None, 0, "no_manifest")
+        best, num_usable = Match(None, 0, "no_manifest"), 0
         missing: set[CacheRef] = set()
         for cache_ref in transfer.load:
             try:
@@ -195,9 +195,10 @@ class ManifestLookup:
                     best = Match(None, 0, reason)
                 continue
             shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
-            if best.manifest is None or shared > best.num_tokens:
-                best = Match(manifest, shared, tier=tier)
-            if shared == len(prompt):
+            usable = restorable_tokens(manifest, facts, shared)
+            if best.manifest is None or usable > num_usable:
+                best, num_usable = Match(manifest, shared, tier=tier), usable
+            if usable == len(prompt):
                 break
         return replace(best, missing=frozenset(missing))
 

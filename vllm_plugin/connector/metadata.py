@@ -1,19 +1,59 @@
 """Plans and matching: which engine blocks a load fills and a save reads, as plain values. Pure: no vLLM, no I/O.
 
-Positions. An engine block holds `engine_block_tokens` tokens; a context's i-th engine block has *position* i, and
-the engine keeps it in whatever block *id* it likes. A sidecar block holds `block_tokens` tokens, a multiple of the
-engine's, so sidecar block j covers positions j*ratio up to (j+1)*ratio; the tail covers the rest.
+Positions. An engine's layers come in *groups*, each with a block table of its own. An engine block of a group holds
+`block_tokens` tokens; a context's i-th one has *position* i, and the engine keeps it in whatever block *id* it likes.
+A group keeps what the next token can see: all positions, those of a window, or the one with its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from contextcache.model import Manifest
+from contextcache.model import KVFile, KVGroup, KVKind, Manifest
+from kv_sidecar.client import BlockMeta, file_meta
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroup:
+    """What the layers of one group are to everybody but the copier."""
+
+    kind: KVKind
+    block_tokens: int
+    """Tokens in one engine block."""
+    window: int = 0
+    """Tokens that a token sees, itself included; 0: all before it."""
+    digest: str = ""
+    """See KVGroup."""
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first position that the token after `num_tokens` others can see."""
+        if self.kind == "state":
+            return (num_tokens - 1) // self.block_tokens
+        return max(0, num_tokens - self.window + 1) // self.block_tokens if self.window else 0
+
+    def num_positions(self, num_tokens: int) -> int:
+        """Return how many positions `num_tokens` tokens have."""
+        return -(-num_tokens // self.block_tokens)
+
+    def kept(self, num_tokens: int, *, file_tokens_min: int) -> KVGroup:
+        """Return what is saved of a context that ends here; whole files hold `file_tokens_min` tokens or some more."""
+        first = num_tokens - 1 if self.kind == "state" else self.first_needed(num_tokens) * self.block_tokens
+        size = file_tokens_min if self.kind == "state" else -(-file_tokens_min // self.block_tokens) * self.block_tokens
+        return KVGroup(self.kind, size, ((first, num_tokens),), self.window, self.digest)
+
+    def servable(self, saved: KVGroup) -> list[tuple[int, int]]:
+        """Return the lengths that can be continued from what was saved, as (first, last), ascending.
+
+        The token after them sees a whole window, whose first block must be there. A state serves its length alone.
+        """
+        if self.kind == "state":
+            return [(end, end) for _, end in saved.runs]
+        return [(first + self.window - 1 if first and self.window else 1, end) for first, end in saved.runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +65,7 @@ class RankFacts:
     fingerprint_json: str
     rank: int
     world_size: int
-    engine_block_tokens: int
+    groups: tuple[EngineGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +73,16 @@ class Piece:
     """The part of one block file that a plan moves."""
 
     block_index: int
-    """Position among the context's whole blocks; their number for the tail."""
-    first_page: int
-    """First engine block inside the file."""
-    block_ids: tuple[int, ...]
-    """Engine blocks for the pages `first_page` and following."""
+    """Position of the file among the context's."""
+    file: KVFile
     token_ids: tuple[int, ...]
     """All tokens of the file, also of those pages the plan does not move."""
+    num_pages: int
+    """Engine blocks in the file."""
+    first_page: int
+    """First of them that moves."""
+    block_ids: tuple[int, ...]
+    """Engine blocks for the pages `first_page` and following."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +95,10 @@ class LoadPlan:
     tenant: str
     cache_ref: str
     fingerprint: str
-    block_tokens: int
-    engine_block_tokens: int
-    whole_blocks: tuple[str, ...]
-    """Ids of the context's whole blocks."""
-    token_ids: tuple[int, ...]
-    """All tokens of the manifest."""
-    first_position: int
-    """Position of the first engine block to fill."""
-    block_ids: tuple[int, ...]
-    """Engine blocks to fill, from `first_position` on."""
+    digests: tuple[str, ...]
+    """Of the groups, in order."""
+    pieces: tuple[Piece, ...]
+    """The block files that are needed, in order."""
     device_tokens: int
     loaded_tokens: int
     asked_at_s: float
@@ -69,26 +106,19 @@ class LoadPlan:
     traceparent: str = ""
     """Span of the turn, for the load's own; empty: nobody traces it."""
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the block files that are needed, in order."""
-        ratio = self.block_tokens // self.engine_block_tokens
-        end = self.first_position + len(self.block_ids)
-        for index in range(self.first_position // ratio, -(-end // ratio)):
-            low, high = max(self.first_position, index * ratio), min(end, (index + 1) * ratio)
-            ids = self.block_ids[low - self.first_position : high - self.first_position]
-            yield Piece(index, low - index * ratio, ids, self._tokens(index))
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Engine blocks to fill."""
+        return tuple(chain.from_iterable(piece.block_ids for piece in self.pieces))
 
-    def _tokens(self, index: int) -> tuple[int, ...]:
-        return self.token_ids[index * self.block_tokens : (index + 1) * self.block_tokens]
-
-    def name(self, index: int) -> str:
-        """Return the name the block file at `index` must carry: the block id, or the cache_ref for the tail."""
-        return self.whole_blocks[index] if index < len(self.whole_blocks) else self.cache_ref
+    def meta(self, piece: Piece, rank: int) -> BlockMeta:
+        """Return what a file must say of itself."""
+        return _meta(self, self.digests, piece, rank)
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """One save, made when a request finishes. The engine keeps `block_ids` untouched until the worker lets go."""
+    """One save, made when a request finishes. The engine keeps its blocks untouched until the worker lets go."""
 
     engine_request_id: str
     tenant: str
@@ -99,19 +129,41 @@ class SavePlan:
     """Unix time in ms at which the engine was given the request: a deletion after it wins over this save."""
     token_ids: tuple[int, ...]
     """Tokens that have valid KV, oldest first."""
-    block_ids: tuple[int, ...]
-    """Engine blocks that hold them, from position 0 on."""
+    groups: tuple[EngineGroup, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    """Engine blocks of each group, from the first position that is needed on."""
     fingerprint: str
     """Under which they were computed: the engine's may be another by the time they are copied out."""
     traceparent: str = ""
     """Span of the turn, for the save's own; empty: nobody traces it."""
 
-    def piece(self, index: int, *, block_tokens: int, engine_block_tokens: int) -> Piece:
-        """Return what goes into the block file at `index`; the last one is the tail when tokens are left over."""
-        ratio = block_tokens // engine_block_tokens
-        tokens = self.token_ids[index * block_tokens : (index + 1) * block_tokens]
-        pages = -(-len(tokens) // engine_block_tokens)
-        return Piece(index, 0, self.block_ids[index * ratio : index * ratio + pages], tokens)
+    def kept(self, *, file_tokens_min: int) -> tuple[KVGroup, ...]:
+        """Return what is saved of each group."""
+        return tuple(group.kept(len(self.token_ids), file_tokens_min=file_tokens_min) for group in self.groups)
+
+    def piece(self, block_index: int, file: KVFile) -> Piece:
+        """Return what goes into a block file."""
+        group, held = self.groups[file.group], self.block_ids[file.group]
+        first, last = file.first_token // group.block_tokens, group.num_positions(file.end_token)
+        offset = group.first_needed(len(self.token_ids))
+        ids = held[first - offset : last - offset]
+        tokens = self.token_ids[file.first_token : file.end_token]
+        return Piece(block_index, file, tokens, last - first, 0, ids)
+
+    def meta(self, piece: Piece, rank: int) -> BlockMeta:
+        """Return what a file says of itself."""
+        return _meta(self, tuple(group.digest for group in self.groups), piece, rank)
+
+
+def _meta(plan: LoadPlan | SavePlan, digests: Sequence[str], piece: Piece, rank: int) -> BlockMeta:
+    return file_meta(
+        piece.file,
+        group=digests[piece.file.group],
+        tenant=plan.tenant,
+        fingerprint=plan.fingerprint,
+        rank=rank,
+        token_ids=piece.token_ids,
+    )
 
 
 def common_prefix(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
@@ -128,12 +180,25 @@ def refusal(manifest: Manifest, facts: RankFacts) -> str | None:
         return "fingerprint_mismatch"
     if manifest.world_size != facts.world_size:
         return "world_size_mismatch"
-    if manifest.block_tokens < 1 or manifest.block_tokens % facts.engine_block_tokens:
+    if [_layout(group) for group in manifest.groups] != [_layout(group) for group in facts.groups]:
+        return "layout_mismatch"
+    pairs = zip(manifest.groups, facts.groups, strict=True)
+    if any(saved.block_tokens % group.block_tokens for saved, group in pairs if group.kind != "state"):
         return "block_size_mismatch"
-    whole = len(manifest.token_ids) // manifest.block_tokens
-    if whole != len(manifest.block_ids) or len(manifest.token_ids) % manifest.block_tokens != manifest.tail_tokens:
-        return "manifest_malformed"
     return None
+
+
+def _layout(group: KVGroup | EngineGroup) -> tuple[KVKind, int, str]:
+    return group.kind, group.window, group.digest
+
+
+def restorable_tokens(manifest: Manifest, facts: RankFacts, limit: int) -> int:
+    """Return the most tokens, `limit` at most, after which every group has all that the next token needs; 0: none."""
+    possible = [(1, limit)]
+    for saved, group in zip(manifest.groups, facts.groups, strict=True):
+        spans = group.servable(saved)
+        possible = [(max(a, c), min(b, d)) for a, b in possible for c, d in spans if max(a, c) <= min(b, d)]
+    return max((last for _, last in possible), default=0)
 
 
 def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
@@ -142,33 +207,40 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
     *,
     engine_request_id: str,
     request_id: str,
-    block_ids: Sequence[int],
+    block_ids: Sequence[Sequence[int]],
     device_tokens: int,
     loaded_tokens: int,
     asked_at_s: float,
     traceparent: str = "",
 ) -> LoadPlan:
-    """Return the plan that fills positions from `device_tokens` (a block edge) up to the last loaded token.
+    """Return the plan that makes the token after `device_tokens + loaded_tokens` computable.
 
-    `block_ids` are all of the request's engine blocks, from position 0. Those before the first position belong to
-    the engine's prefix cache, other requests may be reading them, so they are never written.
+    `block_ids` are all of the request's engine blocks of each group, from position 0. Those before `device_tokens` (a
+    block edge) belong to the engine's prefix cache, other requests may be reading them, so they are never written.
     """
-    size = facts.engine_block_tokens
-    assert device_tokens % size == 0, "the engine presents a block-aligned hit"
-    first, last = device_tokens // size, -(-(device_tokens + loaded_tokens) // size)
-    assert len(block_ids) >= last, "the engine allocated every block the load needs"
+    num_tokens = device_tokens + loaded_tokens
+    pieces = []
+    for index, file in enumerate(manifest.files):
+        group, ids = facts.groups[file.group], block_ids[file.group]
+        size = group.block_tokens
+        assert group.kind == "state" or device_tokens % size == 0, "the engine presents a block-aligned hit"
+        held = 0 if group.kind == "state" else device_tokens // size
+        first, last = file.first_token // size, group.num_positions(file.end_token)
+        low = max(first, held, group.first_needed(num_tokens))
+        high = min(last, group.num_positions(num_tokens))
+        if low >= high:
+            continue
+        assert len(ids) >= high, "the engine allocated every block the load needs"
+        tokens = manifest.token_ids[file.first_token : file.end_token]
+        pieces.append(Piece(index, file, tokens, last - first, low - first, tuple(ids[low:high])))
     return LoadPlan(
         engine_request_id=engine_request_id,
         request_id=request_id,
         tenant=manifest.tenant,
         cache_ref=manifest.cache_ref,
         fingerprint=manifest.fingerprint,
-        block_tokens=manifest.block_tokens,
-        engine_block_tokens=size,
-        whole_blocks=manifest.block_ids,
-        token_ids=manifest.token_ids,
-        first_position=first,
-        block_ids=tuple(block_ids[first:last]),
+        digests=tuple(group.digest for group in facts.groups),
+        pieces=tuple(pieces),
         device_tokens=device_tokens,
         loaded_tokens=loaded_tokens,
         asked_at_s=asked_at_s,

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from contextcache.clock import Clock
 from contextcache.errors import SidecarUnavailable, StorageFull
+from contextcache.model import KVGroup
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import BlockFileWriter, BlockMeta
+from kv_sidecar.client import BlockFileWriter, context_files
 from vllm_plugin.connector.hand_over import GivenUp, HandOver, Save, StagedFile
-from vllm_plugin.connector.layout import Fence, PagedLayers
+from vllm_plugin.connector.layout import Fence, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import Piece, SavePlan
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import RankLink, Terms
@@ -49,7 +50,8 @@ class Saver:
 
     def open(self, plan: SavePlan, fence: Fence) -> Save:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
-        size_bytes = len(plan.block_ids) * len(self._layers.shapes) * self._layers.page_bytes
+        held = zip(plan.block_ids, self._layers.shapes, strict=True)
+        size_bytes = sum(len(ids) * page_bytes(shapes) for ids, shapes in held)
         allowed_ms = self._settings.prepare_deadline_ms + size_bytes // self._settings.save_bytes_per_ms_min
         return Save(plan, fence, self._clock.now_ms() + allowed_ms)
 
@@ -77,6 +79,7 @@ class Saver:
         plan, facts = save.plan, self._link.facts
         self._remaining_s(save)
         terms = self._link.terms()
+        groups = plan.kept(file_tokens_min=terms.block_tokens)
         answer = self._link.sidecar.get().prepare_save(
             tenant=plan.tenant,
             session_id=plan.session_id,
@@ -87,25 +90,26 @@ class Saver:
             token_ids=plan.token_ids,
             expires_at_ms=plan.expires_at_ms,
             started_at_ms=plan.started_at_ms,
+            groups=groups,
             timeout_s=min(self._remaining_s(save), self._settings.prepare_deadline_ms / 1000),
         )
         self._remaining_s(save)
         save.shared = terms.shared_directory is not None
         directory = self._directory(terms)
-        for piece in self._wanted(plan, answer, terms):
+        for piece in self._wanted(plan, groups, answer, terms):
             self._make_room(save, piece)
-            self.hand_over.stage(save, self._filled(save, piece, answer.block_ids, directory))
+            self.hand_over.stage(save, self._filled(save, piece, directory))
 
-    def _wanted(self, plan: SavePlan, answer: pb.PrepareSaveResponse, terms: Terms) -> list[Piece]:
-        """Return the pieces the sidecar lacks: missing whole blocks, and the tail when there is one."""
-        whole, tail_tokens = divmod(len(plan.token_ids), terms.block_tokens)
-        missing = sorted(answer.missing_blocks)
-        in_range = not missing or (missing[0] >= 0 and missing[-1] < whole)
-        if len(answer.block_ids) != whole or answer.tail_tokens != tail_tokens or not in_range:
-            raise SidecarUnavailable("the sidecar speaks of other blocks than ours; its settings have changed")
-        indices = [*missing, whole] if tail_tokens else missing
-        size = self._link.facts.engine_block_tokens
-        pieces = [plan.piece(i, block_tokens=terms.block_tokens, engine_block_tokens=size) for i in indices]
+    def _wanted(
+        self, plan: SavePlan, groups: Sequence[KVGroup], answer: pb.PrepareSaveResponse, terms: Terms
+    ) -> list[Piece]:
+        """Return the pieces the sidecar lacks: missing blocks, and all tails."""
+        files = context_files(plan.cache_ref, plan.fingerprint, plan.tenant, plan.token_ids, groups)
+        missing = sorted(answer.missing_files)
+        in_range = not missing or (missing[0] >= 0 and missing[-1] < len(files))
+        if answer.num_files != len(files) or not in_range:
+            raise SidecarUnavailable("the sidecar speaks of other files than ours; its release is another")
+        pieces = [plan.piece(index, files[index]) for index in missing]
         if any(self._piece_bytes(piece) > terms.block_size_bytes_max for piece in pieces):
             raise StorageFull("a block is larger than the sidecar takes")
         if any(self._piece_bytes(piece) > self.hand_over.budget.limit_bytes for piece in pieces):
@@ -137,37 +141,21 @@ class Saver:
         budget.take(size_bytes, check=check)
 
     def _piece_bytes(self, piece: Piece) -> int:
-        return len(self._layers.shapes) * len(piece.block_ids) * self._layers.page_bytes
+        return len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])
 
-    def _filled(self, save: Save, piece: Piece, block_names: Sequence[str], directory: Path) -> StagedFile:
+    def _filled(self, save: Save, piece: Piece, directory: Path) -> StagedFile:
         """Copy one piece straight into the map of its block file. Its room is given back when that fails."""
-        plan, facts, index = save.plan, self._link.facts, piece.block_index
-        whole = index < len(block_names)
-        meta = BlockMeta(
-            kind="block" if whole else "tail",
-            name=block_names[index] if whole else plan.cache_ref,
-            parent=block_names[index - 1] if index else "",
-            tenant=plan.tenant,
-            fingerprint=plan.fingerprint,
-            rank=facts.rank,
-            token_ids=piece.token_ids,
-        )
-        path = directory / f"{plan.cache_ref}.r{facts.rank}.{index}.{secrets.token_hex(4)}"
+        plan, rank, index = save.plan, self._link.facts.rank, piece.block_index
+        path = directory / f"{plan.cache_ref}.r{rank}.{index}.{secrets.token_hex(4)}"
         size_bytes = self._piece_bytes(piece)
         try:
-            writer = BlockFileWriter(
-                path,
-                meta,
-                num_layers=len(self._layers.shapes),
-                engine_blocks=len(piece.block_ids),
-                page_bytes=self._layers.page_bytes,
-            )
+            writer = BlockFileWriter(path, plan.meta(piece, rank), pages_bytes=size_bytes)
         except BaseException:
             self.hand_over.budget.give_back(size_bytes)
             raise
         file = StagedFile(index, path, writer, size_bytes)
         try:
-            self._layers.gather(piece.block_ids, writer.pages, after=save.fence)
+            self._layers.gather(piece.file.group, piece.block_ids, writer.pages, after=save.fence)
         except BaseException:
             self.hand_over.drop([file])
             raise

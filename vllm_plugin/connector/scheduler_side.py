@@ -22,7 +22,7 @@ from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.engine_identity import EngineIdentity
 from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
-from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load
+from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load, restorable_tokens
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
@@ -154,12 +154,14 @@ class SchedulerSide:
         tracked.device_tokens = num_computed_tokens
         # The last token is always computed, to have something to sample from. A promise to load it too makes vLLM
         # step back by one, and a prompt of one token would be asked about for ever.
-        num_tokens = min(found.num_tokens, request.num_tokens - 1) - num_computed_tokens
-        if found.manifest is None or num_tokens < self._settings.min_load_tokens:
+        # Where a group has a window it would be wrong too: vLLM has let go of the block that the last token sees.
+        if found.manifest is None or self._facts is None:
             return 0, False
-        return num_tokens, True
+        most = restorable_tokens(found.manifest, self._facts, min(found.num_tokens, request.num_tokens - 1))
+        num_tokens = most - num_computed_tokens
+        return (num_tokens, True) if num_tokens >= self._settings.min_load_tokens else (0, False)
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not tracked.transfer.load:
@@ -216,7 +218,7 @@ class SchedulerSide:
         for cache_ref in cache_refs:
             self._pending_saves.end(cache_ref)
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
         """Plan the save of a finished request; True: its blocks must be kept until the worker lets go.
 
         Called for every end, aborts included: a stop string ends as an abort, so what counts is whether the whole
@@ -279,7 +281,7 @@ class SchedulerSide:
             )
         )
 
-    def _save_plan(self, request: Any, tracked: _Tracked, block_ids: Sequence[int]) -> SavePlan | None:
+    def _save_plan(self, request: Any, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> SavePlan | None:
         again = self._lost_ref(tracked)
         cache_ref, facts = tracked.transfer.save or again, self._facts
         if cache_ref is None or facts is None:
@@ -287,8 +289,7 @@ class SchedulerSide:
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if again is not None:
             num_tokens = min(num_tokens, tracked.transfer.save_again_tokens)
-        num_blocks = -(-num_tokens // facts.engine_block_tokens)
-        if obstacle := _obstacle(tracked, num_tokens, num_blocks, block_ids):
+        if obstacle := _obstacle(tracked, facts, num_tokens, block_ids):
             self.counters.add("skipped_saves", obstacle)
             self._abandon(request, tracked.transfer, obstacle)
             return None
@@ -306,7 +307,8 @@ class SchedulerSide:
             expires_at_ms=tracked.transfer.expires_at_ms,
             started_at_ms=_started_at_ms(request),
             token_ids=tuple(request.all_token_ids[:num_tokens]),
-            block_ids=tuple(block_ids[:num_blocks]),
+            groups=facts.groups,
+            block_ids=_kept_ids(facts, num_tokens, block_ids),
             fingerprint=facts.fingerprint,
             traceparent=tracked.transfer.traceparent,
         )
@@ -326,16 +328,30 @@ class SchedulerSide:
         return first if first in found.missing and first not in self._saved_again else None
 
 
-def _obstacle(tracked: _Tracked, num_tokens: int, num_blocks: int, block_ids: Sequence[int]) -> str:
+def _kept_ids(facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the engine blocks of each group that the token after `num_tokens` needs: vLLM keeps no others."""
+    return tuple(
+        tuple(ids[group.first_needed(num_tokens) : group.num_positions(num_tokens)])
+        for group, ids in zip(facts.groups, block_ids, strict=True)
+    )
+
+
+def _obstacle(tracked: _Tracked, facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> str:
     """Return why a finished request cannot be saved, as a short fixed phrase; empty: it can."""
     request = tracked.request
     if tracked.of_old_weights:
         return _WEIGHTS_CHANGED
     if tracked.loading is not None or num_tokens < 1 or request.num_computed_tokens < request.num_prompt_tokens:
         return "not_computed"
-    if len(block_ids) < num_blocks:
+    if len(block_ids) != len(facts.groups):
         return "blocks_gone"
-    return "null_block" if NULL_BLOCK in block_ids[:num_blocks] else ""
+    for group, ids in zip(facts.groups, block_ids, strict=True):
+        if len(ids) < group.num_positions(num_tokens):
+            return "blocks_gone"
+        # A state is of exactly the tokens that were computed, and a step may be in flight when a request is stopped.
+        if group.kind == "state" and request.num_computed_tokens != num_tokens:
+            return "state_ahead"
+    return "null_block" if any(NULL_BLOCK in ids for ids in _kept_ids(facts, num_tokens, block_ids)) else ""
 
 
 def _started_at_ms(request: Any) -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
-from contextcache.model import Manifest
+from contextcache.model import KVGroup, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.metadata import RankFacts
 
@@ -32,9 +32,7 @@ _LONGEST_PAUSE_MS = 10_000
 class EngineSidecar(Protocol):
     """Calls of `kv_sidecar.client.EngineSidecarClient`; each has a deadline and fails with a ContextCacheError."""
 
-    def handshake(
-        self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int, engine_block_tokens: int
-    ) -> pb.HandshakeResponse:
+    def handshake(self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int) -> pb.HandshakeResponse:
         """Introduce a rank."""
         ...
 
@@ -50,6 +48,7 @@ class EngineSidecar(Protocol):
         token_ids: tuple[int, ...],
         expires_at_ms: int,
         started_at_ms: int,
+        groups: Sequence[KVGroup],
         timeout_s: float,
     ) -> pb.PrepareSaveResponse:
         """Open a save and learn which blocks are missing."""
@@ -193,10 +192,10 @@ class RankLink:
         facts = self.facts
         try:
             answer = self.sidecar.get().handshake(
-                facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size, facts.engine_block_tokens
+                facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size
             )
-            if answer.block_tokens < 1 or answer.block_tokens % facts.engine_block_tokens:
-                raise InvalidRequest("the sidecar's block_tokens is not a multiple of the engine's block size")
+            if answer.block_tokens < 1:
+                raise InvalidRequest("the sidecar says no size of its blocks")
         except ContextCacheError as exc:
             self._pause_ms = min(max(2 * self._pause_ms, _FIRST_PAUSE_MS), _LONGEST_PAUSE_MS)
             self._next_try_at_ms = self._clock.now_ms() + self._pause_ms

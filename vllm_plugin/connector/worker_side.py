@@ -18,8 +18,8 @@ import torch
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
 from vllm_plugin.connector.counters import Counters, connector_tracer
-from vllm_plugin.connector.engine_check import NULL_BLOCK
-from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, fingerprint
+from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
+from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
 from vllm_plugin.connector.hand_over import HandOver, Save
 from vllm_plugin.connector.layout import open_layers
 from vllm_plugin.connector.loading import Load, Loader
@@ -41,14 +41,17 @@ class WorkerSide:
     def __init__(
         self,
         vllm_config: Any,
-        kv_cache_config: Any,
+        num_blocks: int,
+        groups: Sequence[LayerGroup],
         settings: ConnectorSettings,
         connect: Connect,
         *,
         clock: Clock,
     ) -> None:
+        """`num_blocks`: of the engine; `groups`: none for an engine that is left alone."""
         self._vllm_config = vllm_config
-        self._num_blocks: int = kv_cache_config.num_blocks
+        self._num_blocks = num_blocks
+        self._groups = groups
         self._settings = settings
         self._clock = clock
         self.counters = Counters()
@@ -74,18 +77,15 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the paged tensors, and so the fingerprint. Raises UncarriedEngine for layouts we cannot carry."""
-        layers = open_layers(kv_caches, self._num_blocks)
+        layers = open_layers(kv_caches, self._num_blocks, [group.layer_names for group in self._groups])
+        groups = engine_groups(self._vllm_config, self._groups, layers.shapes)
         parallel = self._vllm_config.parallel_config
         epoch = self._settings.weights_epoch
         weights = weights_identity(self._vllm_config) or ("named" if epoch != WEIGHTS_UNNAMED else None)
-        spelled = canonical_json(engine_facts(self._vllm_config, layers.shapes, weights=weights, weights_epoch=epoch))
-        self.facts = RankFacts(
-            fingerprint(spelled),
-            spelled,
-            parallel.rank,
-            parallel.world_size,
-            self._vllm_config.cache_config.block_size,
-        )
+        shapes = [shape for own in layers.shapes for shape in own]
+        facts = engine_facts(self._vllm_config, groups, shapes, weights=weights, weights_epoch=epoch)
+        spelled = canonical_json(facts)
+        self.facts = RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups)
         self._link.introduce(self.facts)
         self._loader = Loader(
             settings=self._settings,

@@ -531,8 +531,7 @@ class Player:
 def _send(engine: EngineRank, new: NewSave, num_blocks: int | None) -> None:
     """Announce a save and send what is missing, or the first `num_blocks` of it."""
     prepared = engine.prepare(new)
-    tail = [len(prepared.block_ids)] if prepared.tail_tokens else []
-    engine.client.save_blocks(engine.requests(new, [*prepared.missing_blocks, *tail][:num_blocks]), timeout_s=_CALL_S)
+    engine.client.save_blocks(engine.requests(new, prepared.missing_files[:num_blocks]), timeout_s=_CALL_S)
 
 
 def _now_ms() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from deploy.local.progress import StepFailed
+from kv_sidecar.manifest import decode_manifest, rank_keys
 from kv_sidecar.safetensors_header import decode_header
 from tests.kit.faults.files import Kind, StoredFiles
 from tests.kit.stack import KEY, MODEL, Stack
@@ -245,17 +246,16 @@ class World:
             path.unlink(missing_ok=True)
 
     def files_of(self, told: Told, kind: Kind, *, shared: bool = False) -> list[Path]:
-        """Return the files of a context's newest manifest: whole blocks in order, the tail, or the manifest."""
+        """Return the files of a context's newest manifest: whole blocks in order, the tails, or the manifest."""
         manifests = [
             path for path in self.files.on_disk("manifest") if _metadata(path)["session_id"] == told.session_id
         ]
         if kind == "manifest":
             return manifests[-1:]
-        metadata = _metadata(manifests[-1])
-        names = metadata["block_ids"].split() if kind == "block" else [metadata["cache_ref"]]
+        manifest = decode_manifest(manifests[-1].read_bytes())
         there = self.files.shared(kind) if shared else self.files.on_disk(kind)
-        by_name = {path.name.partition(".")[0]: path for path in there}
-        return [by_name[name] for name in names]
+        by_name = {path.name: path for path in there}
+        return [by_name[key.file_name] for key in rank_keys(manifest, 0) if key.kind == kind]
 
     # Judging.
 

@@ -1,18 +1,25 @@
 """Values survive the wire."""
 
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contextcache.convert import (
     commit_from_pb,
     commit_to_pb,
+    groups_from_pb,
     manifest_from_pb,
     manifest_to_pb,
     session_from_pb,
     session_to_pb,
 )
+from contextcache.errors import InvalidRequest
 from contextcache.model import (
     CacheSessionMetadata,
+    KVGroup,
+    KVKind,
     Manifest,
     Segment,
     SegmentKind,
@@ -21,10 +28,20 @@ from contextcache.model import (
     TtlPolicy,
     TurnCommit,
 )
+from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 count = st.integers(0, 2**50)
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple)
+int32 = st.integers(0, 2**31 - 1)
+groups = st.builds(
+    KVGroup,
+    kind=st.sampled_from(get_args(KVKind)),
+    block_tokens=int32,
+    runs=st.lists(st.tuples(int32, int32), max_size=3).map(tuple),
+    window=int32,
+    digest=text,
+)
 segments = st.builds(Segment, kind=st.sampled_from(SegmentKind), token_ids=ids, text=text, messages_json=text)
 
 
@@ -62,13 +79,19 @@ def test_a_commit_survives_the_wire(commit):
         Manifest,
         **dict.fromkeys(("cache_ref", "tenant", "session_id", "fingerprint"), text),
         token_ids=ids,
-        block_tokens=st.integers(0, 2**31 - 1),
-        block_ids=st.lists(text, max_size=3).map(tuple),
-        tail_tokens=st.integers(0, 2**31 - 1),
+        groups=st.lists(groups, min_size=1, max_size=3).map(tuple),
+        files=st.just(()),
         world_size=st.integers(0, 2**31 - 1),
         expires_at_ms=count,
         size_bytes=count,
+        block_checksums=st.lists(text, max_size=3).map(tuple),
     )
 )
-def test_a_manifest_survives_the_wire(manifest):
+def test_a_manifest_survives_the_wire_but_for_its_files_which_follow(manifest):
     assert manifest_from_pb(manifest_to_pb(manifest)) == manifest
+
+
+@pytest.mark.parametrize("kind", ["", "mla", "STATE"])
+def test_a_group_of_a_kind_that_is_not_known_is_refused(kind):
+    with pytest.raises(InvalidRequest):
+        groups_from_pb([sidecar_pb.KVGroup(kind=kind, block_tokens=4)])

@@ -19,8 +19,8 @@ META = BlockMeta("block", block_id(FINGERPRINT, TENANT, "", TOKENS), "", TENANT,
 
 
 def test_pages_and_metadata_come_back(tmp_path: Path) -> None:
-    writer = BlockFileWriter(tmp_path / "b", META, num_layers=2, engine_blocks=3, page_bytes=5)
-    pages = np.arange(30, dtype=np.uint8).reshape(2, 3, 5)
+    writer = BlockFileWriter(tmp_path / "b", META, pages_bytes=30)
+    pages = np.arange(30, dtype=np.uint8)
     writer.pages[:] = pages
     writer.finish()
 
@@ -41,12 +41,12 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
     pages = safetensors.numpy.load_file(tmp_path / "b")["pages"]
 
     assert metadata["name"] == META.name
-    assert pages.shape == (2, 2, 64)
+    assert pages.shape == (2 * 2 * 64,)
     assert np.all(pages == 9)
 
 
 def test_the_file_has_its_full_size_before_it_is_finished_and_is_not_valid(tmp_path: Path) -> None:
-    writer = BlockFileWriter(tmp_path / "b", META, num_layers=1, engine_blocks=1, page_bytes=8)
+    writer = BlockFileWriter(tmp_path / "b", META, pages_bytes=8)
 
     assert (tmp_path / "b").stat().st_size == writer.size_bytes
     with pytest.raises(CorruptBlock):
@@ -56,7 +56,7 @@ def test_the_file_has_its_full_size_before_it_is_finished_and_is_not_valid(tmp_p
 
 
 def test_discard_after_finish_removes_the_file_and_may_be_repeated(tmp_path: Path) -> None:
-    writer = BlockFileWriter(tmp_path / "b", META, num_layers=1, engine_blocks=1, page_bytes=8)
+    writer = BlockFileWriter(tmp_path / "b", META, pages_bytes=8)
     writer.finish()
     writer.discard()
     writer.discard()
@@ -66,7 +66,7 @@ def test_discard_after_finish_removes_the_file_and_may_be_repeated(tmp_path: Pat
 
 def test_no_room_is_storage_full_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(StorageFull):
-        BlockFileWriter(tmp_path / "b", META, num_layers=1, engine_blocks=1, page_bytes=1 << 60)
+        BlockFileWriter(tmp_path / "b", META, pages_bytes=1 << 60)
 
     assert not (tmp_path / "b").exists()
 
@@ -126,6 +126,8 @@ def test_bytes_after_the_tensor_are_corrupt() -> None:
         replace(META, parent="a" * 64),
         replace(META, name="a" * 64),
         replace(META, kind="tail"),
+        replace(META, group="a0" * 8),
+        replace(META, first_token=4),
     ],
 )
 def test_a_file_that_belongs_elsewhere_is_corrupt(other: BlockMeta) -> None:

@@ -315,7 +315,7 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
         assert kv.manifest_files() == {alone.cache_ref}
         assert await kv.load(alone)
         again = new_save(PROMPT, now_ms=clock.now_ms())
-        assert (await kv.send_all(again)).missing_blocks == (0, 1)
+        assert (await kv.send_all(again)).missing_files == (0, 1, 2)
         await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 

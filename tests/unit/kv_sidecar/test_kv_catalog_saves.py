@@ -73,8 +73,8 @@ async def test_a_grown_context_sends_only_what_is_new(kv: SidecarUnderTest, cloc
     grown = new_save((*PROMPT, 10, 11, 12), now_ms=clock.now_ms())
     prepared = await kv.send_all(grown)
 
-    assert prepared.missing_blocks == (2,)
-    assert prepared.tail_tokens == 1
+    assert prepared.missing_files == (2, 3)
+    assert prepared.num_files == 4
     assert await kv.catalog.seal(grown.cache_ref, 0)
     assert len(await kv.load(grown)) == 4
 
@@ -190,10 +190,11 @@ async def test_an_announcement_may_be_repeated(kv: SidecarUnderTest, clock: Manu
     new = new_save(PROMPT, now_ms=clock.now_ms())
     first = await kv.catalog.prepare_save(new)
     await kv.send(new, 0)
+    await kv.send(new, 2)
     second = await kv.catalog.prepare_save(new)
 
-    assert first.missing_blocks == (0, 1)
-    assert second.missing_blocks == (1,)
+    assert first.missing_files == (0, 1, 2)
+    assert second.missing_files == (1, 2)  # a tail is always sent
 
 
 async def test_a_sealed_ref_cannot_be_saved_again(kv: SidecarUnderTest) -> None:
@@ -325,7 +326,7 @@ async def test_a_block_that_vanished_after_it_was_counted_on_fails_the_seal(
     prepared = await kv.send_all(new)
     await kv.sidecar.tiers.put_aside(block_key(kv.plan(old), 0, 0))
 
-    assert prepared.missing_blocks == ()
+    assert prepared.missing_files == (2,)
     with pytest.raises(SaveIncomplete):
         await kv.catalog.seal(new.cache_ref, 0)
     assert kv.manifest_files() == {old.cache_ref}
@@ -368,7 +369,7 @@ async def test_a_block_saved_anew_while_the_old_one_is_being_removed_stays(tmp_p
         go_on.set()
         await asyncio.gather(deleting, sending)
 
-        assert prepared.missing_blocks == (0,)
+        assert prepared.missing_files == (0,)
         assert await kv.catalog.seal(new.cache_ref, 0)
         assert len(await kv.load(new)) == 1
 
@@ -451,7 +452,7 @@ async def test_blocks_a_save_counts_on_survive_the_end_of_their_only_context(
     await kv.catalog.delete(TENANT, "", [old.cache_ref])
     await kv.catalog.collect()
 
-    assert prepared.missing_blocks == ()
+    assert prepared.missing_files == (2,)
     assert await kv.catalog.seal(new.cache_ref, 0)
     assert len(await kv.load(new)) == 3
 

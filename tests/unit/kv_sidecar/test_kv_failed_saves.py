@@ -132,4 +132,4 @@ async def test_a_save_that_could_not_be_held_to_its_end_is_gone_on_with(tmp_path
         second = new_save((*PROMPT, 11), now_ms=kv.clock.now_ms(), started_at_ms=8)
         prepared = await kv.catalog.prepare_save(second)
 
-    assert prepared.missing_blocks == (1,)
+    assert prepared.missing_files == (1, 2)

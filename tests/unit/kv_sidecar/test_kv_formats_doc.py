@@ -6,11 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from contextcache.model import KVGroup
 from kv_sidecar.block_file import FORMAT as BLOCK_FORMAT
+from kv_sidecar.block_file import FORMAT_1 as BLOCK_FORMAT_1
 from kv_sidecar.manifest import FORMAT as MANIFEST_FORMAT
-from kv_sidecar.manifest import block_key, block_meta
+from kv_sidecar.manifest import FORMAT_1 as MANIFEST_FORMAT_1
+from kv_sidecar.manifest import block_key, block_meta, rank_keys
+from tests.kit import first_format
 from tests.kit.kv_blocks import ENGINE_BLOCKS, LAYERS, PAGE_BYTES, SidecarUnderTest, fill_of, new_save, write_block
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "formats.md"
@@ -31,10 +36,60 @@ async def test_the_printed_reader_reads_a_context(tmp_path: Path, reader: dict[s
         plan = kv.plan(new)
     blocks = list(reader["read_pages"](tmp_path / "data", new.cache_ref))
 
-    assert [token for ids, _, _ in blocks for token in ids] == list(range(num_tokens))
-    for index, (_, shape, pages) in enumerate(blocks):
-        assert shape == [LAYERS, ENGINE_BLOCKS, PAGE_BYTES]
+    assert [token for _, _, ids, _ in blocks for token in ids] == list(range(num_tokens))
+    for index, (_, _, _, pages) in enumerate(blocks):
+        assert len(pages) == LAYERS * ENGINE_BLOCKS * PAGE_BYTES
         assert set(pages) == {fill_of(block_meta(plan, index, 0))}
+
+
+GROUPS = (
+    KVGroup("full_attention", 4, ((0, 18),), 0, "a0" * 8),
+    KVGroup("sliding_window", 4, ((0, 6), (10, 18)), 8, "b0" * 8),
+    KVGroup("state", 4, ((7, 8), (12, 18)), 0, "c0" * 8),
+)
+
+
+async def test_the_printed_reader_reads_every_file_of_every_group(tmp_path: Path, reader: dict[str, Any]) -> None:
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(tuple(range(18)), groups=GROUPS)
+        plan = kv.plan(new)
+    files = list(reader["read_pages"](tmp_path / "data", new.cache_ref))
+
+    assert [(group["digest"], first, first + len(ids)) for group, first, ids, _ in files] == [
+        (GROUPS[file.group].digest, file.first_token, file.end_token) for file in plan.files
+    ]
+    for index, (_, _, _, pages) in enumerate(files):
+        assert set(pages) == {fill_of(block_meta(plan, index, 0))}
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 10])
+def test_the_printed_reader_reads_the_first_format(tmp_path: Path, reader: dict[str, Any], num_tokens: int) -> None:
+    kv = SidecarUnderTest(tmp_path)
+    plan = kv.plan(new_save(tuple(range(num_tokens)), now_ms=1))
+    for index, key in enumerate(rank_keys(plan, 0)):
+        pages = np.full((LAYERS, ENGINE_BLOCKS, PAGE_BYTES), index, dtype=np.uint8)
+        kv.path_of(key).parent.mkdir(parents=True, exist_ok=True)
+        kv.path_of(key).write_bytes(first_format.block_file(block_meta(plan, index, 0), pages))
+    path = tmp_path / "data" / "manifests" / plan.cache_ref[4:6] / f"{plan.cache_ref}.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(first_format.manifest_file(plan))
+    files = list(reader["read_pages"](tmp_path / "data", plan.cache_ref))
+
+    assert [token for _, _, ids, _ in files for token in ids] == list(range(num_tokens))
+    assert [set(pages) for *_, pages in files] == [{index} for index in range(len(plan.files))]
+
+
+def test_the_page_s_example_of_a_window_has_the_files_that_it_says() -> None:
+    assert "has a block of the tokens 0 to 255, a tail of 256 to 299" in " ".join(DOCUMENT.read_text().split())
+    group = KVGroup("sliding_window", 256, ((0, 300), (900, 1100)), 128, "b0" * 8)
+    files = new_save(tuple(range(1100)), now_ms=1, groups=(group,)).manifest(block_tokens=256).files
+
+    assert [(file.kind, file.first_token, file.end_token) for file in files] == [
+        ("block", 0, 256),
+        ("tail", 256, 300),
+        ("tail", 900, 1024),
+        ("tail", 1024, 1100),
+    ]
 
 
 @pytest.mark.parametrize("index", [0, 2])
@@ -77,3 +132,10 @@ def test_the_page_names_the_formats_that_are_written() -> None:
 
     assert f"`{BLOCK_FORMAT}`" in text
     assert f"`{MANIFEST_FORMAT}`" in text
+
+
+def test_the_page_names_the_formats_that_are_read() -> None:
+    text = DOCUMENT.read_text()
+
+    assert f"`{BLOCK_FORMAT_1}`" in text
+    assert f"`{MANIFEST_FORMAT_1}`" in text

@@ -16,21 +16,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock, InvalidRequest
+from contextcache.model import KVGroup
 from kv_sidecar.block_file import parse_block_file, read_head
 from kv_sidecar.block_key import BlockKey
+from kv_sidecar.context_files import MAX_GROUPS
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.manifest import all_keys, decode_manifest, encode_manifest, manifest_checksum, num_files
-from kv_sidecar.safetensors_header import decode_header
+from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from tests.kit import first_format
 from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save
 
 PLAN = new_save(tuple(range(10)), now_ms=1, world_size=2).manifest(block_tokens=4)
+GROUPS = (
+    KVGroup("full_attention", 4, ((0, 10),), 0, "a0" * 8),
+    KVGroup("sliding_window", 4, ((0, 2), (5, 10)), 5, "b0" * 8),
+    KVGroup("state", 4, ((9, 10),), 0, "c0" * 8),
+)
+HYBRID = new_save(tuple(range(10)), now_ms=1, world_size=2, groups=GROUPS).manifest(block_tokens=4)
 MANIFEST = encode_manifest(replace(PLAN, block_checksums=("0" * 32,) * 6))
+HYBRID_MANIFEST = encode_manifest(replace(HYBRID, block_checksums=("0" * 32,) * (2 * num_files(HYBRID))))
+FIRST_MANIFEST = first_format.manifest_file(replace(PLAN, block_checksums=("0" * 32,) * 6))
 BLOCK = block_file_bytes(block_meta_of())
+GROUP_BLOCK = block_file_bytes(replace(block_meta_of(), group="a0" * 8, first_token=7))
+FIRST_BLOCK = first_format.block_file(block_meta_of(), np.ones((2, 2, 64), dtype=np.uint8))
 MEMORY_BYTES = 64 << 20
 """More than any of these may take; a head of 2**60 bytes would be announced."""
 
@@ -55,7 +69,10 @@ DOCUMENT = st.fixed_dictionaries(
 
 def read_manifest(data: bytes) -> None:
     manifest = decode_manifest(data)
-    assert len(all_keys(manifest)) == num_files(manifest) * manifest.world_size <= 1024 * (len(manifest.token_ids) + 1)
+    assert len(all_keys(manifest)) == num_files(manifest) * manifest.world_size
+    assert num_files(manifest) <= len(manifest.token_ids) * len(manifest.groups)
+    assert manifest.world_size <= 1024
+    assert len(manifest.groups) <= MAX_GROUPS
 
 
 def read_block(data: bytes) -> None:
@@ -126,7 +143,18 @@ MUTATIONS = st.lists(
 )
 
 
-@pytest.mark.parametrize(("read", "whole"), [(read_manifest, MANIFEST), (read_block, BLOCK), (read_block_head, BLOCK)])
+WHOLE = [
+    pytest.param(read_manifest, MANIFEST, id="manifest"),
+    pytest.param(read_manifest, HYBRID_MANIFEST, id="manifest-of-groups"),
+    pytest.param(read_manifest, FIRST_MANIFEST, id="manifest-1"),
+    pytest.param(read_block, BLOCK, id="block"),
+    pytest.param(read_block, GROUP_BLOCK, id="block-of-group"),
+    pytest.param(read_block, FIRST_BLOCK, id="block-1"),
+    pytest.param(read_block_head, BLOCK, id="head"),
+]
+
+
+@pytest.mark.parametrize(("read", "whole"), WHOLE)
 @settings(deadline=None, max_examples=100)
 @given(mutations=MUTATIONS)
 def test_mutated_files_are_corrupt_or_mean_the_same(
@@ -150,22 +178,70 @@ def test_mutated_files_are_corrupt_or_mean_the_same(
 NUMBERS = st.integers(-(10**12), 10**12).map(str) | st.sampled_from(["", "x", "٣", "1e3", "1" * 5000, " 1", "1_0"])
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.dictionaries(st.sampled_from(["block_tokens", "world_size", "expires_at_ms", "size_bytes"]), NUMBERS))
-@example({"world_size": "1000000000000"})
-@example({"block_tokens": "-5"})
-def test_a_manifest_with_a_right_checksum_over_absurd_numbers_is_corrupt_or_bounded(numbers: dict[str, str]) -> None:
-    header, start = decode_header(memoryview(MANIFEST))
-    metadata = {**header.metadata, **numbers}
+def resealed(whole: bytes, changes: dict[str, str]) -> bytes:
+    """A manifest that says something else, with a right checksum."""
+    header, start = decode_header(memoryview(whole))
+    metadata = {**header.metadata, **changes}
     del metadata["checksum"]
-    tensor = MANIFEST[start:]
+    tensor = whole[start:]
     metadata["checksum"] = manifest_checksum(metadata, tensor)
     entry = {"dtype": "U32", "shape": [len(tensor) // 4], "data_offsets": [0, len(tensor)]}
+    return with_head({"__metadata__": metadata, "token_ids": entry}, tensor)
 
-    is_refused_or_read(read_manifest, with_head({"__metadata__": metadata, "token_ids": entry}, tensor))
+
+@pytest.mark.parametrize("whole", [MANIFEST, FIRST_MANIFEST], ids=["manifest", "manifest-1"])
+@settings(deadline=None, max_examples=150)
+@given(numbers=st.dictionaries(st.sampled_from(["block_tokens", "world_size", "expires_at_ms", "size_bytes"]), NUMBERS))
+@example(numbers={"world_size": "1000000000000"})
+@example(numbers={"block_tokens": "-5"})
+@example(numbers={"block_tokens": "0"})
+def test_a_manifest_with_a_right_checksum_over_absurd_numbers_is_corrupt_or_bounded(
+    whole: bytes, numbers: dict[str, str]
+) -> None:
+    is_refused_or_read(read_manifest, resealed(whole, numbers))
 
 
-@given(st.text() | st.from_regex(r"(ref_)?[0-9a-f]{32,64}\.r[0-9]{1,6}\.safetensors"))
+NUMBER = st.integers(-2, 12) | st.sampled_from([2**31, 2**63, 10**30, 4.0, float("inf"), float("nan"), True, "4"])
+GROUP = st.fixed_dictionaries(
+    {
+        "block_tokens": st.integers(1, 4) | NUMBER | JSON,
+        "digest": st.sampled_from(["a0" * 8, "b0" * 8, "", "x"]) | JSON,
+        "kind": st.sampled_from(["full_attention", "sliding_window", "state", "x"]) | JSON,
+        "runs": st.just([[0, 10]]) | st.lists(st.lists(NUMBER, min_size=2, max_size=2), max_size=5) | JSON,
+    },
+    optional={"window": NUMBER | JSON, "x": JSON},
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(GROUP, max_size=3).map(json.dumps) | JSON.map(json.dumps) | st.text(max_size=30))
+@example("[" * 10_000)
+@example('[{"block_tokens":Infinity,"digest":"","kind":"full_attention","runs":[[0,10]]}]')
+@example("[" + ",".join(["{}"] * 10_000) + "]")
+def test_a_manifest_with_a_right_checksum_over_absurd_groups_is_corrupt_or_bounded(groups: str) -> None:
+    is_refused_or_read(read_manifest, resealed(MANIFEST, {"groups": groups}))
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["group", "first_token", "kind", "name", "rank"]),
+        NUMBERS | st.sampled_from(["a0" * 8, "block", "tail", "../x"]),
+    )
+)
+def test_a_block_that_says_absurd_things_of_its_group_is_corrupt_or_read(changes: dict[str, str]) -> None:
+    header, start = decode_header(memoryview(GROUP_BLOCK))
+    changed = TensorHeader(header.tensor, header.dtype, header.shape, {**header.metadata, **changes})
+
+    is_refused_or_read(read_block, encode_header(changed) + GROUP_BLOCK[start:])
+
+
+@given(
+    st.text()
+    | st.from_regex(
+        r"(ref_)?[0-9a-f]{32,64}(\.[0-9a-f]{16})?(\.[0-9]{1,11})?\.r[0-9]{1,6}\.safetensors", fullmatch=True
+    )
+)
 def test_a_file_name_is_a_key_that_has_this_very_name_or_none(name: str) -> None:
     key = BlockKey.from_file_name(name)
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock
-from contextcache.model import Manifest
+from contextcache.model import KVGroup, Manifest
 from kv_sidecar.manifest import (
     all_keys,
     block_checksum,
@@ -17,9 +20,13 @@ from kv_sidecar.manifest import (
     block_meta,
     decode_manifest,
     encode_manifest,
+    manifest_checksum,
     num_files,
 )
+from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from tests.kit import first_format
 from tests.kit.kv_blocks import new_save
+from tests.kit.kv_groups import some_contexts
 
 
 def manifest_of(token_ids: tuple[int, ...], *, block_tokens: int = 4, world_size: int = 1) -> Manifest:
@@ -69,6 +76,29 @@ def test_every_flipped_byte_is_detected_or_changes_nothing(manifest: Manifest) -
         assert found == manifest, position
 
 
+@settings(deadline=None)
+@given(some_contexts(), st.integers(1, 3))
+def test_a_manifest_of_groups_comes_back_from_its_file(
+    context: tuple[tuple[int, ...], tuple[KVGroup, ...]], world_size: int
+) -> None:
+    token_ids, groups = context
+    manifest = new_save(token_ids, now_ms=1, world_size=world_size, groups=groups).manifest(block_tokens=1)
+
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    assert decode_manifest(encode_manifest(vouching(manifest))) == vouching(manifest)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=60).map(tuple), st.integers(1, 9), st.integers(1, 3))
+def test_a_manifest_of_the_first_format_is_one_of_a_plain_group(
+    token_ids: tuple[int, ...], block_tokens: int, world_size: int
+) -> None:
+    manifest = manifest_of(token_ids, block_tokens=block_tokens, world_size=world_size)
+
+    assert decode_manifest(first_format.manifest_file(manifest)) == manifest
+    assert decode_manifest(first_format.manifest_file(vouching(manifest))) == vouching(manifest)
+
+
 @pytest.mark.parametrize("length", [0, 8, 100, -1])
 def test_a_truncated_manifest_is_corrupt(length: int) -> None:
     with pytest.raises(CorruptBlock):
@@ -76,10 +106,117 @@ def test_a_truncated_manifest_is_corrupt(length: int) -> None:
 
 
 def test_a_manifest_with_another_contexts_block_ids_is_corrupt() -> None:
-    manifest = replace(manifest_of((1, 2, 3, 4)), block_ids=manifest_of((4, 3, 2, 1)).block_ids)
+    """Only the first format names them."""
+    (other,) = manifest_of((4, 3, 2, 1)).files
 
     with pytest.raises(CorruptBlock):
-        decode_manifest(encode_manifest(manifest))
+        decode_manifest(first_format.manifest_file(manifest_of((1, 2, 3, 4)), block_ids=other.name))
+
+
+HYBRID = (
+    KVGroup("full_attention", 4, ((0, 9),), 0, "a0" * 8),
+    KVGroup("sliding_window", 4, ((1, 3), (4, 9)), 5, "b0" * 8),
+    KVGroup("state", 4, ((8, 9),), 0, "c0" * 8),
+)
+
+
+def with_groups(groups: str, *, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """The file of a manifest of nine tokens that says this of its groups, with a right checksum."""
+    whole = encode_manifest(new_save(tuple(range(9)), now_ms=1, groups=HYBRID).manifest(block_tokens=4))
+    header, start = decode_header(memoryview(whole))
+    changed = {key: value for key, value in header.metadata.items() if key != "checksum"} | {
+        "groups": groups,
+        **metadata,
+    }
+    changed["checksum"] = manifest_checksum(changed, whole[start:])
+    return encode_header(TensorHeader(header.tensor, header.dtype, header.shape, changed)) + whole[start:]
+
+
+def test_groups_are_written_as_the_page_says() -> None:
+    """Seen by every release after this one."""
+    listed = (
+        '[{"block_tokens":4,"digest":"a0a0a0a0a0a0a0a0","kind":"full_attention","runs":[[0,9]]},'
+        '{"block_tokens":4,"digest":"b0b0b0b0b0b0b0b0","kind":"sliding_window","runs":[[1,3],[4,9]],"window":5},'
+        '{"block_tokens":4,"digest":"c0c0c0c0c0c0c0c0","kind":"state","runs":[[8,9]]}]'
+    )
+
+    assert decode_manifest(with_groups(listed)).groups == HYBRID
+    header, _ = decode_header(memoryview(encode_manifest(decode_manifest(with_groups(listed)))))
+    assert header.metadata["groups"] == listed
+
+
+GROUP = {"block_tokens": 4, "digest": "a0" * 8, "kind": "sliding_window", "runs": [[1, 3], [4, 9]], "window": 5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runs": [[0, 9], [9, 9]]},
+        {"runs": [[1, 5], [4, 9]]},
+        {"runs": [[0, 8]]},
+        {"runs": [[0, "9"]]},
+        {"runs": [[0, 9.0]]},
+        {"runs": [[0, 1, 9]]},
+        {"runs": []},
+        {"runs": None},
+        {"window": 0},
+        {"window": "5"},
+        {"window": True},
+        {"window": float("inf")},
+        {"block_tokens": 0},
+        {"block_tokens": float("inf")},
+        {"block_tokens": float("nan")},
+        {"kind": "full_attention"},
+        {"kind": "mla"},
+        {"kind": ["state"]},
+        {"digest": ""},
+        {"digest": "a0"},
+        {"digest": 5},
+        {"digest": ["a0"]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_manifest_whose_group_cannot_be_is_corrupt_whatever_its_checksum(change: dict[str, object]) -> None:
+    def listed(group: dict[str, object]) -> str:
+        return json.dumps([group], sort_keys=True, separators=(",", ":"))
+
+    assert decode_manifest(with_groups(listed(GROUP)))
+    with pytest.raises(CorruptBlock):
+        decode_manifest(with_groups(listed({**GROUP, **change})))
+
+
+@pytest.mark.parametrize("groups", ["", "[]", "null", "{}", "[[]]", "[1]", '["x"]', "[" * 10_000, "[{}]"])
+def test_a_manifest_whose_groups_are_none_is_corrupt(groups: str) -> None:
+    with pytest.raises(CorruptBlock):
+        decode_manifest(with_groups(groups))
+
+
+def test_a_group_changed_under_the_checksums_of_its_files_is_corrupt() -> None:
+    """The other group could be: what the manifest vouches for is of the one it had."""
+    manifest = vouching(manifest_of(tuple(range(9))))
+    data = encode_manifest(manifest)
+    for before, after in ((b"[[0,9]]", b"[[0,8]]"), (b'tokens\\":4', b'tokens\\":5'), (b"full_", b"fool_")):
+        assert data.count(before) == 1
+        with pytest.raises(CorruptBlock):
+            decode_manifest(data.replace(before, after))
+    header, start = decode_header(memoryview(data))
+    metadata = {key: value for key, value in header.metadata.items() if key != "checksum"}
+    metadata["groups"] = metadata["groups"].replace('"block_tokens":4', '"block_tokens":5')
+    metadata["checksum"] = manifest_checksum(metadata, data[start:])
+    changed = TensorHeader(header.tensor, header.dtype, header.shape, metadata)
+
+    assert decode_manifest(encode_header(changed) + data[start:]).groups[0].block_tokens == 5
+    with pytest.raises(CorruptBlock):
+        decode_manifest(encode_header(replace(changed, supplement=header.supplement)) + data[start:])
+
+
+@pytest.mark.parametrize("name", ["block_tokens", "block_ids"])
+def test_a_manifest_that_says_what_the_first_format_said_too_is_corrupt(name: str) -> None:
+    groups = json.dumps([GROUP], sort_keys=True, separators=(",", ":"))
+
+    with pytest.raises(CorruptBlock):
+        decode_manifest(with_groups(groups, metadata={name: "4"}))
 
 
 @pytest.mark.parametrize(("num_tokens", "files"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -94,8 +231,8 @@ def test_positions_say_what_the_files_must_hold() -> None:
     manifest = manifest_of((1, 2, 3, 4, 5, 6, 7, 8, 9))
     second, tail = block_meta(manifest, 1, 0), block_meta(manifest, 2, 0)
 
-    assert (second.kind, second.parent, second.token_ids) == ("block", manifest.block_ids[0], (5, 6, 7, 8))
-    assert (tail.kind, tail.name, tail.parent) == ("tail", manifest.cache_ref, manifest.block_ids[1])
+    assert (second.kind, second.parent, second.token_ids) == ("block", manifest.files[0].name, (5, 6, 7, 8))
+    assert (tail.kind, tail.name, tail.parent) == ("tail", manifest.cache_ref, manifest.files[1].name)
     assert tail.token_ids == (9,)
     assert block_key(manifest, 2, 0) == tail.key
 

@@ -308,10 +308,10 @@ async def test_a_save_in_flight_keeps_the_blocks_an_orphan_leaves(
     clock.advance(s=AFTER_S)
     growing = new_save((*PROMPT, *range(20, 31)), now_ms=clock.now_ms())
     prepared = await kv.catalog.prepare_save(growing)
-    assert 0 not in prepared.missing_blocks
+    assert 0 not in prepared.missing_files
 
     await kv.sidecar.collect()
-    for block_index in [*prepared.missing_blocks, len(prepared.block_ids)]:
+    for block_index in prepared.missing_files:
         await kv.send(growing, block_index)
     assert await kv.catalog.seal(growing.cache_ref, 0)
 

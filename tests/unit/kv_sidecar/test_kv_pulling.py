@@ -11,15 +11,17 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
-from contextcache.model import new_cache_ref
+from contextcache.model import KVGroup, new_cache_ref, plain_group
 from kv_sidecar.pulling import Reply, Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
 from tests.kit.catalog_peer import CatalogPeer
-from tests.kit.kv_blocks import FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, SESSION, TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
 """Two whole blocks of four tokens and a tail of two."""
+SMALLER = plain_group(len(PROMPT), BLOCK_TOKENS // 2)
+"""Blocks that no save of `here` may have."""
 PEER = "10.0.0.7:50061"
 STARTED = Reply("started")
 
@@ -186,7 +188,9 @@ async def test_a_peer_without_any_of_it_ends_the_pull(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"fingerprint": "e" * 64}, {"world_size": 2}, {"block_tokens": 8}], ids=lambda change: next(iter(change))
+    "change",
+    [{"fingerprint": "e" * 64}, {"world_size": 2}, {"groups": (SMALLER,)}],
+    ids=["fingerprint", "world_size", "block_tokens"],
 )
 async def test_kv_of_another_engine_moves_no_byte(pair: Pair, change: dict[str, object]) -> None:
     new = await pair.there.save(PROMPT)
@@ -196,6 +200,30 @@ async def test_kv_of_another_engine_moves_no_byte(pair: Pair, change: dict[str, 
     assert pair.peer.sent == []
     assert pair.pulls("fingerprint_mismatch") == 1
     assert pair.has_nothing()
+
+
+async def test_larger_blocks_than_our_own_are_pulled(pair: Pair) -> None:
+    larger = (plain_group(len(PROMPT), 2 * BLOCK_TOKENS),)
+    new = await pair.there.save(PROMPT, groups=larger)
+    await pair.pull(new.cache_ref)
+
+    assert (await pair.here.catalog.open(TENANT, new.cache_ref)).groups == larger
+    assert len(await pair.here.load(new)) == 2
+
+
+async def test_a_context_of_several_groups_is_pulled_and_only_what_is_not_here(pair: Pair) -> None:
+    groups = (
+        KVGroup("full_attention", 4, ((0, 10),), 0, "a0" * 8),
+        KVGroup("sliding_window", 4, ((3, 10),), 8, "b0" * 8),
+        KVGroup("state", 4, ((9, 10),), 0, "c0" * 8),
+    )
+    await pair.here.save(PROMPT[:8], session_id="ctx_2", groups=(replace(groups[0], runs=((0, 8),)),))
+    new = await pair.there.save(PROMPT, groups=groups)
+    await pair.pull(new.cache_ref)
+
+    assert pair.peer.sent == [(0, index) for index in range(2, 7)]
+    assert await pair.here.catalog.open(TENANT, new.cache_ref) == await pair.there.catalog.open(TENANT, new.cache_ref)
+    assert len(await pair.here.load(new)) == 7
 
 
 @pytest.mark.parametrize("change", [{"tenant": "other"}, {"cache_ref": new_cache_ref()}], ids=["tenant", "cache_ref"])

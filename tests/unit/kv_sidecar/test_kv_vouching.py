@@ -130,7 +130,7 @@ async def test_of_two_saves_that_send_the_same_block_the_first_bytes_stay(tmp_pa
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
         saves = [new_save(TEN, now_ms=kv.clock.now_ms(), session_id=f"ctx_{n}") for n in range(2)]
         for new in saves:
-            assert (await kv.catalog.prepare_save(new)).missing_blocks == (0, 1)
+            assert (await kv.catalog.prepare_save(new)).missing_files == (0, 1, 2)
         if at_once:
             await asyncio.gather(*(kv.send(new, index, fill=n) for n, new in enumerate(saves) for index in range(3)))
         else:
@@ -172,7 +172,7 @@ async def test_a_stored_block_nobody_vouches_for_is_sent_again(tmp_path: Path) -
         assert len(kv.block_files()) == 2
         new = new_save(TEN, now_ms=kv.clock.now_ms())
 
-        assert (await kv.send_all(new)).missing_blocks == (0, 1)
+        assert (await kv.send_all(new)).missing_files == (0, 1, 2)
         assert await kv.catalog.seal(new.cache_ref, 0)
         assert await kv.load(new)
 
@@ -186,7 +186,7 @@ async def test_spared_blocks_of_a_context_that_misses_one_are_counted_on(tmp_pat
                 await kv.load(new)
         again = new_save(TEN, now_ms=kv.clock.now_ms())
 
-        assert (await kv.send_all(again)).missing_blocks == (1,)
+        assert (await kv.send_all(again)).missing_files == (1, 2)
         assert await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
@@ -214,7 +214,7 @@ async def test_a_context_with_many_wrong_blocks_is_whole_after_one_save(tmp_path
             await kv.load(new)
         again = new_save(TEN, now_ms=kv.clock.now_ms())
 
-        assert (await kv.send_all(again)).missing_blocks == (0, 1)
+        assert (await kv.send_all(again)).missing_files == (0, 1, 2)
         assert await kv.catalog.seal(again.cache_ref, 0)
         assert await kv.load(again)
 
@@ -229,10 +229,10 @@ async def test_a_manifest_of_the_release_before_is_served_and_its_blocks_are_sen
         assert (await kv.catalog.open(TENANT, old.cache_ref)).block_checksums == ()
         assert await kv.load(old)
         first = new_save(TEN, now_ms=kv.clock.now_ms())
-        assert (await kv.send_all(first)).missing_blocks == (0, 1)
+        assert (await kv.send_all(first)).missing_files == (0, 1, 2)
         assert await kv.catalog.seal(first.cache_ref, 0)
 
-        assert (await kv.send_all(new_save(TEN, now_ms=kv.clock.now_ms()))).missing_blocks == ()
+        assert (await kv.send_all(new_save(TEN, now_ms=kv.clock.now_ms()))).missing_files == (2,)
         assert await kv.load(first)
         assert await kv.load(old)
 
@@ -246,7 +246,7 @@ async def test_manifests_that_contradict_each_other_vouch_for_nothing_until_it_i
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
         assert await kv.load(right) == ["disk"]
         new = new_save(TEN[:4], now_ms=kv.clock.now_ms())
-        assert (await kv.send_all(new)).missing_blocks == (0,)
+        assert (await kv.send_all(new)).missing_files == (0,)
         assert await kv.catalog.seal(new.cache_ref, 0)
         assert await kv.load(new) == ["disk"]
         with pytest.raises(CorruptBlock):

@@ -20,9 +20,11 @@ from contextcache.errors import (
     SaveIncomplete,
     SidecarUnavailable,
 )
-from contextcache.model import Manifest
+from contextcache.model import Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import chain_block_ids, parse_block_file
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.client import parse_block_file, with_files
+from kv_sidecar.manifest import rank_keys
 from vllm_plugin.connector.sidecar_link import EngineSidecar
 
 FRAME_BYTES = 700
@@ -38,7 +40,7 @@ class FakeSidecar(EngineSidecar):
         if shared_directory is not None:
             (shared_directory / "incoming").mkdir(parents=True)
         self.files: dict[str, bytes] = {}
-        """Block files by block id or cache_ref."""
+        """Block files by block id or cache_ref, with a group in the end where there are several."""
         self.manifests: dict[str, Manifest] = {}
         self.reports: dict[str, pb.LoadReport] = {}
         self.leases: set[str] = set()
@@ -64,7 +66,7 @@ class FakeSidecar(EngineSidecar):
         self._arrived: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
     @override
-    def handshake(self, fingerprint, fingerprint_json, rank, world_size, engine_block_tokens):
+    def handshake(self, fingerprint, fingerprint_json, rank, world_size):
         self._arrive("handshake")
         self.handshakes.append(fingerprint)
         shared = str(self.shared_directory) if self.shared_directory else ""
@@ -87,28 +89,31 @@ class FakeSidecar(EngineSidecar):
         token_ids,
         expires_at_ms,
         started_at_ms,
+        groups=(),
         timeout_s=30.0,
     ):
         self.prepare_timeouts_s.append(timeout_s)
         self._arrive("prepare_save")
         if cache_ref in self.deleted:
             raise ContextDeleted("deleted")
-        ids = chain_block_ids(fingerprint, tenant, token_ids, block_tokens=self.block_tokens)
-        tail_tokens = len(token_ids) % self.block_tokens
-        self.prepared[cache_ref] = Manifest(
-            cache_ref=cache_ref,
-            tenant=tenant,
-            session_id=session_id,
-            fingerprint=fingerprint,
-            token_ids=tuple(token_ids),
-            block_tokens=self.block_tokens,
-            block_ids=ids,
-            tail_tokens=tail_tokens,
-            world_size=world_size,
-            expires_at_ms=expires_at_ms,
+        kept = tuple(groups) or (plain_group(len(token_ids), self.block_tokens),)
+        manifest = with_files(
+            Manifest(
+                cache_ref=cache_ref,
+                tenant=tenant,
+                session_id=session_id,
+                fingerprint=fingerprint,
+                token_ids=tuple(token_ids),
+                groups=kept,
+                files=(),
+                world_size=world_size,
+                expires_at_ms=expires_at_ms,
+            )
         )
-        missing = [index for index, name in enumerate(ids) if name not in self.files]
-        return pb.PrepareSaveResponse(block_ids=ids, missing_blocks=missing, tail_tokens=tail_tokens)
+        self.prepared[cache_ref] = manifest
+        kinds_and_names = zip(manifest.files, self._names(manifest), strict=True)
+        missing = [i for i, (file, name) in enumerate(kinds_and_names) if file.kind == "tail" or name not in self.files]
+        return pb.PrepareSaveResponse(missing_files=missing, num_files=len(manifest.files))
 
     @override
     def save_blocks(self, requests, timeout_s):
@@ -124,7 +129,7 @@ class FakeSidecar(EngineSidecar):
             if request.last_frame:
                 block = parse_block_file(data)
                 block.verify()
-                self.files[block.meta.name] = data
+                self.files[self._name(block.meta.key)] = data
                 taken.num_blocks += 1
                 taken.size_bytes += len(data)
                 data = b""
@@ -230,7 +235,11 @@ class FakeSidecar(EngineSidecar):
         return parse_block_file(self.files[name]).meta.token_ids
 
     def _names(self, manifest: Manifest) -> list[str]:
-        return [*manifest.block_ids, *([manifest.cache_ref] if manifest.tail_tokens else [])]
+        return [self._name(key) for key in rank_keys(manifest, 0)]
+
+    def _name(self, key: BlockKey) -> str:
+        """Return block id or cache_ref, and the group where there are several."""
+        return key.file_name.partition(".r")[0]
 
     def wait_for(self, call: str) -> None:
         """Return once a thread is inside such a call."""

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from contextcache.errors import CorruptBlock
-from kv_sidecar.client import BlockFileWriter, BlockMeta, block_id
+from kv_sidecar.block_id import block_id
+from kv_sidecar.client import BlockFileWriter, BlockMeta
 from vllm_plugin.connector.loading import Loader
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Terms
@@ -45,7 +46,7 @@ def terms(tmp_path: Path) -> Terms:
 
 
 def write(path: Path) -> bytes:
-    writer = BlockFileWriter(path, META, num_layers=1, engine_blocks=1, page_bytes=64)
+    writer = BlockFileWriter(path, META, pages_bytes=64)
     writer.pages[:] = 7
     writer.finish()
     return path.read_bytes()

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from vllm_plugin.connector.fingerprint import attention_kinds, canonical_json, engine_facts, fingerprint
+from vllm_plugin.connector.engine_check import LayerGroup
+from vllm_plugin.connector.fingerprint import attention_kinds, canonical_json, engine_facts, engine_groups, fingerprint
 from vllm_plugin.connector.layout import LayerShape
+from vllm_plugin.connector.metadata import EngineGroup
 
 SHAPES = (LayerShape("l0", 1, 2, 16, 64), LayerShape("l1", 1, 2, 16, 64))
+PLAIN = (EngineGroup("full_attention", 16),)
 
 
 class Backend:
@@ -51,7 +54,9 @@ def config(**changes: Any) -> Any:
 def name_of(
     *, shapes: tuple[LayerShape, ...] = SHAPES, weights: str = "w", weights_epoch: str = "0", **changes: Any
 ) -> str:
-    facts = engine_facts(config(**changes), shapes, weights=weights, weights_epoch=weights_epoch)
+    made = config(**changes)
+    groups = engine_groups(made, [LayerGroup("full_attention", changes.get("block_size", 16), 0, ())], [shapes])
+    facts = engine_facts(made, groups, shapes, weights=weights, weights_epoch=weights_epoch)
     return fingerprint(canonical_json(facts))
 
 
@@ -102,7 +107,7 @@ def test_values_json_cannot_spell_do_not_make_it_change_from_run_to_run() -> Non
 
 
 def test_the_facts_are_one_line_a_person_can_read() -> None:
-    spelled = canonical_json(engine_facts(config(), SHAPES, weights="w", weights_epoch="0"))
+    spelled = canonical_json(engine_facts(config(), PLAIN, SHAPES, weights="w", weights_epoch="0"))
 
     assert "\n" not in spelled
     assert json.loads(spelled)["attention"] == ["CPU_ATTN/vec"]

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector.engine_identity import EngineIdentity
 from vllm_plugin.connector.fingerprint import canonical_json, fingerprint
-from vllm_plugin.connector.metadata import RankFacts
+from vllm_plugin.connector.metadata import EngineGroup, RankFacts
 
 A, B, C = (cache_ref(number) for number in (1, 2, 3))
 PROMPT = list(range(1, 151))
@@ -173,7 +173,7 @@ def test_weights_the_operator_names_are_what_he_says(
 
 def rank_of(weights: str | None, *, rank: int = 0, **others: str) -> RankFacts:
     spelled = canonical_json({"weights": weights, "weights_epoch": "0", "model": "m", **others})
-    return RankFacts(fingerprint(spelled), spelled, rank, 2, 16)
+    return RankFacts(fingerprint(spelled), spelled, rank, 2, (EngineGroup("full_attention", 16),))
 
 
 def test_ranks_that_agree_have_the_fingerprint_they_said() -> None:

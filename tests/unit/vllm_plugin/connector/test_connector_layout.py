@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_plugin.connector.engine_check import UncarriedEngine
-from vllm_plugin.connector.layout import HostLayers, PagedLayers, StagedLayers, open_layers, runs
+from vllm_plugin.connector.layout import HostLayers, PagedLayers, StagedLayers, open_layers, page_bytes, runs
 
 ORDERS = {
     "LBHNC": (0, 1, 2, 3, 4),
@@ -34,15 +34,20 @@ def paged(order: str, ratio: int, dtype: torch.dtype, *, layers: int = 3, seed: 
 
 
 def open_as(kind: str, kv: dict[str, torch.Tensor]) -> PagedLayers:
-    host = open_layers(kv, NUM_BLOCKS)
+    host = open_all(kv)
     if kind == "host":
         return host
     views = [tensor.unflatten(0, (NUM_BLOCKS, -1)).view(torch.uint8) for tensor in kv.values()]
-    return StagedLayers(host.shapes, views)
+    return StagedLayers(host.shapes, [views])
 
 
-def empty_pages(layers: PagedLayers, num_blocks: int) -> np.ndarray:
-    return np.zeros((len(layers.shapes), num_blocks, layers.page_bytes), dtype=np.uint8)
+def open_all(kv: dict[str, torch.Tensor], num_blocks: int = NUM_BLOCKS) -> PagedLayers:
+    """All in one group."""
+    return open_layers(kv, num_blocks, [list(kv)])
+
+
+def empty_pages(layers: PagedLayers, num_blocks: int, group: int = 0) -> np.ndarray:
+    return np.zeros(num_blocks * page_bytes(layers.shapes[group]), dtype=np.uint8)
 
 
 @given(
@@ -69,9 +74,11 @@ def test_pages_gathered_here_and_scattered_there_are_bit_exact(
     before = {name: tensor.clone() for name, tensor in there.items()}
     gatherer, scatterer = open_as(kinds[0], here), open_as(kinds[1], there)
     pages = empty_pages(gatherer, count)
-    gatherer.gather(source[:count], pages, after=None)
+    gatherer.gather(0, source[:count], pages, after=None)
     pages.flags.writeable = False
-    scatterer.scatter(target[:count], pages, after=None)
+    skipped = count // 2
+    scatterer.scatter(0, target[:skipped], pages, num_pages=count, first_page=0, after=None)
+    scatterer.scatter(0, target[skipped:count], pages, num_pages=count, first_page=skipped, after=None)
 
     for name, tensor in there.items():
         blocks, expected = _blocks(tensor, ratio), _blocks(here[name], ratio)
@@ -89,23 +96,23 @@ def test_a_page_is_the_same_bytes_in_every_physical_order(order: str) -> None:
     same = paged(order, 2, torch.float32, seed=9)
     for name, tensor in same.items():
         tensor.copy_(kv[name])
-    expected, pages = (empty_pages(open_layers(layers, NUM_BLOCKS), 4) for layers in (kv, same))
-    open_layers(kv, NUM_BLOCKS).gather([7, 1, 2, 9], expected, after=None)
-    open_layers(same, NUM_BLOCKS).gather([7, 1, 2, 9], pages, after=None)
+    expected, pages = (empty_pages(open_all(layers), 4) for layers in (kv, same))
+    open_all(kv).gather(0, [7, 1, 2, 9], expected, after=None)
+    open_all(same).gather(0, [7, 1, 2, 9], pages, after=None)
 
     assert np.array_equal(pages, expected)
-    assert pages[0, 0].tobytes() == kv["layer0"].reshape(NUM_BLOCKS, -1)[7].numpy().tobytes()
+    assert pages[: len(pages) // 12].tobytes() == kv["layer0"].reshape(NUM_BLOCKS, -1)[7].numpy().tobytes()
 
 
 def test_many_scattered_blocks_take_the_indexed_way_to_the_same_result() -> None:
     kv = {"layer": torch.arange(40 * HEADS * TOKENS * CONTENT).float().reshape(40, HEADS, TOKENS, CONTENT)}
     ids = [(i * 7) % 40 for i in range(40)]
-    layers = open_layers(kv, 40)
+    layers = open_all(kv, 40)
     pages = empty_pages(layers, 40)
-    layers.gather(ids, pages, after=None)
+    layers.gather(0, ids, pages, after=None)
     expected = kv["layer"][ids].clone()
     kv["layer"].zero_()
-    layers.scatter(ids, pages, after=None)
+    layers.scatter(0, ids, pages, num_pages=40, first_page=0, after=None)
 
     assert isinstance(layers, HostLayers)
     assert len(runs(ids)) > 8
@@ -113,7 +120,7 @@ def test_many_scattered_blocks_take_the_indexed_way_to_the_same_result() -> None
 
 
 def test_shapes_name_the_kernels_blocks() -> None:
-    (shape, *_) = open_layers(paged("LBHNC", 4, torch.bfloat16), NUM_BLOCKS).shapes
+    ((shape, *_),) = open_all(paged("LBHNC", 4, torch.bfloat16)).shapes
 
     assert (shape.ratio, shape.heads, shape.kernel_block_tokens, shape.content_bytes) == (4, HEADS, 2, 12)
     assert shape.page_bytes == HEADS * TOKENS * CONTENT * 2
@@ -123,7 +130,39 @@ def test_layers_that_share_a_tensor_are_carried_once() -> None:
     kv = paged("LBHNC", 1, torch.float32, layers=2)
     kv["alias"] = kv["layer0"]
 
-    assert [shape.name for shape in open_layers(kv, NUM_BLOCKS).shapes] == ["layer0", "layer1"]
+    assert [shape.name for shape in open_all(kv).shapes[0]] == ["layer0", "layer1"]
+
+
+def test_layers_of_two_groups_in_one_memory_are_carried_each_by_its_own_blocks() -> None:
+    """vLLM lays layers of different groups over each other; a page is told by its group's block ids alone."""
+    (tensor,) = paged("LBHNC", 1, torch.float32, layers=1).values()
+    layers = open_layers({"full": tensor, "window": tensor}, NUM_BLOCKS, [["full"], ["window"]])
+    pages = [empty_pages(layers, 2, group) for group in (0, 1)]
+    for group, ids in enumerate([[1, 2], [5, 6]]):
+        layers.gather(group, ids, pages[group], after=None)
+
+    assert pages[0].tobytes() == tensor[[1, 2]].numpy().tobytes()
+    assert pages[1].tobytes() == tensor[[5, 6]].numpy().tobytes()
+
+
+def test_pages_of_several_sizes_and_with_padding_come_back_without_it() -> None:
+    padded = torch.rand(NUM_BLOCKS, 2 * 8 * 4 + 32)
+    kv = {
+        "narrow": padded.as_strided((NUM_BLOCKS, 2, 8, 4), (padded.stride(0), 32, 4, 1)),
+        "wide": torch.rand(NUM_BLOCKS, 2, 8, 6),
+    }
+    layers = open_all(kv)
+    pages = empty_pages(layers, 3)
+    layers.gather(0, [4, 2, 9], pages, after=None)
+    expected = [tensor[[4, 2, 9]].clone() for tensor in kv.values()]
+    before = padded.clone()
+    for tensor in kv.values():
+        tensor.zero_()
+    layers.scatter(0, [4, 2, 9], pages, num_pages=3, first_page=0, after=None)
+
+    assert len(pages) == 3 * (2 * 8 * 4 + 2 * 8 * 6) * 4
+    assert all(torch.equal(tensor[[4, 2, 9]], held) for tensor, held in zip(kv.values(), expected, strict=True))
+    assert torch.equal(padded[:, 64:], before[:, 64:])
 
 
 @pytest.mark.parametrize(
@@ -133,12 +172,12 @@ def test_layers_that_share_a_tensor_are_carried_once() -> None:
         {"a": torch.zeros(NUM_BLOCKS, 2, 8)},
         {"a": torch.zeros(NUM_BLOCKS + 1, 2, 8, 4)},
         {"a": torch.zeros(NUM_BLOCKS, 2, 4, 8).transpose(2, 3)},
-        {"a": torch.zeros(NUM_BLOCKS, 2, 8, 4), "b": torch.zeros(NUM_BLOCKS, 2, 8, 6)},
+        {"a": [torch.zeros(NUM_BLOCKS, 2, 8, 4)]},
     ],
 )
 def test_layers_we_cannot_carry_are_refused(kv: dict[str, torch.Tensor]) -> None:
     with pytest.raises(UncarriedEngine):
-        open_layers(kv, NUM_BLOCKS)
+        open_all(kv)
 
 
 @given(st.lists(st.integers(0, 50), max_size=60))

@@ -25,11 +25,12 @@ from vllm.v1.kv_cache_interface import (
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector.connector import RankHandshake
-from vllm_plugin.connector.engine_check import UncarriedEngine, require_carried
+from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SIZES)
 SLIDING = SlidingWindowSpec(**SIZES, sliding_window=32)
+STATE = MambaSpec(block_size=64, shapes=((2, 4),), dtypes=(torch.float32,))
 LATENT = MLAAttentionSpec(**(SIZES | {"num_kv_heads": 1}))
 PROMPT = list(range(1, 101))
 
@@ -61,7 +62,17 @@ def groups(*specs: Any, **fields: Any) -> Any:
     ],
 )
 def test_full_attention_in_one_group_is_carried(spec: Any) -> None:
-    require_carried(config(), groups(spec))
+    assert carried_groups(config(), groups(spec)) == (LayerGroup("full_attention", 16, 0, ("l0",)),)
+
+
+def test_groups_of_windows_states_and_full_attention_are_carried_together() -> None:
+    found = carried_groups(config(), groups(SLIDING, FULL, STATE))
+
+    assert [(group.kind, group.block_tokens, group.window) for group in found] == [
+        ("sliding_window", 16, 32),
+        ("full_attention", 16, 0),
+        ("state", 64, 0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,11 +82,11 @@ def test_full_attention_in_one_group_is_carried(spec: Any) -> None:
         (config(encoder_decoder=True), groups(FULL), "encoder_decoder"),
         (config(decode_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(prefill_context_parallel_size=2), groups(FULL), "context_parallel"),
-        (config(), groups(FULL, SLIDING), "several_groups"),
-        (config(), groups(), "several_groups"),
-        (config(), groups(SLIDING), "unsupported_layers"),
+        (config(), groups(), "no_layers"),
         (config(), groups(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32)), "unsupported_layers"),
-        (config(), groups(MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,))), "unsupported_layers"),
+        (config(), groups(FULL, replace(STATE, mamba_cache_mode="all")), "unsupported_layers"),
+        (config(), groups(FULL, replace(STATE, num_speculative_blocks=1)), "unsupported_layers"),
+        (config(), groups(replace(SLIDING, tokens_per_state=4)), "unsupported_layers"),
         (config(), groups(RSWASpec(**SIZES, rswa_window=32)), "unsupported_layers"),
         (config(), groups(SinkFullAttentionSpec(**SIZES, sink_len=4)), "unsupported_layers"),
         (config(), groups(replace(FULL, non_causal=True)), "unsupported_layers"),
@@ -97,7 +108,7 @@ def test_only_exact_kinds_of_layers_and_whole_pages_are_carried(
     vllm_config: Any, kv_cache_config: Any, reason: str
 ) -> None:
     with pytest.raises(UncarriedEngine) as refused:
-        require_carried(vllm_config, kv_cache_config)
+        carried_groups(vllm_config, kv_cache_config)
 
     assert refused.value.reason == reason
 
@@ -128,22 +139,22 @@ def test_an_engine_left_alone_answers_saves_nothing_and_says_why_once(
 
 def test_what_a_worker_cannot_carry_leaves_the_whole_engine_alone(engine: Engine) -> None:
     """Its tensors are seen in the worker only."""
-    odd = {"l0": torch.zeros(200, 2, 16, 8), "l1": torch.zeros(200, 2, 16, 12)}
+    odd = {"l0": torch.zeros(200, 2, 16, 8), "l1": torch.zeros(200, 2, 16)}
     engine.loop.worker.register_kv_caches(odd)
     handshake = engine.loop.worker.get_handshake_metadata()
     engine.loop.connector.set_xfer_handshake_metadata({0: handshake})
     engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
     engine.loop.run_to_end("turn")
 
-    assert handshake == RankHandshake(None, ("unequal_pages", handshake.uncarried[1]))
-    assert engine.counted("left_alone", "unequal_pages") == 1
+    assert handshake == RankHandshake(None, ("unsupported_layers", handshake.uncarried[1]))
+    assert engine.counted("left_alone", "unsupported_layers") == 1
     assert not engine.sidecar.manifests
 
 
 def test_a_block_that_is_none_is_never_saved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     side = engine.loop.connector.scheduler_side
     finished = side.finished
-    monkeypatch.setattr(side, "finished", lambda request, block_ids: finished(request, [0, *block_ids[1:]]))
+    monkeypatch.setattr(side, "finished", lambda request, block_ids: finished(request, [[0, *block_ids[0][1:]]]))
     engine.loop.add("turn", PROMPT, params=transfer(save=cache_ref(1)))
     engine.loop.run_to_end("turn")
 
@@ -159,7 +170,7 @@ def test_a_block_that_is_none_is_never_loaded_into(engine: Engine, monkeypatch: 
     side = engine.loop.connector.scheduler_side
     allocated = side.allocated
     monkeypatch.setattr(
-        side, "allocated", lambda request, block_ids, count: allocated(request, [*block_ids[:-1], 0], count)
+        side, "allocated", lambda request, block_ids, count: allocated(request, [[*block_ids[0][:-1], 0]], count)
     )
     engine.loop.add("again", PROMPT, params=transfer(load=(cache_ref(1),)))
 

@@ -213,7 +213,7 @@ def test_a_block_under_anothers_name_is_not_taken_for_it(start_engine: Callable[
     """Seen failing with either comparison left out: the request runs on the KV of other tokens."""
     engine = start_engine(extra={"verify_shared_memory": verifies})
     answer = saved(engine)
-    first, second = (engine.sidecar.files[name] for name in engine.sidecar.manifests[A].block_ids)
+    first, second = (engine.sidecar.files[file.name] for file in engine.sidecar.manifests[A].files[:2])
     engine.sidecar.shared_copy = lambda data: {first: second, second: first}.get(data, data)
     engine.sidecar.vouched = lambda data: ""
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector.layout import page_bytes
 from vllm_plugin.connector.metadata import SavePlan
 
 A, B = cache_ref(1), cache_ref(2)
@@ -21,7 +22,11 @@ def test_a_finished_request_is_saved_up_to_the_last_token_that_has_kv(engine: En
 
     manifest = engine.sidecar.manifests[A]
     assert manifest.token_ids == (*PROMPT, *answer[:-1])
-    assert (len(manifest.block_ids), manifest.tail_tokens) == (2, 153 - 128)
+    assert [(file.kind, file.first_token, file.end_token) for file in manifest.files] == [
+        ("block", 0, 64),
+        ("block", 64, 128),
+        ("tail", 128, 153),
+    ]
     assert engine.sidecar.token_ids_of(A) == (*PROMPT[128:], *answer[:-1])
 
 
@@ -29,7 +34,8 @@ def test_a_context_that_ends_at_a_block_edge_has_no_tail(engine: Engine) -> None
     engine.save(PROMPT[:125], A)
 
     manifest = engine.sidecar.manifests[A]
-    assert (len(manifest.token_ids), manifest.tail_tokens) == (128, 0)
+    assert [file.kind for file in manifest.files] == ["block", "block"]
+    assert len(manifest.token_ids) == 128
     assert A not in engine.sidecar.files
 
 
@@ -147,16 +153,16 @@ def test_while_the_sidecar_is_away_it_is_asked_ever_more_rarely(start_engine: Ca
     assert engine.counted("failed_handshakes") == 5
 
 
-def test_a_sidecar_whose_blocks_do_not_fit_the_engines_is_left_alone(start_engine: Callable[..., Engine]) -> None:
+def test_files_hold_whole_engine_blocks_whatever_the_sidecar_would_like(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine(sidecar=FakeSidecar(block_tokens=40))
-    engine.save(PROMPT, A)
-    for _ in range(10):
-        engine.loop.step()
-        engine.loop.settle()
+    answer = engine.save(PROMPT, A)
+    engine.loop.settle()
+    engine.loop.forget_prefixes()
 
-    assert engine.sidecar.prepared == {}
-    assert len(engine.sidecar.handshakes) == 1
-    assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
+    assert {group.block_tokens for group in engine.sidecar.manifests[A].groups} == {48}
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.counted("loads") == 1
 
 
 def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_engine: Callable[..., Engine]) -> None:
@@ -171,11 +177,9 @@ def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_eng
 
 def room_for(engine: Engine, num_blocks: int) -> None:
     """Set the staging budget to so many of the sidecar's blocks."""
-    layers = engine.loop.worker.worker_side._layers
-    pages = engine.sidecar.block_tokens // engine.loop.worker.worker_side.facts.engine_block_tokens
-    engine.loop.worker.worker_side._saver.hand_over.budget.limit_bytes = (
-        num_blocks * len(layers.shapes) * pages * layers.page_bytes
-    )
+    side = engine.loop.worker.worker_side
+    pages = engine.sidecar.block_tokens // side.facts.groups[0].block_tokens
+    side._saver.hand_over.budget.limit_bytes = num_blocks * pages * page_bytes(side._layers.shapes[0])
 
 
 def test_a_context_twenty_times_the_staging_is_saved_whole(start_engine: Callable[..., Engine]) -> None:
@@ -249,9 +253,10 @@ def test_a_larger_context_may_be_held_for_longer(start_engine: Callable[..., Eng
     saver = engine.loop.worker.worker_side._saver
     layers = engine.loop.worker.worker_side._layers
     now_ms, ref = engine.clock.now_ms(), A
-    plan = SavePlan("engine", "demo", "ctx_1", ref, 0, 1, token_ids=(1,) * 32, block_ids=(1, 2), fingerprint="f")
+    groups = engine.loop.worker.worker_side.facts.groups
+    plan = SavePlan("engine", "demo", "ctx_1", ref, 0, 1, (1,) * 32, groups, ((1, 2),), fingerprint="f")
 
-    assert saver.open(plan, None).deadline_ms == now_ms + 2_000 + 2 * len(layers.shapes) * layers.page_bytes
+    assert saver.open(plan, None).deadline_ms == now_ms + 2_000 + 2 * page_bytes(layers.shapes[0])
 
 
 def test_the_sidecar_is_told_why_nothing_was_saved(start_engine: Callable[..., Engine]) -> None:

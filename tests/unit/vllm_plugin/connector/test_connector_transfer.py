@@ -185,7 +185,7 @@ def _older(engine: Engine, finished: set[str]) -> object:
 def test_ranks_that_differ_turn_the_connector_off(engine: Engine) -> None:
     facts = engine.loop.worker.worker_side.facts
     assert facts is not None
-    other = RankFacts("0" * 64, "{}", 1, 2, facts.engine_block_tokens)
+    other = RankFacts("0" * 64, "{}", 1, 2, facts.groups)
     engine.loop.connector.scheduler_side.learn_ranks([facts, other])
     engine.save([1, 2, 3], A)
 

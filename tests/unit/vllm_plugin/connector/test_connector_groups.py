@@ -1,0 +1,169 @@
+"""Layers with windows beside full attention: saved and restored group by group, under vLLM's real scheduler.
+
+The loop checks before every step that each position a token sees holds what it must, in every group, and that no
+position lies in a block that is none. So what is wrong here fails in the step that would read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from contextcache.errors import CorruptBlock
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+
+A, B = cache_ref(1), cache_ref(2)
+WINDOW, BLOCK = 40, 16
+MIXES = {"window and full": (WINDOW, 0), "window": (WINDOW,), "two windows": (WINDOW, 0, 24)}
+LENGTHS = [1, WINDOW - 1, WINDOW, WINDOW + 1, 52, 61, 64, 68, 200, 700]
+"""52 and 68 with the answer's three: promised whole, the last token would see a block that vLLM has let go of."""
+
+
+def tokens(count: int, *, start: int = 0) -> list[int]:
+    return [1 + (7 * i) % 401 for i in range(start, start + count)]
+
+
+@pytest.fixture(params=MIXES)
+def engine(request: pytest.FixtureRequest, start_engine: Callable[..., Engine]) -> Engine:
+    return start_engine(windows=MIXES[request.param])
+
+
+def saved(engine: Engine, prompt: list[int], ref: str = A) -> list[int]:
+    """Save a prompt with its answer and empty the engine; return the answer."""
+    answer = engine.save(prompt, ref)
+    engine.loop.settle()
+    engine.loop.forget_prefixes()
+    return answer
+
+
+def load(engine: Engine, prompt: list[int], *refs: str, name: str = "load") -> list[int]:
+    engine.loop.add(name, prompt, params=transfer(load=refs))
+    return engine.loop.run_to_end(name)
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 50])
+def test_a_conversation_goes_on_where_it_was_saved(engine: Engine, num_more: int) -> None:
+    for number, num_tokens in enumerate(LENGTHS):
+        prompt = tokens(num_tokens, start=10 * number)
+        context = [*prompt, *saved(engine, prompt, cache_ref(number))[:-1]]
+        more = [*context, *tokens(num_more, start=500)]
+        cold = load(engine, more, name=f"cold {number}")
+        engine.loop.forget_prefixes()
+
+        assert load(engine, more, cache_ref(number), name=f"warm {number}") == cold
+        # At some edges vLLM has let go of what the last token of the same prompt sees: then all of it is computed.
+        is_edge = num_more == 0 and num_tokens in {52, 68}
+        computed = len(more) if is_edge else max(num_more, 1)
+        assert engine.loop.computed[f"warm {number}"] - len(cold) + 1 == computed
+        engine.loop.forget_prefixes()
+    assert engine.counted("failed_loads") == 0
+
+
+@pytest.mark.parametrize("num_tokens", [30, 95])
+def test_a_prompt_that_leaves_the_context_is_served_as_far_as_every_group_can(engine: Engine, num_tokens: int) -> None:
+    """Full attention alone would serve all that is equal; a window only what lies near its end."""
+    prompt = tokens(num_tokens)
+    saved(engine, prompt)
+    for shared in (1, num_tokens // 2, num_tokens - 20, num_tokens - 1, num_tokens):
+        other = [*prompt[:shared], *tokens(30, start=900)]
+        cold = load(engine, other, name=f"cold {shared}")
+        engine.loop.forget_prefixes()
+
+        assert load(engine, other, A, name=f"warm {shared}") == cold
+        engine.loop.forget_prefixes()
+    assert engine.counted("failed_loads") == 0
+
+
+def test_the_engines_own_hit_and_what_is_loaded_meet(engine: Engine) -> None:
+    prompt = tokens(300)
+    answer = saved(engine, prompt)
+    load(engine, prompt[:130], name="begins alike")
+
+    assert load(engine, prompt, A) == answer
+    assert engine.loop.computed["load"] - len(answer) + 1 == 1
+
+
+def test_a_load_that_fails_is_computed_and_not_promised_again(engine: Engine) -> None:
+    """Seen in a connector that does not remember: asked again 70 times a second, for ever."""
+    prompt = tokens(200)
+    answer = saved(engine, prompt)
+    engine.sidecar.corrupt(A)
+
+    assert load(engine, prompt, A) == answer
+    assert engine.counted("failed_loads", CorruptBlock.code) == 1
+    assert engine.counted("loads") == 0
+    assert engine.loop.computed["load"] == len(prompt) + len(answer) - 1
+
+
+def test_two_requests_start_from_one_context(engine: Engine) -> None:
+    prompt = tokens(200)
+    answer = saved(engine, prompt)
+    for name in ("one", "two"):
+        engine.loop.add(name, prompt, params=transfer(load=(A,)))
+    engine.loop.run(lambda: {"one", "two"} <= engine.loop.finished.keys())
+
+    assert engine.loop.finished["one"] == engine.loop.finished["two"] == answer
+
+
+def test_a_request_that_goes_away_while_it_loads_leaves_nothing_behind(engine: Engine) -> None:
+    prompt = tokens(200)
+    saved(engine, prompt)
+    free = engine.loop.free_blocks
+    engine.loop.add("gone", prompt, params=transfer(load=(A,), save=B))
+    engine.loop.step()
+    engine.loop.abort("gone")
+    engine.loop.run(lambda: engine.loop.free_blocks == free)
+
+    assert B not in engine.sidecar.manifests
+
+
+def test_a_turn_after_the_turn_shares_what_it_can(engine: Engine) -> None:
+    first = tokens(400)
+    answer = saved(engine, first)
+    longer = [*first, *answer[:-1], *tokens(30, start=700)]
+    engine.loop.add("second", longer, params=transfer(load=(A,), save=B))
+    engine.loop.run_to_end("second")
+    engine.loop.settle()
+    blocks = [{file for file in engine.sidecar.manifests[ref].files if file.kind == "block"} for ref in (A, B)]
+
+    assert bool(blocks[0] & blocks[1]) == (0 in engine.loop._windows)
+    engine.loop.forget_prefixes()
+    more = [*longer, *engine.loop.finished["second"][:-1], 5, 6]
+    cold = load(engine, more, name="cold")
+    engine.loop.forget_prefixes()
+    assert load(engine, more, A, B, name="third") == cold
+    assert engine.loop.computed["third"] - len(cold) + 1 == 2
+
+
+@pytest.mark.parametrize("chunk", [16, 24, 64])
+def test_prompts_that_come_in_chunks_are_the_same(start_engine: Callable[..., Engine], chunk: int) -> None:
+    engine = start_engine(windows=MIXES["window and full"], max_num_batched_tokens=chunk)
+    prompt = tokens(300)
+    answer = saved(engine, prompt)
+
+    assert load(engine, prompt, A) == answer
+    assert engine.counted("loads") == 1
+
+
+def test_preempted_requests_load_again(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(windows=MIXES["window and full"], num_blocks=60)
+    prompts = [tokens(150, start=number * 1000) for number in range(3)]
+    answers = [saved(engine, prompt, cache_ref(number)) for number, prompt in enumerate(prompts)]
+    for number, prompt in enumerate(prompts):
+        engine.loop.add(f"turn{number}", prompt, params=transfer(load=(cache_ref(number),)), max_tokens=60)
+    engine.loop.run(lambda: {"turn0", "turn1", "turn2"} <= engine.loop.finished.keys(), steps=1000)
+
+    for number, answer in enumerate(answers):
+        assert engine.loop.finished[f"turn{number}"][: len(answer)] == answer
+
+
+def test_kv_of_other_layers_is_not_taken_for_ours(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(windows=(WINDOW, 0))
+    saved(engine, tokens(200))
+    other = start_engine(windows=(WINDOW - 8, 0), sidecar=engine.sidecar)
+    load(other, tokens(200), A)
+
+    [report] = other.sidecar.reports.values()
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "fingerprint_mismatch")
