@@ -157,13 +157,17 @@ class BlockFile:
             _close_map(self._owner)
 
 
-def read_head(path: Path) -> tuple[BlockMeta, str]:
+def read_head(path: Path, *, read_ahead: bool = False) -> tuple[BlockMeta, str]:
     """Return what a block file says about itself, and its checksum, without its pages.
+
+    `read_ahead`: have the kernel fetch those too, for whoever reads them soon.
 
     Raises CorruptBlock when it is none, FileNotFoundError, OSError.
     """
     descriptor, size = open_regular(path)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if read_ahead:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         raw = file.read(_HEAD_BYTES)
         missing = head_bytes(raw) - len(raw)
         if 0 < missing <= MAX_HEADER_BYTES:

@@ -25,6 +25,8 @@ from kv_sidecar.tenant_quota import NOBODY, TenantQuota
 
 log = logging.getLogger(__name__)
 
+_UPPER_MARK, _LOWER_MARK = 0.95, 0.9
+"""Shares of the limit between which contexts go: what several saves write at once fits above."""
 _DIRECTORIES = {"block": "blocks", "tail": "tails"}
 
 
@@ -81,7 +83,7 @@ class DiskStore(BlockStore):
             self._used_bytes += size
         written = False
         try:
-            self._directory.publish(data, self._path(key))
+            self._directory.publish(data, self.path_of(key))
             written = True
         finally:
             self._settle(key, owner=tenant if written else None, reserved=(tenant, size))
@@ -90,7 +92,7 @@ class DiskStore(BlockStore):
     def read(self, key: BlockKey) -> memoryview | None:
         """See BlockStore. Raises CorruptBlock when no file of a block's size lies there, OSError."""
         try:
-            descriptor, size = open_regular(self._path(key))
+            descriptor, size = open_regular(self.path_of(key))
         except FileNotFoundError:
             self._settle(key)
             return None
@@ -105,12 +107,12 @@ class DiskStore(BlockStore):
     @override
     def delete(self, key: BlockKey) -> int:
         # Not durable: a file that comes back after a crash has no manifest and is collected.
-        self._directory.remove(self._path(key), durable=False)
+        self._directory.remove(self.path_of(key), durable=False)
         return self._settle(key)
 
     def put_aside(self, key: BlockKey) -> None:
         """Move a file whose bytes are wrong into quarantine."""
-        self._directory.put_aside(self._path(key))
+        self._directory.put_aside(self.path_of(key))
         self._settle(key)
 
     @override
@@ -132,6 +134,14 @@ class DiskStore(BlockStore):
         with self._lock:
             return self._tenants.used_bytes(tenant), self._tenants.limit_bytes
 
+    def missing_bytes(self, size_bytes: int) -> int:
+        """Return how many bytes have to go before a file of this size should come; 0 or less: none."""
+        with self._lock:
+            wanted = self._used_bytes + size_bytes
+        if not self._limit_bytes or wanted <= self._limit_bytes * _UPPER_MARK:
+            return 0
+        return wanted - int(self._limit_bytes * _LOWER_MARK)
+
     def check_tenant(self, tenant: TenantId) -> None:
         """Raise ContextQuotaExceeded when the tenant may not have another byte."""
         with self._lock:
@@ -152,7 +162,7 @@ class DiskStore(BlockStore):
         """
         with self._settling:
             try:
-                now = regular_size(self._path(key))
+                now = regular_size(self.path_of(key))
             except OSError:
                 with self._lock:
                     self._give_back(*reserved)
@@ -175,9 +185,10 @@ class DiskStore(BlockStore):
 
     def relative_name(self, key: BlockKey) -> str:
         """Return the path of a block's file relative to the data directory."""
-        return str(self._path(key).relative_to(self._directory.root))
+        return str(self.path_of(key).relative_to(self._directory.root))
 
-    def _path(self, key: BlockKey) -> Path:
+    def path_of(self, key: BlockKey) -> Path:
+        """Return where a block's file belongs."""
         return self._directory.root / _DIRECTORIES[key.kind] / key.fan_out / key.file_name
 
     def _buffer(self, size: int) -> memoryview:

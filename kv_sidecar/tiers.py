@@ -156,8 +156,8 @@ class Tiers:
 
         `leased`: where they are pinned instead, for as long as that is open.
 
-        `disk_files`: what is only on disk is verified and named there, not copied into memory: the operating system's
-        page cache has it already, and fresh pages cost more than reading them.
+        `disk_files`: what is only on disk is named there, by the word of its head, and not read: the engine compares
+        every byte it reads, and asks for it in frames when one is wrong. The kernel is told to read ahead.
 
         Raises CacheRefNotFound when a block has gone, CorruptBlock when its bytes are wrong.
         """
@@ -269,6 +269,8 @@ class Tiers:
             kept = self._read_memory(wanted, by_name=by_name)
             if kept is not None:
                 return kept
+        if disk_files:
+            return FetchedBlock(index, "disk", disk_name=self._name_on_disk(wanted))
         with self._metrics.io("read", "disk") as count_bytes:
             data = self.disk.read(key)
             count_bytes(len(data or b""))
@@ -277,8 +279,6 @@ class Tiers:
         with self._metrics.io("check", "disk") as count_bytes:
             parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
             count_bytes(len(data))
-        if disk_files:
-            return FetchedBlock(index, "disk", disk_name=self.disk.relative_name(key))
         try:
             with self._metrics.io("write", "host") as count_bytes:
                 self.memory.put(key, data)
@@ -288,6 +288,14 @@ class Tiers:
         if by_name and pins.take(key):
             return FetchedBlock(index, "disk", shared_name=self.memory.shared_name(key))
         return FetchedBlock(index, "disk", data=bytes(data))
+
+    def _name_on_disk(self, wanted: _Wanted) -> str:
+        try:
+            meta, checksum = read_head(self.disk.path_of(wanted.expected.key), read_ahead=True)
+        except FileNotFoundError as exc:
+            raise CacheRefNotFound("a block of this cache_ref is gone") from exc
+        check_head(meta, checksum, wanted.expected, vouched=wanted.vouched)
+        return self.disk.relative_name(wanted.expected.key)
 
     def _read_memory(self, wanted: _Wanted, *, by_name: bool) -> FetchedBlock | None:
         """Serve a block from memory. None when its copy there is bad: that goes, and the disk's serves.

@@ -12,9 +12,12 @@ import secrets
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from opentelemetry.trace import Span, get_current_span
@@ -35,6 +38,11 @@ from vllm_plugin.connector.transfer import ResultBox
 from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 
 log = logging.getLogger(__name__)
+
+_READS_AT_ONCE = 2
+"""Block files that one load reads and compares at a time."""
+_READ_AHEAD = 4
+"""Those, and as many that wait for their turn."""
 
 
 @dataclass(slots=True)
@@ -94,10 +102,11 @@ class _Arrival:
 
     block_index: int
     tier: pb.Tier.ValueType
-    block: BlockFile | None
-    """None: there is no file under the name that came."""
+    open_file: Callable[[], BlockFile]
+    """Raises FileNotFoundError when there is none under the name that came."""
     verify: bool
     """Whether the bytes are to be compared with the checksum, not only the metadata with the plan."""
+    is_named: bool
     vouched: str
     """Checksum the manifest vouches for; empty: it vouches for none."""
 
@@ -126,12 +135,20 @@ class Loader:
         self._counters = counters
         self._clock = clock
         self._buffers = threading.local()
+        self._readers = ThreadPoolExecutor(
+            settings.load_threads * _READS_AT_ONCE, thread_name_prefix="context-cache-reads"
+        )
+        """Bounded by the loads: each has at most `_READ_AHEAD` files here."""
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
         size_bytes = sum(self._piece_bytes(piece) for piece in plan.pieces)
         allowed_ms = self._settings.load_deadline_ms + size_bytes // self._settings.load_bytes_per_ms_min
         return Load(plan, fence, self._clock.now_ms() + allowed_ms)
+
+    def close(self) -> None:
+        """Drop what waits to be read; what is being read ends by itself."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def run(self, load: Load) -> None:
         """Load, then report: first to the engine, then to the sidecar. Raises nothing."""
@@ -198,10 +215,10 @@ class Loader:
         try:
             self._copy_pieces(terms, load, progress, pieces)
         except CorruptBlock as exc:
-            if terms.shared_directory is None:
+            if terms == in_frames:
                 raise
-            # A copy in shared memory is bad, and would be at every load. In frames the sidecar compares its bytes,
-            # drops it and serves the disk's.
+            # A copy in shared memory is bad, or a file on disk, and would be at every load. In frames the sidecar
+            # compares the bytes: it drops the one and serves the disk's, or puts the other aside.
             log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
             pieces = {piece.block_index: piece for piece in load.plan.pieces}
@@ -214,7 +231,12 @@ class Loader:
             self._copy_pieces(in_frames, load, progress, pieces)
 
     def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress, pieces: dict[int, Piece]) -> None:
-        """Copy `pieces` and take them out; those whose file is gone under the name it was given stay in."""
+        """Copy `pieces` and take them out; those whose file is gone under the name it was given stay in.
+
+        Files that are named are opened, read and compared by a few threads at once; into the engine's blocks one writes
+        at a time. All have ended when this returns or raises: a thread that wrote later would write into blocks that
+        are somebody else's.
+        """
         plan = load.plan
         request = pb.LoadBlocksRequest(
             tenant=plan.tenant,
@@ -227,52 +249,67 @@ class Loader:
             lease_id=load.lease_id,
             lease_ms=max(int(self._remaining_s(load) * 1000), 1),
         )
-        wanted = set(pieces)
+        wanted, reading = set(pieces), deque[tuple[_Arrival, Future[bool]]]()
         answers = self._link.sidecar.get().load_blocks(request, self._remaining_s(load))
-        for arrival in self._blocks(answers, terms):
-            self._remaining_s(load)
-            if arrival.block_index not in wanted:
-                raise CorruptBlock("the sidecar sent a block nobody asked for")
-            wanted.discard(arrival.block_index)
-            if arrival.block is None:
-                continue
-            piece = pieces[arrival.block_index]
-            self._inject(load, piece, arrival, arrival.block)
-            del pieces[arrival.block_index]
-            crash_point(BETWEEN_LOADED_BLOCKS)
-            progress.tier = max(progress.tier, arrival.tier)
-            progress.size_bytes += self._piece_bytes(piece)
+        try:
+            for arrival in self._arrivals(answers, terms):
+                self._remaining_s(load)
+                if arrival.block_index not in wanted:
+                    raise CorruptBlock("the sidecar sent a block nobody asked for")
+                wanted.discard(arrival.block_index)
+                piece = pieces[arrival.block_index]
+                reading.append((arrival, self._readers.submit(self._take, load, piece, arrival)))
+                # What came in frames is held whole: one at a time.
+                while len(reading) >= (_READ_AHEAD if arrival.is_named else 1):
+                    self._took(load, progress, pieces, *reading.popleft())
+            while reading:
+                self._took(load, progress, pieces, *reading.popleft())
+        finally:
+            for _, future in reading:
+                future.cancel()
+            wait([future for _, future in reading])
         if wanted:
             raise CorruptBlock("the sidecar left blocks out")
 
-    def _blocks(self, answers: Iterator[pb.LoadBlocksResponse], terms: Terms) -> Iterator[_Arrival]:
-        """Yield block files as they come, whole: opened by their names, or put together from frames."""
+    def _take(self, load: Load, piece: Piece, arrival: _Arrival) -> bool:
+        """Inject one block file; False when there is no file under the name that came."""
+        try:
+            block = arrival.open_file()
+        except FileNotFoundError:
+            return False  # the sidecar may have it elsewhere
+        self._inject(load, piece, arrival, block)
+        return True
+
+    def _took(
+        self, load: Load, progress: _Progress, pieces: dict[int, Piece], arrival: _Arrival, future: Future[bool]
+    ) -> None:
+        """Note a block file that was injected, once it is."""
+        if not future.result():
+            return
+        piece = pieces.pop(arrival.block_index)
+        crash_point(BETWEEN_LOADED_BLOCKS)
+        progress.tier = max(progress.tier, arrival.tier)
+        progress.size_bytes += self._piece_bytes(piece)
+        self._remaining_s(load)
+
+    def _arrivals(self, answers: Iterator[pb.LoadBlocksResponse], terms: Terms) -> Iterator[_Arrival]:
+        """Yield block files as they come, whole: named, or put together from frames."""
         data = bytearray()
         for answer in answers:
+            arrive = partial(_Arrival, answer.block_index, answer.tier, vouched=answer.checksum)
             if answer.WhichOneof("payload") == "shared_name":
-                block = self._by_name(lambda name: self._open_shared(name, terms), answer.shared_name)
                 verify = self._settings.verify_shared_memory
-                yield _Arrival(answer.block_index, answer.tier, block, verify, answer.checksum)
+                yield arrive(partial(self._open_shared, answer.shared_name, terms), verify, is_named=True)
                 continue
             if answer.WhichOneof("payload") == "disk_name":
-                block = self._by_name(lambda name: self._read_disk(name, terms), answer.disk_name)
-                yield _Arrival(answer.block_index, answer.tier, block, verify=True, vouched=answer.checksum)
+                yield arrive(partial(self._read_disk, answer.disk_name, terms), verify=True, is_named=True)
                 continue
             data += answer.frame
             if len(data) > terms.block_size_bytes_max:
                 raise CorruptBlock("the sidecar sent more than a block")
             if answer.last_frame:
-                block = parse_block_file(data)
-                yield _Arrival(answer.block_index, answer.tier, block, verify=True, vouched=answer.checksum)
+                yield arrive(partial(parse_block_file, data), verify=True, is_named=False)
                 data = bytearray()
-
-    @staticmethod
-    def _by_name(open_file: Callable[[str], BlockFile], name: str) -> BlockFile | None:
-        """Open a file; None when it is gone: the sidecar may have it elsewhere."""
-        try:
-            return open_file(name)
-        except FileNotFoundError:
-            return None
 
     def _open_shared(self, name: str, terms: Terms) -> BlockFile:
         path = Path(name)

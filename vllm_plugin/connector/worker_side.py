@@ -226,6 +226,8 @@ class WorkerSide:
             self._saver.hand_over.drain(max(closing_at_ms - self._clock.now_ms(), 0) / 1000)
         self._sidecar.close()
         self._patient_sidecar.close()
+        if self._loader is not None:
+            self._loader.close()
         closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
         if self._saver is not None:
             closers.append(self._saver.hand_over.close)

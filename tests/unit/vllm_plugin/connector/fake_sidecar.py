@@ -45,6 +45,8 @@ class FakeSidecar(EngineSidecar):
         self.reports: dict[str, pb.LoadReport] = {}
         self.leases: set[str] = set()
         """Of loads that were begun and not ended."""
+        self._named: dict[str, list[Path]] = {}
+        """Copies in shared memory, by the lease that keeps them."""
         self.loses_shared_copies = False
         """Names in shared memory are gone before they are opened."""
         self.abandoned: dict[str, str] = {}
@@ -185,7 +187,7 @@ class FakeSidecar(EngineSidecar):
                     last_frame=True,
                     checksum=self.vouched(data),
                 )
-                path.unlink(missing_ok=True)
+                self._named.setdefault(request.lease_id, []).append(path)
                 continue
             for start in range(0, len(data), FRAME_BYTES):
                 end = start + FRAME_BYTES
@@ -201,6 +203,8 @@ class FakeSidecar(EngineSidecar):
     def end_load(self, lease_id):
         self._arrive("end_load")
         self.leases.discard(lease_id)
+        for path in self._named.pop(lease_id, ()):
+            path.unlink(missing_ok=True)
 
     @override
     def report_load(self, report):
