@@ -37,6 +37,8 @@ from kv_sidecar.manifest import all_keys, block_key, num_files, rank_keys
 from kv_sidecar.manifest_index import ManifestRecord
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.recent_names import RecentNames
+from kv_sidecar.regular_file import regular_size
+from kv_sidecar.retention import Retention
 from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.sealed_manifests import SealedManifests
@@ -95,6 +97,14 @@ class ContextCatalog:
             max_leases=limits.max_leases,
             life_ms_max=limits.lease_ms,
         )
+        self._retention = Retention(
+            disk=tiers.disk,
+            manifests=manifests,
+            metrics=metrics,
+            is_leased=self._leases.holds,
+            free=self._free,
+            guarantee_bytes=limits.tenant_guarantee_bytes,
+        )
         self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
         """Blocks of contexts that miss a file, kept for the save that follows the recompute."""
         self._expected: set[tuple[TenantId, CacheRef]] = set()
@@ -144,8 +154,12 @@ class ContextCatalog:
             # To its end: a call that is cut off while the threads are busy would take its place in their queue with it.
             await self._finish(self._threads.write(remove_whatever, path))
             raise
-        taking = self._saving.take(save, expected, lambda: self._tiers.take_file(path, expected))
-        return await self._finish(taking)
+
+        async def take_in() -> int:
+            await self._retention.make_room(expected.tenant, regular_size(path) or 0)
+            return await self._tiers.take_file(path, expected)
+
+        return await self._finish(self._saving.take(save, expected, take_in))
 
     async def take_block(
         self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer, *, vouched: str = ""
@@ -155,8 +169,12 @@ class ContextCatalog:
         `vouched`: the checksum the sender's manifest vouches for; empty: it vouches for none.
         """
         save, expected = self._saving.expected(cache_ref, rank, block_index)
-        taking = self._saving.take(save, expected, lambda: self._tiers.take_bytes(data, expected, vouched=vouched))
-        return await self._finish(taking)
+
+        async def take_in() -> int:
+            await self._retention.make_room(expected.tenant, len(data))
+            return await self._tiers.take_bytes(data, expected, vouched=vouched)
+
+        return await self._finish(self._saving.take(save, expected, take_in))
 
     async def seal(self, cache_ref: CacheRef, rank: int) -> bool:
         """End a rank's save; when it was the last, write the manifest and return True. Idempotent.
@@ -221,6 +239,7 @@ class ContextCatalog:
         if record is not None:
             manifest = await self._manifests.read(record)
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
+                self._manifests.index.use(cache_ref)
                 return manifest
             await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
         elif (tenant, cache_ref) in self._expected or self._saving.is_saving(tenant, cache_ref):

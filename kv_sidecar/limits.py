@@ -24,6 +24,8 @@ class CatalogLimits:
     """Loads that hold their blocks at once; one more holds them until its stream ends."""
     lease_ms: int
     """Longest life of a lease nobody ends."""
+    tenant_guarantee_bytes: int = 0
+    """On disk, of each tenant: no other tenant's saves push them out."""
 
 
 @dataclass(frozen=True, slots=True)

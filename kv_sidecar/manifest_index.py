@@ -63,6 +63,12 @@ class ManifestIndex:
         self._sessions.setdefault((record.tenant, record.session_id), set()).add(record.cache_ref)
         self._holders.update(record.keys)
 
+    def use(self, cache_ref: CacheRef) -> None:
+        """Make a record the one that was used last. Harmless when there is none."""
+        record = self._records.pop(cache_ref, None)
+        if record is not None:
+            self._records[cache_ref] = record
+
     def remove(self, cache_ref: CacheRef) -> ManifestRecord | None:
         """Remove and return a record; its blocks lose one holder."""
         record = self._records.pop(cache_ref, None)
@@ -96,8 +102,12 @@ class ManifestIndex:
         return [record for record in self._records.values() if record.expires_at_ms <= now_ms]
 
     def records(self) -> list[ManifestRecord]:
-        """Return all records."""
+        """Return all records, the one used longest ago first."""
         return list(self._records.values())
+
+    def num_holders(self, key: BlockKey) -> int:
+        """Return how many manifests hold the block."""
+        return self._holders[key]
 
     def is_held(self, key: BlockKey) -> bool:
         """Return whether any manifest holds the block."""

@@ -41,6 +41,10 @@ class SidecarMetrics:
         self.misses = counter("misses", "Questions for a manifest that is not there, not any more, or not readable.")
         self.deletes = counter("deleted_contexts", "Manifests removed because somebody asked.")
         self.collected = counter("collected_contexts", "Manifests removed because their time was over.")
+        self.evicted = counter(
+            "evicted_contexts",
+            "Manifests removed to make room on disk, used longest ago first: their next turn computes.",
+        )
         self.orphaned = counter(
             "orphaned_contexts",
             "Manifests removed because no session names them any more: a delete that did not arrive, a crash, a "

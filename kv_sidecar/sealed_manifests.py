@@ -35,7 +35,8 @@ class SealedManifests:
         """Read all files and return the usable ones; a manifest that lacks a block is removed."""
         manifests = await self._threads.run(lambda: list(self._store.read_all()))
         usable: list[Manifest] = []
-        for manifest in manifests:
+        # A life that slides ends last for what was used last.
+        for manifest in sorted(manifests, key=lambda manifest: manifest.expires_at_ms):
             record = record_of(manifest)
             if all(is_stored(key) for key in record.keys):
                 self.index.add(record)

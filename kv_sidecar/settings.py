@@ -38,7 +38,16 @@ class SidecarSettings(TlsSettings, TracingSettings):
         1 << 30, ge=0, description="Bytes of blocks in the memory tier, a hard limit; 0: nothing is kept in memory."
     )
     disk_limit_bytes: int = Field(
-        32 << 30, ge=0, description="Bytes of blocks on disk, a hard limit: saves beyond it are refused; 0: none."
+        32 << 30,
+        ge=0,
+        description="Bytes of blocks on disk, a hard limit: from 95 % on the contexts used longest ago make room, down "
+        "to 90 %; 0: none, then the volume's size is the limit and saves beyond it are refused.",
+    )
+    tenant_guarantee_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of blocks of each tenant that no other tenant's saves push out; with all tenants' together "
+        "above SIDECAR_DISK_LIMIT_BYTES saves may be refused; 0: none.",
     )
     tenant_limit_bytes: int = Field(
         0,
@@ -59,7 +68,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
         "for its seal and its commit.",
     )
     block_tokens: int = Field(
-        256, ge=1, le=65536, description="Tokens in one block; a multiple of the engine's block size."
+        256, ge=1, le=65536, description="Least tokens in one block file; it holds whole blocks of the engine's."
     )
     block_size_bytes_max: int = Field(
         256 << 20,
@@ -159,6 +168,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
             max_waiters=self.waiters_max,
             max_leases=self.leases_max,
             lease_ms=self.lease_s * 1000,
+            tenant_guarantee_bytes=self.tenant_guarantee_bytes,
         )
 
     def pull_limits(self) -> PullLimits:

@@ -1,0 +1,79 @@
+"""Which contexts leave the disk when it is nearly full: those used longest ago, and nobody's guarantee for others.
+
+Between two marks: from the upper one on contexts go until the lower one is reached, so that not every save waits for a
+removal. What goes costs its session one computed turn. A context that is being loaded stays; blocks that others hold
+stay with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from contextcache.model import TenantId
+from kv_sidecar.block_key import BlockKey
+from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.manifest_index import ManifestRecord
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.sealed_manifests import SealedManifests
+
+log = logging.getLogger(__name__)
+
+
+class Retention:
+    """Makes room on the disk. Used from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        disk: DiskStore,
+        manifests: SealedManifests,
+        metrics: SidecarMetrics,
+        is_leased: Callable[[BlockKey], bool],
+        free: Callable[[Sequence[BlockKey]], Awaitable[int]],
+        guarantee_bytes: int,
+    ) -> None:
+        """`free` removes those of the given blocks that nobody wants; `guarantee_bytes` 0: nobody has one."""
+        self._disk = disk
+        self._manifests = manifests
+        self._metrics = metrics
+        self._is_leased = is_leased
+        self._free = free
+        self._guarantee_bytes = guarantee_bytes
+        self._evicting = asyncio.Lock()
+
+    async def make_room(self, tenant: TenantId, size_bytes: int) -> None:
+        """Remove contexts until a file of this tenant fits below the mark, or until none may go. Raises OSError."""
+        if self._disk.missing_bytes(size_bytes) <= 0:
+            return
+        async with self._evicting:
+            missing = self._disk.missing_bytes(size_bytes)
+            if missing <= 0:
+                return
+            records = await self._manifests.sweep(lambda: self._victims(missing, tenant))
+            if not records:
+                return
+            freed = await self._free([key for record in records for key in record.keys])
+            self._metrics.evicted.inc(len(records))
+            log.info("contexts evicted", extra={"num_contexts": len(records), "freed_bytes": freed})
+
+    def _victims(self, missing_bytes: int, tenant: TenantId) -> list[ManifestRecord]:
+        """Return the contexts to remove, those used longest ago first."""
+        index, used = self._manifests.index, Counter(self._disk.bytes_by_tenant())
+        gone: Counter[BlockKey] = Counter()
+        victims: list[ManifestRecord] = []
+        for record in index.records():
+            if missing_bytes <= 0:
+                break
+            is_guaranteed = record.tenant != tenant and used[record.tenant] <= self._guarantee_bytes
+            if is_guaranteed or any(self._is_leased(key) for key in record.keys):
+                continue
+            victims.append(record)
+            gone.update(record.keys)
+            free = [key for key in record.keys if gone[key] == index.num_holders(key)]
+            freed = sum(self._disk.size_bytes(key) or 0 for key in free)
+            used[record.tenant] -= freed
+            missing_bytes -= freed
+        return victims
