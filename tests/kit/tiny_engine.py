@@ -52,9 +52,12 @@ class Start:
 class TinyEngine:
     """The caller's end."""
 
+    module = "tests.kit.tiny_engine"
+    """What runs as the engine's end."""
+
     def __init__(self, start: Start) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kit.tiny_engine", json.dumps(asdict(start))],
+            [sys.executable, "-m", self.module, json.dumps(asdict(start))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

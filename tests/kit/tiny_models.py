@@ -10,18 +10,15 @@ weights are larger than usual, so that a wrong page moves the log-probabilities 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers  # its classes are imported at their first use
 
-from tests.kit.tiny_engine import ENVIRONMENT, Start, TinyEngine, _say, _Served
+from tests.kit.tiny_engine import Start, TinyEngine, _say, _Served
 
 VOCABULARY = 512
 WINDOW = 64
@@ -169,22 +166,7 @@ def _write(kind: Any, config: Any, directory: Path, *, dtype: torch.dtype = torc
 class ModelEngine(TinyEngine):
     """A TinyEngine of which tests ask whole distributions, and whose KV memory they can spoil."""
 
-    def __init__(self, start: Start) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kit.tiny_models", json.dumps(asdict(start))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
-            cwd=Path(__file__).parents[2],
-            text=True,
-        )
-        self.log = []
-        try:
-            self.facts = self._answer()
-        except BaseException:
-            self.kill()
-            raise
+    module = "tests.kit.tiny_models"
 
 
 class _Probed(_Served):
