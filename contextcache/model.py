@@ -275,3 +275,11 @@ def new_session_id() -> SessionId:
 def new_cache_ref() -> CacheRef:
     """Mint a cache_ref nobody can guess."""
     return f"ref_{secrets.token_hex(16)}"
+
+
+def prompt_ref(cache_ref: CacheRef) -> CacheRef:
+    """Return the name of the KV at the end of the prompt of a context's last turn, and of that the context's again.
+
+    The top bit of the random part is turned, so whoever knows one name knows the other, and nobody else does.
+    """
+    return f"ref_{int(cache_ref[4], 16) ^ 8:x}{cache_ref[5:]}"

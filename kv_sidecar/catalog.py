@@ -23,7 +23,7 @@ from contextcache.errors import (
     InvalidRequest,
     SidecarUnavailable,
 )
-from contextcache.model import TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
@@ -401,6 +401,8 @@ class ContextCatalog:
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         keys = self._saving.drop_deleted(tenant, session_id, cache_refs)
+        # What was saved at the end of a context's prompt goes with it.
+        cache_refs = [*cache_refs, *(prompt_ref(ref) for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref))]
         index = self._manifests.index
         records = await self._manifests.remove(
             lambda: list({*index.of_refs(tenant, cache_refs), *index.of_session(tenant, session_id)})

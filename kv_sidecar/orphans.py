@@ -20,7 +20,7 @@ from typing import Protocol
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, StoreUnavailable
-from contextcache.model import CacheRef, HeldCacheRef
+from contextcache.model import CacheRef, HeldCacheRef, prompt_ref
 from contextcache.wire.rpc import cause_of
 from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.manifest_index import ManifestRecord
@@ -78,7 +78,11 @@ class Orphans:
         """Return those of all sealed records that no session names, as far as the manager says so."""
         await self._learn(records)
         now_ms = self._clock.now_ms()
-        due = [record for record in records if self._due_ms[record.cache_ref] <= now_ms]
+        # What was saved at the end of a context's prompt has no name of its own in a session: both are asked about
+        # together, and one name keeps both.
+        refs = {record.cache_ref for record in records if self._due_ms[record.cache_ref] <= now_ms}
+        refs |= {prompt_ref(ref) for ref in refs}
+        due = [record for record in records if record.cache_ref in refs]
         due.sort(key=lambda record: self._due_ms[record.cache_ref])
         found: list[ManifestRecord] = []
         try:
@@ -89,7 +93,8 @@ class Orphans:
             self._note_silence(cause_of(exc) or exc.message)
         except TimeoutError:
             self._note_silence("the questions of one pass took too long")
-        return found
+        alone = refs - {record.cache_ref for record in records} | {record.cache_ref for record in found}
+        return [record for record in found if prompt_ref(record.cache_ref) in alone]
 
     async def _learn(self, records: Sequence[ManifestRecord]) -> None:
         """Forget what is not here any more, and set when to ask first about what is new."""

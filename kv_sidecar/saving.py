@@ -20,7 +20,7 @@ from contextcache.errors import (
     SidecarUnavailable,
     StorageFull,
 )
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from kv_sidecar.announcements import Announcements
 from kv_sidecar.block_file import BlockMeta
 from kv_sidecar.block_key import BlockKey
@@ -207,9 +207,12 @@ class Saving:
     def drop_deleted(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> list[BlockKey]:
         """Refuse these names from now on and drop their saves; return the blocks those counted on."""
         now_ms = self._clock.now_ms()
+        named = set(cache_refs)
         for cache_ref in cache_refs:
             self._deleted.add(("ref", tenant, cache_ref), now_ms)
-        doomed = [self._saves.get(cache_ref) for cache_ref in cache_refs]
+        doomed = [
+            save for save in self._saves if {save.manifest.cache_ref, prompt_ref(save.manifest.cache_ref)} & named
+        ]
         if session_id:
             self._deleted.add(("session", tenant, session_id), now_ms)
             doomed += self._saves.of_session(tenant, session_id)
@@ -247,7 +250,8 @@ class Saving:
         return SaveInFlight(manifest, now_ms + self._limits.save_deadline_ms, started_at_ms=new.started_at_ms)
 
     def _is_deleted(self, new: NewSave, now_ms: int) -> bool:
-        if self._deleted.added_at_ms(("ref", new.tenant, new.cache_ref), now_ms) is not None:
+        refs = (new.cache_ref, prompt_ref(new.cache_ref))
+        if any(self._deleted.added_at_ms(("ref", new.tenant, ref), now_ms) is not None for ref in refs):
             return True
         deleted_at_ms = self._deleted.added_at_ms(("session", new.tenant, new.session_id), now_ms)
         return deleted_at_ms is not None and new.started_at_ms <= deleted_at_ms

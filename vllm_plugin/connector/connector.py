@@ -45,6 +45,8 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     saves: tuple[SavePlan, ...] = ()
     fingerprint_json: str = ""
     """What the workers adopt before they begin; empty: nothing new."""
+    overtaken: tuple[str, ...] = ()
+    """Saves whose blocks this step may compute into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     @override
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
-        loads, saves = self.scheduler_side.take_plans()
-        return ConnectorMetadata(loads, saves, self.scheduler_side.take_identity())
+        loads, saves, overtaken = self.scheduler_side.take_plans(scheduler_output)
+        return ConnectorMetadata(loads, saves, self.scheduler_side.take_identity(), overtaken)
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -260,7 +262,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         assert isinstance(metadata, ConnectorMetadata), "our scheduler half made it"
         if metadata.fingerprint_json:
             self.worker_side.adopt(metadata.fingerprint_json)
-        self.worker_side.start(metadata.loads, metadata.saves)
+        self.worker_side.start(metadata.loads, metadata.saves, metadata.overtaken)
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:

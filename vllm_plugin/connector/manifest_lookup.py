@@ -8,7 +8,7 @@ So is one that the sidecar says it is pulling from another pod; only its word ma
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -17,9 +17,10 @@ import numpy as np
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, SidecarUnavailable
 from contextcache.identity import KVTransfer
-from contextcache.model import CacheRef, Manifest
+from contextcache.model import CacheRef, Manifest, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer
+from vllm_plugin.connector.checkpoints import has_checkpoints
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal, restorable_tokens
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -180,13 +181,14 @@ class ManifestLookup:
         prompt = np.asarray(token_ids, dtype=np.int64)
         best, num_usable = Match(None, 0, "no_manifest"), 0
         missing: set[CacheRef] = set()
-        for cache_ref in transfer.load:
+        for cache_ref in self._candidates(transfer.load, facts):
             try:
                 manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
             except ContextCacheError as exc:
-                if isinstance(exc, CacheRefNotFound) and not isinstance(exc, CacheRefPending):
+                is_checkpoint = cache_ref not in transfer.load
+                if isinstance(exc, CacheRefNotFound) and not isinstance(exc, CacheRefPending) and not is_checkpoint:
                     missing.add(cache_ref)
-                if best.manifest is None:
+                if best.manifest is None and not is_checkpoint:
                     best = Match(None, 0, exc.code)
                 continue
             if (reason := refusal(manifest, facts)) is not None:
@@ -195,12 +197,20 @@ class ManifestLookup:
                     best = Match(None, 0, reason)
                 continue
             shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
-            usable = restorable_tokens(manifest, facts, shared)
+            usable = restorable_tokens(manifest, facts, min(shared, max(len(prompt) - 1, 1)))
             if best.manifest is None or usable > num_usable:
                 best, num_usable = Match(manifest, shared, tier=tier), usable
-            if usable == len(prompt):
+            if usable >= len(prompt) - 1:
                 break
         return replace(best, missing=frozenset(missing))
+
+    @staticmethod
+    def _candidates(cache_refs: Sequence[CacheRef], facts: RankFacts) -> Iterator[CacheRef]:
+        """Yield the contexts, each with what was saved at its prompt's end where an engine does that."""
+        for cache_ref in cache_refs:
+            yield cache_ref
+            if has_checkpoints(facts.groups):
+                yield prompt_ref(cache_ref)
 
     def _manifest(self, tenant: str, cache_ref: CacheRef, patience: Patience) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return a manifest and its tier; while our own save or a pull of it goes on, ask again.

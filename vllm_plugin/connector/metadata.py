@@ -136,6 +136,8 @@ class SavePlan:
     """Under which they were computed: the engine's may be another by the time they are copied out."""
     traceparent: str = ""
     """Span of the turn, for the save's own; empty: nobody traces it."""
+    holds_blocks: bool = True
+    """Whether the engine keeps the blocks until it is told; else it tells when it does not any more."""
 
     def kept(self, *, file_tokens_min: int) -> tuple[KVGroup, ...]:
         """Return what is saved of each group."""

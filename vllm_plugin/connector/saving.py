@@ -62,18 +62,29 @@ class Saver:
             fault = self.hand_over.fault_of(self._copy_out, save)
         if fault is None:
             crash_point(COPIED_OUT)
-        self._results.release_blocks(save.plan.engine_request_id)
+        self._release_blocks(save)
         if fault is not None:
             self.hand_over.give_up(save, fault)
             return
         with save.lock:
-            save.is_copied = True
+            save.is_copied = not save.fault
         self.hand_over.begin(save)
 
     def skip(self, save: Save, reason: str) -> None:
         """Give a save up before its blocks were copied. Never waits: the engine's thread calls it too."""
         self.hand_over.give_up(save, reason)
-        self._results.release_blocks(save.plan.engine_request_id)
+        self._release_blocks(save)
+
+    def overtake(self, save: Save) -> None:
+        """Tell that a save's blocks are not its own any more: what is not copied is not. Never waits."""
+        with save.lock:
+            is_copied = save.is_copied
+        if not is_copied:
+            self.hand_over.give_up(save, "overtaken")
+
+    def _release_blocks(self, save: Save) -> None:
+        if save.plan.holds_blocks:
+            self._results.release_blocks(save.plan.engine_request_id)
 
     def _copy_out(self, save: Save) -> None:
         plan, facts = save.plan, self._link.facts

@@ -18,6 +18,7 @@ from contextcache.errors import ForgedIdentity
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
 from contextcache.model import CacheRef
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from vllm_plugin.connector.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.engine_identity import EngineIdentity
@@ -77,6 +78,7 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
+        self._checkpoints = PromptCheckpoints()
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
@@ -133,6 +135,8 @@ class SchedulerSide:
         if transfer is None:
             return
         tracked = self._requests[request.request_id] = _Tracked(transfer, request)
+        if self._facts is not None:
+            self._checkpoints.watch(request, transfer, self._facts)
         if (facts := self._facts) is None:
             reason = self._left_alone or "ranks_unknown"
             tracked.found = Match(None, 0, reason)
@@ -196,11 +200,16 @@ class SchedulerSide:
         """Return the fingerprint's JSON that workers have to adopt before this step's work; empty: as it was."""
         return self._identity.take_news()
 
-    def take_plans(self) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...]]:
-        """Return this step's work."""
+    def take_plans(
+        self, scheduler_output: Any
+    ) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...], tuple[CacheRef, ...]]:
+        """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
+        for plan in self._checkpoints.observe(scheduler_output, self._facts):
+            if self._pending_saves.add(plan.cache_ref):
+                self._saves.append(plan)
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
-        return loads, saves
+        return loads, saves, self._checkpoints.take_overtaken()
 
     def loads_ended(self, received: Iterable[str], failed: Iterable[str], bad_block_ids: Set[int]) -> None:
         """Take the workers' word on loads: engine request ids, and engine blocks from vLLM before 0.30."""
@@ -225,6 +234,7 @@ class SchedulerSide:
         prompt was computed. The last token never has KV.
         """
         tracked = self._requests.pop(request.request_id, None)
+        self._checkpoints.end(request.request_id)
         if tracked is None:
             return False
         if tracked.lookup is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
+from contextcache.model import CacheRef
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
@@ -128,12 +129,18 @@ class WorkerSide:
         self._link.lost()
         self._greet()
 
-    def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan]) -> None:
-        """Queue this step's work; what cannot be queued is reported as failed or skipped at once."""
-        if not loads and not saves:
+    def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan], overtaken: Collection[CacheRef] = ()) -> None:
+        """Queue this step's work; what cannot be queued is reported as failed or skipped at once.
+
+        `overtaken`: saves whose blocks this step may compute into.
+        """
+        if not loads and not saves and not overtaken:
             return
         assert self._loader is not None, "register_kv_caches came first"
         assert self._saver is not None, "register_kv_caches came first"
+        for save, _ in self._saves:
+            if save.plan.cache_ref in overtaken:
+                self._saver.overtake(save)
         fence = self._layers.fence()
         for load_plan in loads:
             self._start_load(self._loader, self._loader.open(load_plan, fence))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import ContextCacheError, InvalidRequest, StoreUnavailable
-from contextcache.model import CacheRef, HeldCacheRef, TenantId
+from contextcache.errors import ContextCacheError, ContextDeleted, InvalidRequest, StoreUnavailable
+from contextcache.model import CacheRef, HeldCacheRef, TenantId, new_cache_ref, prompt_ref
 from kv_sidecar import orphans
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
@@ -97,6 +97,32 @@ async def test_kv_that_a_session_names_stays_with_the_blocks_an_orphan_shared(
     assert kv.manifest_files() == {kept.cache_ref}
     assert kv.disk_bytes() == own_bytes
     assert await kv.load(kept)
+
+
+async def test_what_was_saved_at_a_prompts_end_lives_and_goes_with_its_context(
+    kv: SidecarUnderTest, clock: ManualClock, manager: FakeManager
+) -> None:
+    """No session names it. Seen failing: freed as nobody's while its context was named."""
+    named, nameless = await kv.save(PROMPT), await kv.save(OTHER_END, session_id="ctx_2")
+    clock.advance(s=AFTER_S / 2)
+    for new in (named, nameless):
+        await kv.save(new.token_ids[:5], session_id=new.session_id, cache_ref=prompt_ref(new.cache_ref))
+    await kv.save(PROMPT[:6], session_id="ctx_3", cache_ref=prompt_ref(new_cache_ref()))
+    manager.name(named)
+    await pass_after(kv, clock, 2 * AFTER_S)
+
+    assert kv.manifest_files() == {named.cache_ref, prompt_ref(named.cache_ref)}
+
+
+async def test_a_deleted_context_takes_what_was_saved_at_its_prompts_end_along(kv: SidecarUnderTest) -> None:
+    new = await kv.save(PROMPT)
+    await kv.save(PROMPT[:5], cache_ref=prompt_ref(new.cache_ref))
+    await kv.catalog.delete(new.tenant, "", [new.cache_ref])
+
+    assert kv.manifest_files() == set()
+    assert kv.disk_bytes() == 0
+    with pytest.raises(ContextDeleted):
+        await kv.save(PROMPT[:5], cache_ref=prompt_ref(new.cache_ref))
 
 
 async def test_nothing_is_asked_before_its_time_and_nothing_twice_within_it(
