@@ -75,7 +75,7 @@ PARTS = (
     Part(
         "vllm",
         "the main job: contexts, turns, KV that survives and moves",
-        ("tests/vllm",),
+        ("tests/vllm", "tests/models"),
         marks=QUICK_ONES,
         beside=True,
     ),
@@ -116,6 +116,13 @@ PARTS = (
         "vllm-thorough",
         "KV on real engines: every edge, other weights, small budgets",
         ("tests/vllm",),
+        Tier.THOROUGH,
+        marks=THOROUGH_ONES,
+    ),
+    Part(
+        "models",
+        "each way in which vLLM lays out KV: what is restored goes on as what was computed",
+        ("tests/models",),
         Tier.THOROUGH,
         marks=THOROUGH_ONES,
     ),

@@ -27,7 +27,9 @@ def tokens(count: int, *, start: int = 0) -> list[int]:
     return [1 + (7 * i) % 401 for i in range(start, start + count)]
 
 
-@pytest.fixture(params=MIXES)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name == "window and full" else [pytest.mark.thorough]) for name in MIXES]
+)
 def engine(request: pytest.FixtureRequest, start_engine: Callable[..., Engine]) -> Engine:
     return start_engine(windows=MIXES[request.param])
 
