@@ -36,18 +36,15 @@ def _source(file: str, result: Mapping[str, Any], up: str) -> str:
 
 def _ttft(result: Mapping[str, Any]) -> str:
     by_size: dict[int, dict[str, Any]] = {}
-    for row in result["rows"]:
-        by_size.setdefault(row["size"], {})[row["way"]] = row
-    ways = ("cold", "prefix_cache", "restored")
+    for row in result["ttft"]:
+        by_size.setdefault(row["size"], {})[row["way"]] = row["ttft_ms_median"]
+    ways = ("cold", "create", "hit", "memory", "disk")
     rows = [
-        [
-            _spaced(size),
-            *(f"{_spaced(of[way]['ttft_ms_median'])} ms" for way in ways),
-            _share(of["restored"]["ratio_to_cold"]),
-        ]
+        [_spaced(size), *(f"{_spaced(of[way])} ms" for way in ways), _share(of["disk"] / of["cold"])]
         for size, of in by_size.items()
     ]
-    return _table(["tokens", "cold", "engine's prefix cache", "restored", "of cold"], rows)
+    heads = ["cold", "create", "engine's prefix cache", "restored from memory", "restored from disk", "disk of cold"]
+    return _table(["tokens", *heads], rows)
 
 
 def _front(result: Mapping[str, Any]) -> str:
