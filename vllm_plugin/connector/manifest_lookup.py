@@ -8,7 +8,7 @@ So is one that the sidecar says it is pulling from another pod; only its word ma
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -181,7 +181,9 @@ class ManifestLookup:
         prompt = np.asarray(token_ids, dtype=np.int64)
         best, num_usable = Match(None, 0, "no_manifest"), 0
         missing: set[CacheRef] = set()
-        for cache_ref in self._candidates(transfer.load, facts):
+        whole: set[CacheRef] = set()
+        """Contexts that serve all they share: what was saved at their prompt's end has nothing to add."""
+        for cache_ref in self._candidates(transfer.load, facts, whole):
             try:
                 manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
             except ContextCacheError as exc:
@@ -197,7 +199,10 @@ class ManifestLookup:
                     best = Match(None, 0, reason)
                 continue
             shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
-            usable = restorable_tokens(manifest, facts, min(shared, max(len(prompt) - 1, 1)))
+            limit = min(shared, max(len(prompt) - 1, 1))
+            usable = restorable_tokens(manifest, facts, limit)
+            if usable == limit:
+                whole.add(cache_ref)
             if best.manifest is None or usable > num_usable:
                 best, num_usable = Match(manifest, shared, tier=tier), usable
             if usable >= len(prompt) - 1:
@@ -205,11 +210,11 @@ class ManifestLookup:
         return replace(best, missing=frozenset(missing))
 
     @staticmethod
-    def _candidates(cache_refs: Sequence[CacheRef], facts: RankFacts) -> Iterator[CacheRef]:
-        """Yield the contexts, each with what was saved at its prompt's end where an engine does that."""
+    def _candidates(cache_refs: Sequence[CacheRef], facts: RankFacts, whole: Set[CacheRef]) -> Iterator[CacheRef]:
+        """Yield the contexts, and after each that is not in `whole` by then what was saved at its prompt's end."""
         for cache_ref in cache_refs:
             yield cache_ref
-            if has_checkpoints(facts.groups):
+            if cache_ref not in whole and has_checkpoints(facts.groups):
                 yield prompt_ref(cache_ref)
 
     def _manifest(self, tenant: str, cache_ref: CacheRef, patience: Patience) -> tuple[Manifest, pb.Tier.ValueType]:

@@ -246,3 +246,14 @@ def test_a_request_that_ends_while_its_checkpoint_waits_gives_its_blocks_back(en
     engine.loop.settle()
 
     assert prompt_ref(A) not in engine.sidecar.manifests
+
+
+def test_a_turn_that_goes_on_neither_asks_nor_waits_for_what_its_prompts_end_left(engine: Engine) -> None:
+    """Seen failing: each turn asked for it, and waited while it was on its way."""
+    prompt = tokens(200)
+    context = [*prompt, *saved(engine, prompt)[:-1]]
+    engine.sidecar.pulling = {prompt_ref(A)}
+    load(engine, [*context, 5, 6], A)
+
+    assert engine.sidecar.num_pending_answers == 0
+    assert engine.loop.computed["load"] - 4 + 1 == 2
