@@ -216,7 +216,7 @@ class StagedLayers(PagedLayers):
     def gather(self, group: int, block_ids: Sequence[int], out: Pages, *, after: Fence) -> None:
         staging = self._staging(out.nbytes)
         with torch.inference_mode(), self._begin(after):
-            ids = torch.tensor(block_ids, device=self._device)
+            ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
             for rows, view in zip(self._rows(group, staging, len(block_ids)), self._views[group], strict=True):
                 rows.copy_(view.index_select(0, ids).reshape(len(block_ids), -1), non_blocking=True)
             self._end()
@@ -229,7 +229,7 @@ class StagedLayers(PagedLayers):
         staging = self._staging(pages.nbytes)
         np.copyto(staging.numpy(), pages)
         with torch.inference_mode(), self._begin(after):
-            ids = torch.tensor(block_ids, device=self._device)
+            ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
             for rows, view in zip(self._rows(group, staging, num_pages), self._views[group], strict=True):
                 wanted = rows[first_page : first_page + len(block_ids)]
                 moved = wanted.to(self._device, non_blocking=True).reshape(len(block_ids), *view.shape[1:])

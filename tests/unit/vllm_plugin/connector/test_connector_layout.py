@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_plugin.connector.engine_check import UncarriedEngine
@@ -59,6 +59,16 @@ def empty_pages(layers: PagedLayers, num_blocks: int, group: int = 0) -> np.ndar
     source=st.permutations(range(NUM_BLOCKS)),
     target=st.permutations(range(NUM_BLOCKS)),
     count=st.integers(1, NUM_BLOCKS),
+)
+@example(  # no page before the skipped one: an empty list of blocks is one of blocks all the same
+    order="BHLNC",
+    target_order="BHLNC",
+    ratio=1,
+    dtype=torch.float32,
+    kinds=("host", "staged"),
+    source=list(range(NUM_BLOCKS)),
+    target=list(range(NUM_BLOCKS)),
+    count=1,
 )
 def test_pages_gathered_here_and_scattered_there_are_bit_exact(
     order: str,
