@@ -38,7 +38,7 @@ from contextcache.model import Manifest, new_cache_ref
 from deploy.local.progress import say
 from deploy.local.readiness import grpc_serves
 from deploy.local.table import render
-from kv_sidecar.client import TIER_NAMES, EngineSidecarClient, KVSidecarClient
+from kv_sidecar.client import TIER_NAMES, EngineSidecarClient, KVSidecarClient, open_arena
 from vllm_plugin.connector.engine_check import LayerGroup
 from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
 from vllm_plugin.connector.settings import ConnectorSettings
@@ -104,9 +104,8 @@ def _rounds(shape: str, num_tokens: int, num_rounds: int) -> list[dict[str, floa
     say(f"{shape} …")
     with (
         tempfile.TemporaryDirectory(prefix="bench-transfer-") as directory,
-        tempfile.TemporaryDirectory(prefix="context-cache-bench-", dir="/dev/shm") as shared,
         Processes(Path(directory)) as processes,
-        closing(Bench(processes, Path(shared), SHAPES[shape], num_tokens)) as bench,
+        closing(Bench(processes, SHAPES[shape], num_tokens)) as bench,
     ):
         return [bench.measure(number) for number in range(num_rounds + 1)][1:]
 
@@ -131,9 +130,8 @@ class Rank:
         pages = (num_blocks, shape.heads, shape.block_tokens, 2 * shape.head_dim)
         kv = {f"layer.{number}": torch.empty(pages, dtype=torch.bfloat16) for number in range(shape.layers)}
         groups, clock = [LayerGroup("full_attention", shape.block_tokens, 0, tuple(kv))], MonotonicClock()
-        self.side = WorkerSide(
-            config, num_blocks, groups, settings, lambda s: EngineSidecarClient(address, timeout_s=s), clock=clock
-        )
+        doors = (lambda s: EngineSidecarClient(address, timeout_s=s)), partial(open_arena, address)
+        self.side = WorkerSide(config, num_blocks, groups, settings, *doors, clock=clock)
         self._words = [tensor.view(torch.int64).random_() for tensor in kv.values()]
         self.side.register_kv_caches(kv)
         self.facts: Any = self.side.facts
@@ -179,12 +177,12 @@ class Rank:
 class Bench:
     """A sidecar, a rank, and the machine itself; measured in rounds."""
 
-    def __init__(self, processes: Processes, shared: Path, shape: Shape, num_tokens: int) -> None:
+    def __init__(self, processes: Processes, shape: Shape, num_tokens: int) -> None:
         self._processes, self._num_tokens, self._data = processes, num_tokens, processes.directory / "data"
         self._address = f"unix://{processes.directory}/sidecar.sock"
         env = {"SIDECAR_UNIX_SOCKET": self._address.removeprefix("unix://"), "SIDECAR_LISTEN": ""}
-        env |= {"SIDECAR_DATA_DIR": str(self._data), "SIDECAR_SHARE_DATA_DIR": "1", "SIDECAR_SHARED_DIR": str(shared)}
-        env["SIDECAR_MEMORY_LIMIT_BYTES"] = str(2 * shape.size_bytes(num_tokens + WARM_TOKENS))
+        self._arena_bytes = 2 * shape.size_bytes(num_tokens + WARM_TOKENS)
+        env |= {"SIDECAR_DATA_DIR": str(self._data), "SIDECAR_MEMORY_LIMIT_BYTES": str(self._arena_bytes)}
         processes.start("sidecar", (sys.executable, "-m", "kv_sidecar"), partial(grpc_serves, self._address), env=env)
         self._client = EngineSidecarClient(self._address)
         self._rank = Rank(self._address, shape, num_tokens)
@@ -223,15 +221,23 @@ class Bench:
             raise RuntimeError(f"the context is not in the tier that is measured: {tier}")
         return self._rank.load(manifest, verify=verify)
 
-    def _restart(self) -> float:
+    def _restart(self) -> None:
         """Empty the memory tier: start the sidecar anew, and let the rank find it."""
         os.kill(self._processes.pid("sidecar"), signal.SIGKILL)
         self._processes.restart("sidecar")
         for _ in range(100):
             with suppress(ContextCacheError, RuntimeError):
-                return self._load(self._warm_ref, "disk")
+                self._load(self._warm_ref, "disk")
+                return self._wait_for_arena()
             time.sleep(0.2)
         raise RuntimeError("the rank does not find the sidecar again")
+
+    def _wait_for_arena(self) -> None:
+        """Wait until memory is behind all of it, here and there: it is taken while the first loads run."""
+        for pid in (os.getpid(), self._processes.pid("sidecar")):
+            status = Path(f"/proc/{pid}/status")
+            while int(status.read_text().partition("RssShmem:")[2].split()[0]) << 10 < self._arena_bytes:
+                time.sleep(0.05)
 
     async def _delete(self, cache_ref: str) -> None:
         client = KVSidecarClient(self._address, timeout_s=DEADLINE_MS / 1000)

@@ -21,7 +21,6 @@ class Reason(StrEnum):
     PORT = "port"
     SERVER = "server"
     NAME_TAKEN = "name-taken"
-    SHARED_MEMORY = "shared-memory"
     USER = "user"
     FS_GROUP = "fs-group"
     FAULT = "fault"

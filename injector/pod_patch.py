@@ -8,7 +8,7 @@ What a pod gets, in this order:
 - on vLLM's container: the arguments, the env, the mounts, PYTHONPATH.
 - volumes, image pull secrets, the label its release's Service selects by, the annotation that says it was done.
 
-Whatever the pod's author set stays: an env variable of the same name, a /dev/shm.
+Whatever the pod's author set stays: an env variable of the same name, their /dev/shm or that they have none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from injector.engine_options import EngineOptions
 from injector.json_patch import json_patch
 from injector.not_injected import NotInjected, Reason
 from injector.parts import PatchParts
-from injector.shared_memory import fit_memory_limit, own_mount, use_mount, volume_of
 
 ENGINES_LABEL = "context-cache.io/engines"
 INJECT_LABEL = "context-cache.io/inject"
@@ -33,7 +32,7 @@ CONFIG_FILE_ANNOTATION = "context-cache.io/config-file"
 _PYTHON_PATH = "PYTHONPATH"
 _FILE_MODE = 0o444
 _GROUP = 65532
-"""Group of the sidecar's files, and of those that the engine leaves it in shared memory."""
+"""Group of the sidecar's files; whoever is in it opens its sockets."""
 _RESTRICTED = {
     "runAsNonRoot": True,
     "runAsUser": 65532,
@@ -100,10 +99,10 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
     )
     ours = [copy.deepcopy(dict(container)) for container in (parts.payload, parts.sidecar)]
     _share_user(spec, ours, sidecar_user(pod, engine))
-    volumes = _share_memory(pod, engine, ours[-1], parts)
+    volumes = _volumes(spec, parts)
     command.append(engine, parts.arguments)
     _add_env(engine, parts)
-    _add_mounts(engine, parts, {volume["name"] for volume in volumes})
+    _add_mounts(engine, parts)
     _follow_scheme(engine, parts)
     spec["initContainers"] = [*ours, *(spec.get("initContainers") or [])]
     spec["volumes"] = [*(spec.get("volumes") or []), *volumes]
@@ -112,7 +111,7 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
 
 
 def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[int, int | None] | None) -> None:
-    """Let sidecar and engine use each other's files without changing the group of the pod's other volumes (fsGroup)."""
+    """Let the engine open the sidecar's sockets without changing the group of the pod's other volumes (fsGroup)."""
     for container in ours:
         container["securityContext"] = {**_RESTRICTED, **container.get("securityContext", {})}
         if user is not None:
@@ -128,23 +127,16 @@ def _share_user(spec: dict[str, Any], ours: list[dict[str, Any]], user: tuple[in
         spec["securityContext"] = {**context, "supplementalGroups": [*groups, _GROUP]}
 
 
-def _share_memory(
-    pod: Mapping[str, Any], engine: Mapping[str, Any], sidecar: dict[str, Any], parts: PatchParts
-) -> list[dict[str, Any]]:
-    """Return the volumes to add; a /dev/shm of the pod's own takes the place of ours."""
+def _volumes(spec: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]]:
+    """Return the volumes to add. Raises NotInjected when the sidecar could not write to its own."""
     volumes = [_readable(volume) for volume in parts.volumes]
-    has_group = (pod["spec"].get("securityContext") or {}).get("fsGroup") is not None
+    has_group = (spec.get("securityContext") or {}).get("fsGroup") is not None
     if not has_group and any({"persistentVolumeClaim", "ephemeral"} & volume.keys() for volume in volumes):
         raise NotInjected(
             Reason.FS_GROUP,
             "a claim for blocks belongs to root at first; set the pod's securityContext.fsGroup",
         )
-    mount = own_mount(pod, engine)
-    if mount is None:
-        return volumes
-    unused = use_mount(sidecar, mount)
-    fit_memory_limit(sidecar, volume_of(pod, mount))
-    return [volume for volume in volumes if volume["name"] != unused]
+    return volumes
 
 
 def _readable(volume: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,10 +159,10 @@ def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
     engine["env"] = env + [copy.deepcopy(item) for item in parts.env if item["name"] not in taken]
 
 
-def _add_mounts(engine: dict[str, Any], parts: PatchParts, volumes: set[str]) -> None:
+def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
     mounts = list(engine.get("volumeMounts") or [])
     taken = {str(mount.get("mountPath", "")).rstrip("/") for mount in mounts}
-    wanted = [dict(mount) for mount in parts.mounts if mount["name"] in volumes]
+    wanted = [dict(mount) for mount in parts.mounts]
     clash = [mount["mountPath"] for mount in wanted if mount["mountPath"].rstrip("/") in taken]
     if clash:
         raise NotInjected(Reason.NAME_TAKEN, f"the engine has something else mounted at {', '.join(clash)}")

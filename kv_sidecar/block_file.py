@@ -1,4 +1,4 @@
-"""One block as one file: the only format in shared memory, on disk and in frames (docs/formats.md).
+"""One block as one file: the only format in the arena, on disk and in frames (docs/formats.md).
 
 A safetensors file with one U8 tensor `pages` of shape [layers, engine_blocks, page_bytes]; who made it, for which
 tokens, and a checksum of the tensor's bytes are in its metadata. Where files lie does not belong here.
@@ -7,31 +7,25 @@ tokens, and a checksum of the tensor's bytes are in its metadata. Where files li
 from __future__ import annotations
 
 import base64
-import mmap
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from contextcache.errors import CorruptBlock, StorageFull
+from contextcache.errors import CorruptBlock
 from contextcache.model import KVFile
 from kv_sidecar.block_id import block_id, pack_token_ids, unpack_token_ids
 from kv_sidecar.block_key import BlockKey, BlockKind
-from kv_sidecar.regular_file import open_regular
-from kv_sidecar.safetensors_header import MAX_HEADER_BYTES, TensorHeader, decode_header, encode_header, head_bytes
+from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
 
 FORMAT = "context-cache-block-2"
 FORMAT_1 = "context-cache-block-1"
 """Read, never written: of plain engines, the same bytes in another shape."""
 TENSOR = "pages"
-_HEAD_BYTES = 1 << 14
-"""Read at once of a file whose pages are not wanted: the head of a block of 256 tokens is 2 KB."""
 _NO_CHECKSUM = "0" * 32
 _KINDS: dict[str, BlockKind] = {"block": "block", "tail": "tail"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -79,48 +73,45 @@ def tail_start(kind: BlockKind, group: str, first_token: int) -> int:
 
 
 class BlockFileWriter:
-    """A block file being made: fill `pages` in place, then `finish()`; or `discard()`.
+    """A block file being made in somebody's memory: `begin()`, fill `pages` in place, then `finish()`."""
 
-    The file has its full size, with real memory behind it, from the start, so that writing to `pages` cannot fail.
-    """
-
-    def __init__(self, path: Path, meta: BlockMeta, *, pages_bytes: int) -> None:
-        """Create `path`. Raises StorageFull when there is no room, FileExistsError when the name is taken."""
-        self._path = path
+    def __init__(self, meta: BlockMeta, *, pages_bytes: int) -> None:
         self._meta = meta
         self._shape = (pages_bytes,)
         self._start = len(self._head(_NO_CHECKSUM))
         self.size_bytes = self._start + pages_bytes
         """Bytes of the finished file."""
-        self._map = _create_mapped(path, self.size_bytes)
-        self.pages: Pages = np.frombuffer(self._map, dtype=np.uint8, offset=self._start)
-        """To be filled; not to be used after `finish()` or `discard()`."""
+        self._data = memoryview(b"")
+        self.pages: Pages = np.empty(0, dtype=np.uint8)
+        """To be filled; not to be used after `finish()` or `end()`."""
 
-    def finish(self) -> None:
-        """Compute the checksum, write the head and let go of the memory; the file is then complete."""
-        head = self._head(_checksum(memoryview(self._map)[self._start :]))
-        self._map[: len(head)] = head
-        self._close()
+    def begin(self, room: memoryview) -> None:
+        """Take `size_bytes` of writable memory."""
+        assert len(room) == self.size_bytes, "room for the file and no more"
+        self._data = room
+        self.pages = np.frombuffer(room, dtype=np.uint8, offset=self._start)
 
-    def discard(self) -> None:
-        """Remove the file. Harmless after `finish()` and when repeated."""
-        self._close()
-        self._path.unlink(missing_ok=True)
+    def finish(self) -> memoryview:
+        """Compute the checksum and write the head; return the file, which is then complete."""
+        self.pages = np.empty(0, dtype=np.uint8)
+        head = self._head(_checksum(self._data[self._start :]))
+        self._data[: len(head)] = head
+        return self._data
+
+    def end(self) -> None:
+        """Let go of the memory. Harmless when repeated."""
+        self.pages = np.empty(0, dtype=np.uint8)
+        self._data = memoryview(b"")
 
     def _head(self, checksum: str) -> bytes:
         return encode_header(TensorHeader(TENSOR, "U8", self._shape, _metadata(self._meta, checksum)))
-
-    def _close(self) -> None:
-        self.pages = np.empty(0, dtype=np.uint8)
-        _close_map(self._map)
 
 
 class BlockFile:
     """A block file being read. Its head is checked when it is opened, its bytes by `verify()`."""
 
-    def __init__(self, data: memoryview, *, owner: mmap.mmap | None = None) -> None:
+    def __init__(self, data: memoryview) -> None:
         """Parse `data`, a whole file. Raises CorruptBlock."""
-        self._owner = owner
         self.data = data.toreadonly()
         """The whole file."""
         header, start = decode_header(self.data)
@@ -149,44 +140,15 @@ class BlockFile:
             raise CorruptBlock("the block's checksum is wrong")
 
     def close(self) -> None:
-        """Let go of the file; views of `pages` that still live keep it mapped."""
+        """Let go of the memory it lies in."""
         self.pages = np.empty(0, dtype=np.uint8)
-        self._tensor.release()
-        self.data.release()
-        if self._owner is not None:
-            _close_map(self._owner)
+        self._tensor = self.data = memoryview(b"")
 
 
-def read_head(path: Path, *, read_ahead: bool = False) -> tuple[BlockMeta, str]:
-    """Return what a block file says about itself, and its checksum, without its pages.
-
-    `read_ahead`: have the kernel fetch those too, for whoever reads them soon.
-
-    Raises CorruptBlock when it is none, FileNotFoundError, OSError.
-    """
-    descriptor, size = open_regular(path)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        if read_ahead:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-        raw = file.read(_HEAD_BYTES)
-        missing = head_bytes(raw) - len(raw)
-        if 0 < missing <= MAX_HEADER_BYTES:
-            raw += file.read(missing)
-    header, _ = decode_header(memoryview(raw), size_bytes=size)
+def parse_head(data: memoryview) -> tuple[BlockMeta, str]:
+    """Return what a block file in memory says about itself, and its checksum. Raises CorruptBlock."""
+    header, _ = decode_header(data)
     return _meta_of(header.metadata)
-
-
-def open_block_file(path: Path) -> BlockFile:
-    """Map a block file read-only. Raises CorruptBlock when it is none, FileNotFoundError."""
-    descriptor, size = open_regular(path)
-    try:
-        if size == 0:
-            raise CorruptBlock("the block file is empty")
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        mapped = mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-    return BlockFile(memoryview(mapped), owner=mapped)
 
 
 def check_head(meta: BlockMeta, checksum: str, expected: BlockMeta, *, vouched: str = "") -> None:
@@ -202,25 +164,9 @@ def parse_block_file(data: bytes | bytearray | memoryview) -> BlockFile:
     return BlockFile(memoryview(data))
 
 
-def _create_mapped(path: Path, size_bytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
-    try:
-        # Without real pages behind the file, a full tmpfs would kill the writer with SIGBUS at some later store.
-        os.posix_fallocate(descriptor, 0, size_bytes)
-        return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except OSError as exc:
-        path.unlink(missing_ok=True)
-        raise StorageFull("no room for a block in shared memory") from exc
-    finally:
-        os.close(descriptor)
-
-
-def _close_map(mapped: mmap.mmap) -> None:
-    try:
-        mapped.close()
-    except BufferError:
-        # Somebody still holds a view of the pages: the map goes with the last of them.
-        return
+def new_checksum() -> Any:
+    """Return the checksum of no bytes; `update` it with those of the tensor, in order."""
+    return xxhash.xxh3_128()
 
 
 def _checksum(tensor: memoryview) -> str:

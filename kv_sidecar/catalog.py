@@ -9,8 +9,10 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,13 +33,12 @@ from kv_sidecar.failed_saves import HOLD_DEADLINE, FailedSave
 from kv_sidecar.fingerprint import require_fingerprint
 from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.leases import Leases, LeaseTerms
-from kv_sidecar.leftovers import remove_whatever
 from kv_sidecar.limits import CatalogLimits
 from kv_sidecar.manifest import all_keys, block_key, num_files, rank_keys
 from kv_sidecar.manifest_index import ManifestRecord
+from kv_sidecar.memory_store import LentSlot, Place
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.recent_names import RecentNames
-from kv_sidecar.regular_file import regular_size
 from kv_sidecar.retention import Retention
 from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave, Saving
@@ -113,6 +114,8 @@ class ContextCatalog:
             keep_ms=_FRESH_MS, max_names=limits.max_tombstones
         )
         """Ranks of pulled contexts that nobody has loaded here yet."""
+        self._room = asyncio.Event()
+        """Set, and replaced, when there may be room for a slot again."""
 
     @property
     def num_contexts(self) -> int:
@@ -142,29 +145,74 @@ class ContextCatalog:
         manifest = await self._threads.run(new.manifest, block_tokens=self._limits.block_tokens)
         return self._saving.prepare(new, manifest)
 
-    async def take_file(self, cache_ref: CacheRef, rank: int, block_index: int, shared_name: str) -> int:
-        """Take over a block file from the shared directory; return its bytes. It is gone whatever happens.
+    async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
+        """Lend slots for files of saves in flight, of so many bytes each: for the first ones, as many as fit now.
+
+        Waits for the first at most `timeout_s`. Raises InvalidRequest, SaveIncomplete, ContextDeleted.
+        """
+        for place, _ in places:
+            self._saving.expected(place.cache_ref, place.rank, place.block_index)
+        lent: list[LentSlot] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not lent:
+                    room = self._room
+                    for place, size_bytes in places:
+                        slot = self._tiers.memory.lend(borrower, place, size_bytes)
+                        if slot is None:
+                            break
+                        lent.append(slot)
+                    if not lent:
+                        await room.wait()
+        return lent
+
+    def return_slots(self, borrower: str, slot_ids: Iterable[int]) -> None:
+        """Free slots that their borrower will not write to any more. Idempotent."""
+        self._tiers.memory.give_back(borrower, slot_ids)
+        self._tell_of_room()
+
+    def end_borrower(self, borrower: str) -> None:
+        """Free all that was lent to a process that has ended."""
+        self._tiers.memory.end_borrower(borrower)
+        self._tell_of_room()
+
+    def _tell_of_room(self) -> None:
+        """Let those who wait for a slot try again."""
+        self._room.set()
+        self._room = asyncio.Event()
+
+    async def take_slot(self, place: Place, slot_id: int) -> int:
+        """Verify and take a block file in a lent slot, which is the sidecar's again whatever happens; return its bytes.
 
         Raises InvalidRequest, CorruptBlock, StorageFull, SaveIncomplete, ContextDeleted; the save is then over.
         """
-        path = self._tiers.memory.incoming_path(shared_name)
+        memory = self._tiers.memory
+        slot = memory.hand_over(slot_id, place)
+        if slot is None:
+            raise InvalidRequest("no such slot was lent for this file", param="slot_id")
         try:
-            save, expected = self._saving.expected(cache_ref, rank, block_index)
+            save, expected = self._saving.expected(place.cache_ref, place.rank, place.block_index)
         except ContextCacheError:
-            # To its end: a call that is cut off while the threads are busy would take its place in their queue with it.
-            await self._finish(self._threads.write(remove_whatever, path))
+            memory.drop(slot)
             raise
 
         async def take_in() -> int:
-            await self._retention.make_room(expected.tenant, regular_size(path) or 0)
-            return await self._tiers.take_file(path, expected)
+            try:
+                await self._retention.make_room(expected.tenant, slot.size_bytes)
+            except BaseException:
+                memory.drop(slot)
+                raise
+            return await self._tiers.take_slot(slot, expected)
 
-        return await self._finish(self._saving.take(save, expected, take_in))
+        try:
+            return await self._finish(self._saving.take(save, expected, take_in))
+        finally:
+            self._tell_of_room()
 
     async def take_block(
         self, cache_ref: CacheRef, rank: int, block_index: int, data: Buffer, *, vouched: str = ""
     ) -> int:
-        """Take a whole block file that came in frames; return its bytes. Raises as `take_file`.
+        """Take a whole block file that came in frames; return its bytes. Raises as `take_slot`.
 
         `vouched`: the checksum the sender's manifest vouches for; empty: it vouches for none.
         """
@@ -262,8 +310,7 @@ class ContextCatalog:
         rank: int,
         block_indices: Sequence[int],
         *,
-        shared: bool,
-        disk_files: bool = False,
+        in_slots: bool,
         lease: LeaseTerms | None = None,
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield verified blocks in order; they stay in place until the generator is closed, or the lease is over.
@@ -283,7 +330,7 @@ class ContextCatalog:
         leased = None
         if lease is not None:
             leased = self._leases.open(lease, [block_key(manifest, index, rank) for index in wanted])
-        blocks = self._tiers.fetch(manifest, rank, wanted, shared=shared, disk_files=disk_files, leased=leased)
+        blocks = self._tiers.fetch(manifest, rank, wanted, in_slots=in_slots, leased=leased)
         is_fresh = self._take_fresh(manifest.cache_ref, rank)
         served = 0
         try:
@@ -299,6 +346,7 @@ class ContextCatalog:
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""
         keys = self._leases.end(lease_id)
+        self._tell_of_room()
         if keys:
             await self._finish(self._free(keys))
 
@@ -413,6 +461,7 @@ class ContextCatalog:
     async def _collect(self) -> Removed:
         now_ms = self._clock.now_ms()
         keys = [*self._saving.drop_overdue(), *self._leases.expire()]
+        self._tell_of_room()
         records = await self._manifests.sweep(lambda: self._manifests.index.expired(now_ms))
         self._metrics.collected.inc(len(records))
         self._spared.forget_old(now_ms)

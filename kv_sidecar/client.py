@@ -1,7 +1,7 @@
 """Both doors into a kv-sidecar: `KVSidecarClient` (asyncio) and `EngineSidecarClient` (threads), plus the block file.
 
-Loaded into vLLM and the gateway, so it imports grpc, numpy and xxhash, and of ours only contextcache and the block
-file. Every call has a deadline; every failure is a ContextCacheError.
+Loaded into vLLM and the gateway, so it imports grpc, numpy and xxhash, and of ours only contextcache, the block file
+and the arena. Every call has a deadline; every failure is a ContextCacheError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from contextcache.wire.channels import Connection
 from contextcache.wire.rpc import CHANNEL_OPTIONS, error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
-from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, file_meta, open_block_file, parse_block_file
+from kv_sidecar.arena import MappedArena, open_arena, populate
+from kv_sidecar.block_file import (
+    BlockFile,
+    BlockFileWriter,
+    BlockMeta,
+    check_head,
+    file_meta,
+    new_checksum,
+    parse_block_file,
+)
 from kv_sidecar.context_files import context_files, is_plain, with_files
 
 __all__ = [
@@ -33,11 +42,15 @@ __all__ = [
     "BlockMeta",
     "EngineSidecarClient",
     "KVSidecarClient",
+    "MappedArena",
+    "check_head",
     "context_files",
     "file_meta",
     "is_plain",
-    "open_block_file",
+    "new_checksum",
+    "open_arena",
     "parse_block_file",
+    "populate",
     "with_files",
 ]
 
@@ -199,8 +212,20 @@ class EngineSidecarClient:
         )
         return self._call(self._stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
 
+    def lend_slots(self, request: pb.LendSlotsRequest, timeout_s: float) -> Sequence[pb.Slot]:
+        """Return room in the arena for the first of the files asked for; none when there is none for now.
+
+        Raises SaveIncomplete, ContextDeleted, SidecarUnavailable also when the arena is another by now.
+        """
+        return self._call(self._stub.LendSlots, request, timeout_s).slots
+
+    def return_slots(self, borrower: str, slot_ids: Sequence[int]) -> None:
+        """Tell that nobody will write to lent slots any more."""
+        request = pb.ReturnSlotsRequest(borrower=borrower, slot_ids=slot_ids)
+        self._call(self._stub.ReturnSlots, request, self._timeout_s)
+
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
-        """Send block files, by name or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
+        """Send block files, in slots or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
         with child_span(f"{SERVICE_NAME}/SaveBlocks", kind=SpanKind.CLIENT), _mapped_errors():
             return self._stub.SaveBlocks(requests, timeout=timeout_s, metadata=trace_metadata())
 

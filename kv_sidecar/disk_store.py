@@ -104,6 +104,18 @@ class DiskStore(BlockStore):
         finally:
             os.close(descriptor)
 
+    def read_into(self, key: BlockKey, room: memoryview) -> None:
+        """Fill `room`, of a file's size, with the file.
+
+        Raises FileNotFoundError when there is none, CorruptBlock when it has another size, OSError.
+        """
+        descriptor, size = open_regular(self.path_of(key))
+        try:
+            if size != len(room) or _read_all(descriptor, room) != size:
+                raise CorruptBlock("the file is not as long as it was")
+        finally:
+            os.close(descriptor)
+
     @override
     def delete(self, key: BlockKey) -> int:
         # Not durable: a file that comes back after a crash has no manifest and is collected.
@@ -182,10 +194,6 @@ class DiskStore(BlockStore):
     def _give_back(self, tenant: TenantId, size_bytes: int) -> None:
         self._used_bytes -= size_bytes
         self._tenants.cancel(tenant, size_bytes)
-
-    def relative_name(self, key: BlockKey) -> str:
-        """Return the path of a block's file relative to the data directory."""
-        return str(self.path_of(key).relative_to(self._directory.root))
 
     def path_of(self, key: BlockKey) -> Path:
         """Return where a block's file belongs."""

@@ -1,97 +1,149 @@
-"""Which blocks leave a tier of fixed size: the least recently used that nobody has pinned. Pure, not thread-safe."""
+"""Room in a region of fixed size: stretches of it, and which blocks leave it first. Pure, not thread-safe."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kv_sidecar.block_key import BlockKey
 
+ALIGNMENT = 64
+"""Slots begin on a cache line."""
 
-class ByteLru:
-    """Sizes of the blocks in a tier, in order of use. What it holds plus what is reserved never exceeds the limit."""
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A stretch of the region that is somebody's."""
+
+    offset: int
+    size_bytes: int
+    pins: int = 0
+    """Readers that it must stay in place for."""
+    key: BlockKey | None = None
+    """The block in it, while it can be found under that name."""
+
+
+class Extents:
+    """Which stretches are free: first fit, neighbours joined."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free: list[tuple[int, int]] = [(0, size_bytes)] if size_bytes else []
+        """(offset, length), ascending and apart."""
+        self.free_bytes = size_bytes
+
+    def take(self, size_bytes: int) -> int | None:
+        """Return the offset of a stretch that is now taken, None when there is none so long."""
+        length = rounded(size_bytes)
+        for index, (offset, room) in enumerate(self._free):
+            if room >= length:
+                if room == length:
+                    del self._free[index]
+                else:
+                    self._free[index] = (offset + length, room - length)
+                self.free_bytes -= length
+                return offset
+        return None
+
+    def give_back(self, offset: int, size_bytes: int) -> None:
+        """Free a stretch that was taken."""
+        length = rounded(size_bytes)
+        self.free_bytes += length
+        index = bisect_left(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + length:
+            length += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            before, room = self._free.pop(index - 1)
+            offset, length = before, room + length
+        insort(self._free, (offset, length))
+
+
+def rounded(size_bytes: int) -> int:
+    """Return what a slot of this size takes up."""
+    return -(-max(size_bytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+class SlotLru:
+    """Blocks in slots, the least recently used first to leave; what is pinned stays in place until it is not."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._sizes: OrderedDict[BlockKey, int] = OrderedDict()
+        self._extents = Extents(limit_bytes)
+        self._slots: OrderedDict[BlockKey, Slot] = OrderedDict()
         """Least recently used first."""
-        self._pins: Counter[BlockKey] = Counter()
-        self._reserved_bytes = 0
-        """Room made for blocks that are being written."""
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Bytes of the blocks that can be found."""
+        self.num_pins = 0
+        self._evictable_bytes = 0
+        """Taken up by blocks that nobody has pinned."""
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._sizes
+        return key in self._slots
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._slots)
 
     def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._sizes)
+        return iter(self._slots)
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the blocks held."""
-        return self._held_bytes
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+        return self._extents.free_bytes
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes held and reserved."""
-        return self._held_bytes + self._reserved_bytes
+    def get(self, key: BlockKey) -> Slot | None:
+        """Return a block's slot."""
+        return self._slots.get(key)
 
-    @property
-    def has_pins(self) -> bool:
-        """Whether any block is pinned."""
-        return bool(self._pins)
+    def allocate(self, size_bytes: int) -> Slot | None:
+        """Return a slot; blocks leave for it, the least recently used first. None when those that may are too few."""
+        offset = self._extents.take(size_bytes)
+        if offset is None and rounded(size_bytes) <= self.free_bytes + self._evictable_bytes:
+            for victim in [slot for slot in self._slots.values() if not slot.pins]:
+                self.remove(victim)
+                offset = self._extents.take(size_bytes)
+                if offset is not None:
+                    break
+        return None if offset is None else Slot(offset, size_bytes)
 
-    def get(self, key: BlockKey) -> int | None:
-        """Return a block's size."""
-        return self._sizes.get(key)
+    def install(self, key: BlockKey, slot: Slot) -> None:
+        """Make a slot findable, as the most recently used; one under the same name leaves."""
+        if (before := self._slots.get(key)) is not None:
+            self.remove(before)
+        slot.key = key
+        self._slots[key] = slot
+        self.held_bytes += slot.size_bytes
+        if not slot.pins:
+            self._evictable_bytes += rounded(slot.size_bytes)
 
-    def reserve(self, size_bytes: int) -> list[BlockKey] | None:
-        """Make room; return the blocks that leave, or None (and change nothing) when pinned blocks are in the way."""
-        victims: list[BlockKey] = []
-        missing = self.used_bytes + size_bytes - self.limit_bytes
-        for key, size in self._sizes.items():
-            if missing <= 0:
-                break
-            if key not in self._pins:
-                victims.append(key)
-                missing -= size
-        if missing > 0:
-            return None
-        for key in victims:
-            self.remove(key)
-        self._reserved_bytes += size_bytes
-        return victims
+    def remove(self, slot: Slot) -> None:
+        """Forget a slot's block, and free it: at once, or with its last pin."""
+        if slot.key is not None:
+            del self._slots[slot.key]
+            slot.key = None
+            self.held_bytes -= slot.size_bytes
+            if not slot.pins:
+                self._evictable_bytes -= rounded(slot.size_bytes)
+        if not slot.pins:
+            self._extents.give_back(slot.offset, slot.size_bytes)
 
-    def cancel(self, size_bytes: int) -> None:
-        """Give reserved room back."""
-        self._reserved_bytes -= size_bytes
+    def pin(self, slot: Slot) -> None:
+        """Keep a slot in place, and count it as used now; pins count."""
+        slot.pins += 1
+        self.num_pins += 1
+        if slot.key is not None:
+            self._slots.move_to_end(slot.key)
+            if slot.pins == 1:
+                self._evictable_bytes -= rounded(slot.size_bytes)
 
-    def add(self, key: BlockKey, size_bytes: int) -> None:
-        """Turn reserved room into a block, the most recently used one; a block of the same name is replaced."""
-        self.cancel(size_bytes)
-        self.remove(key)
-        self._sizes[key] = size_bytes
-        self._held_bytes += size_bytes
-
-    def remove(self, key: BlockKey) -> int:
-        """Forget a block, pinned or not; return its size, 0 when it was not there."""
-        size = self._sizes.pop(key, 0)
-        self._held_bytes -= size
-        return size
-
-    def touch(self, key: BlockKey) -> None:
-        """Make a block the most recently used one."""
-        self._sizes.move_to_end(key)
-
-    def pin(self, key: BlockKey) -> None:
-        """Keep a block from leaving until `unpin`; pins count."""
-        self._pins[key] += 1
-
-    def unpin(self, key: BlockKey) -> None:
+    def unpin(self, slot: Slot) -> None:
         """Take one pin back."""
-        self._pins[key] -= 1
-        if self._pins[key] <= 0:
-            del self._pins[key]
+        slot.pins -= 1
+        self.num_pins -= 1
+        if slot.pins:
+            return
+        if slot.key is None:
+            self._extents.give_back(slot.offset, slot.size_bytes)
+        else:
+            self._evictable_bytes += rounded(slot.size_bytes)

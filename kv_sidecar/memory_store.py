@@ -1,103 +1,179 @@
-"""The memory tier: verified blocks ready for the engine, least recently used out first, under a hard byte limit.
+"""The memory tier: blocks in slots of one region, least recently used out first, under a hard byte limit.
 
-With a shared directory (tmpfs) its blocks are files there, and the engine maps them without any copy through gRPC.
-Without one they are bytes in this process. Nothing here survives a start; everything is also on disk.
+The engine copies its pages into slots that it was lent, and out of slots that its loads have pinned. A lent slot is the
+engine's until it hands it over or says that it has stopped writing; an engine that says neither, and lives, keeps it:
+a slot that somebody may still write to is nobody else's. Nothing here survives a start; everything is also on disk.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from typing_extensions import override
 
-from contextcache.errors import InvalidRequest, StorageFull
+from contextcache.errors import SidecarUnavailable, StorageFull
+from contextcache.model import CacheRef
+from kv_sidecar.arena import Region
 from kv_sidecar.block_key import BlockKey
-from kv_sidecar.data_directory import write_all
-from kv_sidecar.eviction import ByteLru
-from kv_sidecar.leftovers import entries, make_real_directory, remove_old, remove_whatever
+from kv_sidecar.eviction import Slot, SlotLru, rounded
 from kv_sidecar.store import BlockStore, Buffer, TierUsage
 
-INCOMING = "incoming"
-"""Where the engine leaves files for the sidecar to take over."""
-_INCOMING_MODE = 0o2770
-"""What lands there gets this process's group, so that it can be read also where the engine runs as root."""
-_BLOCKS = "blocks"
-_WRITING = "writing"
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a lent slot is for: one file of a save in flight."""
+
+    cache_ref: CacheRef
+    rank: int
+    block_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LentSlot:
+    """A slot that an engine writes to."""
+
+    slot_id: int
+    """Never given twice."""
+    slot: Slot
+    borrower: str
+    place: Place
 
 
 class MemoryStore(BlockStore):
-    """Blocks in shared or own memory. `put` raises StorageFull when pinned blocks leave no room."""
+    """Blocks in a region. `put` raises StorageFull when pinned and lent slots leave no room."""
 
-    def __init__(self, *, limit_bytes: int, shared_directory: Path | None = None) -> None:
-        self.shared_directory = shared_directory
+    def __init__(self, *, limit_bytes: int) -> None:
+        """0: nothing is ever kept."""
+        self.limit_bytes = limit_bytes
+        self.region: Region | None = None
         self._lock = threading.Lock()
-        self._lru = ByteLru(limit_bytes)
-        self._bytes: dict[BlockKey, bytes] = {}
-        """The blocks themselves, when there is no shared directory."""
-        self._counter = 0
+        self._lru = SlotLru(rounded(limit_bytes) if limit_bytes else 0)
+        self._lent: dict[int, LentSlot] = {}
+        self._num_lent = 0
+        self.borrowers: set[str] = set()
+        """Names of the processes that see the region. Changed in the event loop."""
+        self.lent_bytes = 0
+        """Bytes of slots that engines may be writing to."""
 
     def open(self) -> None:
-        """Create the directories and empty them; an engine that is alive may be using `incoming/` meanwhile."""
-        if self.shared_directory is None:
-            return
-        for name in (INCOMING, _BLOCKS, _WRITING):
-            directory = self.shared_directory / name
-            make_real_directory(directory)
-            for entry in entries(directory):
-                remove_whatever(Path(entry.path))
-        (self.shared_directory / INCOMING).chmod(_INCOMING_MODE)
+        """Get the region, and begin to put memory behind it. Raises OSError."""
+        if self._lru.limit_bytes:
+            self.region = Region(self._lru.limit_bytes)
+            self.region.populate()
+
+    def close(self) -> None:
+        """Let go of the region. Harmless when repeated."""
+        if self.region is not None:
+            self.region.close()
 
     @override
     def put(self, key: BlockKey, data: Buffer) -> None:
-        size = len(data)
-        self._reserve(size)
-        try:
-            if self.shared_directory is None:
-                self._install(key, size, kept=bytes(data))
-            else:
-                temporary = self._write(data, self.shared_directory / _WRITING)
-                try:
-                    self._install(key, size, path=temporary)
-                except OSError:
-                    remove_whatever(temporary)
-                    raise
-        except BaseException:
-            with self._lock:
-                self._lru.cancel(size)
-            raise
+        with self.filling(key, len(data)) as view:
+            view[:] = data
 
-    def adopt(self, key: BlockKey, path: Path) -> None:
-        """Take over a file of the shared directory by rename, as `put` does. Raises StorageFull."""
-        size = path.stat().st_size
-        self._reserve(size)
+    @contextmanager
+    def filling(self, key: BlockKey, size_bytes: int) -> Iterator[memoryview]:
+        """Give room for a block; it can be found once the caller has filled it. Raises StorageFull."""
+        with self._lock:
+            slot = self._lru.allocate(size_bytes)
+        if slot is None:
+            raise StorageFull("pinned and lent slots leave no room in the memory tier")
         try:
-            self._install(key, size, path=path)
+            yield self.view(slot)
         except BaseException:
             with self._lock:
-                self._lru.cancel(size)
+                self._lru.remove(slot)
             raise
+        with self._lock:
+            self._lru.install(key, slot)
+
+    def lend(self, borrower: str, place: Place, size_bytes: int) -> LentSlot | None:
+        """Lend a slot for one file; None when there is no room for it now.
+
+        All that is lent is at most half of the region, unless one file is more: the rest stays for restores.
+        Raises SidecarUnavailable for a borrower that this region does not have.
+        """
+        with self._lock:
+            if borrower not in self.borrowers:
+                raise SidecarUnavailable("this arena is not lent to that process")
+            if self._lent and self.lent_bytes + size_bytes > self.limit_bytes // 2:
+                return None
+            slot = self._lru.allocate(size_bytes)
+            if slot is None:
+                return None
+            self._num_lent += 1
+            lent = self._lent[self._num_lent] = LentSlot(self._num_lent, slot, borrower, place)
+            self.lent_bytes += size_bytes
+            return lent
+
+    def hand_over(self, slot_id: int, place: Place) -> Slot | None:
+        """Take a lent slot back with what is in it, from whoever said that it has stopped writing.
+
+        The caller then `keep`s or `drop`s it. None when no such slot was lent for that file.
+        """
+        with self._lock:
+            lent = self._lent.get(slot_id)
+            return self._end_loan(lent) if lent is not None and lent.place == place else None
+
+    def keep(self, key: BlockKey, slot: Slot) -> None:
+        """Make what was handed over the block of this name."""
+        with self._lock:
+            self._lru.install(key, slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Free what was handed over."""
+        with self._lock:
+            self._lru.remove(slot)
+
+    def give_back(self, borrower: str, slot_ids: Iterable[int]) -> None:
+        """Free slots that their borrower will not write to any more. Those it does not have are passed over."""
+        with self._lock:
+            for slot_id in slot_ids:
+                lent = self._lent.get(slot_id)
+                if lent is not None and lent.borrower == borrower:
+                    self._lru.remove(self._end_loan(lent))
+
+    def end_borrower(self, borrower: str) -> None:
+        """Free all that was lent to a process that has ended."""
+        self.borrowers.discard(borrower)
+        self.give_back(borrower, list(self._lent))
+
+    def _end_loan(self, lent: LentSlot) -> Slot:
+        del self._lent[lent.slot_id]
+        self.lent_bytes -= lent.slot.size_bytes
+        return lent.slot
 
     @override
     def read(self, key: BlockKey) -> memoryview | None:
-        if self.shared_directory is None:
-            kept = self._bytes.get(key)
-            return None if kept is None else memoryview(kept)
+        pins = self.pins()
         try:
-            return memoryview(self.path_of(key).read_bytes())
-        except FileNotFoundError:
-            return None
+            slot = pins.take(key)
+            return None if slot is None else memoryview(bytes(self.view(slot)))
+        finally:
+            pins.close()
+
+    def view(self, slot: Slot) -> memoryview:
+        """Return the bytes of a slot that is pinned, lent or handed over."""
+        assert self.region is not None, "a slot is of an open region"
+        return self.region.view[slot.offset : slot.offset + slot.size_bytes]
 
     @override
     def delete(self, key: BlockKey) -> int:
         with self._lock:
-            return self._drop(key)
+            slot = self._lru.get(key)
+            if slot is None:
+                return 0
+            self._lru.remove(slot)
+            return slot.size_bytes
 
     @override
     def size_bytes(self, key: BlockKey) -> int | None:
         with self._lock:
-            return self._lru.get(key)
+            slot = self._lru.get(key)
+            return None if slot is None else slot.size_bytes
 
     @override
     def keys(self) -> list[BlockKey]:
@@ -107,117 +183,42 @@ class MemoryStore(BlockStore):
     @override
     def usage(self) -> TierUsage:
         with self._lock:
-            return TierUsage(len(self._lru), self._lru.size_bytes, self._lru.limit_bytes)
-
-    def shared_name(self, key: BlockKey) -> str:
-        """Return a block's path relative to the shared directory."""
-        return f"{_BLOCKS}/{key.file_name}"
-
-    def incoming_path(self, shared_name: str) -> Path:
-        """Return where a file announced by the engine lies. Raises InvalidRequest for anything but a plain name."""
-        if self.shared_directory is None:
-            raise InvalidRequest("this sidecar has no shared directory; send frames", param="shared_name")
-        plain = 0 < len(shared_name) <= 255 and not shared_name.startswith(".") and "\0" not in shared_name
-        if not plain or "/" in shared_name:
-            raise InvalidRequest("shared_name must be a plain file name", param="shared_name")
-        return self.shared_directory / INCOMING / shared_name
-
-    def remove_old_incoming(self, *, before_ms: int) -> int:
-        """Remove incoming files last written before a Unix time in ms that nobody announced; return their bytes."""
-        if self.shared_directory is None:
-            return 0
-        return remove_old(self.shared_directory / INCOMING, before_ms=before_ms)
+            return TierUsage(len(self._lru), self._lru.held_bytes, self.limit_bytes)
 
     def pins(self) -> Pins:
         """Return an empty set of pins."""
-        return Pins(self._lock, self._lru, self)
+        return Pins(self._lock, self._lru)
 
     @property
     def has_pins(self) -> bool:
-        """Whether any reader keeps a block from leaving."""
+        """Whether any reader keeps a slot in place."""
         with self._lock:
-            return self._lru.has_pins
-
-    def is_there(self, key: BlockKey) -> bool:
-        """Return whether the block can really be opened; one whose file somebody removed is forgotten. Locked by us."""
-        if key not in self._lru:
-            return False
-        if self.shared_directory is None or self.path_of(key).exists():
-            return True
-        self._drop(key)
-        return False
-
-    def _reserve(self, size: int) -> None:
-        with self._lock:
-            victims = self._lru.reserve(size)
-            for key in victims or ():
-                self._remove_bytes(key)
-        if victims is None:
-            raise StorageFull("pinned blocks leave no room in the memory tier")
-
-    def _install(self, key: BlockKey, size: int, *, path: Path | None = None, kept: bytes = b"") -> None:
-        """Turn reserved room into the block: by rename of `path`, or by keeping the bytes."""
-        with self._lock:
-            if path is None:
-                self._bytes[key] = kept
-            else:
-                path.rename(self.path_of(key))
-            self._lru.add(key, size)
-
-    def _drop(self, key: BlockKey) -> int:
-        self._remove_bytes(key)
-        return self._lru.remove(key)
-
-    def _remove_bytes(self, key: BlockKey) -> None:
-        if self.shared_directory is None:
-            self._bytes.pop(key, None)
-        else:
-            remove_whatever(self.path_of(key))
-
-    def path_of(self, key: BlockKey) -> Path:
-        """Return where a block lies in the shared directory; only with one."""
-        assert self.shared_directory is not None
-        return self.shared_directory / self.shared_name(key)
-
-    def _write(self, data: Buffer, directory: Path) -> Path:
-        with self._lock:
-            self._counter += 1
-            path = directory / str(self._counter)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
-        try:
-            write_all(descriptor, data)
-        except OSError as exc:
-            path.unlink(missing_ok=True)
-            raise StorageFull("no room in shared memory") from exc
-        finally:
-            os.close(descriptor)
-        return path
+            return bool(self._lru.num_pins)
 
 
 class Pins:
-    """Blocks kept in the memory tier for one reader, until `close()`. Safe from several threads."""
+    """Slots kept in place for one reader, until `close()`. Safe from several threads."""
 
-    def __init__(self, lock: threading.Lock, lru: ByteLru, store: MemoryStore) -> None:
+    def __init__(self, lock: threading.Lock, lru: SlotLru) -> None:
         self._lock = lock
         self._lru = lru
-        self._store = store
-        self._keys: list[BlockKey] = []
+        self._slots: list[Slot] = []
         self._closed = False
 
-    def take(self, key: BlockKey) -> bool:
-        """Pin a block and make it the most recently used; False when it is not there, or `close` came first."""
+    def take(self, key: BlockKey) -> Slot | None:
+        """Pin a block and make it the most recently used; None when it is not there, or `close` came first."""
         with self._lock:
-            if self._closed or not self._store.is_there(key):
-                return False
-            self._lru.touch(key)
-            self._lru.pin(key)
-            self._keys.append(key)
-            return True
+            slot = self._lru.get(key)
+            if self._closed or slot is None:
+                return None
+            self._lru.pin(slot)
+            self._slots.append(slot)
+            return slot
 
     def close(self) -> None:
         """Let all of them go. Harmless when repeated."""
         with self._lock:
             self._closed = True
-            for key in self._keys:
-                self._lru.unpin(key)
-            self._keys.clear()
+            for slot in self._slots:
+                self._lru.unpin(slot)
+            self._slots.clear()

@@ -22,7 +22,7 @@ _DTYPE_BYTES: dict[str, int] = {"U8": 1, "U32": 4}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 """The tensor starts at a multiple of a cache line."""
-MAX_HEADER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 48
 SUPPLEMENT = "supplement"
@@ -61,25 +61,20 @@ def encode_header(header: TensorHeader) -> bytes:
     return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
 
 
-def head_bytes(file: bytes) -> int:
-    """Return how long the head of a file is, its length included, as the file says: any number."""
-    return _LENGTH_BYTES + int.from_bytes(file[:_LENGTH_BYTES], "little")
-
-
-def decode_header(file: memoryview, *, size_bytes: int | None = None) -> tuple[TensorHeader, int]:
-    """Return the head of a file and the offset of its tensor; `size_bytes`: of the whole, when this is its beginning.
+def decode_header(file: memoryview) -> tuple[TensorHeader, int]:
+    """Return the head of a file and the offset of its tensor.
 
     Raises CorruptBlock unless the file holds exactly one tensor that ends where the file ends.
     """
-    start = head_bytes(bytes(file[:_LENGTH_BYTES]))
-    length = start - _LENGTH_BYTES
-    if len(file) < _LENGTH_BYTES or length > MAX_HEADER_BYTES or start > len(file):
+    length = int.from_bytes(file[:_LENGTH_BYTES], "little")
+    start = _LENGTH_BYTES + length
+    if len(file) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES or start > len(file):
         raise CorruptBlock("the file is shorter than its head")
     try:
         header = _header_of(json.loads(bytes(file[_LENGTH_BYTES:start])))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise CorruptBlock("the head of the file is not what it must be") from exc
-    if start + header.data_bytes != (len(file) if size_bytes is None else size_bytes):
+    if start + header.data_bytes != len(file):
         raise CorruptBlock("the file does not end where its tensor ends")
     return header, start
 

@@ -23,6 +23,7 @@ from kv_sidecar.fingerprint import check_fingerprint
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.manifest import MAX_WORLD_SIZE
+from kv_sidecar.memory_store import Place
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
+MAX_WAIT_SLOT_MS = 1_000
+MAX_LENT_AT_ONCE = 4_096
 TIERS: dict[str, pb.Tier.ValueType] = {"host": pb.TIER_HOST, "disk": pb.TIER_DISK, "peer": pb.TIER_PEER}
 PULL_OUTCOMES: dict[str, pb.PullOutcome.ValueType] = {
     "started": pb.PULL_OUTCOME_STARTED,
@@ -58,12 +61,10 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         if not 0 <= request.rank < request.world_size <= MAX_WORLD_SIZE:
             raise InvalidRequest("rank and world_size do not fit", param="rank")
         self._sidecar.engine.introduce(request.rank, request.world_size, request.fingerprint, request.fingerprint_json)
-        shared = settings.shared_dir
         return pb.HandshakeResponse(
             block_tokens=settings.block_tokens,
-            shared_directory="" if shared is None else str(shared.absolute()),
             block_size_bytes_max=settings.block_size_bytes_max,
-            disk_directory=str(settings.data_dir.absolute()) if settings.share_data_dir else "",
+            arena=self._sidecar.door is not None,
         )
 
     @override
@@ -91,8 +92,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         async with FrameAssembly(self._frame_slots, limit_bytes=self._sidecar.settings.block_size_bytes_max) as frames:
             async for request in request_iterator:
                 place = (request.cache_ref, request.rank, request.block_index)
-                if request.WhichOneof("payload") == "shared_name":
-                    size_bytes = await self._catalog.take_file(*place, request.shared_name)
+                if request.WhichOneof("payload") == "slot_id":
+                    size_bytes = await self._catalog.take_slot(Place(*place), request.slot_id)
                 else:
                     data = await frames.add(place, request.frame, last=request.last_frame)
                     if data is None:
@@ -103,6 +104,25 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
                 taken.size_bytes += size_bytes
             frames.check_finished()
         return taken
+
+    @override
+    async def LendSlots(self, request: pb.LendSlotsRequest, context: Context) -> pb.LendSlotsResponse:
+        sizes_bytes, limit_bytes = request.sizes_bytes, self._sidecar.settings.block_size_bytes_max
+        if len(sizes_bytes) != len(request.block_indices) or not 0 < len(sizes_bytes) <= MAX_LENT_AT_ONCE:
+            raise InvalidRequest("a size for each file, please, and not too many", param="sizes_bytes")
+        if min(sizes_bytes) < 1 or max(sizes_bytes) > limit_bytes:
+            raise InvalidRequest("the block file is larger than this sidecar takes", param="sizes_bytes")
+        places = [Place(request.cache_ref, request.rank, index) for index in request.block_indices]
+        timeout_s = min(max(request.timeout_ms, 0), MAX_WAIT_SLOT_MS) / 1000
+        wanted = list(zip(places, sizes_bytes, strict=True))
+        lent = await self._catalog.lend(request.borrower, wanted, timeout_s=timeout_s)
+        slots = [pb.Slot(offset=it.slot.offset, size_bytes=it.slot.size_bytes, slot_id=it.slot_id) for it in lent]
+        return pb.LendSlotsResponse(slots=slots)
+
+    @override
+    async def ReturnSlots(self, request: pb.ReturnSlotsRequest, context: Context) -> pb.ReturnSlotsResponse:
+        self._catalog.return_slots(request.borrower, request.slot_ids)
+        return pb.ReturnSlotsResponse()
 
     @override
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
@@ -135,8 +155,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             request.fingerprint,
             request.rank,
             request.block_indices,
-            shared=request.shared_memory,
-            disk_files=request.disk_files and self._sidecar.settings.share_data_dir,
+            in_slots=request.borrower in self._sidecar.memory.borrowers,
             lease=LeaseTerms(request.lease_id, request.lease_ms) if request.lease_id else None,
         )
         try:
@@ -210,15 +229,11 @@ def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER)
 
 def _responses(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
     tier = TIERS[block.tier]
-    if block.shared_name or block.disk_name:
-        response = pb.LoadBlocksResponse(
-            block_index=block.block_index, tier=tier, last_frame=True, checksum=block.vouched
+    if block.slot is not None:
+        slot = pb.Slot(offset=block.slot.offset, size_bytes=block.slot.size_bytes)
+        yield pb.LoadBlocksResponse(
+            block_index=block.block_index, tier=tier, slot=slot, last_frame=True, checksum=block.vouched
         )
-        if block.shared_name:
-            response.shared_name = block.shared_name
-        else:
-            response.disk_name = block.disk_name
-        yield response
         return
     view = memoryview(block.data)
     for start in range(0, len(view), FRAME_BYTES):

@@ -11,6 +11,9 @@ from contextcache.process.settings import TlsSettings, TracingSettings
 from kv_sidecar.limits import CatalogLimits, PullLimits
 from kv_sidecar.peer_rules import PeerRules
 
+_CONTAINER = Path("/sys/fs/cgroup")
+"""Of this process's own container (cgroup v2)."""
+
 
 class SidecarSettings(TlsSettings, TracingSettings):
     """One sidecar beside one engine."""
@@ -26,16 +29,12 @@ class SidecarSettings(TlsSettings, TracingSettings):
     data_dir: Path = Field(
         Path("data/sidecar"), description="Directory of blocks and manifests; one process at a time."
     )
-    shared_dir: Path | None = Field(
-        None, description="tmpfs directory shared with the engine; empty: blocks travel as gRPC frames."
-    )
-    share_data_dir: bool = Field(
-        False,
-        description="Let the engine read block files in SIDECAR_DATA_DIR itself (the same path there): "
-        "a restore from disk then needs no copy through memory.",
-    )
-    memory_limit_bytes: int = Field(
-        1 << 30, ge=0, description="Bytes of blocks in the memory tier, a hard limit; 0: nothing is kept in memory."
+    memory_limit_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Bytes of the memory tier, taken at the start and shared with the engine (the arena); 0: nothing "
+        "is kept in memory and blocks travel as gRPC frames; empty: a quarter of the container's memory limit, 1 GiB "
+        "where it has none.",
     )
     disk_limit_bytes: int = Field(
         32 << 30,
@@ -134,7 +133,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
 
     metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint; 0.0.0.0 in a pod.")
 
-    @field_validator("unix_socket", "shared_dir", mode="before")
+    @field_validator("unix_socket", "memory_limit_bytes", mode="before")
     @classmethod
     def _none_when_empty(cls, value: object) -> object:
         return None if value == "" else value
@@ -155,6 +154,16 @@ class SidecarSettings(TlsSettings, TracingSettings):
         """Return the gRPC addresses to bind, the TCP one first."""
         unix = [] if self.unix_socket is None else [f"unix://{self.unix_socket.absolute()}"]
         return [*([self.listen] if self.listen else []), *unix]
+
+    def memory_bytes(self) -> int:
+        """Return the size of the memory tier."""
+        if self.memory_limit_bytes is not None:
+            return self.memory_limit_bytes
+        try:
+            limit = (_CONTAINER / "memory.max").read_text().strip()
+        except OSError:
+            limit = "max"
+        return int(limit) // 4 if limit.isdecimal() else 1 << 30
 
     def limits(self) -> CatalogLimits:
         """Return the bounds of the catalog."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
+from kv_sidecar.arena import SUFFIX, ArenaDoor
 from kv_sidecar.catalog import ContextCatalog, Removed
 from kv_sidecar.collector import Collector
 from kv_sidecar.data_directory import DataDirectory
@@ -55,7 +57,9 @@ class Sidecar:
             tenant_limit_bytes=settings.tenant_limit_bytes,
             block_bytes_max=settings.block_size_bytes_max,
         )
-        self.memory = MemoryStore(limit_bytes=settings.memory_limit_bytes, shared_directory=settings.shared_dir)
+        self.memory = MemoryStore(limit_bytes=settings.memory_bytes())
+        self.door: ArenaDoor | None = None
+        """Where engines get the arena; None: they send frames."""
         self.threads = IoThreads(settings.io_threads)
         self.tiers = Tiers(
             disk=self.disk,
@@ -101,6 +105,15 @@ class Sidecar:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
         await asyncio.to_thread(self._open_stores)
         await self.catalog.start()
+        socket = self.settings.unix_socket
+        if socket is not None and self.memory.region is not None:
+            self.door = ArenaDoor(
+                Path(f"{socket}{SUFFIX}"),
+                self.memory.region,
+                on_come=self.memory.borrowers.add,
+                on_gone=self.catalog.end_borrower,
+            )
+            self.door.open()
 
     async def close(self) -> None:
         """End pulls, stop collecting, finish what was begun, give the data directory back."""
@@ -108,7 +121,10 @@ class Sidecar:
         await self.collector.stop()
         if self._questions is not None:
             await self._questions.close()
+        if self.door is not None:
+            await self.door.close()
         await self.threads.close()
+        await asyncio.to_thread(self.memory.close)
         self.directory.close()
 
     async def collect(self) -> Removed:
@@ -119,7 +135,6 @@ class Sidecar:
         removed = await self.catalog.collect()
         before_ms = self._clock.now_ms() - self.settings.leftover_s * 1000
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
-        await self.threads.run(self.memory.remove_old_incoming, before_ms=before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
             removed += await self.catalog.drop(await self._orphans.find(self.catalog.sealed()))

@@ -9,26 +9,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import Manifest
-from kv_sidecar.block_file import (
-    BlockFile,
-    BlockMeta,
-    check_head,
-    open_block_file,
-    parse_block_file,
-    read_head,
-)
+from kv_sidecar.block_file import BlockMeta, check_head, parse_block_file, parse_head
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.eviction import Slot
 from kv_sidecar.io_threads import IoThreads
-from kv_sidecar.leftovers import remove_whatever
 from kv_sidecar.manifest import block_checksum, block_meta
 from kv_sidecar.memory_store import MemoryStore, Pins
 from kv_sidecar.metrics import SidecarMetrics
@@ -49,10 +41,8 @@ class FetchedBlock:
     block_index: int
     tier: TierName
     """Where it was found."""
-    shared_name: str = ""
-    """Its path relative to the shared directory; with neither name: take `data`."""
-    disk_name: str = ""
-    """Its path relative to the data directory, for an engine that reads it there."""
+    slot: Slot | None = None
+    """Where it lies in the arena, its bytes not compared; None: take `data`."""
     data: Buffer = b""
     vouched: str = ""
     """Checksum the manifest vouches for; empty: it vouches for none."""
@@ -65,14 +55,6 @@ class _Wanted:
     block_index: int
     expected: BlockMeta
     vouched: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A block file that came in and is stored."""
-
-    size_bytes: int
-    checksum: str
 
 
 class Tiers:
@@ -116,31 +98,37 @@ class Tiers:
         """Return the keys of all files of both tiers."""
         return list(dict.fromkeys([*self.disk.keys(), *self.memory.keys()]))
 
-    async def take_file(self, path: Path, expected: BlockMeta) -> int:
-        """Verify a file in the shared directory, copy it to disk and move it into memory; return its bytes.
+    async def take_slot(self, slot: Slot, expected: BlockMeta) -> int:
+        """Verify a file in a slot that was handed over, copy it to disk and keep it in memory; return its bytes.
 
-        The file is gone afterwards, whatever happens. Raises CorruptBlock, StorageFull, ContextQuotaExceeded.
+        The slot is the block's afterwards, or free. Raises CorruptBlock, StorageFull, ContextQuotaExceeded.
         """
-        return await self._take(expected, lambda: open_block_file(path), path)
+        is_kept = False
+        try:
+            is_kept = await self._take(expected, self.memory.view(slot), slot)
+        finally:
+            if not is_kept:
+                self.memory.drop(slot)
+        return slot.size_bytes
 
     async def take_bytes(self, data: Buffer, expected: BlockMeta, *, vouched: str = "") -> int:
         """Verify a block file that came in frames and keep it; return its bytes.
 
-        `vouched`: the checksum it must have; empty: any. Raises as `take_file`.
+        `vouched`: the checksum it must have; empty: any. Raises as `take_slot`.
         """
-        return await self._take(expected, lambda: parse_block_file(data), None, vouched=vouched)
+        await self._take(expected, data, None, vouched=vouched)
+        return len(data)
 
-    async def _take(
-        self, expected: BlockMeta, open_file: Callable[[], BlockFile], path: Path | None, *, vouched: str = ""
-    ) -> int:
+    async def _take(self, expected: BlockMeta, data: Buffer, slot: Slot | None, *, vouched: str = "") -> bool:
+        """Keep a file; return whether it is the one that is stored now, False when there was one already."""
         key = expected.key
         async with self._use_of(key), self._only_writer_of(key):
             if self.checksum(key):
                 # Somebody else's save of the same block came first. Its bytes are vouched for; these are dropped.
-                return await self._threads.write(self._verify_and_drop, open_file, path, expected, vouched)
-            taken = await self._threads.write(self._store, open_file, path, expected, vouched)
-            self._checksums[key] = taken.checksum
-            return taken.size_bytes
+                await self._threads.write(self._verified, data, expected, vouched)
+                return False
+            self._checksums[key] = await self._threads.write(self._store, data, slot, expected, vouched)
+            return True
 
     async def fetch(
         self,
@@ -148,16 +136,15 @@ class Tiers:
         rank: int,
         block_indices: Sequence[int],
         *,
-        shared: bool,
-        disk_files: bool = False,
+        in_slots: bool,
         leased: Pins | None = None,
     ) -> AsyncGenerator[FetchedBlock, None]:
         """Yield blocks in order, reading ahead; they stay in memory until the generator is closed.
 
         `leased`: where they are pinned instead, for as long as that is open.
 
-        `disk_files`: what is only on disk is named there, by the word of its head, and not read: the engine compares
-        every byte it reads, and asks for it in frames when one is wrong. The kernel is told to read ahead.
+        `in_slots`: slots are named where possible, by the word of the heads in them: the engine compares every byte it
+        copies, and asks for it in frames when one is wrong.
 
         Raises CacheRefNotFound when a block has gone, CorruptBlock when its bytes are wrong.
         """
@@ -169,7 +156,7 @@ class Tiers:
                 while waiting and len(ahead) <= self._prefetch_blocks:
                     index = waiting.pop()
                     wanted = _Wanted(index, block_meta(manifest, index, rank), block_checksum(manifest, index, rank))
-                    ahead.append(asyncio.create_task(self._fetch(wanted, pins, shared=shared, disk_files=disk_files)))
+                    ahead.append(asyncio.create_task(self._fetch(wanted, pins, in_slots=in_slots)))
                 yield await ahead.pop(0)
         finally:
             # Before the wait, which may be cut off. What is still being read pins nothing any more.
@@ -240,18 +227,18 @@ class Tiers:
             del self._taking[key]
             over.set()
 
-    async def _fetch(self, wanted: _Wanted, pins: Pins, *, shared: bool, disk_files: bool) -> FetchedBlock:
+    async def _fetch(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
-        return await self._threads.finish(self._read_checked(wanted, pins, shared=shared, disk_files=disk_files))
+        return await self._threads.finish(self._read_checked(wanted, pins, in_slots=in_slots))
 
-    async def _read_checked(self, wanted: _Wanted, pins: Pins, *, shared: bool, disk_files: bool) -> FetchedBlock:
+    async def _read_checked(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         key = wanted.expected.key
         if not self.is_stored(key):
             raise CacheRefNotFound("a block of this cache_ref is gone")
         # As a write: what is freed meanwhile is freed after this, with what this puts into memory.
         async with self._use_of(key):
             try:
-                fetched = await self._threads.run(self._read, wanted, pins, shared=shared, disk_files=disk_files)
+                fetched = await self._threads.run(self._read, wanted, pins, in_slots=in_slots)
             except OSError as exc:
                 if exc.errno in _UNREADABLE:
                     raise CorruptBlock("a block cannot be read") from exc
@@ -261,106 +248,90 @@ class Tiers:
         self._metrics.hits.labels(fetched.tier).inc()
         return replace(fetched, vouched=wanted.vouched)
 
-    def _read(self, wanted: _Wanted, pins: Pins, *, shared: bool, disk_files: bool) -> FetchedBlock:
+    def _read(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         """Serve one block from memory, or from disk by way of memory. Runs in a thread."""
-        key, index = wanted.expected.key, wanted.block_index
-        by_name = shared and self.memory.shared_directory is not None
-        if pins.take(key):
-            kept = self._read_memory(wanted, by_name=by_name)
-            if kept is not None:
-                return kept
-        if disk_files:
-            return FetchedBlock(index, "disk", disk_name=self._name_on_disk(wanted))
+        slot = pins.take(wanted.expected.key)
+        kept = None if slot is None else self._read_memory(wanted, slot, in_slots=in_slots)
+        if kept is None and in_slots and self._read_into_slot(wanted):
+            slot = pins.take(wanted.expected.key)
+            kept = None if slot is None else FetchedBlock(wanted.block_index, "disk", slot=slot)
+        return kept or self._read_disk(wanted)
+
+    def _read_memory(self, wanted: _Wanted, slot: Slot, *, in_slots: bool) -> FetchedBlock | None:
+        """Serve a block from memory. None when its copy there is bad: that goes, and the disk's serves.
+
+        In a slot only its head is looked at: the engine compares the bytes, and asks for them in frames when they are
+        wrong. What goes in frames is compared here, or a bad copy would be served again at every load and pull.
+        """
+        with self._metrics.io("read", "host") as count_bytes:
+            view = self.memory.view(slot)
+            data = b"" if in_slots else bytes(view)
+            count_bytes(len(data))
+            try:
+                if in_slots:
+                    check_head(*parse_head(view), wanted.expected, vouched=wanted.vouched)
+                else:
+                    parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
+            except CorruptBlock:
+                self._metrics.bad_copies.inc()
+                log.warning("bad copy in memory dropped", extra={"block": wanted.expected.key.file_name})
+                self.memory.delete(wanted.expected.key)
+                return None
+        return FetchedBlock(wanted.block_index, "host", slot=slot if in_slots else None, data=data)
+
+    def _read_into_slot(self, wanted: _Wanted) -> bool:
+        """Read a block from disk straight into memory, by the word of its head; False when there is no room for it.
+
+        Raises CorruptBlock, OSError.
+        """
+        key = wanted.expected.key
+        size_bytes = self.disk.size_bytes(key) or 0
+        try:
+            with self.memory.filling(key, size_bytes) as room, self._metrics.io("read", "disk") as count_bytes:
+                self.disk.read_into(key, room)
+                count_bytes(size_bytes)
+                check_head(*parse_head(room), wanted.expected, vouched=wanted.vouched)
+        except (StorageFull, FileNotFoundError):
+            return False  # the slower way looks again, and says what is wrong
+        return True
+
+    def _read_disk(self, wanted: _Wanted) -> FetchedBlock:
+        """Serve a block from disk, every byte compared, and keep it in memory when there is room."""
+        key = wanted.expected.key
         with self._metrics.io("read", "disk") as count_bytes:
             data = self.disk.read(key)
             count_bytes(len(data or b""))
         if data is None:
             raise CacheRefNotFound("a block of this cache_ref is gone")
-        with self._metrics.io("check", "disk") as count_bytes:
-            parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
+        self._verified(data, wanted.expected, wanted.vouched, tier="disk")
+        self._keep_in_memory(key, data)
+        return FetchedBlock(wanted.block_index, "disk", data=bytes(data))
+
+    def _store(self, data: Buffer, slot: Slot | None, expected: BlockMeta, vouched: str) -> str:
+        checksum = self._verified(data, expected, vouched)
+        with self._metrics.io("write", "disk") as count_bytes:
+            self.disk.put(expected.key, data, tenant=expected.tenant)
             count_bytes(len(data))
+        if slot is None:
+            self._keep_in_memory(expected.key, data)
+        else:
+            self.memory.keep(expected.key, slot)
+        return checksum
+
+    def _verified(self, data: Buffer, expected: BlockMeta, vouched: str, *, tier: str = "host") -> str:
+        """Compare every byte of a file; return its checksum. Raises CorruptBlock."""
+        with self._metrics.io("check", tier) as count_bytes:
+            file = parse_block_file(data)
+            file.verify(expected, vouched=vouched)
+            count_bytes(len(data))
+        return file.checksum
+
+    def _keep_in_memory(self, key: BlockKey, data: Buffer) -> None:
         try:
             with self._metrics.io("write", "host") as count_bytes:
                 self.memory.put(key, data)
                 count_bytes(len(data))
-        except (StorageFull, OSError):
-            return FetchedBlock(index, "disk", data=bytes(data))
-        if by_name and pins.take(key):
-            return FetchedBlock(index, "disk", shared_name=self.memory.shared_name(key))
-        return FetchedBlock(index, "disk", data=bytes(data))
-
-    def _name_on_disk(self, wanted: _Wanted) -> str:
-        try:
-            meta, checksum = read_head(self.disk.path_of(wanted.expected.key), read_ahead=True)
-        except FileNotFoundError as exc:
-            raise CacheRefNotFound("a block of this cache_ref is gone") from exc
-        check_head(meta, checksum, wanted.expected, vouched=wanted.vouched)
-        return self.disk.relative_name(wanted.expected.key)
-
-    def _read_memory(self, wanted: _Wanted, *, by_name: bool) -> FetchedBlock | None:
-        """Serve a block from memory. None when its copy there is bad: that goes, and the disk's serves.
-
-        By name only its head is looked at: the engine compares the bytes, and asks for them in frames when they are
-        wrong. What goes in frames is compared here, or a bad copy would be served again at every load and pull.
-        """
-        key = wanted.expected.key
-        with self._metrics.io("read", "host") as count_bytes:
-            try:
-                data: Buffer = b""
-                if by_name:
-                    meta, checksum = read_head(self.memory.path_of(key))
-                    check_head(meta, checksum, wanted.expected, vouched=wanted.vouched)
-                else:
-                    data = self.memory.read(key) or b""
-                    count_bytes(len(data))
-                    parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
-            except (CorruptBlock, OSError):
-                self._metrics.bad_copies.inc()
-                log.warning("bad copy in memory dropped", extra={"block": key.file_name})
-                self.memory.delete(key)
-                return None
-        if by_name:
-            return FetchedBlock(wanted.block_index, "host", shared_name=self.memory.shared_name(key))
-        return FetchedBlock(wanted.block_index, "host", data=data)
-
-    def _verify_and_drop(
-        self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta, vouched: str
-    ) -> int:
-        with self._verified(open_file, path, expected, vouched) as file:
-            return file.size_bytes
-
-    def _store(
-        self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta, vouched: str
-    ) -> _Taken:
-        with self._verified(open_file, path, expected, vouched) as file:
-            with self._metrics.io("write", "disk") as count_bytes:
-                self.disk.put(expected.key, file.data, tenant=expected.tenant)
-                count_bytes(file.size_bytes)
-            self._keep_in_memory(expected.key, file, path)
-            return _Taken(file.size_bytes, file.checksum)
-
-    @contextmanager
-    def _verified(
-        self, open_file: Callable[[], BlockFile], path: Path | None, expected: BlockMeta, vouched: str
-    ) -> Iterator[BlockFile]:
-        """Open a file that comes in, and compare every byte of it; it is closed, and its `path` empty, at the end."""
-        try:
-            with closing(_opened(open_file)) as file:
-                with self._metrics.io("check", "host") as count_bytes:
-                    file.verify(expected, vouched=vouched)
-                    count_bytes(file.size_bytes)
-                yield file
-        finally:
-            if path is not None:
-                remove_whatever(path)
-
-    def _keep_in_memory(self, key: BlockKey, file: BlockFile, path: Path | None) -> None:
-        try:
-            if path is None:
-                self.memory.put(key, file.data)
-            else:
-                self.memory.adopt(key, path)
-        except (StorageFull, OSError):
+        except StorageFull:
             # It is on disk; memory is only faster.
             log.debug("block not admitted to memory", extra={"block": key.file_name})
 
@@ -378,10 +349,3 @@ class Tiers:
     def _put_aside(self, key: BlockKey) -> None:
         self.memory.delete(key)
         self.disk.put_aside(key)
-
-
-def _opened(open_file: Callable[[], BlockFile]) -> BlockFile:
-    try:
-        return open_file()
-    except FileNotFoundError as exc:
-        raise CorruptBlock("there is no such file in the shared directory") from exc

@@ -4,8 +4,9 @@ isort:skip_file
 The kv-sidecar: KV bytes beside one vLLM pod. On a Unix socket for its own pod, on TCP for gateways and peers.
 
 A context's KV is a manifest (one per cache_ref) over content-addressed blocks plus a private tail, per rank.
-One block travels and rests as one block file (docs/formats.md): a safetensors file with one U8 tensor
-`pages` of shape [layers, engine_blocks, page_bytes]. Errors carry `contextcache-code` as in context_manager.proto.
+One block travels and rests as one block file (docs/formats.md): a safetensors file with one U8 tensor `pages`.
+Within a pod it lies in a slot of the arena, memory of the sidecar's that the engine sees too: it gets the descriptor,
+and a name to be called by, from the Unix socket `<gRPC socket>.arena`. Errors carry `contextcache-code` as in context_manager.proto.
 """
 
 import builtins
@@ -160,14 +161,17 @@ class HandshakeResponse(google.protobuf.message.Message):
     SHARED_DIRECTORY_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_BYTES_MAX_FIELD_NUMBER: builtins.int
     DISK_DIRECTORY_FIELD_NUMBER: builtins.int
+    ARENA_FIELD_NUMBER: builtins.int
     block_tokens: builtins.int
     """Least tokens in one block file (default 256): a group has the smallest multiple of its engine block from it on."""
     shared_directory: builtins.str
-    """Directory in shared memory both processes see; empty: use frames."""
+    """Not sent any more: see arena."""
     block_size_bytes_max: builtins.int
     """Largest block file accepted, in bytes."""
     disk_directory: builtins.str
-    """Directory of the stored files, when the engine may read them itself; empty: it may not."""
+    """Not sent any more: what is on disk comes by the arena."""
+    arena: builtins.bool
+    """True: there is an arena; its descriptor is at the socket `<this socket>.arena`. False: use frames."""
     def __init__(
         self,
         *,
@@ -175,8 +179,9 @@ class HandshakeResponse(google.protobuf.message.Message):
         shared_directory: builtins.str = ...,
         block_size_bytes_max: builtins.int = ...,
         disk_directory: builtins.str = ...,
+        arena: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size_bytes_max", b"block_size_bytes_max", "block_tokens", b"block_tokens", "disk_directory", b"disk_directory", "shared_directory", b"shared_directory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena", b"arena", "block_size_bytes_max", b"block_size_bytes_max", "block_tokens", b"block_tokens", "disk_directory", b"disk_directory", "shared_directory", b"shared_directory"]) -> None: ...
 
 Global___HandshakeResponse: typing_extensions.TypeAlias = HandshakeResponse
 
@@ -349,6 +354,7 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     BLOCK_INDEX_FIELD_NUMBER: builtins.int
     SHARED_NAME_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    SLOT_ID_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
     """KV being saved."""
@@ -357,9 +363,11 @@ class SaveBlocksRequest(google.protobuf.message.Message):
     block_index: builtins.int
     """Position among the context's files."""
     shared_name: builtins.str
-    """File name (no directory) inside `<shared_directory>/incoming`; the sidecar takes the file over."""
+    """Not taken any more: see slot_id."""
     frame: builtins.bytes
     """Next bytes of the block file, at most 1 MiB."""
+    slot_id: builtins.int
+    """Lent slot that holds the whole file; the sidecar takes it back."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
     def __init__(
@@ -370,13 +378,138 @@ class SaveBlocksRequest(google.protobuf.message.Message):
         block_index: builtins.int = ...,
         shared_name: builtins.str = ...,
         frame: builtins.bytes = ...,
+        slot_id: builtins.int = ...,
         last_frame: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "shared_name", b"shared_name"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "rank", b"rank", "shared_name", b"shared_name"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame"] | None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "payload", b"payload", "shared_name", b"shared_name", "slot_id", b"slot_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "cache_ref", b"cache_ref", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "rank", b"rank", "shared_name", b"shared_name", "slot_id", b"slot_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "slot_id"] | None: ...
 
 Global___SaveBlocksRequest: typing_extensions.TypeAlias = SaveBlocksRequest
+
+@typing.final
+class Slot(google.protobuf.message.Message):
+    """Slot is a stretch of the arena."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    SLOT_ID_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """Where it begins, in bytes."""
+    size_bytes: builtins.int
+    """How long it is."""
+    slot_id: builtins.int
+    """Of a lent slot: never given twice. 0: of a slot that is to be read."""
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        slot_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "size_bytes", b"size_bytes", "slot_id", b"slot_id"]) -> None: ...
+
+Global___Slot: typing_extensions.TypeAlias = Slot
+
+@typing.final
+class LendSlotsRequest(google.protobuf.message.Message):
+    """LendSlotsRequest asks for room for files of a save."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BORROWER_FIELD_NUMBER: builtins.int
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    BLOCK_INDICES_FIELD_NUMBER: builtins.int
+    SIZES_BYTES_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    borrower: builtins.str
+    """Who asks, as the arena's socket called it."""
+    cache_ref: builtins.str
+    """KV being saved."""
+    rank: builtins.int
+    """Rank."""
+    timeout_ms: builtins.int
+    """Longest wait in ms for the first one."""
+    @property
+    def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Positions among the context's files, in the order in which room is wanted."""
+
+    @property
+    def sizes_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Size of each file in bytes."""
+
+    def __init__(
+        self,
+        *,
+        borrower: builtins.str = ...,
+        cache_ref: builtins.str = ...,
+        rank: builtins.int = ...,
+        block_indices: collections.abc.Iterable[builtins.int] | None = ...,
+        sizes_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "rank", b"rank", "sizes_bytes", b"sizes_bytes", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+Global___LendSlotsRequest: typing_extensions.TypeAlias = LendSlotsRequest
+
+@typing.final
+class LendSlotsResponse(google.protobuf.message.Message):
+    """LendSlotsResponse is where to write."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: builtins.int
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Slot]:
+        """Of the first files asked for, as many as there is room for."""
+
+    def __init__(
+        self,
+        *,
+        slots: collections.abc.Iterable[Global___Slot] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["slots", b"slots"]) -> None: ...
+
+Global___LendSlotsResponse: typing_extensions.TypeAlias = LendSlotsResponse
+
+@typing.final
+class ReturnSlotsRequest(google.protobuf.message.Message):
+    """ReturnSlotsRequest names slots."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BORROWER_FIELD_NUMBER: builtins.int
+    SLOT_IDS_FIELD_NUMBER: builtins.int
+    borrower: builtins.str
+    """Who had them."""
+    @property
+    def slot_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        borrower: builtins.str = ...,
+        slot_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["borrower", b"borrower", "slot_ids", b"slot_ids"]) -> None: ...
+
+Global___ReturnSlotsRequest: typing_extensions.TypeAlias = ReturnSlotsRequest
+
+@typing.final
+class ReturnSlotsResponse(google.protobuf.message.Message):
+    """ReturnSlotsResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReturnSlotsResponse: typing_extensions.TypeAlias = ReturnSlotsResponse
 
 @typing.final
 class SaveBlocksResponse(google.protobuf.message.Message):
@@ -678,6 +811,7 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     DISK_FILES_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    BORROWER_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
@@ -687,15 +821,17 @@ class LoadBlocksRequest(google.protobuf.message.Message):
     rank: builtins.int
     """Rank."""
     shared_memory: builtins.bool
-    """True: answer with names in the shared directory where possible."""
+    """Not looked at any more: see borrower."""
     disk_files: builtins.bool
-    """True: blocks that are only on disk may be named in the disk directory instead of being copied into memory."""
+    """Not looked at any more."""
     lease_id: builtins.str
     """Lease of the engine's making, 16 to 64 letters and digits: the blocks asked for are neither evicted nor freed until
     EndLoad names it. Empty: none. A second call may name it again.
     """
     lease_ms: builtins.int
     """Longest time of the lease in ms; the sidecar has a limit of its own."""
+    borrower: builtins.str
+    """Who asks, as the arena's socket called it: files may be answered with slots. Empty, or not known: frames."""
     @property
     def block_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Positions wanted among the context's files, in order."""
@@ -712,8 +848,9 @@ class LoadBlocksRequest(google.protobuf.message.Message):
         disk_files: builtins.bool = ...,
         lease_id: builtins.str = ...,
         lease_ms: builtins.int = ...,
+        borrower: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_indices", b"block_indices", "borrower", b"borrower", "cache_ref", b"cache_ref", "disk_files", b"disk_files", "fingerprint", b"fingerprint", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "rank", b"rank", "shared_memory", b"shared_memory", "tenant", b"tenant"]) -> None: ...
 
 Global___LoadBlocksRequest: typing_extensions.TypeAlias = LoadBlocksRequest
 
@@ -758,6 +895,7 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     SHARED_NAME_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     DISK_NAME_FIELD_NUMBER: builtins.int
+    SLOT_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     block_index: builtins.int
@@ -765,15 +903,21 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     tier: Global___Tier.ValueType
     """Where it was found."""
     shared_name: builtins.str
-    """Path of a block file relative to the shared directory; open it before the stream ends."""
+    """Not sent any more: see slot."""
     frame: builtins.bytes
     """Next bytes of the block file, at most 1 MiB."""
     disk_name: builtins.str
-    """Path of a verified block file relative to the disk directory; read it, do not map it: a disk may fail."""
+    """Not sent any more."""
     last_frame: builtins.bool
     """True on the last frame of a block file."""
     checksum: builtins.str
     """Checksum the manifest vouches for; the file must say the same. Empty: the manifest vouches for none."""
+    @property
+    def slot(self) -> Global___Slot:
+        """Where the whole file lies in the arena, its bytes not compared: copy them, then compare. They stay for as long as
+        the stream or the lease.
+        """
+
     def __init__(
         self,
         *,
@@ -782,12 +926,13 @@ class LoadBlocksResponse(google.protobuf.message.Message):
         shared_name: builtins.str = ...,
         frame: builtins.bytes = ...,
         disk_name: builtins.str = ...,
+        slot: Global___Slot | None = ...,
         last_frame: builtins.bool = ...,
         checksum: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["disk_name", b"disk_name", "frame", b"frame", "payload", b"payload", "shared_name", b"shared_name"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "tier", b"tier"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "disk_name"] | None: ...
+    def HasField(self, field_name: typing.Literal["disk_name", b"disk_name", "frame", b"frame", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot", "tier", b"tier"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "disk_name", "slot"] | None: ...
 
 Global___LoadBlocksResponse: typing_extensions.TypeAlias = LoadBlocksResponse
 

@@ -45,6 +45,16 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveResponse.FromString,
                 _registered_method=True)
+        self.LendSlots = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/LendSlots',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsResponse.FromString,
+                _registered_method=True)
+        self.ReturnSlots = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/ReturnSlots',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReturnSlotsRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReturnSlotsResponse.FromString,
+                _registered_method=True)
         self.SaveBlocks = channel.stream_unary(
                 '/contextcache.v1.KVSidecarService/SaveBlocks',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.SaveBlocksRequest.SerializeToString,
@@ -122,7 +132,7 @@ class KVSidecarServiceServicer(object):
     """
 
     def Handshake(self, request, context):
-        """Handshake tells an engine rank the sidecar's limits and where shared memory is.
+        """Handshake tells an engine rank the sidecar's limits and whether there is an arena.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,8 +145,23 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LendSlots(self, request, context):
+        """LendSlots gives an engine room in the arena for files of a save in flight: for as many of those asked for, in order,
+        as there is room for now. A slot is the borrower's until SaveBlocks or ReturnSlots names it, or its process ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReturnSlots(self, request, context):
+        """ReturnSlots tells that nobody will write to lent slots any more. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveBlocks(self, request_iterator, context):
-        """SaveBlocks takes block files: by name when the engine wrote them into the shared directory, else as frames of at most 1 MiB.
+        """SaveBlocks takes block files: from a lent slot, else as frames of at most 1 MiB.
         Every file is verified (checksum, token ids, fingerprint) before it counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -175,7 +200,7 @@ class KVSidecarServiceServicer(object):
 
     def LoadBlocks(self, request, context):
         """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
-        or, with a lease, until EndLoad or the end of its time: names in a stream say nothing of what was opened.
+        or, with a lease, until EndLoad or the end of its time: a slot named in a stream says nothing of what was copied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,6 +276,16 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.PrepareSave,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveResponse.SerializeToString,
+            ),
+            'LendSlots': grpc.unary_unary_rpc_method_handler(
+                    servicer.LendSlots,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsResponse.SerializeToString,
+            ),
+            'ReturnSlots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReturnSlots,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReturnSlotsRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReturnSlotsResponse.SerializeToString,
             ),
             'SaveBlocks': grpc.stream_unary_rpc_method_handler(
                     servicer.SaveBlocks,
@@ -378,6 +413,60 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/PrepareSave',
             contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.PrepareSaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LendSlots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/LendSlots',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.LendSlotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReturnSlots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/ReturnSlots',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ReturnSlotsRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ReturnSlotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,8 +4,9 @@ isort:skip_file
 The kv-sidecar: KV bytes beside one vLLM pod. On a Unix socket for its own pod, on TCP for gateways and peers.
 
 A context's KV is a manifest (one per cache_ref) over content-addressed blocks plus a private tail, per rank.
-One block travels and rests as one block file (docs/formats.md): a safetensors file with one U8 tensor
-`pages` of shape [layers, engine_blocks, page_bytes]. Errors carry `contextcache-code` as in context_manager.proto.
+One block travels and rests as one block file (docs/formats.md): a safetensors file with one U8 tensor `pages`.
+Within a pod it lies in a slot of the arena, memory of the sidecar's that the engine sees too: it gets the descriptor,
+and a name to be called by, from the Unix socket `<gRPC socket>.arena`. Errors carry `contextcache-code` as in context_manager.proto.
 """
 
 import abc
@@ -57,6 +58,36 @@ _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
+    ],
+)
+
+_KVSidecarServiceLendSlotsType = typing_extensions.TypeVar(
+    '_KVSidecarServiceLendSlotsType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
+    ],
+)
+
+_KVSidecarServiceReturnSlotsType = typing_extensions.TypeVar(
+    '_KVSidecarServiceReturnSlotsType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
     ],
 )
 
@@ -270,7 +301,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -282,6 +313,14 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
             contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+            contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+            contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
         ],
         grpc.StreamUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
@@ -351,6 +390,14 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
             contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+            contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+            contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
+        ],
         grpc.aio.StreamUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
             contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
@@ -410,13 +457,21 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     ], channel: grpc.aio.Channel) -> None: ...
 
     Handshake: _KVSidecarServiceHandshakeType
-    """Handshake tells an engine rank the sidecar's limits and where shared memory is."""
+    """Handshake tells an engine rank the sidecar's limits and whether there is an arena."""
 
     PrepareSave: _KVSidecarServicePrepareSaveType
     """PrepareSave opens a save for one rank and says which blocks are missing, so that only those are copied out of the engine."""
 
+    LendSlots: _KVSidecarServiceLendSlotsType
+    """LendSlots gives an engine room in the arena for files of a save in flight: for as many of those asked for, in order,
+    as there is room for now. A slot is the borrower's until SaveBlocks or ReturnSlots names it, or its process ends.
+    """
+
+    ReturnSlots: _KVSidecarServiceReturnSlotsType
+    """ReturnSlots tells that nobody will write to lent slots any more. Idempotent."""
+
     SaveBlocks: _KVSidecarServiceSaveBlocksType
-    """SaveBlocks takes block files: by name when the engine wrote them into the shared directory, else as frames of at most 1 MiB.
+    """SaveBlocks takes block files: from a lent slot, else as frames of at most 1 MiB.
     Every file is verified (checksum, token ids, fingerprint) before it counts.
     """
 
@@ -438,7 +493,7 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
 
     LoadBlocks: _KVSidecarServiceLoadBlocksType
     """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
-    or, with a lease, until EndLoad or the end of its time: names in a stream say nothing of what was opened.
+    or, with a lease, until EndLoad or the end of its time: a slot named in a stream says nothing of what was copied.
     """
 
     EndLoad: _KVSidecarServiceEndLoadType
@@ -477,6 +532,14 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+        contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
     ],
     grpc.aio.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
@@ -545,7 +608,7 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.HandshakeResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.HandshakeResponse]]:
-        """Handshake tells an engine rank the sidecar's limits and where shared memory is."""
+        """Handshake tells an engine rank the sidecar's limits and whether there is an arena."""
 
     @abc.abstractmethod
     def PrepareSave(
@@ -556,12 +619,30 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         """PrepareSave opens a save for one rank and says which blocks are missing, so that only those are copied out of the engine."""
 
     @abc.abstractmethod
+    def LendSlots(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.LendSlotsResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.LendSlotsResponse]]:
+        """LendSlots gives an engine room in the arena for files of a save in flight: for as many of those asked for, in order,
+        as there is room for now. A slot is the borrower's until SaveBlocks or ReturnSlots names it, or its process ends.
+        """
+
+    @abc.abstractmethod
+    def ReturnSlots(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse]]:
+        """ReturnSlots tells that nobody will write to lent slots any more. Idempotent."""
+
+    @abc.abstractmethod
     def SaveBlocks(
         self,
         request_iterator: _MaybeAsyncIterator[contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest],
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse]]:
-        """SaveBlocks takes block files: by name when the engine wrote them into the shared directory, else as frames of at most 1 MiB.
+        """SaveBlocks takes block files: from a lent slot, else as frames of at most 1 MiB.
         Every file is verified (checksum, token ids, fingerprint) before it counts.
         """
 
@@ -608,7 +689,7 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse], collections.abc.AsyncIterator[contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse]]:
         """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
-        or, with a lease, until EndLoad or the end of its time: names in a stream say nothing of what was opened.
+        or, with a lease, until EndLoad or the end of its time: a slot named in a stream says nothing of what was copied.
         """
 
     @abc.abstractmethod

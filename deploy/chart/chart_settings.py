@@ -56,8 +56,6 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "unix_socket": _FIXED,
         "listen": _FIXED,
         "data_dir": _FIXED,
-        "shared_dir": _FIXED,
-        "share_data_dir": _FIXED,
         "memory_limit_bytes": "sidecar.memoryLimit",
         "disk_limit_bytes": "sidecar.diskLimit",
         "manager": "the release's context managers",

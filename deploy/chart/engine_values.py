@@ -43,13 +43,10 @@ class Gpu(Section):
 
 
 class SharedMemory(Section):
-    """/dev/shm of both containers: blocks in the memory tier, saves in flight and vLLM's own."""
+    """/dev/shm of vLLM's container, for tensor parallelism and NCCL; no KV is there."""
 
     size_limit: ByteQuantity = Field(
-        "8Gi",
-        description="size of the tmpfs; must hold sidecar.memoryLimit and, for each tensor-parallel rank, "
-        "engine.connector.staging_limit_bytes (1 GiB). Its pages count towards the memory limit of the container that "
-        "wrote them",
+        "2Gi", description="size of the tmpfs; its pages count towards engine.resources.limits.memory"
     )
 
 
@@ -130,7 +127,7 @@ class Engine(Pod):
         default_factory=lambda: [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         description="taints of nodes that pods may run on all the same",
     )
-    shm: SharedMemory = Field(default_factory=SharedMemory, description="shared memory")
+    shm: SharedMemory = Field(default_factory=SharedMemory, description="vLLM's own shared memory")
     model_cache: ModelCache = Field(default_factory=ModelCache, description="where the model is kept")
     hf_token_secret: HuggingFaceToken = Field(default_factory=HuggingFaceToken, description="token of the hub")
     shutdown_timeout_s: int = Field(60, ge=0, description="seconds that running answers get after SIGTERM")
@@ -146,7 +143,7 @@ class Engine(Pod):
         default_factory=lambda: {"fsGroupChangePolicy": "OnRootMismatch"},
         description="laid over podSecurityContext for engine pods. The default satisfies Pod Security restricted: our "
         "image of vLLM runs as 65532 too. An image that must be root needs runAsUser 0 and runAsNonRoot false, and a "
-        "namespace that allows baseline; the sidecar then runs as that user as well, since both share files",
+        "namespace that allows baseline; the sidecar then runs as that user as well, since vLLM opens its sockets",
     )
     container_security_context: FreeObject = Field(
         default_factory=lambda: {"readOnlyRootFilesystem": False},
@@ -182,7 +179,9 @@ class Sidecar(Section):
 
     settings: SidecarMap = Field(default_factory=dict, description="settings of the kv-sidecar (SIDECAR_…)")
     memory_limit: ByteQuantity = Field(
-        "4Gi", description="bytes of blocks kept in shared memory; below engine.shm.sizeLimit; 0: none"
+        "4Gi",
+        description="bytes of the memory that blocks are kept in and vLLM copies KV to and from, taken in full at the "
+        "start; 0: none, KV then travels through the socket, which is slower",
     )
     disk_limit: ByteQuantity = Field("90Gi", description="bytes of blocks kept on disk; below storage.size")
     storage: SidecarStorage = Field(default_factory=SidecarStorage, description="disk for blocks")
@@ -193,8 +192,9 @@ class Sidecar(Section):
         "with the NetworkPolicy (and mutual TLS) as the guard",
     )
     resources: Resources = Field(
-        default_factory=lambda: resources("500m", "1Gi", "6Gi"),
-        description="requests and limits; the memory limit covers memoryLimit, whose pages it counts",
+        default_factory=lambda: resources("500m", "5Gi", "6Gi"),
+        description="requests and limits; of memory both must hold memoryLimit, which is taken at the start, and the "
+        "limit 512Mi more: the process, and a block for each thread and frame stream",
     )
 
 

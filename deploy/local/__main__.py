@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploy.local.demo import run_demo
 from deploy.local.model import MODEL_NAME, prepare_model
-from deploy.local.parts import part_names
+from deploy.local.parts import HOST_MEMORY_BYTES, part_names
 from deploy.local.progress import StepFailed, say
 from deploy.local.stack import DEFAULT_DIRECTORY, Stack
 from deploy.local.state import API_KEYS
@@ -44,7 +44,11 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=purpose)
         command.add_argument("--port", type=int, help="Envoy's port; the others follow it")
         command.add_argument("--dtype", choices=("bfloat16", "float32"), help="float32: for exact comparisons")
-        command.add_argument("--engines", type=int, help="vLLM processes, each with its sidecar")
+        command.add_argument(
+            "--engines",
+            type=int,
+            help=f"vLLM processes, each with its sidecar, which takes {HOST_MEMORY_BYTES >> 20} MiB",
+        )
         command.add_argument("--dev", action="store_true", default=None, help="vLLM's development routes")
         if name == "demo":
             command.add_argument("--json", action="store_true", help="figures as JSON on stdout")

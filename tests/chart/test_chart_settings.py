@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,20 +204,6 @@ def test_the_connector_reads_what_the_chart_says_and_finds_the_sidecar():
     assert found.staging_limit_bytes == ConnectorSettings.__dataclass_fields__["staging_limit_bytes"].default
     assert found.sidecar == f"unix://{sidecar['SIDECAR_UNIX_SOCKET']}"
     assert found.secret_file == env_of(vllm)["TURN_SECRET_FILE"]
-
-
-def test_engine_and_sidecar_see_the_same_memory_blocks_and_socket():
-    release = RELEASES["engine"]
-    vllm, sidecar = (container_of(release, "engine", name) for name in ("vllm", "kv-sidecar"))
-    mounts = [{mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]} for one in (vllm, sidecar)]
-    env = env_of(sidecar)
-    shared = (str(Path(env["SIDECAR_UNIX_SOCKET"]).parent), str(Path(env["SIDECAR_SHARED_DIR"]).parent))
-
-    for path in (*shared, env["SIDECAR_DATA_DIR"]):
-        volume = [next(names[mount] for mount in names if f"{path}/".startswith(f"{mount}/")) for names in mounts]
-
-        assert volume[0] == volume[1], path
-    assert env["SIDECAR_SHARE_DATA_DIR"] in {"1", "true"}
 
 
 def test_limits_in_bytes_are_those_that_kubernetes_reads_from_the_amounts():

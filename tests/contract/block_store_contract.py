@@ -10,7 +10,8 @@ from contextcache.errors import StorageFull
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.store import BlockStore, TierUsage
 
-LIMIT_BYTES = 1000
+LIMIT_BYTES = 1024
+"""Whole cache lines: the memory tier has slots of them."""
 BLOCK = BlockKey("block", "ab" * 32, 0)
 OTHER_RANK = BlockKey("block", "ab" * 32, 1)
 TAIL = BlockKey("tail", "ref_" + "ab" * 16, 0)
@@ -106,3 +107,5 @@ class BlockStoreContract:
         assert usage.num_blocks == len(store.keys())
         for key in store.keys():  # noqa: SIM118  # no mapping
             assert len(read(store, key) or b"") == store.size_bytes(key)
+            store.delete(key)
+        store.put(BLOCK, bytes(LIMIT_BYTES))

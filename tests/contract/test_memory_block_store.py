@@ -1,160 +1,102 @@
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from typing_extensions import override
 
-from contextcache.errors import InvalidRequest, StorageFull
+from contextcache.errors import StorageFull
 from kv_sidecar.memory_store import MemoryStore
-from kv_sidecar.store import Buffer
 from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, numbered, read
 
 
-class TestMemoryStoreInProcess(BlockStoreContract):
-    @pytest.fixture
-    def store(self) -> MemoryStore:
-        return MemoryStore(limit_bytes=LIMIT_BYTES)
-
-
-class TestMemoryStoreInSharedFiles(BlockStoreContract):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> MemoryStore:
-        return opened(tmp_path)
-
-
-@pytest.fixture(params=[True, False])
-def either(request: pytest.FixtureRequest, tmp_path: Path) -> MemoryStore:
-    return opened(tmp_path) if request.param else MemoryStore(limit_bytes=LIMIT_BYTES)
-
-
-def opened(root: Path) -> MemoryStore:
-    store = MemoryStore(limit_bytes=LIMIT_BYTES, shared_directory=root / "shared")
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    store = MemoryStore(limit_bytes=LIMIT_BYTES)
     store.open()
-    return store
+    yield store
+    store.close()
+    store.close()
 
 
-def shared_bytes(store: MemoryStore) -> int:
-    assert store.shared_directory is not None
-    return sum(path.stat().st_size for path in store.shared_directory.rglob("*") if path.is_file())
+class TestMemoryStore(BlockStoreContract):
+    """Of a region."""
 
 
-def test_the_least_recently_pinned_block_leaves_for_a_new_one(either: MemoryStore) -> None:
+def test_the_least_recently_pinned_block_leaves_for_a_new_one(store: MemoryStore) -> None:
     for number in range(3):
-        either.put(numbered(number), bytes(300))
-    pins = either.pins()
+        store.put(numbered(number), bytes(320))
+    pins = store.pins()
     assert pins.take(numbered(0))
     pins.close()
-    either.put(numbered(3), bytes(300))
+    store.put(numbered(3), bytes(320))
 
-    assert either.keys() == [numbered(2), numbered(0), numbered(3)]
-    assert either.read(numbered(1)) is None
+    assert store.keys() == [numbered(2), numbered(0), numbered(3)]
+    assert store.read(numbered(1)) is None
 
 
-def test_pinned_blocks_stay_and_what_does_not_fit_beside_them_is_refused(either: MemoryStore) -> None:
-    either.put(BLOCK, bytes(600))
-    pins = either.pins()
+def test_pinned_blocks_stay_and_what_does_not_fit_beside_them_is_refused(store: MemoryStore) -> None:
+    store.put(BLOCK, bytes(600))
+    pins = store.pins()
     pins.take(BLOCK)
 
     with pytest.raises(StorageFull):
-        either.put(TAIL, bytes(500))
-    assert either.keys() == [BLOCK]
+        store.put(TAIL, bytes(500))
+    assert store.keys() == [BLOCK]
     pins.close()
-    either.put(TAIL, bytes(500))
-    assert either.keys() == [TAIL]
+    store.put(TAIL, bytes(500))
+    assert store.keys() == [TAIL]
 
 
-def test_nothing_can_be_pinned_after_the_reader_has_gone(either: MemoryStore) -> None:
-    either.put(BLOCK, bytes(600))
-    pins = either.pins()
+def test_nothing_can_be_pinned_after_the_reader_has_gone(store: MemoryStore) -> None:
+    store.put(BLOCK, bytes(600))
+    pins = store.pins()
     pins.close()
 
     assert not pins.take(BLOCK)
-    either.put(TAIL, bytes(600))
-    assert either.keys() == [TAIL]
+    store.put(TAIL, bytes(600))
+    assert store.keys() == [TAIL]
 
 
-def test_a_deleted_block_is_gone_although_somebody_pinned_it(either: MemoryStore) -> None:
-    either.put(BLOCK, bytes(600))
-    pins = either.pins()
-    pins.take(BLOCK)
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_pinned_block_is_read_to_the_end_although_it_is_gone_by_its_name(store: MemoryStore, how: str) -> None:
+    """Seen failing: with the slot freed at once, the reader sees what was put next."""
+    store.put(BLOCK, b"f" * 300)
+    pins, late = store.pins(), store.pins()
+    slot = pins.take(BLOCK)
+    assert slot is not None
+    if how == "deleted":
+        assert store.delete(BLOCK) == 300
+        assert late.take(BLOCK) is None
+    else:
+        store.put(BLOCK, b"s" * 300)
+        assert read(store, BLOCK) == b"s" * 300
+    with pytest.raises(StorageFull):
+        store.put(TAIL, b"t" * 1000)
+    store.put(TAIL, b"t" * 300)
 
-    assert either.delete(BLOCK) == 600
-    assert not pins.take(BLOCK)
+    assert bytes(store.view(slot)) == b"f" * 300
     pins.close()
+    store.put(TAIL, b"t" * 1000)
+    assert read(store, TAIL) == b"t" * 1000
 
 
-class WatchedStore(MemoryStore):
-    """Looks at what lies in shared memory at the worst moment: a block written and not yet in its place."""
+def test_what_breaks_off_while_it_is_filled_is_not_there_and_its_room_is_free(store: MemoryStore) -> None:
+    store.put(BLOCK, b"abc")
+    with pytest.raises(OSError, match="torn"), store.filling(BLOCK, 900) as room:
+        room[:3] = b"xyz"
+        assert store.keys() == [BLOCK]
+        raise OSError("torn")
 
-    seen_bytes = 0
-
-    @override
-    def _write(self, data: Buffer, directory: Path) -> Path:
-        path = super()._write(data, directory)
-        self.seen_bytes = max(self.seen_bytes, shared_bytes(self))
-        return path
-
-
-def test_shared_memory_never_holds_more_than_the_limit_even_while_a_block_is_written(tmp_path: Path) -> None:
-    store = WatchedStore(limit_bytes=LIMIT_BYTES, shared_directory=tmp_path / "shared")
-    store.open()
-    for number in range(200):
-        store.put(numbered(number), bytes(100 + number))
-
-    assert LIMIT_BYTES - 300 < store.seen_bytes <= LIMIT_BYTES
-    assert shared_bytes(store) == store.usage().size_bytes <= LIMIT_BYTES
-
-
-def test_an_incoming_file_becomes_a_block_by_rename(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    path = store.incoming_path("x")
-    path.write_bytes(b"abc")
-    number = path.stat().st_ino
-    store.adopt(BLOCK, path)
-
-    assert not path.exists()
     assert read(store, BLOCK) == b"abc"
-    assert store.shared_directory is not None
-    assert (store.shared_directory / store.shared_name(BLOCK)).stat().st_ino == number
+    store.put(TAIL, bytes(LIMIT_BYTES - 64))
+    assert read(store, BLOCK) == b"abc"
 
 
-def test_a_reader_of_a_replaced_file_still_sees_the_first(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    store.put(BLOCK, b"first")
-    assert store.shared_directory is not None
-    with (store.shared_directory / store.shared_name(BLOCK)).open("rb") as file:
-        store.put(BLOCK, b"second")
+def test_a_store_of_no_bytes_keeps_nothing() -> None:
+    store = MemoryStore(limit_bytes=0)
+    store.open()
 
-        assert file.read() == b"first"
-
-
-def test_a_block_whose_file_somebody_removed_is_not_there(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    store.put(BLOCK, b"abc")
-    assert store.shared_directory is not None
-    (store.shared_directory / store.shared_name(BLOCK)).unlink()
-
-    assert not store.pins().take(BLOCK)
-    assert store.usage().num_blocks == 0
-
-
-def test_opening_clears_what_the_last_process_left(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    store.put(BLOCK, b"abc")
-    store.incoming_path("left").write_bytes(b"x")
-    again = opened(tmp_path)
-
-    assert shared_bytes(again) == 0
-    assert again.keys() == []
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc/passwd", ".hidden", "a\0b", "x" * 256])
-def test_only_plain_names_are_taken_from_the_engine(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidRequest):
-        opened(tmp_path).incoming_path(name)
-
-
-def test_a_name_is_refused_when_nothing_is_shared() -> None:
-    with pytest.raises(InvalidRequest):
-        MemoryStore(limit_bytes=1).incoming_path("x")
+    with pytest.raises(StorageFull):
+        store.put(BLOCK, b"a")
+    assert store.region is None
+    store.close()

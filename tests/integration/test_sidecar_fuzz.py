@@ -21,12 +21,13 @@ from contextcache.clock import SystemClock
 from contextcache.model import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import CODE_KEY
+from kv_sidecar.eviction import rounded
 from kv_sidecar.server import serve
 from tests.kit.engine_rank import EngineRank
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.kv_blocks import BORROWER, FINGERPRINT, TENANT, SidecarUnderTest, new_save
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVSidecarService"]
-WAITS = {"WaitSealed", "GetLoadReport"}
+WAITS = {"WaitSealed", "GetLoadReport", "LendSlots"}
 """They may wait as long as they are asked to; the call's own deadline then ends them."""
 DEADLINE_S = {True: 0.3, False: 60.0}
 TYPED = {
@@ -38,6 +39,7 @@ TYPED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DATA_LOSS,
     grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNAVAILABLE,
 }
 TEXTS = st.sampled_from(
     [
@@ -49,7 +51,6 @@ TEXTS = st.sampled_from(
         "",
         ".",
         "..",
-        "a directory",
         "../../etc/passwd",
         "x\0y",
         "\n",
@@ -77,6 +78,7 @@ GOOD = {
     "rank": 0,
     "world_size": 1,
     "expires_at_ms": 2**52,
+    "borrower": BORROWER,
 }
 """What lets a call get past the first checks; most have most of it."""
 
@@ -132,11 +134,12 @@ class Doors:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.kv = SidecarUnderTest(root, clock=SystemClock(), peers=("127.0.0.1",), max_concurrent_rpcs=64)
+        self.kv = SidecarUnderTest(
+            root, clock=SystemClock(), peers=("127.0.0.1",), max_concurrent_rpcs=64, unix_socket=root / "s.sock"
+        )
         self.address = f"unix://{root}/s.sock"
         self.run(self.kv.sidecar.open())
         self.server = self.run(self._serve())
-        (root / "shared" / "incoming" / "a directory").mkdir()
         self.channel = grpc.insecure_channel(self.address)
 
     async def _serve(self) -> Any:
@@ -251,6 +254,46 @@ def test_absurd_groups_are_prepared_or_refused_with_a_typed_code(doors: Doors) -
     check()
     assert any(prepared)
     assert not all(prepared)
+
+
+SIZES = st.sampled_from([1, 64, 700, 1 << 20, (1 << 20) + 1, 1 << 40]) | NUMBERS
+PLACES = st.integers(0, 3) | NUMBERS
+LOANS = st.fixed_dictionaries(
+    {"borrower": st.just(BORROWER) | TEXTS, "timeout_ms": st.integers(-1, 2)},
+    optional={"rank": st.integers(0, 1)},
+)
+
+
+def test_absurd_loans_are_made_or_refused_with_a_typed_code_and_none_is_lost(doors: Doors) -> None:
+    rank = EngineRank(doors.address)
+    new = new_save(tuple(range(16)), now_ms=SystemClock().now_ms())
+    rank.prepare(new)
+    memory, outcomes = doors.kv.memory, set()
+
+    @settings(max_examples=200)
+    @given(
+        loan=LOANS,
+        files=st.lists(st.tuples(PLACES, SIZES), max_size=4) | st.lists(st.tuples(st.integers(0, 3), st.just(700))),
+        returned=st.none() | st.lists(st.integers(-1, 9), max_size=4),
+    )
+    def check(loan: dict[str, Any], files: list[tuple[int, int]], returned: list[int] | None) -> None:
+        asked = {"block_indices": [index for index, _ in files], "sizes_bytes": [size for _, size in files]}
+        error = doors.call("LendSlots", [pb.LendSlotsRequest(**loan, **asked, cache_ref=new.cache_ref)])
+        if returned is not None:
+            newest = memory._num_lent
+            slot_ids = [newest - number for number in returned]
+            assert doors.call("ReturnSlots", [pb.ReturnSlotsRequest(borrower=BORROWER, slot_ids=slot_ids)]) is None
+
+        outcomes.add(error if error is None else error.code())
+        assert error is None or CODE_KEY in dict(error.trailing_metadata())
+        assert memory.lent_bytes <= memory.limit_bytes // 2 or len(memory._lent) == 1
+        assert doors.kv.missing_bytes() == sum(rounded(lent.slot.size_bytes) for lent in memory._lent.values())
+
+    check()
+    rank.close()
+    assert outcomes == {None, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE}
+    doors.kv.catalog.end_borrower(BORROWER)
+    assert doors.kv.missing_bytes() == memory.lent_bytes == 0
 
 
 def test_after_all_of_it_a_context_is_saved_and_loaded_and_nothing_is_left(doors: Doors) -> None:

@@ -50,7 +50,7 @@ class SidecarProcess:
             "SIDECAR_UNIX_SOCKET": str(self.root / "s.sock"),
             "SIDECAR_LISTEN": "",
             "SIDECAR_DATA_DIR": str(self.root / "data"),
-            "SIDECAR_SHARED_DIR": str(self.root / "shared"),
+            "SIDECAR_MEMORY_LIMIT_BYTES": str(64 << 20),
             "SIDECAR_BLOCK_TOKENS": "4",
             **environment,
         }
@@ -117,10 +117,11 @@ def test_a_save_cut_off_by_a_kill_is_a_miss_and_can_be_made_again(sidecar: Sidec
     rank.close()
 
 
-def test_the_socket_is_for_its_user_and_group_and_sigterm_drains_and_ends_well(sidecar: SidecarProcess) -> None:
+def test_the_sockets_are_for_their_user_and_group_and_sigterm_drains_and_ends_well(sidecar: SidecarProcess) -> None:
     sidecar.start()
 
-    assert stat.S_IMODE((sidecar.root / "s.sock").stat().st_mode) == 0o660
+    for name in ("s.sock", "s.sock.arena"):
+        assert stat.S_IMODE((sidecar.root / name).stat().st_mode) == 0o660
     assert sidecar.end(signal.SIGTERM) == 0
     assert sidecar.events()[-1] == "sidecar drains"
 

@@ -186,7 +186,7 @@ async def test_a_peer_lost_in_the_middle_of_a_pull_leaves_nothing(
             arrived.set()
             assert gate.wait(60)
 
-    here = await start_node("here", step=step, shared=False, pull_timeout_s=timeout_s)
+    here = await start_node("here", step=step, slots=False, pull_timeout_s=timeout_s)
     address, new = await large_peer(process, num_blocks=25)
     await here.pull(new.cache_ref, peer=address, timeout_ms=timeout_s * 1000)
     assert await asyncio.to_thread(arrived.wait, 60)
@@ -231,7 +231,7 @@ async def test_a_deletion_during_the_pull_wins(start_node) -> None:
             arrived.set()
             assert gate.wait(60)
 
-    there, here = await start_node("there"), await start_node("here", step=step, shared=False)
+    there, here = await start_node("there"), await start_node("here", step=step, slots=False)
     new = await there.kv.save(PROMPT)
     await here.pull(new.cache_ref, peer=there.address)
     assert await asyncio.to_thread(arrived.wait, 60)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ class Running:
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
     unix = f"unix://{tmp_path}/s.sock"
-    async with SidecarUnderTest(tmp_path, clock=SystemClock()) as kv:
+    async with SidecarUnderTest(tmp_path, clock=SystemClock(), unix_socket=tmp_path / "s.sock") as kv:
         server = serve(kv.sidecar, ["127.0.0.1:0", unix])
         await server.start()
         running = Running(kv, unix, f"127.0.0.1:{server.ports[0]}")
@@ -56,8 +57,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         await server.stop(1)
 
 
-@pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
-@pytest.mark.parametrize("over", ["unix", "tcp"])
+@pytest.mark.parametrize(("over", "frames"), [("unix", False), ("unix", True), ("tcp", True)])
 async def test_what_an_engine_saves_it_loads(running: Running, over: str, frames: bool) -> None:
     rank = await running.rank(over=over, frames=frames)
     new = await asyncio.to_thread(rank.save, PROMPT)
@@ -70,7 +70,7 @@ async def test_what_an_engine_saves_it_loads(running: Running, over: str, frames
     rank.close()
 
 
-@pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
+@pytest.mark.parametrize("frames", [False, True], ids=["slots", "frames"])
 async def test_what_an_engine_with_several_groups_saves_it_loads(running: Running, frames: bool) -> None:
     rank = await running.rank(frames=frames)
     groups = (
@@ -88,7 +88,7 @@ async def test_what_an_engine_with_several_groups_saves_it_loads(running: Runnin
     rank.close()
 
 
-@pytest.mark.parametrize("frames", [False, True], ids=["shared-memory", "frames"])
+@pytest.mark.parametrize("frames", [False, True], ids=["slots", "frames"])
 async def test_what_is_not_in_memory_comes_from_disk(running: Running, frames: bool) -> None:
     rank = await running.rank(frames=frames)
     new = await asyncio.to_thread(rank.save, PROMPT)
@@ -173,17 +173,16 @@ async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None
     rank.close()
 
 
-async def test_names_that_lead_out_of_the_shared_directory_are_refused(running: Running) -> None:
+@pytest.mark.parametrize("payload", [{"slot_id": 1}, {"shared_name": "x"}], ids=["never lent", "of the release before"])
+async def test_a_file_that_lies_nowhere_is_refused(running: Running, payload: dict[str, Any]) -> None:
     rank = await running.rank()
     new = new_save(PROMPT, now_ms=SystemClock().now_ms())
     await asyncio.to_thread(rank.prepare, new)
-    precious = running.kv.root / "precious"
-    precious.write_bytes(b"x")
-    request = pb.SaveBlocksRequest(cache_ref=new.cache_ref, shared_name="../../precious")
+    request = pb.SaveBlocksRequest(cache_ref=new.cache_ref, last_frame=True, **payload)
 
-    with pytest.raises(InvalidRequest):
+    with pytest.raises((InvalidRequest, CorruptBlock)):
         await asyncio.to_thread(rank.client.save_blocks, iter([request]), DEADLINE_S)
-    assert precious.exists()
+    assert running.kv.block_files() == set()
     rank.close()
 
 
@@ -224,13 +223,14 @@ async def test_another_fingerprint_loads_nothing(running: Running) -> None:
 
 async def test_a_reader_that_leaves_early_unpins(running: Running) -> None:
     rank = await running.rank()
+    assert rank.arena is not None
     new = await asyncio.to_thread(rank.save, PROMPT)
     request = pb.LoadBlocksRequest(
         tenant=TENANT,
         cache_ref=new.cache_ref,
         fingerprint=FINGERPRINT,
         block_indices=[0, 1, 2],
-        shared_memory=True,
+        borrower=rank.arena.borrower,
     )
     reading = rank.client.load_blocks(request, DEADLINE_S)
     await asyncio.to_thread(next, reading)

@@ -108,13 +108,11 @@ class Deployment:
 
 @asynccontextmanager
 async def running_sidecar(tmp_path: Path, endpoint: str) -> AsyncIterator[str]:
-    shared = tmp_path / "shared"
-    shared.mkdir()
     settings = SidecarSettings(
         unix_socket=tmp_path / "s.sock",
         listen="",
         data_dir=tmp_path / "data",
-        shared_dir=shared,
+        memory_limit_bytes=64 << 20,
         block_tokens=64,
         traces_endpoint=endpoint,
     )

@@ -51,7 +51,7 @@ class CatalogPeer(Peer):
             manifest.fingerprint,
             rank,
             block_indices,
-            shared=False,
+            in_slots=False,
         )
         async with aclosing(blocks):
             async for block in blocks:

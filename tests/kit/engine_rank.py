@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from contextcache.clock import SystemClock
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import EngineSidecarClient, open_block_file, parse_block_file
+from kv_sidecar.client import EngineSidecarClient, open_arena, parse_block_file
 from kv_sidecar.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
-from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save, write_block
+from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save
 
 FRAME_BYTES = 100
 """Far below the 1 MiB of the contract, so that small blocks have many frames."""
 
 
 class EngineRank:
-    """One rank with a client of its own; saves by name when the sidecar shares memory, else in frames."""
+    """One rank with a client of its own; saves in slots when the sidecar has an arena, else in frames."""
 
     def __init__(self, address: str, *, frames: bool = False, page_bytes: int = PAGE_BYTES) -> None:
         self.page_bytes = page_bytes
         self.client = EngineSidecarClient(address, timeout_s=60)
         self.terms = self.client.handshake(FINGERPRINT, "", 0, 1)
-        self.directory = None if frames or not self.terms.shared_directory else Path(self.terms.shared_directory)
+        self.arena = open_arena(address, lambda: None) if self.terms.arena and not frames else None
 
     def close(self) -> None:
         self.client.close()
+        self.arena = None
 
     def prepare(self, new: NewSave) -> pb.PrepareSaveResponse:
         return self.client.prepare_save(
@@ -62,15 +63,28 @@ class EngineRank:
         for index in wanted:
             meta = block_meta(manifest, index, new.rank)
             place = {"cache_ref": new.cache_ref, "rank": new.rank, "block_index": index}
-            if self.directory is not None:
-                name = f"{new.cache_ref}.{index}"
-                write_block(self.directory / "incoming" / name, meta, page_bytes=self.page_bytes)
-                yield pb.SaveBlocksRequest(**place, shared_name=name)
-                continue
             data = block_file_bytes(meta, page_bytes=self.page_bytes)
+            if self.arena is not None:
+                yield pb.SaveBlocksRequest(**place, slot_id=self.fill_slot(place, data), last_frame=True)
+                continue
             for start in range(0, len(data), FRAME_BYTES):
                 last = start + FRAME_BYTES >= len(data)
                 yield pb.SaveBlocksRequest(**place, frame=data[start : start + FRAME_BYTES], last_frame=last)
+
+    def fill_slot(self, place: dict[str, Any], data: bytes) -> int:
+        """Write a file to a slot for it; return the slot's id."""
+        assert self.arena is not None
+        request = pb.LendSlotsRequest(
+            borrower=self.arena.borrower,
+            cache_ref=place["cache_ref"],
+            rank=place["rank"],
+            block_indices=[place["block_index"]],
+            sizes_bytes=[len(data)],
+            timeout_ms=1000,
+        )
+        (slot,) = self.client.lend_slots(request, 60)
+        self.arena.view(slot.offset, slot.size_bytes)[:] = data
+        return slot.slot_id
 
     def load(self, new: NewSave) -> set[int]:
         """Load everything, check every byte, return the tiers."""
@@ -82,14 +96,14 @@ class EngineRank:
             fingerprint=new.fingerprint,
             rank=new.rank,
             block_indices=range(num_files(manifest)),
-            shared_memory=self.directory is not None,
+            borrower="" if self.arena is None else self.arena.borrower,
         )
         tiers, data, done = set(), bytearray(), []
         for response in self.client.load_blocks(request, 10):
             tiers.add(response.tier)
-            if response.WhichOneof("payload") == "shared_name":
-                assert self.directory is not None
-                file = open_block_file(self.directory / response.shared_name)
+            if response.WhichOneof("payload") == "slot":
+                assert self.arena is not None
+                file = parse_block_file(self.arena.view(response.slot.offset, response.slot.size_bytes))
             else:
                 data += response.frame
                 if not response.last_frame:

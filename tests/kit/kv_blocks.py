@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -11,12 +10,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
-from contextcache.errors import CacheRefNotFound
 from contextcache.model import KVGroup, Manifest, new_cache_ref
-from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, parse_block_file
+from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, parse_block_file
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.data_directory import DataDirectory, Step
 from kv_sidecar.manifest import block_meta, num_files
+from kv_sidecar.eviction import rounded
+from kv_sidecar.memory_store import Place
 from kv_sidecar.orphans import Manager
 from kv_sidecar.pulling import ConnectPeer
 from kv_sidecar.saves import NewSave
@@ -30,6 +30,7 @@ FINGERPRINT = "f" * 64
 BLOCK_TOKENS = 4
 LAYERS, ENGINE_BLOCKS, PAGE_BYTES = 2, 2, 64
 TTL_MS = 3_600_000
+BORROWER = "engine"
 
 
 def block_meta_of(name: str = "", *, kind: str = "tail", token_ids: tuple[int, ...] = (1, 2, 3)) -> BlockMeta:
@@ -42,17 +43,15 @@ def fill_of(meta: BlockMeta) -> int:
     return (sum(meta.token_ids) * 7 + meta.rank * 101 + len(meta.parent) + int(meta.group or "0", 16)) % 251
 
 
-def write_block(path: Path, meta: BlockMeta, *, fill: int | None = None, page_bytes: int = PAGE_BYTES) -> None:
-    writer = BlockFileWriter(path, meta, pages_bytes=LAYERS * ENGINE_BLOCKS * page_bytes)
-    writer.pages[:] = fill_of(meta) if fill is None else fill
-    writer.finish()
-
-
 def block_file_bytes(meta: BlockMeta, *, fill: int | None = None, page_bytes: int = PAGE_BYTES) -> bytes:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "block"
-        write_block(path, meta, fill=fill, page_bytes=page_bytes)
-        return path.read_bytes()
+    writer = BlockFileWriter(meta, pages_bytes=LAYERS * ENGINE_BLOCKS * page_bytes)
+    writer.begin(memoryview(bytearray(writer.size_bytes)))
+    writer.pages[:] = fill_of(meta) if fill is None else fill
+    return bytes(writer.finish())
+
+
+def open_block_file(path: Path) -> BlockFile:
+    return parse_block_file(path.read_bytes())
 
 
 def new_save(
@@ -90,21 +89,27 @@ class SidecarUnderTest:
         root: Path,
         *,
         clock: Clock | None = None,
-        shared: bool = True,
+        slots: bool = True,
         step: Step | None = None,
         connect_peer: ConnectPeer | None = None,
         manager: Manager | None = None,
         **settings: object,
     ) -> None:
+        """`slots`: blocks come in slots of the arena, else in frames."""
         self.root = root
         self.clock = clock or ManualClock()
-        self.shared = root / "shared" if shared else None
-        defaults = {"block_tokens": BLOCK_TOKENS, "spare_s": 0, "io_threads": 2, "listen": "127.0.0.1:0"}
+        defaults = {
+            "block_tokens": BLOCK_TOKENS,
+            "spare_s": 0,
+            "io_threads": 2,
+            "listen": "127.0.0.1:0",
+            "memory_limit_bytes": 1 << 20,
+        }
         self.settings = SidecarSettings(
             data_dir=root / "data",
-            shared_dir=self.shared,
             **{**defaults, **settings},  # type: ignore[arg-type]  # fields
         )
+        self.slots = slots and self.settings.memory_limit_bytes != 0
         directory = DataDirectory(self.settings.data_dir, **({"step": step} if step else {}))
         self.registry = CollectorRegistry()
         self.sidecar = Sidecar(
@@ -118,6 +123,7 @@ class SidecarUnderTest:
         self.catalog = self.sidecar.catalog
         self.disk = self.sidecar.disk
         self.memory = self.sidecar.memory
+        self.memory.borrowers.add(BORROWER)
 
     async def __aenter__(self) -> SidecarUnderTest:
         await self.sidecar.open()
@@ -132,14 +138,18 @@ class SidecarUnderTest:
         return new.manifest(block_tokens=self.settings.block_tokens)
 
     async def send(self, new: NewSave, block_index: int, *, fill: int | None = None) -> int:
-        """Write one block file and hand it over, through shared memory when there is any."""
-        meta = block_meta(self.plan(new), block_index, new.rank)
-        if self.shared is None:
-            data = block_file_bytes(meta, fill=fill)
+        """Write one block file and hand it over, in a slot when there is an arena."""
+        data = block_file_bytes(block_meta(self.plan(new), block_index, new.rank), fill=fill)
+        if not self.slots:
             return await self.catalog.take_block(new.cache_ref, new.rank, block_index, data)
-        name = f"{new.cache_ref}.{new.rank}.{block_index}"
-        write_block(self.shared / "incoming" / name, meta, fill=fill)
-        return await self.catalog.take_file(new.cache_ref, new.rank, block_index, name)
+        place = Place(new.cache_ref, new.rank, block_index)
+        return await self.catalog.take_slot(place, await self.fill_slot(place, data))
+
+    async def fill_slot(self, place: Place, data: bytes) -> int:
+        """Do as an engine does that is about to hand a file over; return the slot's id."""
+        (lent,) = await self.catalog.lend(BORROWER, [(place, len(data))], timeout_s=10)
+        self.memory.view(lent.slot)[:] = data
+        return lent.slot_id
 
     async def send_all(self, new: NewSave) -> PreparedSave:
         """Announce a save and send what is missing."""
@@ -155,26 +165,18 @@ class SidecarUnderTest:
         assert await self.catalog.seal(new.cache_ref, new.rank)
         return new
 
-    async def load(self, new: NewSave, *, shared: bool = True) -> list[str]:
+    async def load(self, new: NewSave, *, in_slots: bool | None = None) -> list[str]:
         """Load all blocks of a context's rank, check every byte, return the tiers."""
         manifest = await self.catalog.open(new.tenant, new.cache_ref)
         assert manifest.token_ids == new.token_ids
         indices = range(num_files(manifest))
         tiers = []
-        blocks = self.catalog.load(manifest, new.fingerprint, new.rank, indices, shared=shared)
+        in_slots = self.slots if in_slots is None else in_slots
+        blocks = self.catalog.load(manifest, new.fingerprint, new.rank, indices, in_slots=in_slots)
         async with aclosing(blocks):
             async for block in blocks:
                 expected = block_meta(manifest, block.block_index, new.rank)
-                if block.shared_name:
-                    assert self.shared is not None
-                    try:
-                        file = open_block_file(self.shared / block.shared_name)
-                    except FileNotFoundError as exc:
-                        # A delete frees blocks under their readers, as the connector expects; its manifest goes first.
-                        assert new.cache_ref not in self.manifest_files()
-                        raise CacheRefNotFound("deleted before it was opened") from exc
-                else:
-                    file = parse_block_file(bytes(block.data))
+                file = parse_block_file(block.data if block.slot is None else self.memory.view(block.slot))
                 file.verify(expected)
                 assert np.all(file.pages == fill_of(expected))
                 file.close()
@@ -192,15 +194,19 @@ class SidecarUnderTest:
         assert None not in found
         return {key for key in found if key}
 
+    def missing_bytes(self) -> int:
+        """Bytes of the arena that nobody has and that no block has that can be found: pinned after a delete, or lost.
+
+        What is lent is missing too.
+        """
+        found = sum(rounded(self.memory.size_bytes(key) or 0) for key in self.memory.keys())  # noqa: SIM118  # no mapping
+        return self.memory._lru.limit_bytes - self.memory._lru.free_bytes - found
+
     def disk_bytes(self) -> int:
         return sum(path.stat().st_size for directory in ("blocks", "tails") for path in self._files(directory))
 
     def manifest_files(self) -> set[str]:
         return {path.name.removesuffix(".safetensors") for path in self._files("manifests")}
-
-    def memory_files(self) -> set[str]:
-        assert self.shared is not None
-        return {path.name for path in (self.shared / "blocks").iterdir()}
 
     def path_of(self, key: BlockKey) -> Path:
         directory = "tails" if key.kind == "tail" else "blocks"

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contextcache.errors import ContextCacheError, SidecarUnavailable
-from kv_sidecar.client import EngineSidecarClient, open_block_file
+from kv_sidecar.client import EngineSidecarClient
+from tests.kit.kv_blocks import open_block_file
 from tests.kit.until import wait_until
 from tests.kit.vouching import change_bytes, vouch_for_what_lies_there
 
@@ -24,12 +25,11 @@ class SidecarProcess:
         self,
         directory: Path,
         *,
-        shared_directory: Path | None,
         block_tokens: int = 256,
-        disk_files: bool = False,
+        memory_limit_bytes: int = 256 << 20,
         **settings: object,
     ) -> None:
-        """`disk_files`: nothing is kept in memory, and the engine reads the stored files itself."""
+        """`memory_limit_bytes` 0: no arena, all KV travels in frames."""
         self._directory = directory
         self.address = f"unix://{directory}/sidecar.sock"
         self._environment = {
@@ -37,12 +37,10 @@ class SidecarProcess:
             "SIDECAR_UNIX_SOCKET": str(directory / "sidecar.sock"),
             "SIDECAR_LISTEN": "",
             "SIDECAR_DATA_DIR": str(directory / "data"),
-            "SIDECAR_SHARED_DIR": "" if shared_directory is None else str(shared_directory),
+            "SIDECAR_MEMORY_LIMIT_BYTES": str(memory_limit_bytes),
             "SIDECAR_BLOCK_TOKENS": str(block_tokens),
             "SIDECAR_LOG_LEVEL": "WARNING",
         }
-        if disk_files:
-            self._environment |= {"SIDECAR_SHARE_DATA_DIR": "1", "SIDECAR_MEMORY_LIMIT_BYTES": "0"}
         self._environment |= {f"SIDECAR_{name.upper()}": str(value) for name, value in settings.items()}
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -145,10 +145,6 @@ class Stack(stack.Stack):
         """Return a sidecar's data directory."""
         return self.paths.sidecar_data(sidecar)
 
-    def shared(self, sidecar: str = "sidecar") -> Path:
-        """Return the directory of the tier in shared memory."""
-        return self.paths.shared_blocks(sidecar)
-
     def stored_bytes(self) -> int:
         """Return the bytes of block, tail and manifest files on all sidecars' disks."""
         kinds = ("blocks", "tails", "manifests")

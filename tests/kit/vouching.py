@@ -10,7 +10,7 @@ from pathlib import Path
 
 import xxhash
 
-from kv_sidecar.block_file import read_head
+from kv_sidecar.block_file import parse_head
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import all_keys, decode_manifest, encode_manifest
 from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
@@ -46,7 +46,7 @@ def vouch_for_what_lies_there(data_directory: Path) -> int:
         files = [_path_of(data_directory, key) for key in all_keys(manifest)]
         if not all(file.exists() for file in files):
             continue
-        checksums = tuple(read_head(file)[1] for file in files)
+        checksums = tuple(parse_head(memoryview(file.read_bytes()))[1] for file in files)
         if checksums != manifest.block_checksums:
             path.write_bytes(encode_manifest(replace(manifest, block_checksums=checksums)))
             changed += 1

@@ -8,11 +8,8 @@ the very blocks that a restore gets would prove nothing.
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,12 +161,10 @@ def _cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
-    shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm"))
-    process = SidecarProcess(tmp_path_factory.mktemp("sidecar"), shared_directory=shared, block_tokens=64)
+    process = SidecarProcess(tmp_path_factory.mktemp("sidecar"), block_tokens=64)
     process.start()
     yield process
     process.kill()
-    shutil.rmtree(shared)
 
 
 @pytest.fixture(scope="module", params=_cases())

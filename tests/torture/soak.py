@@ -97,7 +97,7 @@ async def _drained(stack: Stack, load: Load, report: Report) -> None:
     left: dict[str, float] = {}
     while time.monotonic() - began_s < _DRAINED_WITHIN_S:
         await asyncio.to_thread(last.take, stack, time.monotonic())
-        kept = (("disk", "bytes"), ("shared memory", "bytes"), ALL_KEYS[:2])
+        kept = (("disk", "bytes"), ("memory tier", "bytes"), ALL_KEYS[:2])
         held = (
             "contextcache_gateway_requests_in_flight",
             "contextcache_sidecar_contexts",

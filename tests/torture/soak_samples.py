@@ -1,4 +1,4 @@
-"""What can leak, counted from outside every ten seconds: processes, Redis, disk and shared memory."""
+"""What can leak, counted from outside every ten seconds: processes, Redis, disk and the sidecar's memory tier."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ BOUNDS = {
     "files": Bound(0, 0.3, "conversations of random lengths"),
     "count": Bound(6, 0.1, "in hand, and nothing stays"),
 }
-"""By unit. MiB of stores (disk, shared memory, Redis) have their level's share as `files` have."""
-_STORES = ("disk", "shared memory", "redis store")
+"""By unit. MiB of stores (disk, memory tier, Redis) have their level's share as `files` have."""
+_STORES = ("disk", "memory tier", "redis store")
 
 
 @dataclass
@@ -62,8 +62,9 @@ class Samples:
         for who, pids in _processes(stack).items():
             for (what, unit), value in _of_processes(pids).items():
                 self._add(who, what, unit, value)
-        for (who, what, unit), value in {**_of_directories(stack), **_of_redis(stack), **_in_hand(stack)}.items():
-            self._add(who, what, unit, value)
+        for counted in (_of_disk(stack), _of_memory_tier(stack), _of_redis(stack), _in_hand(stack)):
+            for (who, what, unit), value in counted.items():
+                self._add(who, what, unit, value)
         for what, value in more.items():
             self._add("load", what, "count", value)
         for values in self.series.values():
@@ -119,13 +120,22 @@ def _of_processes(pids: Iterable[int]) -> dict[tuple[str, str], float]:
     return totals
 
 
-def _of_directories(stack: Stack) -> dict[tuple[str, str, str], float]:
-    found = {}
-    for who, folder in (("disk", stack.data()), ("shared memory", stack.shared())):
-        sizes = [_size(path) for path in folder.rglob("*")]
-        found[who, "files", "files"] = float(sum(size is not None for size in sizes))
-        found[who, "bytes", "MiB"] = sum(size or 0 for size in sizes) / MIB
-    return found
+def _of_disk(stack: Stack) -> dict[tuple[str, str, str], float]:
+    sizes = [_size(path) for path in stack.data().rglob("*")]
+    return {
+        ("disk", "files", "files"): float(sum(size is not None for size in sizes)),
+        ("disk", "bytes", "MiB"): sum(size or 0 for size in sizes) / MIB,
+    }
+
+
+def _of_memory_tier(stack: Stack) -> dict[tuple[str, str, str], float]:
+    """What the sidecar says is in it: the memory itself is there from the start."""
+    with suppress(httpx.HTTPError):
+        return {
+            ("memory tier", "files", "files"): stack.counted("sidecar", "contextcache_sidecar_blocks", tier="host"),
+            ("memory tier", "bytes", "MiB"): stack.counted("sidecar", "contextcache_sidecar_bytes", tier="host") / MIB,
+        }
+    return {}
 
 
 def _of_redis(stack: Stack) -> dict[tuple[str, str, str], float]:

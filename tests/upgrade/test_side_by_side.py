@@ -215,7 +215,9 @@ def sidecar_environment(directory: Path) -> dict[str, str]:
     return {
         "SIDECAR_LISTEN": "127.0.0.1:{port}",
         "SIDECAR_UNIX_SOCKET": "",
+        # Of the release before; this one knows it no more, and passes it over.
         "SIDECAR_SHARED_DIR": "",
+        "SIDECAR_MEMORY_LIMIT_BYTES": str(16 << 20),
         "SIDECAR_DATA_DIR": str(directory / "data"),
         "SIDECAR_BLOCK_TOKENS": "4",
         "SIDECAR_PEERS": '["127.0.0.0/8"]',

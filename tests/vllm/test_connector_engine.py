@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,8 +121,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     directory = tmp_path_factory.mktemp("engine")
-    shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm"))
-    sidecar = SidecarProcess(directory, shared_directory=shared)
+    sidecar = SidecarProcess(directory)
     sidecar.start()
     secret = directory / "secret"
     secret.write_bytes(SECRET)
@@ -136,7 +133,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield Engine(llm, sidecar)
         llm.llm_engine.engine_core.shutdown()
     sidecar.kill()
-    shutil.rmtree(shared)
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 

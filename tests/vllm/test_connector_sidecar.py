@@ -5,13 +5,12 @@ No engine here: a rank is its half of the connector over paged tensors of its ow
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ with warnings.catch_warnings():
 from contextcache.errors import CacheRefNotFound
 from contextcache.model import Manifest, new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.client import EngineSidecarClient
+from kv_sidecar.client import EngineSidecarClient, open_arena
 from tests.kit.patience import CONNECTOR
 from tests.kit.sidecar_process import SidecarProcess, fault
 from tests.kit.until import wait_until
@@ -36,7 +35,7 @@ from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.engine_check import LayerGroup
 from vllm_plugin.connector.metadata import LoadPlan, SavePlan, plan_load
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Connect, MonotonicClock
+from vllm_plugin.connector.sidecar_link import Connect, MonotonicClock, OpenArena
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
 
@@ -46,6 +45,7 @@ BLOCK_TOKENS, ENGINE_BLOCK_TOKENS, NUM_BLOCKS = 64, 16, 192
 
 BLOCK_BYTES = 3 * BLOCK_TOKENS * 2 * 8 * 4
 """Three layers of float32, two heads, eight values."""
+HEAD_BYTES = 2_000
 ONE_GROUP = (LayerGroup("full_attention", ENGINE_BLOCK_TOKENS, 0, ("l0", "l1", "l2")),)
 
 
@@ -54,29 +54,31 @@ class Door:
     """A way to a sidecar."""
 
     connect: Connect
-    shared: bool
+    open_arena: OpenArena
 
 
-@pytest.fixture(scope="module", params=["fake-shared", "fake-frames", "real-shared", "real-frames", "real-disk"])
+@pytest.fixture(scope="module", params=["fake-arena", "fake-frames", "real-arena", "real-frames"])
 def door(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     """One sidecar for all tests: each test's ranks run a model of their own, which shares no block with another's."""
     kind, _, way = request.param.partition("-")
-    shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm")) if way == "shared" else None
+    arena_bytes = 64 << 20 if way == "arena" else 0
     if kind == "fake":
-        fake = FakeSidecar(block_tokens=BLOCK_TOKENS, shared_directory=shared / "fake" if shared else None)
-        yield Door(lambda timeout_s: fake, shared is not None)
+        fake = FakeSidecar(block_tokens=BLOCK_TOKENS, arena_bytes=arena_bytes)
+        yield Door(lambda timeout_s: fake, lambda on_gone: fake.arena)
     else:
         process = SidecarProcess(
-            tmp_path_factory.mktemp("sidecar"),
-            shared_directory=shared,
-            block_tokens=BLOCK_TOKENS,
-            disk_files=way == "disk",
+            tmp_path_factory.mktemp("sidecar"), block_tokens=BLOCK_TOKENS, memory_limit_bytes=arena_bytes
         )
         process.start()
-        yield Door(lambda timeout_s: EngineSidecarClient(process.address, timeout_s=timeout_s), shared is not None)
+        yield door_of(process)
         process.kill()
-    if shared is not None:
-        shutil.rmtree(shared)
+
+
+def door_of(process: SidecarProcess) -> Door:
+    return Door(
+        lambda timeout_s: EngineSidecarClient(process.address, timeout_s=timeout_s),
+        partial(open_arena, process.address),
+    )
 
 
 class Rank:
@@ -104,7 +106,9 @@ class Rank:
             load_config=SimpleNamespace(load_format="dummy"),
         )
         settings = ConnectorSettings(sidecar="", secret_file="", **{**CONNECTOR, **settings_of})
-        self.side = WorkerSide(config, NUM_BLOCKS, groups, settings, door.connect, clock=MonotonicClock())
+        self.side = WorkerSide(
+            config, NUM_BLOCKS, groups, settings, door.connect, door.open_arena, clock=MonotonicClock()
+        )
         self.kv = {f"l{i}": torch.rand(NUM_BLOCKS, 2, ENGINE_BLOCK_TOKENS, 8) for i in range(3)}
         self.side.register_kv_caches(self.kv)
 
@@ -224,7 +228,7 @@ def test_pages_come_back_bit_by_bit_into_other_blocks(start_rank: Callable[..., 
 
 def test_a_context_twenty_times_the_staging_goes_out_and_comes_back_whole(start_rank: Callable[..., Rank]) -> None:
     """Seen failing when a save took all its bytes at once: `storage_full`, no manifest."""
-    rank, cache_ref = start_rank(staging_limit_bytes=BLOCK_BYTES), new_cache_ref()
+    rank, cache_ref = start_rank(staging_limit_bytes=BLOCK_BYTES + HEAD_BYTES), new_cache_ref()
     num_tokens = 20 * BLOCK_TOKENS + 5
     old, new = list(range(81)), list(range(100, 181))
     rank.run(save=save_plan(rank, cache_ref, num_tokens, old))
@@ -271,15 +275,11 @@ def test_a_context_is_there_only_when_every_rank_has_sealed_it(start_rank: Calla
 def test_parallel_loads_that_memory_cannot_hold_use_disk_and_none_is_computed(tmp_path: Path) -> None:
     """Memory for three blocks, four loads of nine each, none of which opens a file before all names are there.
 
-    Seen failing without leases and without asking again: files were gone under the names that were given.
+    Seen failing without leases: slots were another's before they were copied.
     """
-    shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm"))
-    process = SidecarProcess(
-        tmp_path, shared_directory=shared, block_tokens=BLOCK_TOKENS, memory_limit_bytes=3 * (BLOCK_BYTES + 2_000)
-    )
+    process = SidecarProcess(tmp_path, block_tokens=BLOCK_TOKENS, memory_limit_bytes=3 * (BLOCK_BYTES + HEAD_BYTES))
     process.start()
-    door = Door(lambda timeout_s: EngineSidecarClient(process.address, timeout_s=timeout_s), shared=True)
-    ranks = [Rank(door) for _ in range(4)]
+    ranks = [Rank(door_of(process)) for _ in range(4)]
     try:
         plans = []
         for number, rank in enumerate(ranks):
@@ -302,7 +302,6 @@ def test_parallel_loads_that_memory_cannot_hold_use_disk_and_none_is_computed(tm
         for rank in ranks:
             rank.side.shutdown()
         process.kill()
-        shutil.rmtree(shared)
 
 
 def _open_late(rank: Rank, together: threading.Barrier) -> None:
@@ -312,7 +311,7 @@ def _open_late(rank: Rank, together: threading.Barrier) -> None:
 
     def buffered(request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         answers = list(load_blocks(request, timeout_s))
-        if request.shared_memory:
+        if request.borrower:
             together.wait(60)
         yield from answers
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +54,13 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    shared = Path(tempfile.mkdtemp(prefix="context-cache-test-", dir="/dev/shm"))
-    sidecar = SidecarProcess(tmp_path, shared_directory=shared)
+    sidecar = SidecarProcess(tmp_path)
     sidecar.start()
     (tmp_path / "secret").write_bytes(SECRET)
     found = Place(tmp_path / "model", sidecar, tmp_path / "secret")
     found.put(seed=0)
     yield found
     sidecar.kill()
-    shutil.rmtree(shared)
 
 
 def differs(one: dict[str, Any], other: dict[str, Any]) -> float:

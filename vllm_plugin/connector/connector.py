@@ -7,7 +7,7 @@ which every supported version calls in steps without work too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,12 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from contextcache.clock import Clock
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
-from kv_sidecar.client import EngineSidecarClient
+from kv_sidecar.client import EngineSidecarClient, open_arena
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import EngineSidecar, MonotonicClock
+from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, MonotonicClock
 from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
@@ -110,12 +110,17 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 groups,
                 self._settings,
                 self.connect_sidecar,
+                self.open_arena,
                 clock=self.clock,
             )
 
     def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
         """Return a client of the sidecar; called at the first use, in a thread of ours."""
         return EngineSidecarClient(self._settings.sidecar, timeout_s=timeout_s)
+
+    def open_arena(self, on_gone: Callable[[], None]) -> Arena:
+        """Borrow the sidecar's arena, as `connect_sidecar` is called. Raises OSError."""
+        return open_arena(self._settings.sidecar, on_gone)
 
     @property
     def scheduler_side(self) -> SchedulerSide:

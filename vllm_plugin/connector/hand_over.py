@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 from opentelemetry.trace import Span, get_current_span
 from opentelemetry.util.types import Attributes
@@ -28,7 +28,7 @@ from vllm_plugin.connector.layout import Fence
 from vllm_plugin.connector.metadata import SavePlan
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import LazySidecar, RankLink
+from vllm_plugin.connector.sidecar_link import Arena, LazySidecar, RankLink
 from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
 from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS
 
@@ -47,8 +47,6 @@ class Save:
     deadline_ms: int
     """Until when the engine's blocks may be held, on the worker's monotonic clock; longer for more bytes."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    shared: bool = False
-    """Whether the files lie in shared memory, where the sidecar takes them over."""
     staged: deque[StagedFile] = field(default_factory=deque)
     """Files that wait to be handed over."""
     is_copied: bool = False
@@ -64,10 +62,19 @@ class StagedFile:
     """A block file with its pages filled in, not yet finished."""
 
     block_index: int
-    path: Path
     writer: BlockFileWriter
-    size_bytes: int
-    """Of the budget."""
+    loan: Loan | None
+    """The slot it lies in; None: memory of our own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A slot of the arena that is ours to write to."""
+
+    arena: Arena
+    """Held, so that its end does not tell the sidecar that nobody writes."""
+    slot_id: int
+    view: memoryview
 
 
 class GivenUp(Exception):  # a word, not an error
@@ -216,18 +223,18 @@ class HandOver:
     def _hand_over(self, save: Save) -> None:
         """Give the sidecar the next files, and their room back."""
         rank, files = self._link.facts.rank, self._take_staged(save, size_bytes_max=_BATCH_BYTES)
+        is_taken = False
         try:
             crash_point(BEFORE_HAND_OVER)
             if not files:
                 return
-            for file in files:
-                file.writer.finish()
-            requests = (_by_name if save.shared else _in_frames)(save, files, rank)
+            requests = _requests(save, files, rank)
             taken = self._patient_sidecar.get().save_blocks(requests, self._settings.save_deadline_ms / 1000)
             if taken.num_blocks != len(files):
                 raise SaveIncomplete("the sidecar did not take every block")
+            is_taken = True
         finally:
-            self.drop(files)
+            self.drop(files, is_taken=is_taken)
 
     def _seal(self, save: Save) -> bool:
         crash_point(BEFORE_SEAL)
@@ -239,42 +246,34 @@ class HandOver:
         """Take files that wait, in order: one, and as many more as stay below `size_bytes_max` together."""
         taken: list[StagedFile] = []
         with save.lock:
-            while save.staged and (not taken or size_bytes_max >= save.staged[0].size_bytes):
+            while save.staged and (not taken or size_bytes_max >= save.staged[0].writer.size_bytes):
                 taken.append(save.staged.popleft())
-                size_bytes_max -= taken[-1].size_bytes
+                size_bytes_max -= taken[-1].writer.size_bytes
         return taken
 
-    def drop(self, files: Sequence[StagedFile]) -> None:
-        """Remove what the sidecar has not taken over, and give the room back."""
+    def drop(self, files: Sequence[StagedFile], *, is_taken: bool = False) -> None:
+        """Give the room of files back. `is_taken`: their slots are the sidecar's by now."""
         for file in files:
-            file.writer.discard()
-            self.budget.give_back(file.size_bytes)
+            file.writer.end()
+            self.budget.give_back(file.writer.size_bytes)
+        if not is_taken:
+            self.give_back([file.loan for file in files if file.loan is not None])
+
+    def give_back(self, loans: Sequence[Loan]) -> None:
+        """Tell that nobody writes to these slots any more. Those that the sidecar took meanwhile it passes over."""
+        if loans:
+            self._reporter.return_slots(loans[0].arena, [loan.slot_id for loan in loans])
 
 
-def _by_name(save: Save, files: Sequence[StagedFile], rank: int) -> Iterator[pb.SaveBlocksRequest]:
+def _requests(save: Save, files: Sequence[StagedFile], rank: int) -> Iterator[pb.SaveBlocksRequest]:
+    """Finish each file when it is its turn: the sidecar takes the one before meanwhile."""
     for file in files:
-        yield pb.SaveBlocksRequest(
-            cache_ref=save.plan.cache_ref,
-            rank=rank,
-            block_index=file.block_index,
-            shared_name=file.path.name,
-            last_frame=True,
-        )
-        crash_point(BETWEEN_HANDED_BLOCKS)
-
-
-def _in_frames(save: Save, files: Sequence[StagedFile], rank: int) -> Iterator[pb.SaveBlocksRequest]:
-    for file in files:
-        remaining = file.writer.size_bytes
-        with file.path.open("rb") as source:
-            while remaining:
-                frame = source.read(min(FRAME_BYTES, remaining))
-                remaining -= len(frame)
-                yield pb.SaveBlocksRequest(
-                    cache_ref=save.plan.cache_ref,
-                    rank=rank,
-                    block_index=file.block_index,
-                    frame=frame,
-                    last_frame=remaining == 0,
-                )
+        data = file.writer.finish()
+        request = partial(pb.SaveBlocksRequest, cache_ref=save.plan.cache_ref, rank=rank, block_index=file.block_index)
+        if file.loan is not None:
+            yield request(slot_id=file.loan.slot_id, last_frame=True)
+        else:
+            for start in range(0, len(data), FRAME_BYTES):
+                frame = bytes(data[start : start + FRAME_BYTES])
+                yield request(frame=frame, last_frame=start + FRAME_BYTES >= len(data))
         crash_point(BETWEEN_HANDED_BLOCKS)

@@ -15,7 +15,7 @@ by token. Pages of k engine blocks travel flat, as uint8 `[bytes]`: layer after 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -67,12 +67,21 @@ class PagedLayers(Protocol):
         """Copy the pages of `block_ids` into `out`, which has their size."""
         ...
 
-    def scatter(
-        self, group: int, block_ids: Sequence[int], pages: Pages, *, num_pages: int, first_page: int, after: Fence
+    def scatter(  # by name
+        self,
+        group: int,
+        block_ids: Sequence[int],
+        pages: Pages,
+        *,
+        num_pages: int,
+        first_page: int,
+        after: Fence,
+        copied: Callable[[Pages], object] = lambda _: None,
     ) -> None:
         """Copy pages over those blocks, which are in place on return.
 
-        `pages` are of `num_pages` engine blocks; those of `block_ids` begin at `first_page`.
+        `pages` are of `num_pages` engine blocks; those of `block_ids` begin at `first_page`. `copied` gets all of
+        `pages`, a stretch at a time and in order, each once it has been copied from, while it is still in a cache.
         """
         ...
 
@@ -172,17 +181,26 @@ class HostLayers(PagedLayers):
                 rows[start : start + length] = view[_span(block_ids[start], length, step)]
 
     @override
-    def scatter(
-        self, group: int, block_ids: Sequence[int], pages: Pages, *, num_pages: int, first_page: int, after: Fence
+    def scatter(  # by name
+        self,
+        group: int,
+        block_ids: Sequence[int],
+        pages: Pages,
+        *,
+        num_pages: int,
+        first_page: int,
+        after: Fence,
+        copied: Callable[[Pages], object] = lambda _: None,
     ) -> None:
         parts, ids = runs(block_ids), np.asarray(block_ids)
         for view, page_rows in zip(self._views[group], _split(self.shapes[group], pages, num_pages), strict=True):
             rows = page_rows[first_page : first_page + len(ids)].reshape(len(ids), *view.shape[1:])
             if len(parts) > _RUNS_MAX:
                 view[ids] = rows
-                continue
-            for start, length, step in parts:
-                view[_span(block_ids[start], length, step)] = rows[start : start + length]
+            else:
+                for start, length, step in parts:
+                    view[_span(block_ids[start], length, step)] = rows[start : start + length]
+            copied(page_rows)
 
 
 def _span(first: int, length: int, step: int) -> slice:
@@ -223,11 +241,20 @@ class StagedLayers(PagedLayers):
         np.copyto(out, staging.numpy())
 
     @override
-    def scatter(
-        self, group: int, block_ids: Sequence[int], pages: Pages, *, num_pages: int, first_page: int, after: Fence
+    def scatter(  # by name
+        self,
+        group: int,
+        block_ids: Sequence[int],
+        pages: Pages,
+        *,
+        num_pages: int,
+        first_page: int,
+        after: Fence,
+        copied: Callable[[Pages], object] = lambda _: None,
     ) -> None:
         staging = self._staging(pages.nbytes)
         np.copyto(staging.numpy(), pages)
+        copied(pages)
         with torch.inference_mode(), self._begin(after):
             ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
             for rows, view in zip(self._rows(group, staging, num_pages), self._views[group], strict=True):

@@ -7,18 +7,15 @@ from then on the engine may compute into them or give them to somebody else.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from opentelemetry.trace import Span, get_current_span
 
@@ -27,21 +24,21 @@ from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavaila
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
-from kv_sidecar.client import BlockFile, open_block_file, parse_block_file
+from kv_sidecar.client import check_head, new_checksum, parse_block_file
 from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.layout import Fence, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import LoadPlan, Piece
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import RankLink, Terms
+from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
 from vllm_plugin.connector.transfer import ResultBox
 from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 
 log = logging.getLogger(__name__)
 
-_READS_AT_ONCE = 2
-"""Block files that one load reads and compares at a time."""
-_READ_AHEAD = 4
+_COPIES_AT_ONCE = 2
+"""Block files that one load copies and compares at a time: two threads copy nearly twice as fast as one."""
+_COPY_AHEAD = 4
 """Those, and as many that wait for their turn."""
 
 
@@ -56,23 +53,23 @@ class _Progress:
 class LoadEnd:
     """Who says how a load has ended: the thread that carries it out, or the engine's when that thread hangs.
 
-    A disk can keep a reader for ever. The engine's blocks are then taken back, but never while somebody writes to them.
+    A sidecar can keep a load for ever. The engine's blocks are then taken back, but never while somebody writes to them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Held for a few lines only."""
+        self._num_writing = 0
         self.is_claimed = False
         """Whether it was said."""
 
     def claim(self) -> bool:
-        """Return True once, for the first; False while the load's thread is writing. Never waits."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            is_first, self.is_claimed = not self.is_claimed, True
-            return is_first
-        finally:
-            self._lock.release()
+        """Return True once, for the first; False while a thread of the load's is writing. Never waits."""
+        with self._lock:
+            if self._num_writing or self.is_claimed:
+                return False
+            self.is_claimed = True
+            return True
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -80,7 +77,12 @@ class LoadEnd:
         with self._lock:
             if self.is_claimed:
                 raise SidecarUnavailable("the load was given up")
+            self._num_writing += 1
+        try:
             yield
+        finally:
+            with self._lock:
+                self._num_writing -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,8 @@ class _Arrival:
 
     block_index: int
     tier: pb.Tier.ValueType
-    open_file: Callable[[], BlockFile]
-    """Raises FileNotFoundError when there is none under the name that came."""
-    verify: bool
-    """Whether the bytes are to be compared with the checksum, not only the metadata with the plan."""
-    is_named: bool
+    data: memoryview
+    in_slot: bool
     vouched: str
     """Checksum the manifest vouches for; empty: it vouches for none."""
 
@@ -134,11 +133,8 @@ class Loader:
         self._reporter = reporter
         self._counters = counters
         self._clock = clock
-        self._buffers = threading.local()
-        self._readers = ThreadPoolExecutor(
-            settings.load_threads * _READS_AT_ONCE, thread_name_prefix="context-cache-reads"
-        )
-        """Bounded by the loads: each has at most `_READ_AHEAD` files here."""
+        self._readers = ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-reads")
+        """Bounded by the loads: each has at most `_COPY_AHEAD` files here."""
 
     def open(self, plan: LoadPlan, fence: Fence) -> Load:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
@@ -169,7 +165,7 @@ class Loader:
             late = self._clock.now_ms() >= load.deadline_ms
             self.fail(load, "load_deadline" if late else exc.code)
         except OSError:
-            self.fail(load, "shared_memory_error")
+            self.fail(load, "read_error")
         except Exception:
             # The engine waits for this id for ever: no fault of ours may keep it.
             log.exception("load broke", extra={"cache_ref": load.plan.cache_ref})
@@ -209,156 +205,103 @@ class Loader:
             self._reporter.end_load(load.lease_id)
 
     def _copy_by(self, terms: Terms, load: Load, progress: _Progress) -> None:
-        """Copy by name what the sidecar names, and in frames what was not there, or not right, under its name."""
-        pieces = {piece.block_index: piece for piece in load.plan.pieces}
-        in_frames = replace(terms, shared_directory=None, disk_directory=None)
+        """Copy out of slots, and again in frames when something there was not right."""
         try:
-            self._copy_pieces(terms, load, progress, pieces)
+            self._copy_pieces(terms, load, progress)
         except CorruptBlock as exc:
-            if terms == in_frames:
+            if terms.arena is None:
                 raise
-            # A copy in shared memory is bad, or a file on disk, and would be at every load. In frames the sidecar
-            # compares the bytes: it drops the one and serves the disk's, or puts the other aside.
+            # A copy in memory is bad, or a file on disk, and would be at every load. In frames the sidecar compares
+            # the bytes: it drops the one and serves the disk's, or puts the other aside.
             log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
+            self._counters.add("renewed_loads")
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
-            pieces = {piece.block_index: piece for piece in load.plan.pieces}
             try:
-                self._copy_pieces(in_frames, load, progress, pieces)
+                self._copy_pieces(replace(terms, arena=None), load, progress)
             except ContextCacheError:
                 raise exc from None
-        if pieces:
-            self._counters.add("renewed_blocks", amount=len(pieces))
-            self._copy_pieces(in_frames, load, progress, pieces)
 
-    def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress, pieces: dict[int, Piece]) -> None:
-        """Copy `pieces` and take them out; those whose file is gone under the name it was given stay in.
+    def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress) -> None:
+        """Copy all pieces.
 
-        Files that are named are opened, read and compared by a few threads at once; into the engine's blocks one writes
-        at a time. All have ended when this returns or raises: a thread that wrote later would write into blocks that
-        are somebody else's.
+        A few files are copied and compared at once. All have ended when this returns or raises: a thread that wrote
+        later would write into blocks that are somebody else's.
         """
         plan = load.plan
+        pieces = {piece.block_index: piece for piece in plan.pieces}
         request = pb.LoadBlocksRequest(
             tenant=plan.tenant,
             cache_ref=plan.cache_ref,
             fingerprint=plan.fingerprint,
             rank=self._link.facts.rank,
             block_indices=list(pieces),
-            shared_memory=terms.shared_directory is not None,
-            disk_files=terms.disk_directory is not None,
+            borrower="" if terms.arena is None else terms.arena.borrower,
             lease_id=load.lease_id,
             lease_ms=max(int(self._remaining_s(load) * 1000), 1),
         )
-        wanted, reading = set(pieces), deque[tuple[_Arrival, Future[bool]]]()
+        copying = deque[tuple[Piece, _Arrival, Future[None]]]()
         answers = self._link.sidecar.get().load_blocks(request, self._remaining_s(load))
         try:
             for arrival in self._arrivals(answers, terms):
                 self._remaining_s(load)
-                if arrival.block_index not in wanted:
+                piece = pieces.pop(arrival.block_index, None)
+                if piece is None:
                     raise CorruptBlock("the sidecar sent a block nobody asked for")
-                wanted.discard(arrival.block_index)
-                piece = pieces[arrival.block_index]
-                reading.append((arrival, self._readers.submit(self._take, load, piece, arrival)))
+                copying.append((piece, arrival, self._readers.submit(self._inject, load, piece, arrival)))
                 # What came in frames is held whole: one at a time.
-                while len(reading) >= (_READ_AHEAD if arrival.is_named else 1):
-                    self._took(load, progress, pieces, *reading.popleft())
-            while reading:
-                self._took(load, progress, pieces, *reading.popleft())
+                while len(copying) >= (_COPY_AHEAD if arrival.in_slot else 1):
+                    self._took(load, progress, *copying.popleft())
+            while copying:
+                self._took(load, progress, *copying.popleft())
         finally:
-            for _, future in reading:
+            for _, _, future in copying:
                 future.cancel()
-            wait([future for _, future in reading])
-        if wanted:
+            wait([future for _, _, future in copying])
+        if pieces:
             raise CorruptBlock("the sidecar left blocks out")
 
-    def _take(self, load: Load, piece: Piece, arrival: _Arrival) -> bool:
-        """Inject one block file; False when there is no file under the name that came."""
-        try:
-            block = arrival.open_file()
-        except FileNotFoundError:
-            return False  # the sidecar may have it elsewhere
-        self._inject(load, piece, arrival, block)
-        return True
-
-    def _took(
-        self, load: Load, progress: _Progress, pieces: dict[int, Piece], arrival: _Arrival, future: Future[bool]
-    ) -> None:
+    def _took(self, load: Load, progress: _Progress, piece: Piece, arrival: _Arrival, future: Future[None]) -> None:
         """Note a block file that was injected, once it is."""
-        if not future.result():
-            return
-        piece = pieces.pop(arrival.block_index)
+        future.result()
         crash_point(BETWEEN_LOADED_BLOCKS)
         progress.tier = max(progress.tier, arrival.tier)
         progress.size_bytes += self._piece_bytes(piece)
         self._remaining_s(load)
 
     def _arrivals(self, answers: Iterator[pb.LoadBlocksResponse], terms: Terms) -> Iterator[_Arrival]:
-        """Yield block files as they come, whole: named, or put together from frames."""
+        """Yield block files as they come, whole: in slots, or put together from frames."""
         data = bytearray()
         for answer in answers:
             arrive = partial(_Arrival, answer.block_index, answer.tier, vouched=answer.checksum)
-            if answer.WhichOneof("payload") == "shared_name":
-                verify = self._settings.verify_shared_memory
-                yield arrive(partial(self._open_shared, answer.shared_name, terms), verify, is_named=True)
-                continue
-            if answer.WhichOneof("payload") == "disk_name":
-                yield arrive(partial(self._read_disk, answer.disk_name, terms), verify=True, is_named=True)
+            if answer.WhichOneof("payload") == "slot":
+                yield arrive(self._slot(answer.slot, terms.arena), in_slot=True)
                 continue
             data += answer.frame
             if len(data) > terms.block_size_bytes_max:
                 raise CorruptBlock("the sidecar sent more than a block")
             if answer.last_frame:
-                yield arrive(partial(parse_block_file, data), verify=True, is_named=False)
+                yield arrive(memoryview(data), in_slot=False)
                 data = bytearray()
 
-    def _open_shared(self, name: str, terms: Terms) -> BlockFile:
-        path = Path(name)
-        if terms.shared_directory is None or path.is_absolute() or ".." in path.parts:
-            raise CorruptBlock("the sidecar named a file outside the shared directory")
-        return open_block_file(terms.shared_directory / path)
-
-    def _read_disk(self, name: str, terms: Terms) -> BlockFile:
-        """Read a block file of the sidecar's into this thread's buffer, which the next one overwrites.
-
-        Never mapped: a disk that fails under a map would kill the engine, a read only fails. What is no plain file is
-        not waited for: a named pipe never ends.
-        """
-        path = Path(name)
-        if terms.disk_directory is None or path.is_absolute() or ".." in path.parts:
-            raise CorruptBlock("the sidecar named a file outside its data directory")
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(terms.disk_directory / path, flags)
+    @staticmethod
+    def _slot(slot: pb.Slot, arena: Arena | None) -> memoryview:
         try:
-            view = self._read_whole(descriptor, terms.block_size_bytes_max)
-        finally:
-            os.close(descriptor)
-        return parse_block_file(view)
+            return memoryview(b"") if arena is None else arena.view(slot.offset, slot.size_bytes)
+        except ValueError as exc:
+            raise CorruptBlock("the sidecar named what is not in its arena") from exc
 
-    def _read_whole(self, descriptor: int, size_bytes_max: int) -> memoryview:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > size_bytes_max:
-            raise CorruptBlock("the sidecar named what is no file of at most a block's size")
-        view, done = self._scratch(status.st_size), 0
-        while done < len(view) and (count := os.readv(descriptor, [view[done:]])):
-            done += count
-        return view[:done]
+    def _inject(self, load: Load, piece: Piece, arrival: _Arrival) -> None:
+        """Copy one file's pages into the engine's blocks, and compare every byte where it has been copied from.
 
-    def _scratch(self, size_bytes: int) -> memoryview:
-        buffer: bytearray | None = getattr(self._buffers, "buffer", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = self._buffers.buffer = bytearray(size_bytes)
-        return memoryview(buffer)[:size_bytes]
-
-    def _inject(self, load: Load, piece: Piece, arrival: _Arrival, block: BlockFile) -> None:
+        In that order, so that a slot that became somebody else's before it was copied is noticed: the lease of a
+        process that was stopped ends without it.
+        """
         expected, group = load.plan.meta(piece, self._link.facts.rank), piece.file.group
-        if arrival.vouched and block.checksum != arrival.vouched:
-            raise CorruptBlock("the block's bytes are not those the manifest vouches for")
-        if arrival.verify:
-            block.verify(expected)
-        elif block.meta != expected:
-            raise CorruptBlock("the block is not the one that belongs here")
+        block = parse_block_file(arrival.data)
+        check_head(block.meta, block.checksum, expected, vouched=arrival.vouched)
         if block.pages.nbytes != piece.num_pages * page_bytes(self._layers.shapes[group]):
             raise CorruptBlock("the block's pages are not of this engine's size")
+        checksum = new_checksum()
         with load.end.writing():
             self._layers.scatter(
                 group,
@@ -367,8 +310,10 @@ class Loader:
                 num_pages=piece.num_pages,
                 first_page=piece.first_page,
                 after=load.fence,
+                copied=checksum.update,
             )
-        block.close()
+        if checksum.hexdigest() != block.checksum:
+            raise CorruptBlock("the block's checksum is wrong")
 
     def _piece_bytes(self, piece: Piece) -> int:
         return len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 from contextcache.errors import ContextCacheError
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.counters import Counters
-from vllm_plugin.connector.sidecar_link import EngineSidecar, LazySidecar
+from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, LazySidecar
 from vllm_plugin.connector.transfer import TransferPool
 
 
@@ -18,6 +20,9 @@ class Reporter:
         self._sidecar = sidecar
         self._counters = counters
         self._pool = TransferPool("reports", threads=1, queue_limit=queue_limit)
+        self._lock = threading.Lock()
+        self._owed: WeakKeyDictionary[Arena, set[int]] = WeakKeyDictionary()
+        """Slots that the sidecar has not been told of; with their arena they are forgotten, and free."""
 
     def send(self, report: pb.LoadReport) -> None:
         """Queue a report. Never waits."""
@@ -33,6 +38,23 @@ class Reporter:
         `reason`: a short fixed phrase. `started_at_ms`: as in the save's plan, the same on all ranks.
         """
         self._queue(lambda sidecar: sidecar.abandon_save(tenant, cache_ref, reason, started_at_ms=started_at_ms))
+
+    def return_slots(self, arena: Arena, slot_ids: Sequence[int]) -> None:
+        """Queue the word that nobody writes to these slots any more. Never waits; lost, the next one tells it too."""
+        with self._lock:
+            self._owed.setdefault(arena, set()).update(slot_ids)
+        self._queue(self._return_slots)
+
+    def _return_slots(self, sidecar: EngineSidecar) -> None:
+        with self._lock:
+            owed, self._owed = self._owed, WeakKeyDictionary()
+        for arena, slot_ids in owed.items():
+            try:
+                sidecar.return_slots(arena.borrower, sorted(slot_ids))
+            except ContextCacheError:
+                with self._lock:
+                    self._owed.setdefault(arena, set()).update(slot_ids)
+                raise
 
     def _queue(self, call: Callable[[EngineSidecar], None]) -> None:
         def deliver() -> None:

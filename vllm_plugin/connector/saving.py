@@ -8,10 +8,10 @@ told to the sidecar with its reason; the context is then computed again when it 
 
 from __future__ import annotations
 
-import secrets
-import tempfile
+from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeAlias
 
 from contextcache.clock import Clock
 from contextcache.errors import SidecarUnavailable, StorageFull
@@ -19,13 +19,25 @@ from contextcache.model import KVGroup
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import BlockFileWriter, context_files
-from vllm_plugin.connector.hand_over import GivenUp, HandOver, Save, StagedFile
+from vllm_plugin.connector.hand_over import GivenUp, HandOver, Loan, Save, StagedFile
 from vllm_plugin.connector.layout import Fence, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import Piece, SavePlan
 from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import RankLink, Terms
+from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
 from vllm_plugin.connector.transfer import ResultBox
 from vllm_plugin.crash_points import COPIED_OUT
+
+HOLD_DEADLINE = "hold_deadline"
+"""Why a save is given up whose bytes nobody takes in time; the sidecar keeps what it has taken for the next."""
+_SLOT_WAIT_MS = 250
+"""The sidecar's answer that there is no room comes after that."""
+_COPIES_AT_ONCE = 2
+"""Block files filled at a time, of all saves: two threads copy nearly twice as fast as one."""
+_BATCH_FILES = 64
+"""Slots asked for in one call."""
+
+Wanted: TypeAlias = tuple[Piece, BlockFileWriter]
+"""What the sidecar lacks, and the file that it will be."""
 
 
 class Saver:
@@ -47,6 +59,11 @@ class Saver:
         self._layers = layers
         self._results = results
         self._clock = clock
+        self._copiers = ThreadPoolExecutor(_COPIES_AT_ONCE, thread_name_prefix="context-cache-copies")
+
+    def close(self) -> None:
+        """End the threads, when what they copy is copied."""
+        self._copiers.shutdown(wait=False)
 
     def open(self, plan: SavePlan, fence: Fence) -> Save:
         """Give a plan its deadline; it runs from now, waiting in the queue included."""
@@ -104,37 +121,75 @@ class Saver:
             groups=groups,
             timeout_s=min(self._remaining_s(save), self._settings.prepare_deadline_ms / 1000),
         )
-        self._remaining_s(save)
-        save.shared = terms.shared_directory is not None
-        directory = self._directory(terms)
-        for piece in self._wanted(plan, groups, answer, terms):
-            self._make_room(save, piece)
-            self.hand_over.stage(save, self._filled(save, piece, directory))
+        wanted = deque(self._wanted(plan, groups, answer, terms))
+        arena, filled_at_ms = terms.arena, self._clock.now_ms()
+        if arena is not None and any(file.size_bytes > arena.size_bytes for _, file in wanted):
+            arena = None  # it would wait for a slot that never comes
+        while wanted:
+            if self._fill_some(save, arena, wanted):
+                filled_at_ms = self._clock.now_ms()
+            elif self._clock.now_ms() >= filled_at_ms + self._settings.prepare_deadline_ms:
+                raise GivenUp(HOLD_DEADLINE)
+            self._remaining_s(save)
+
+    def _fill_some(self, save: Save, arena: Arena | None, wanted: deque[Wanted]) -> bool:
+        """Copy out the next pieces that there is room for, and take them off `wanted`; False when there was none."""
+        batch = self._with_room(save, wanted)
+        loans: deque[Loan | None] = deque()
+        filling: list[Future[None]] = []
+        try:
+            loans.extend([None] * len(batch) if arena is None else self._borrow(save, arena, batch))
+            is_some = bool(loans)
+            while loans:
+                piece, writer = batch.popleft()
+                file = StagedFile(piece.block_index, writer, loans.popleft())
+                filling.append(self._copiers.submit(self._fill, save, piece, file))
+        finally:
+            wait(filling)  # before anybody frees the engine's blocks
+            # What no slot was had for waits for the sidecar to take some of what it has.
+            self.hand_over.give_back([loan for loan in loans if loan is not None])
+            for _, writer in batch:
+                self.hand_over.budget.give_back(writer.size_bytes)
+            wanted.extendleft(reversed(batch))
+        for filled in filling:
+            filled.result()
+        if not is_some:
+            self.hand_over.begin(save)
+        return is_some
 
     def _wanted(
         self, plan: SavePlan, groups: Sequence[KVGroup], answer: pb.PrepareSaveResponse, terms: Terms
-    ) -> list[Piece]:
+    ) -> list[Wanted]:
         """Return the pieces the sidecar lacks: missing blocks, and all tails."""
         files = context_files(plan.cache_ref, plan.fingerprint, plan.tenant, plan.token_ids, groups)
         missing = sorted(answer.missing_files)
         in_range = not missing or (missing[0] >= 0 and missing[-1] < len(files))
         if answer.num_files != len(files) or not in_range:
             raise SidecarUnavailable("the sidecar speaks of other files than ours; its release is another")
-        pieces = [plan.piece(index, files[index]) for index in missing]
-        if any(self._piece_bytes(piece) > terms.block_size_bytes_max for piece in pieces):
+        rank = self._link.facts.rank
+        wanted = []
+        for index in missing:
+            piece = plan.piece(index, files[index])
+            pages_bytes = len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])
+            wanted.append((piece, BlockFileWriter(plan.meta(piece, rank), pages_bytes=pages_bytes)))
+        if any(file.size_bytes > terms.block_size_bytes_max for _, file in wanted):
             raise StorageFull("a block is larger than the sidecar takes")
-        if any(self._piece_bytes(piece) > self.hand_over.budget.limit_bytes for piece in pieces):
+        if any(file.size_bytes > self.hand_over.budget.limit_bytes for _, file in wanted):
             raise GivenUp("staging_full")
-        return pieces
+        return wanted
 
-    def _make_room(self, save: Save, piece: Piece) -> None:
-        """Take a piece's bytes of the budget, when the sidecar has taken others' if need be.
+    def _with_room(self, save: Save, wanted: deque[Wanted]) -> deque[Wanted]:
+        """Take as many off `wanted` as the budget has bytes for, and at least one.
 
-        The engine's blocks are held meanwhile: until the save's deadline, and no longer than the sidecar takes nothing.
+        For that one others' are waited for if need be. The engine's blocks are held meanwhile: until the save's
+        deadline, and no longer than the sidecar takes nothing.
         """
-        size_bytes, budget = self._piece_bytes(piece), self.hand_over.budget
-        if budget.try_take(size_bytes):
-            return
+        budget = self.hand_over.budget
+        batch: deque[Wanted] = deque()
+        while wanted and len(batch) < _BATCH_FILES and budget.try_take(wanted[0][1].size_bytes):
+            batch.append(wanted.popleft())
+        if batch:
+            return batch
         seen, at_ms = budget.num_returns, self._clock.now_ms()
 
         def check() -> None:
@@ -145,37 +200,38 @@ class Saver:
             if save.fault:
                 raise GivenUp(save.fault)
             if now_ms >= min(save.deadline_ms, at_ms + self._settings.prepare_deadline_ms):
-                raise GivenUp("hold_deadline")
+                raise GivenUp(HOLD_DEADLINE)
 
         if save.staged:
             self.hand_over.begin(save)
-        budget.take(size_bytes, check=check)
+        budget.take(wanted[0][1].size_bytes, check=check)
+        return deque([wanted.popleft()])
 
-    def _piece_bytes(self, piece: Piece) -> int:
-        return len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])
+    def _borrow(self, save: Save, arena: Arena, batch: Sequence[Wanted]) -> list[Loan]:
+        """Get slots for the first files of a batch; none when the sidecar has no room for now."""
+        request = pb.LendSlotsRequest(
+            borrower=arena.borrower,
+            cache_ref=save.plan.cache_ref,
+            rank=self._link.facts.rank,
+            block_indices=[piece.block_index for piece, _ in batch],
+            sizes_bytes=[writer.size_bytes for _, writer in batch],
+            timeout_ms=_SLOT_WAIT_MS,
+        )
+        slots = self._link.sidecar.get().lend_slots(request, self._settings.prepare_deadline_ms / 1000)
+        loans = [Loan(arena, slot.slot_id, arena.view(slot.offset, slot.size_bytes)) for slot in slots]
+        if len(loans) > len(batch):
+            raise SidecarUnavailable("the sidecar lends what nobody asked for")
+        return loans
 
-    def _filled(self, save: Save, piece: Piece, directory: Path) -> StagedFile:
-        """Copy one piece straight into the map of its block file. Its room is given back when that fails."""
-        plan, rank, index = save.plan, self._link.facts.rank, piece.block_index
-        path = directory / f"{plan.cache_ref}.r{rank}.{index}.{secrets.token_hex(4)}"
-        size_bytes = self._piece_bytes(piece)
+    def _fill(self, save: Save, piece: Piece, file: StagedFile) -> None:
+        """Copy one piece straight to where its file is made, and stage it. Its room is given back when that fails."""
         try:
-            writer = BlockFileWriter(path, plan.meta(piece, rank), pages_bytes=size_bytes)
-        except BaseException:
-            self.hand_over.budget.give_back(size_bytes)
-            raise
-        file = StagedFile(index, path, writer, size_bytes)
-        try:
-            self._layers.gather(piece.file.group, piece.block_ids, writer.pages, after=save.fence)
+            file.writer.begin(memoryview(bytearray(file.writer.size_bytes)) if file.loan is None else file.loan.view)
+            self._layers.gather(piece.file.group, piece.block_ids, file.writer.pages, after=save.fence)
         except BaseException:
             self.hand_over.drop([file])
             raise
-        return file
-
-    def _directory(self, terms: Terms) -> Path:
-        if terms.shared_directory is not None:
-            return terms.shared_directory / "incoming"
-        return Path(self._settings.staging_directory or tempfile.gettempdir())
+        self.hand_over.stage(save, file)
 
     def _remaining_s(self, save: Save) -> float:
         """Return how long the engine's blocks may still be held, in seconds. Raises SidecarUnavailable at the end."""

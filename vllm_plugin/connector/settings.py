@@ -27,11 +27,9 @@ class ConnectorSettings:
     """Operator's name for the weights. Needed only where they cannot be looked into (loaded from an object store, by
     a plugin): without it their KV does not outlive the engine. Change it when they change."""
     staging_limit_bytes: int = 1 << 30
-    """Bytes copied out of the engine and not yet taken by the sidecar. 1 GiB is one context of 8 192 tokens of an
-    8-billion-parameter model in bf16; a larger one goes by pieces, and the engine's blocks are held meanwhile."""
-    staging_directory: str = ""
-    """Where saves are staged when there is no memory shared with the sidecar; empty: the system's temporary
-    directory."""
+    """Bytes copied out of the engine and not yet taken by the sidecar, in its arena or in our memory. 1 GiB is one
+    context of 8 192 tokens of an 8-billion-parameter model in bf16; a larger one goes by pieces, and the engine's
+    blocks are held meanwhile."""
     manifest_deadline_ms: int = 1_000
     """Longest wait for a manifest before the request is computed instead. A lookup takes milliseconds, a dead
     sidecar refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed
@@ -67,8 +65,6 @@ class ConnectorSettings:
     prefault_kv_cache: bool = True
     """Touch a CPU engine's KV memory at its start, not in the first restores (prefault.py); its whole KV space is
     then resident at once. Nothing happens on GPUs."""
-    verify_shared_memory: bool = True
-    """Check the bytes of blocks read from shared memory again before they are injected."""
     traces_endpoint: str = ""
     """OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no spans of loads and saves.
     Whether a turn is traced is decided where it came in."""

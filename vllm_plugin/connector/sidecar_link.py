@@ -7,12 +7,10 @@ construction; a sidecar that is absent is asked again with growing pauses while 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from typing_extensions import override
@@ -21,6 +19,7 @@ from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
 from contextcache.model import KVGroup, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts
 
 log = logging.getLogger(__name__)
@@ -52,6 +51,14 @@ class EngineSidecar(Protocol):
         timeout_s: float,
     ) -> pb.PrepareSaveResponse:
         """Open a save and learn which blocks are missing."""
+        ...
+
+    def lend_slots(self, request: pb.LendSlotsRequest, timeout_s: float) -> Sequence[pb.Slot]:
+        """Get room in the arena for the first of the files asked for."""
+        ...
+
+    def return_slots(self, borrower: str, slot_ids: Sequence[int]) -> None:
+        """Tell that nobody will write to lent slots any more."""
         ...
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
@@ -86,6 +93,21 @@ class EngineSidecar(Protocol):
         """Close the channel."""
         ...
 
+
+class Arena(Protocol):
+    """`kv_sidecar.client.MappedArena`; whoever writes to a lent slot holds it."""
+
+    borrower: str
+    """What the sidecar calls this process."""
+    size_bytes: int
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        """Return a stretch of it. Raises ValueError for one that is not inside."""
+        ...
+
+
+OpenArena: TypeAlias = Callable[[Callable[[], None]], Arena]
+"""Borrow the sidecar's arena; what is passed is called when the sidecar has gone. Raises OSError."""
 
 Connect: TypeAlias = Callable[[float], EngineSidecar]
 """Make a client whose calls have this deadline in seconds, unless they name another."""
@@ -132,22 +154,24 @@ class Terms:
     """What the sidecar answered to the handshake."""
 
     block_tokens: int
-    shared_directory: Path | None
-    """Directory in shared memory that both see; None: send frames."""
     block_size_bytes_max: int
-    disk_directory: Path | None = None
-    """The sidecar's data directory, when this process may read block files there."""
+    arena: Arena | None = None
+    """The memory that both see; None: send frames."""
 
 
 class RankLink:
     """A worker rank's standing with the sidecar: introduced, with its terms, or not (yet, or again)."""
 
-    def __init__(self, sidecar: LazySidecar, clock: Clock) -> None:
+    def __init__(self, sidecar: LazySidecar, open_arena: OpenArena, clock: Clock, counters: Counters) -> None:
         self.sidecar = sidecar
+        self._open_arena = open_arena
         self._clock = clock
+        self._counters = counters
         self._lock = threading.Lock()
         self._facts: RankFacts | None = None
         self._terms: Terms | None = None
+        self._arena: Arena | None = None
+        """Kept while the sidecar lives, whatever becomes of the terms."""
         self._pause_ms = 0
         self._next_try_at_ms = 0
 
@@ -202,9 +226,26 @@ class RankLink:
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
         self._pause_ms = 0
-        directory = Path(answer.shared_directory) if answer.shared_directory else None
-        log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "shared": directory is not None})
-        disk = Path(answer.disk_directory) if answer.disk_directory else None
-        if disk is not None and not os.access(disk / "blocks", os.R_OK | os.X_OK):
-            disk = None
-        return Terms(answer.block_tokens, directory, answer.block_size_bytes_max, disk)
+        if answer.arena and self._arena is None:
+            self._arena = self._borrow()
+        has_arena = self._arena is not None
+        log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": has_arena})
+        return Terms(answer.block_tokens, answer.block_size_bytes_max, self._arena)
+
+    def _borrow(self) -> Arena | None:
+        try:
+            return self._open_arena(self._arena_gone)
+        except OSError:
+            # Another machine, another user, a sandbox that passes no descriptors: frames are slower, and right.
+            self._counters.add("refused_arenas")
+            log.warning("no arena; KV travels in frames", exc_info=True)
+            return None
+
+    def _arena_gone(self) -> None:
+        """Let go of the memory of a sidecar that has ended: nobody else could."""
+        self._arena = None
+        self.lost()
+
+    def close(self) -> None:
+        """Let go of the arena, once nobody uses it."""
+        self._arena = self._terms = None

@@ -29,7 +29,7 @@ from vllm_plugin.connector.prefault import prefault
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saving import Saver
 from vllm_plugin.connector.settings import WEIGHTS_UNNAMED, ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, RankLink
+from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, OpenArena, RankLink
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
 from vllm_plugin.connector.weights import weights_identity
 
@@ -46,6 +46,7 @@ class WorkerSide:
         groups: Sequence[LayerGroup],
         settings: ConnectorSettings,
         connect: Connect,
+        open_arena: OpenArena,
         *,
         clock: Clock,
     ) -> None:
@@ -60,7 +61,7 @@ class WorkerSide:
         self._results = ResultBox()
         self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
         self._patient_sidecar = LazySidecar(connect, timeout_s=settings.save_deadline_ms / 1000)
-        self._link = RankLink(self._sidecar, self._clock)
+        self._link = RankLink(self._sidecar, open_arena, self._clock, self.counters)
         limit = settings.queue_limit
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=limit)
         self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
@@ -235,10 +236,13 @@ class WorkerSide:
         self._patient_sidecar.close()
         if self._loader is not None:
             self._loader.close()
+        if self._saver is not None:
+            self._saver.close()
         closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
         if self._saver is not None:
             closers.append(self._saver.hand_over.close)
         ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
         if not all(ended):
             log.warning("transfer threads still running at shutdown")
+        self._link.close()
         self._tracer.close()

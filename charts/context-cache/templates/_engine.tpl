@@ -1,9 +1,9 @@
 {{/*
-What makes a pod with vLLM one of the release's: the kv-sidecar beside it, the files both share, the turn middleware's
-environment and the connector's configuration. engine.yaml uses it for the chart's own pods; the injector gets the same
+What makes a pod with vLLM one of the release's: the kv-sidecar beside it, the sockets by which they meet, the turn
+middleware's environment and the connector's configuration. engine.yaml uses it for the chart's own pods; the injector gets the same
 text as data and patches it into others. All take the root and give YAML lists, transferConfig a JSON object.
 
-Both containers should run as one user: the socket, blocks and saves in flight are files of one that the other opens.
+Both containers should run as one user: the sockets are files of one that the other opens.
 */}}
 
 {{/*
@@ -39,11 +39,6 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
       value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
     - name: SIDECAR_DATA_DIR
       value: /var/lib/context-cache
-    # vLLM has the volume under the same path and reads blocks there itself.
-    - name: SIDECAR_SHARE_DATA_DIR
-      value: "1"
-    - name: SIDECAR_SHARED_DIR
-      value: /dev/shm/context-cache
     - name: SIDECAR_MEMORY_LIMIT_BYTES
       value: {{ include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | quote }}
     - name: SIDECAR_DISK_LIMIT_BYTES
@@ -84,14 +79,12 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
   terminationMessagePolicy: FallbackToLogsOnError
   securityContext:
     {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
-  # Pages of the tmpfs count for whoever wrote them: those of blocks read from disk or from peers for the sidecar.
+  # The memory that both containers use (memoryLimit) counts here, in full and from the start on.
   resources:
     {{- toYaml .Values.sidecar.resources | nindent 4 }}
   volumeMounts:
     - name: kv-run
       mountPath: /run/context-cache
-    - name: kv-shm
-      mountPath: /dev/shm
     - name: kv-blocks
       mountPath: /var/lib/context-cache
     {{- include "context-cache.tls.mount" . | nindent 4 }}
@@ -106,14 +99,10 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 {{- end }}
 {{- end }}
 
-{{/* Volumes of a pod with vLLM: what the two containers share, and the Secrets the plugin and the sidecar read. */}}
+{{/* Volumes of a pod with vLLM: the sockets, the sidecar's disk, and the Secrets the plugin and the sidecar read. */}}
 {{- define "context-cache.sidecar.volumes" -}}
 - name: kv-run
   emptyDir: {}
-- name: kv-shm
-  emptyDir:
-    medium: Memory
-    sizeLimit: {{ .Values.engine.shm.sizeLimit | toJson }}
 - name: kv-blocks
   {{- with .Values.sidecar.storage }}
   {{- if eq .type "existingClaim" }}
@@ -162,15 +151,10 @@ volumeClaimTemplate:
 {{ include "context-cache.settingsEnv" (dict "prefix" "TURN_" "settings" .Values.engine.turn) }}
 {{- end }}
 
-{{/* Mounts of vLLM's container. It only reads blocks on the disk; saves go through shared memory. */}}
+{{/* Mounts of vLLM's container. It sees no block as a file: what it saves and loads lies in memory of the sidecar's. */}}
 {{- define "context-cache.engine.mounts" -}}
 - name: kv-run
   mountPath: /run/context-cache
-- name: kv-shm
-  mountPath: /dev/shm
-- name: kv-blocks
-  mountPath: /var/lib/context-cache
-  readOnly: true
 {{ include "context-cache.signing.mount" . }}
 {{ include "context-cache.tls.mount" . }}
 {{- end }}
@@ -195,18 +179,13 @@ pods.
 {{- $memory := include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | float64 }}
 {{- $disk := include "context-cache.bytes" (dict "name" "sidecar.diskLimit" "value" .Values.sidecar.diskLimit) | float64 }}
 {{- $size := include "context-cache.bytes" (dict "name" "sidecar.storage.size" "value" .Values.sidecar.storage.size) | float64 }}
-{{- $shm := include "context-cache.bytes" (dict "name" "engine.shm.sizeLimit" "value" .Values.engine.shm.sizeLimit) | float64 }}
-{{- $ranks := ternary .Values.engine.tensorParallelSize 1 .Values.engine.enabled | int }}
-{{- $staging := mulf $ranks (get .Values.engine.connector "staging_limit_bytes" | default 1073741824) }}
-{{- if gt (addf $memory $staging) $shm }}
-{{- fail (printf "engine.shm.sizeLimit (%v) must hold sidecar.memoryLimit (%v) and, for each of %d tensor-parallel ranks, engine.connector.staging_limit_bytes (1Gi by default): %.1f GiB in all" .Values.engine.shm.sizeLimit .Values.sidecar.memoryLimit $ranks (divf (addf $memory $staging) 1073741824.0)) }}
-{{- end }}
 {{- if and (ne .Values.sidecar.storage.type "existingClaim") (ge $disk $size) }}
 {{- fail (printf "sidecar.diskLimit (%v) must be less than sidecar.storage.size (%v): manifests and unfinished files need room too" .Values.sidecar.diskLimit .Values.sidecar.storage.size) }}
 {{- end }}
 {{- with dig "limits" "memory" "" (.Values.sidecar.resources | default dict) }}
-{{- if le (include "context-cache.bytes" (dict "name" "sidecar.resources.limits.memory" "value" .) | float64) $memory }}
-{{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v), whose pages it counts: the sidecar would be killed" . $.Values.sidecar.memoryLimit) }}
+{{- /* Beside the arena: the process, and a block file for each thread and each stream of frames. */}}
+{{- if lt (include "context-cache.bytes" (dict "name" "sidecar.resources.limits.memory" "value" .) | float64) (addf $memory 536870912.0) }}
+{{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v) by 512Mi or more: that memory is taken at the start, and the sidecar needs some of its own; it would be killed" . $.Values.sidecar.memoryLimit) }}
 {{- end }}
 {{- end }}
 {{- if eq .Values.sidecar.storage.type "existingClaim" }}

@@ -139,7 +139,7 @@ rollingUpdate:
 {{- if and (gt $gpus 0) (ne (mod $gpus $tp) 0) }}
 {{- fail (printf "engine.tensorParallelSize (%d) must divide into engine.gpu.count (%d): each rank needs a GPU of the pod" $tp $gpus) }}
 {{- end }}
-{{- if has (trimSuffix "/" $engine.modelCache.mountPath) (list "" "/tmp" "/dev/shm" "/run/context-cache" "/var/lib/context-cache" "/etc/context-cache/signing" "/etc/context-cache/tls") }}
+{{- if has (trimSuffix "/" $engine.modelCache.mountPath) (list "" "/tmp" "/dev/shm" "/run/context-cache" "/etc/context-cache/signing" "/etc/context-cache/tls") }}
 {{- fail (printf "engine.modelCache.mountPath (%s): something else is mounted there" $engine.modelCache.mountPath) }}
 {{- end }}
 {{- $tokens := get .Values.sidecar.settings "blockTokens" | default 256 | int }}

@@ -32,21 +32,16 @@ def make_parts(**changes: Any) -> PatchParts:
             "env": [{"name": "SIDECAR_MEMORY_LIMIT_BYTES", "value": str(4 << 30)}],
             "ports": [{"name": "kv-grpc", "containerPort": 50061}],
             "securityContext": {"allowPrivilegeEscalation": False},
-            "volumeMounts": [
-                {"name": "kv-run", "mountPath": "/run/context-cache"},
-                {"name": "kv-shm", "mountPath": "/dev/shm"},
-            ],
+            "volumeMounts": [{"name": "kv-run", "mountPath": "/run/context-cache"}],
         },
         "volumes": [
             {"name": "kv-run", "emptyDir": {}},
-            {"name": "kv-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
             {"name": "signing", "secret": {"secretName": "cc-signing", "defaultMode": 0o440}},
             {"name": "payload", "emptyDir": {}},
         ],
         "env": [{"name": "TURN_SIDECAR", "value": "unix:///run/context-cache/sidecar.sock"}],
         "mounts": [
             {"name": "kv-run", "mountPath": "/run/context-cache"},
-            {"name": "kv-shm", "mountPath": "/dev/shm"},
             {"name": "signing", "mountPath": "/etc/context-cache/signing", "readOnly": True},
             {"name": "payload", "mountPath": "/payload", "readOnly": True},
         ],

@@ -144,10 +144,6 @@ def test_of_two_engines_the_annotation_says_which():
         (make_pod(make_engine(), {"name": "x", "image": "x", "ports": [{"containerPort": 50061}]}), Reason.NAME_TAKEN),
         (make_pod(make_engine(volumeMounts=[{"name": "x", "mountPath": "/run/context-cache/"}])), Reason.NAME_TAKEN),
         (make_pod(make_engine(env=[{"name": "PYTHONPATH", "valueFrom": {}}])), Reason.NAME_TAKEN),
-        (
-            make_pod(make_engine(volumeMounts=[SHM_MOUNT]), volumes=[{"name": "shm", "hostPath": {}}]),
-            Reason.SHARED_MEMORY,
-        ),
         (make_pod(make_engine(securityContext={"runAsNonRoot": True})), Reason.USER),
         (make_pod(make_engine(securityContext={"capabilities": {"drop": ["ALL"]}})), Reason.USER),
         (make_pod(make_engine(securityContext=ROOT_WITHOUT_RIGHTS)), Reason.USER),
@@ -172,14 +168,22 @@ def test_a_configuration_file_that_its_owner_vouches_for_is_no_obstacle():
     assert engine_of(injected(pod))["args"][:3] == ["m", "--config", "/c.yaml"]
 
 
-def test_an_own_shared_memory_is_used_by_all_and_bounds_the_memory_tier():
-    after = injected(PODS["own-shared-memory-and-user"])
+@pytest.mark.parametrize("volume", [SHM_VOLUME, {"name": "shm", "hostPath": {"path": "/dev/shm"}}])
+def test_an_own_shared_memory_stays_the_engines_alone(volume):
+    after = injected(make_pod(make_engine(volumeMounts=[SHM_MOUNT]), volumes=[volume]))
 
-    names = [volume["name"] for volume in after["spec"]["volumes"]]
-    assert "context-cache-kv-shm" not in names
-    assert SHM_MOUNT in sidecar_of(after)["volumeMounts"]
-    assert engine_of(after)["volumeMounts"].count(SHM_MOUNT) == 1
-    assert sidecar_of(after)["env"][0] == {"name": "SIDECAR_MEMORY_LIMIT_BYTES", "value": str(1 << 30)}
+    assert after["spec"]["volumes"][0] == volume
+    assert engine_of(after)["volumeMounts"][0] == SHM_MOUNT
+    assert sidecar_of(after) == sidecar_of(injected(make_pod()))
+
+
+def test_where_the_engine_has_no_shared_memory_it_gets_none():
+    after = injected(make_pod())
+
+    assert "/dev/shm" not in {
+        mount["mountPath"] for one in (engine_of(after), sidecar_of(after)) for mount in one["volumeMounts"]
+    }
+    assert not any(volume.get("emptyDir", {}).get("medium") for volume in after["spec"]["volumes"])
 
 
 def test_the_sidecar_is_the_engines_user_where_that_is_known():

@@ -8,33 +8,40 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from contextcache.errors import CorruptBlock, StorageFull
-from kv_sidecar.block_file import BlockFileWriter, BlockMeta, open_block_file, parse_block_file
+from contextcache.errors import CorruptBlock
+from kv_sidecar.block_file import BlockFileWriter, BlockMeta, parse_block_file
 from kv_sidecar.block_id import block_id
 from kv_sidecar.block_key import BlockKey
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, block_file_bytes, block_meta_of, write_block
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, block_file_bytes, block_meta_of
 
 TOKENS = (5, 6, 7, 0xFFFF_FFFF)
 META = BlockMeta("block", block_id(FINGERPRINT, TENANT, "", TOKENS), "", TENANT, FINGERPRINT, 3, TOKENS)
 
 
-def test_pages_and_metadata_come_back(tmp_path: Path) -> None:
-    writer = BlockFileWriter(tmp_path / "b", META, pages_bytes=30)
+def begun(*, pages_bytes: int) -> tuple[BlockFileWriter, bytearray]:
+    """Return a writer and the memory it writes to, which others have used before."""
+    writer = BlockFileWriter(META, pages_bytes=pages_bytes)
+    room = bytearray(b"\xff" * writer.size_bytes)
+    writer.begin(memoryview(room))
+    return writer, room
+
+
+def test_pages_and_metadata_come_back() -> None:
+    writer, room = begun(pages_bytes=30)
     pages = np.arange(30, dtype=np.uint8)
     writer.pages[:] = pages
-    writer.finish()
 
-    file = open_block_file(tmp_path / "b")
+    assert bytes(writer.finish()) == room
+    file = parse_block_file(room)
     file.verify(META)
-
     assert file.meta == META
     assert np.array_equal(file.pages, pages)
-    assert file.size_bytes == writer.size_bytes == (tmp_path / "b").stat().st_size
+    assert file.size_bytes == writer.size_bytes
     file.close()
 
 
 def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
-    write_block(tmp_path / "b", META, fill=9)
+    (tmp_path / "b").write_bytes(block_file_bytes(META, fill=9))
 
     with safe_open(tmp_path / "b", "numpy") as file:
         metadata = file.metadata()
@@ -45,35 +52,35 @@ def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:
     assert np.all(pages == 9)
 
 
-def test_the_file_has_its_full_size_before_it_is_finished_and_is_not_valid(tmp_path: Path) -> None:
-    writer = BlockFileWriter(tmp_path / "b", META, pages_bytes=8)
-
-    assert (tmp_path / "b").stat().st_size == writer.size_bytes
+def test_a_file_is_not_valid_before_it_is_finished_nor_when_another_page_came_after() -> None:
+    writer, room = begun(pages_bytes=8)
     with pytest.raises(CorruptBlock):
-        open_block_file(tmp_path / "b")
-    writer.discard()
-    assert not (tmp_path / "b").exists()
-
-
-def test_discard_after_finish_removes_the_file_and_may_be_repeated(tmp_path: Path) -> None:
-    writer = BlockFileWriter(tmp_path / "b", META, pages_bytes=8)
+        parse_block_file(room)
+    writer.pages[:] = 1
     writer.finish()
-    writer.discard()
-    writer.discard()
+    parse_block_file(room).verify(META)
+    room[-1] = 2
 
-    assert not (tmp_path / "b").exists()
-
-
-def test_no_room_is_storage_full_and_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(StorageFull):
-        BlockFileWriter(tmp_path / "b", META, pages_bytes=1 << 60)
-
-    assert not (tmp_path / "b").exists()
+    with pytest.raises(CorruptBlock):
+        parse_block_file(room).verify(META)
 
 
-def test_a_view_that_outlives_the_file_stays_readable(tmp_path: Path) -> None:
-    write_block(tmp_path / "b", META, fill=4)
-    file = open_block_file(tmp_path / "b")
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_memory_can_be_given_back_when_the_writer_has_ended(finished: bool) -> None:
+    """A bytearray of which somebody holds a view can be neither resized nor, as a region, unmapped."""
+    writer, room = begun(pages_bytes=8)
+    if finished:
+        writer.finish()
+    with pytest.raises(BufferError):
+        room.clear()
+    writer.end()
+    writer.end()
+
+    room.clear()
+
+
+def test_a_view_that_outlives_the_file_stays_readable() -> None:
+    file = parse_block_file(block_file_bytes(META, fill=4))
     pages = file.pages
     file.close()
 
@@ -102,13 +109,11 @@ def test_every_flipped_byte_is_detected_or_changes_nothing() -> None:
         assert np.array_equal(file.pages, pages), position
 
 
-def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
+def test_a_truncated_file_is_corrupt() -> None:
     data = block_file_bytes(META)
     for length in range(len(data)):
-        (tmp_path / "b").write_bytes(data[:length])
-
         with pytest.raises(CorruptBlock):
-            open_block_file(tmp_path / "b")
+            parse_block_file(data[:length])
 
 
 def test_bytes_after_the_tensor_are_corrupt() -> None:
@@ -148,14 +153,6 @@ def test_a_tail_is_verified_by_its_checksum() -> None:
 
     with pytest.raises(CorruptBlock):
         parse_block_file(data).verify(meta)
-
-
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    write_block(tmp_path / "b", META)
-    (tmp_path / "link").symlink_to(tmp_path / "b")
-
-    with pytest.raises(CorruptBlock):
-        open_block_file(tmp_path / "link")
 
 
 @pytest.mark.parametrize("key", [BlockKey("block", "a0" * 32, 0), BlockKey("tail", "ref_" + "0b" * 16, 17)])

@@ -18,12 +18,14 @@ from contextcache.errors import (
 )
 from contextcache.model import new_cache_ref
 from kv_sidecar.catalog import Removed
-from kv_sidecar.manifest import all_keys, block_key
+from kv_sidecar.manifest import all_keys, block_key, rank_keys
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
 OTHER_END = (*range(8), 90, 91, 92)
 """Shares two whole blocks with PROMPT."""
+FILE_BYTES = 832
+"""A little more than a block file of these tests."""
 
 
 @pytest.fixture
@@ -31,9 +33,9 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture(params=[True, False], ids=["shared-memory", "frames"])
+@pytest.fixture(params=[True, False], ids=["slots", "frames"])
 async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, shared=request.param) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, slots=request.param) as kv:
         yield kv
 
 
@@ -45,8 +47,7 @@ async def test_deleting_the_only_context_leaves_no_byte_in_any_tier(kv: SidecarU
     assert removed == Removed(1, held_bytes)
     assert kv.disk_bytes() == 0
     assert kv.manifest_files() == set()
-    assert kv.memory.usage().size_bytes == 0
-    assert kv.shared is None or kv.memory_files() == set()
+    assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, new.cache_ref)
     assert await kv.catalog.delete(TENANT, SESSION, [new.cache_ref]) == Removed(0, 0)
@@ -224,7 +225,7 @@ async def test_touch_moves_the_expiry_for_good(kv: SidecarUnderTest, clock: Manu
     assert await kv.catalog.touch("other", SESSION, 1) == 0
     await kv.sidecar.close()
     clock.advance(ms=2 * TTL_MS)
-    async with SidecarUnderTest(tmp_path, clock=clock, shared=False) as again:
+    async with SidecarUnderTest(tmp_path, clock=clock, slots=False) as again:
         assert (await again.catalog.open(TENANT, new.cache_ref)).expires_at_ms == until_ms
         assert await again.load(new)
 
@@ -269,7 +270,7 @@ async def test_a_restarted_sidecar_serves_from_disk_then_from_memory(tmp_path: P
         assert await kv.load(new) == ["disk"] * 3
         assert kv.catalog.tier_of(manifest) == "host"
         assert await kv.load(new) == ["host"] * 3
-        assert await kv.load(new, shared=False) == ["host"] * 3
+        assert await kv.load(new, in_slots=False) == ["host"] * 3
 
 
 def flip_last(path: Path) -> None:
@@ -304,9 +305,11 @@ async def test_a_spoilt_block_is_put_aside_and_its_contexts_are_missed(
         spoilt = block_key(kv.plan(first), 1, 0)
         spoil(kv.path_of(spoilt))
         with pytest.raises(CorruptBlock):
-            await kv.load(first)
+            await kv.load(first)  # in slots the reader finds it, and asks for it in frames
+        with pytest.raises(CorruptBlock if spoil is flip_last else CacheRefNotFound):
+            await kv.load(first, in_slots=False)
 
-        assert spoilt not in kv.block_files()
+        assert spoilt not in kv.block_files() | set(kv.memory.keys())
         assert [path.name for path in kv.sidecar.directory.quarantine.iterdir()] == [spoilt.file_name]
         assert kv.sidecar.directory.num_quarantined == 1
         for lost in (first, second):
@@ -400,7 +403,7 @@ async def test_another_fingerprint_loads_nothing(kv: SidecarUnderTest) -> None:
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
 
     with pytest.raises(FingerprintMismatch):
-        await anext(kv.catalog.load(manifest, "e" * 64, 0, [0], shared=True))
+        await anext(kv.catalog.load(manifest, "e" * 64, 0, [0], in_slots=True))
 
 
 @pytest.mark.parametrize(("rank", "indices"), [(1, [0]), (-1, [0]), (0, [3]), (0, [-1]), (0, [0, 1, 2, 0])])
@@ -411,13 +414,13 @@ async def test_blocks_that_are_not_there_cannot_be_asked_for(
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
 
     with pytest.raises(InvalidRequest):
-        await anext(kv.catalog.load(manifest, new.fingerprint, rank, indices, shared=True))
+        await anext(kv.catalog.load(manifest, new.fingerprint, rank, indices, in_slots=True))
 
 
 async def test_blocks_come_in_the_order_asked_for(kv: SidecarUnderTest) -> None:
     new = await kv.save(PROMPT)
     manifest = await kv.catalog.open(TENANT, new.cache_ref)
-    blocks = kv.catalog.load(manifest, new.fingerprint, 0, [2, 0], shared=True)
+    blocks = kv.catalog.load(manifest, new.fingerprint, 0, [2, 0], in_slots=True)
 
     assert [block.block_index async for block in blocks] == [2, 0]
 
@@ -425,35 +428,30 @@ async def test_blocks_come_in_the_order_asked_for(kv: SidecarUnderTest) -> None:
 async def test_a_context_larger_than_memory_is_served_and_the_limit_holds(tmp_path: Path, clock: ManualClock) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         new = await kv.save(tuple(range(40)))
-        size = kv.disk_bytes() // 10
-    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * size) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=3 * FILE_BYTES) as kv:
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
-        named = framed = 0
-        async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, range(10), shared=True)) as blocks:
-            async for block in blocks:
-                named += bool(block.shared_name)
-                framed += bool(block.data)
-                assert sum(path.stat().st_size for path in (tmp_path / "shared").rglob("*.safetensors")) <= 3 * size
+        async with aclosing(kv.catalog.load(manifest, new.fingerprint, 0, range(10), in_slots=True)) as blocks:
+            found = [(block.slot is not None, bool(block.data)) async for block in blocks]
 
-        assert (named, framed) == (3, 7)
-        assert kv.memory.usage().size_bytes <= 3 * size
+        assert sorted(found) == [(False, True)] * 7 + [(True, False)] * 3
+        assert 2 * FILE_BYTES < kv.memory.usage().size_bytes <= 3 * FILE_BYTES
         assert len(await kv.load(new)) == 10
+        assert kv.missing_bytes() == 0
 
 
 async def test_blocks_stay_in_memory_until_their_reader_has_gone(tmp_path: Path, clock: ManualClock) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         new, other = await kv.save(PROMPT[:8]), await kv.save(tuple(range(20, 28)), session_id="ctx_2")
-        size = kv.disk_bytes() // 4
-    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=2 * size) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=2 * FILE_BYTES) as kv:
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
-        reading = kv.catalog.load(manifest, new.fingerprint, 0, [0, 1], shared=True)
-        names = {Path((await anext(reading)).shared_name).name for _ in range(2)}
+        reading = kv.catalog.load(manifest, new.fingerprint, 0, [0, 1], in_slots=True)
+        assert all([(await anext(reading)).slot for _ in range(2)])
         await kv.load(other)
 
-        assert kv.memory_files() == names
+        assert set(kv.memory.keys()) == set(rank_keys(manifest, 0))
         await reading.aclose()
         await kv.load(other)
-        assert not kv.memory_files() & names
+        assert set(kv.memory.keys()) == set(rank_keys(kv.plan(other), 0))
 
 
 async def test_a_context_deleted_while_it_is_read_leaves_nothing_in_memory(tmp_path: Path, clock: ManualClock) -> None:
@@ -461,20 +459,12 @@ async def test_a_context_deleted_while_it_is_read_leaves_nothing_in_memory(tmp_p
         new = await kv.save(tuple(range(40)))
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         manifest = await kv.catalog.open(TENANT, new.cache_ref)
-        reading = kv.catalog.load(manifest, new.fingerprint, 0, range(10), shared=True)
+        reading = kv.catalog.load(manifest, new.fingerprint, 0, range(10), in_slots=True)
         await anext(reading)
         await kv.catalog.delete(TENANT, SESSION, [])
 
         with pytest.raises(CacheRefNotFound):
             async for _ in reading:
                 pass
-        assert kv.memory_files() == set()
+        assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
         assert kv.block_files() == set()
-
-
-async def test_a_pass_removes_incoming_files_nobody_announced(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, clock=ManualClock(now_ms=4_000_000_000_000)) as kv:
-        (tmp_path / "shared" / "incoming" / "left").write_bytes(b"x")
-        await kv.sidecar.collect()
-
-        assert list((tmp_path / "shared" / "incoming").iterdir()) == []

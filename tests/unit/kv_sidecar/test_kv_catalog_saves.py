@@ -28,7 +28,6 @@ from tests.kit.kv_blocks import (
     SidecarUnderTest,
     block_file_bytes,
     new_save,
-    write_block,
 )
 from tests.kit.until import until
 
@@ -41,13 +40,13 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture(params=[True, False], ids=["shared-memory", "frames"])
+@pytest.fixture(params=[True, False], ids=["slots", "frames"])
 async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, shared=request.param) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, slots=request.param) as kv:
         yield kv
 
 
-nothing_is_sent = pytest.mark.parametrize("kv", [True], indirect=True, ids=["shared-memory"])
+nothing_is_sent = pytest.mark.parametrize("kv", [True], indirect=True, ids=["slots"])
 """The two ways of the bytes are one here."""
 
 
@@ -405,7 +404,7 @@ async def test_a_delete_returns_when_the_block_still_being_written_is_gone_too(
         await asyncio.gather(*endings)
 
         assert kv.block_files() == set()
-        assert kv.memory_files() == set()
+        assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
         with pytest.raises(ContextDeleted):
             await sending
 
@@ -418,15 +417,14 @@ async def test_a_delete_waits_for_a_read_and_takes_what_it_left_in_memory(
         new = await kv.save(PROMPT[:4])
         key = block_key(kv.plan(new), 0, 0)
         kv.memory.delete(key)
-        read = kv.disk.read
+        read_into = kv.disk.read_into
 
-        def read_slowly(key: BlockKey) -> memoryview | None:
-            data = read(key)
+        def read_slowly(key: BlockKey, room: memoryview) -> None:
+            read_into(key, room)
             reading.set()
             assert go_on.wait(30)
-            return data
 
-        monkeypatch.setattr(kv.disk, "read", read_slowly)
+        monkeypatch.setattr(kv.disk, "read_into", read_slowly)
         loading = asyncio.create_task(kv.load(new))
         assert await asyncio.to_thread(reading.wait, 30)
         deleting = asyncio.create_task(kv.catalog.delete(TENANT, "", [new.cache_ref]))
@@ -439,7 +437,7 @@ async def test_a_delete_waits_for_a_read_and_takes_what_it_left_in_memory(
 
         with pytest.raises(CacheRefNotFound):
             await loading
-        assert kv.memory_files() == set()
+        assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
         assert kv.block_files() == set()
 
 
@@ -496,50 +494,3 @@ async def test_a_cancelled_seal_is_carried_through(kv: SidecarUnderTest, clock: 
         await sealing
     assert await kv.catalog.wait_sealed(TENANT, new.cache_ref, timeout_s=30) is not None
     assert kv.manifest_files() == {new.cache_ref}
-
-
-async def test_an_incoming_file_is_gone_whatever_happened_to_it(tmp_path: Path, clock: ManualClock) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        assert kv.shared is not None
-        new = new_save(PROMPT, now_ms=clock.now_ms())
-        await kv.send_all(new)
-        incoming = kv.shared / "incoming"
-        write_block(incoming / "stray", block_meta(kv.plan(new), 0, 0))
-        with pytest.raises(SaveIncomplete):
-            await kv.catalog.take_file(new_cache_ref(), 0, 0, "stray")
-        (incoming / "bad").write_bytes(b"garbage")
-        with pytest.raises(CorruptBlock):
-            await kv.catalog.take_file(new.cache_ref, 0, 0, "bad")
-
-        assert list(incoming.iterdir()) == []
-
-
-async def test_a_refused_incoming_file_is_gone_although_its_caller_left_while_the_threads_were_busy(
-    tmp_path: Path, clock: ManualClock
-) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock, io_threads=1) as kv:
-        assert kv.shared is not None
-        path = kv.shared / "incoming" / "stray"
-        path.write_bytes(b"x")
-        busy = threading.Event()
-        blocking = asyncio.create_task(kv.sidecar.threads.write(busy.wait, 30))
-        taking = asyncio.create_task(kv.catalog.take_file(new_cache_ref(), 0, 0, "stray"))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        taking.cancel()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        busy.set()
-        await asyncio.wait([blocking, taking])
-        await kv.sidecar.threads.idle()
-
-        assert not path.exists()
-
-
-async def test_a_file_that_is_not_there_is_a_corrupt_block(tmp_path: Path, clock: ManualClock) -> None:
-    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
-        new = new_save(PROMPT, now_ms=clock.now_ms())
-        await kv.catalog.prepare_save(new)
-
-        with pytest.raises(CorruptBlock):
-            await kv.catalog.take_file(new.cache_ref, 0, 0, "nothing")

@@ -25,7 +25,7 @@ async def load_is_corrupt(kv: SidecarUnderTest, manifest: Manifest, block_index:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptBlock):
-        async for _ in kv.catalog.load(manifest, manifest.fingerprint, 0, [block_index], shared=False):
+        async for _ in kv.catalog.load(manifest, manifest.fingerprint, 0, [block_index], in_slots=False):
             pass
 
 

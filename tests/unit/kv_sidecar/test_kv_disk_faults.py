@@ -176,7 +176,7 @@ async def test_a_bad_block_on_a_disk_that_cannot_be_written_is_a_miss_all_the_sa
 
 async def test_a_file_too_large_for_the_process_is_a_full_disk(tmp_path: Path) -> None:
     """RLIMIT_FSIZE, as the kernel does it, for the moment of one write."""
-    async with SidecarUnderTest(tmp_path, shared=False) as kv:
+    async with SidecarUnderTest(tmp_path, slots=False) as kv:
         kept = await kv.save((50, 51, 52))
         new = new_save(TEN, now_ms=kv.clock.now_ms())
         await kv.catalog.prepare_save(new)

@@ -16,7 +16,15 @@ from kv_sidecar.manifest import FORMAT as MANIFEST_FORMAT
 from kv_sidecar.manifest import FORMAT_1 as MANIFEST_FORMAT_1
 from kv_sidecar.manifest import block_key, block_meta, rank_keys
 from tests.kit import first_format
-from tests.kit.kv_blocks import ENGINE_BLOCKS, LAYERS, PAGE_BYTES, SidecarUnderTest, fill_of, new_save, write_block
+from tests.kit.kv_blocks import (
+    ENGINE_BLOCKS,
+    LAYERS,
+    PAGE_BYTES,
+    SidecarUnderTest,
+    block_file_bytes,
+    fill_of,
+    new_save,
+)
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "formats.md"
 
@@ -119,8 +127,7 @@ async def test_the_printed_reader_notices_bytes_the_manifest_does_not_vouch_for(
         plan = kv.plan(new)
         path = kv.path_of(block_key(plan, 1, rank))
     assert len(list(reader["read_pages"](tmp_path / "data", new.cache_ref, rank))) == 3
-    path.unlink()
-    write_block(path, block_meta(plan, 1, rank), fill=200)
+    path.write_bytes(block_file_bytes(block_meta(plan, 1, rank), fill=200))
 
     with pytest.raises(AssertionError):
         list(reader["read_pages"](tmp_path / "data", new.cache_ref, rank))

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock, InvalidRequest
 from contextcache.model import KVGroup
-from kv_sidecar.block_file import parse_block_file, read_head
+from kv_sidecar.block_file import parse_block_file, parse_head
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.context_files import MAX_GROUPS
 from kv_sidecar.frames import FrameAssembly
@@ -82,10 +80,7 @@ def read_block(data: bytes) -> None:
 
 
 def read_block_head(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        read_head(Path(file.name))
+    parse_head(memoryview(data))
 
 
 READERS = pytest.mark.parametrize("read", [read_manifest, read_block, read_block_head])

@@ -50,12 +50,12 @@ def clock() -> ManualClock:
 
 @pytest.fixture(params=[True, False], ids=["shared-memory", "frames"])
 async def kv(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTest]:
-    async with SidecarUnderTest(tmp_path, clock=clock, shared=request.param) as kv:
+    async with SidecarUnderTest(tmp_path, clock=clock, slots=request.param) as kv:
         yield kv
 
 
 def has_nothing(kv: SidecarUnderTest) -> bool:
-    in_memory = kv.memory_files() if kv.shared else set()
+    in_memory = set(kv.memory.keys()) if kv.slots else set()
     return not (kv.block_files() or kv.manifest_files() or in_memory or kv.memory.keys())
 
 
@@ -266,7 +266,7 @@ async def test_a_context_of_the_first_format_is_served_after_a_start(
         assert await kv.catalog.open(TENANT, old.cache_ref) == written
         assert await kv.load(old) == ["disk"] * 3
         assert await kv.load(old) == ["host"] * 3
-        assert await kv.load(old, shared=False) == ["host"] * 3
+        assert await kv.load(old, in_slots=False) == ["host"] * 3
         await kv.catalog.delete(TENANT, old.session_id, [])
         assert has_nothing(kv)
 

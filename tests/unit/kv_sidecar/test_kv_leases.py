@@ -11,11 +11,13 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
 from contextcache.model import Manifest
+from kv_sidecar.block_file import BlockMeta
+from kv_sidecar.eviction import Slot
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.manifest import num_files
+from kv_sidecar.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
 from kv_sidecar.tiers import FetchedBlock
-from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
+from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 PROMPT = tuple(range(12))
 FILE_BYTES = 1000
@@ -35,16 +37,21 @@ async def kv(tmp_path: Path, clock: ManualClock) -> AsyncIterator[SidecarUnderTe
 
 
 async def named(kv: SidecarUnderTest, new: NewSave, lease: LeaseTerms | None) -> list[FetchedBlock]:
-    """Take all names of a context to the end of the stream, as gRPC's buffers do, and open none."""
+    """Take all slots of a context to the end of the stream, as gRPC's buffers do, and copy none."""
     manifest: Manifest = await kv.catalog.open(new.tenant, new.cache_ref)
-    blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(num_files(manifest)), shared=True, lease=lease)
+    blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(num_files(manifest)), in_slots=True, lease=lease)
     async with aclosing(blocks):
         return [block async for block in blocks]
 
 
-def there(kv: SidecarUnderTest, blocks: list[FetchedBlock]) -> int:
-    assert kv.shared is not None
-    return sum((kv.shared / block.shared_name).exists() for block in blocks if block.shared_name)
+def there(kv: SidecarUnderTest, new: NewSave, blocks: list[FetchedBlock]) -> int:
+    """Count the blocks whose slots still hold them."""
+    return sum(holds(kv, block_meta(kv.plan(new), block.block_index, 0), block.slot) for block in blocks)
+
+
+def holds(kv: SidecarUnderTest, meta: BlockMeta, slot: Slot | None) -> bool:
+    assert slot is not None
+    return bytes(kv.memory.view(slot)) == block_file_bytes(meta)
 
 
 @pytest.mark.parametrize(("lease", "left"), [(LEASE, 3), (None, 0)])
@@ -52,34 +59,37 @@ async def test_what_was_named_stays_in_memory_until_the_engine_has_it(
     kv: SidecarUnderTest, lease: LeaseTerms | None, left: int
 ) -> None:
     """The second case is how it was: the stream's end let all go, and the next save took their place."""
-    blocks = await named(kv, await kv.save(PROMPT), lease)
+    new = await kv.save(PROMPT)
+    blocks = await named(kv, new, lease)
     await kv.save(tuple(range(100, 112)), session_id="ctx_2")
 
     assert len(blocks) == 3
-    assert there(kv, blocks) == left
+    assert there(kv, new, blocks) == left
 
 
 async def test_ended_blocks_may_leave(kv: SidecarUnderTest) -> None:
-    blocks = await named(kv, await kv.save(PROMPT), LEASE)
+    new = await kv.save(PROMPT)
+    blocks = await named(kv, new, LEASE)
     await kv.catalog.end_load(LEASE.lease_id)
     await kv.catalog.end_load(LEASE.lease_id)
     await kv.save(tuple(range(100, 112)), session_id="ctx_2")
 
-    assert there(kv, blocks) == 0
+    assert there(kv, new, blocks) == 0
     assert kv.counted("leases_total", end="ended") == 1
 
 
 async def test_a_lease_nobody_ends_is_over_at_its_time(kv: SidecarUnderTest, clock: ManualClock) -> None:
-    blocks = await named(kv, await kv.save(PROMPT), LEASE)
+    new = await kv.save(PROMPT)
+    blocks = await named(kv, new, LEASE)
     clock.advance(ms=999)
     await kv.catalog.collect()
     await kv.save(tuple(range(100, 112)), session_id="ctx_2")
-    kept = there(kv, blocks)
+    kept = there(kv, new, blocks)
     clock.advance(ms=1)
     await kv.catalog.collect()
     await kv.save(tuple(range(200, 212)), session_id="ctx_3")
 
-    assert (kept, there(kv, blocks)) == (3, 0)
+    assert (kept, there(kv, new, blocks)) == (3, 0)
     assert kv.counted("leases_total", end="expired") == 1
     assert not kv.memory.has_pins
 
@@ -99,12 +109,12 @@ async def test_a_deleted_context_is_gone_at_once_and_its_bytes_when_the_load_has
     removed = await kv.catalog.delete(TENANT, SESSION, (new.cache_ref,))
     with pytest.raises(CacheRefNotFound):
         await kv.catalog.open(TENANT, new.cache_ref)
-    kept = there(kv, blocks), len(kv.block_files())
+    kept = there(kv, new, blocks), len(kv.block_files())
     await kv.catalog.end_load(LEASE.lease_id)
 
     assert (removed.num_manifests, removed.freed_bytes, kept) == (1, 0, (3, 3))
     assert kv.block_files() == set()
-    assert kv.memory_files() == set()
+    assert (kv.memory.keys(), kv.missing_bytes()) == ([], 0)
 
 
 async def test_too_many_leases_are_loads_without_one(kv: SidecarUnderTest) -> None:

@@ -92,7 +92,7 @@ async def test_a_context_that_is_being_loaded_is_not_pushed_out(kv: SidecarUnder
     first = await kv.save(tokens(0), session_id="ctx_0")
     manifest = await kv.catalog.open(TENANT, first.cache_ref)
     lease = LeaseTerms("a" * 16, 60_000)
-    blocks = kv.catalog.load(manifest, first.fingerprint, 0, range(num_files(manifest)), shared=True, lease=lease)
+    blocks = kv.catalog.load(manifest, first.fingerprint, 0, range(num_files(manifest)), in_slots=True, lease=lease)
     await anext(blocks)
     for number in range(1, 30):
         await kv.save(tokens(number), session_id=f"ctx_{number}")

@@ -82,7 +82,7 @@ async def test_as_many_blocks_are_read_ahead_as_wanted(
             return fetch(wanted, *given, **how)
 
         monkeypatch.setattr(kv.sidecar.tiers, "_fetch", noted)
-        blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(10), shared=False)
+        blocks = kv.catalog.load(manifest, new.fingerprint, 0, range(10), in_slots=False)
         await anext(blocks)
 
         assert begun == list(range(ahead + 1))
@@ -90,7 +90,7 @@ async def test_as_many_blocks_are_read_ahead_as_wanted(
 
 
 async def test_as_many_files_come_by_frames_at_once_as_wanted(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, shared=False, frame_streams_max=2) as kv:
+    async with SidecarUnderTest(tmp_path, slots=False, frame_streams_max=2) as kv:
         slots = KVSidecarServicer(kv.sidecar)._frame_slots
         streams = [FrameAssembly(slots, limit_bytes=100) for _ in range(3)]
         for stream in streams[:2]:

@@ -285,11 +285,11 @@ def test_tiers_are_shown_when_somebody_looks() -> None:
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIDECAR_UNIX_SOCKET", "/run/kv/s.sock")
     monkeypatch.setenv("SIDECAR_LISTEN", "")
-    monkeypatch.setenv("SIDECAR_SHARED_DIR", "")
+    monkeypatch.setenv("SIDECAR_MEMORY_LIMIT_BYTES", "")
     monkeypatch.setenv("SIDECAR_BLOCK_TOKENS", "128")
     found = SidecarSettings()
 
-    assert found.shared_dir is None
+    assert found.memory_limit_bytes is None
     assert found.addresses() == ["unix:///run/kv/s.sock"]
     assert found.limits().block_tokens == 128
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextDeleted, ContextQuotaExceeded, CorruptBlock, InvalidRequest
-from kv_sidecar.block_file import open_block_file
+from tests.kit.kv_blocks import open_block_file
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import block_key
 from kv_sidecar.pulling import Wanted

@@ -15,13 +15,13 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock
 from contextcache.model import Manifest
-from kv_sidecar.block_file import open_block_file, parse_block_file
+from kv_sidecar.block_file import parse_block_file
 from kv_sidecar.manifest import block_key, block_meta, encode_manifest
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import Buffer
 from tests.kit.catalog_peer import CatalogPeer
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save, write_block
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save, open_block_file
 from tests.kit.until import until
 from tests.kit.vouching import vouch_for_what_lies_there
 
@@ -31,16 +31,22 @@ TEN = tuple(range(10))
 
 def give_other_bytes(path: Path, manifest: Manifest, index: int) -> None:
     """Replace a file by one that says the same of itself, with other pages and their right checksum."""
-    path.unlink()
-    write_block(path, block_meta(manifest, index, 0), fill=200)
+    path.write_bytes(block_file_bytes(block_meta(manifest, index, 0), fill=200))
     open_block_file(path).verify(block_meta(manifest, index, 0))
+
+
+def kept_copy(kv: SidecarUnderTest, new: NewSave) -> memoryview:
+    """The memory that the second block's copy lies in."""
+    slot = kv.memory._lru.get(block_key(kv.plan(new), 1, 0))
+    assert slot is not None
+    return kv.memory.view(slot)
 
 
 async def fills(kv: SidecarUnderTest, new: NewSave) -> list[int]:
     """The bytes a context is served with, one for each block."""
     manifest = await kv.catalog.open(new.tenant, new.cache_ref)
     found = []
-    async for block in kv.catalog.load(manifest, new.fingerprint, 0, range(3), shared=False):
+    async for block in kv.catalog.load(manifest, new.fingerprint, 0, range(3), in_slots=False):
         (fill,) = set(parse_block_file(block.data).pages.ravel().tolist())
         found.append(fill)
     return found
@@ -70,14 +76,14 @@ async def test_other_bytes_are_a_miss_after_a_start_too(tmp_path: Path) -> None:
             await kv.load(new)
 
 
-@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in frames"])
-async def test_a_copy_in_memory_with_other_bytes_goes_and_the_disk_serves(tmp_path: Path, by_name: bool) -> None:
+@pytest.mark.parametrize("in_slots", [True, False], ids=["in slots", "in frames"])
+async def test_a_copy_in_memory_with_other_bytes_goes_and_the_disk_serves(tmp_path: Path, in_slots: bool) -> None:
     async with SidecarUnderTest(tmp_path) as kv:
         new = await kv.save(TEN)
-        give_other_bytes(kv.memory.path_of(block_key(kv.plan(new), 1, 0)), kv.plan(new), 1)
+        kept_copy(kv, new)[:] = block_file_bytes(block_meta(kv.plan(new), 1, 0), fill=200)
 
-        assert await kv.load(new, shared=by_name) == ["host", "disk", "host"]
-        assert await kv.load(new, shared=by_name) == ["host"] * 3
+        assert await kv.load(new, in_slots=in_slots) == ["host", "disk", "host"]
+        assert await kv.load(new, in_slots=in_slots) == ["host"] * 3
         assert kv.counted("bad_memory_copies_total") == 1
         assert kv.counted("quarantined_files_total") == 0
 
@@ -86,14 +92,11 @@ async def test_a_flipped_bit_in_memory_is_found_when_it_is_asked_for_in_frames(t
     """Seen failing: with only the head compared, the frames are the bad ones, at every load and every pull."""
     async with SidecarUnderTest(tmp_path) as kv:
         new = await kv.save(TEN)
-        path = kv.memory.path_of(block_key(kv.plan(new), 1, 0))
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        kept_copy(kv, new)[-1] ^= 1
         with pytest.raises(CorruptBlock):
-            await kv.load(new)  # by name: the reader finds it
+            await kv.load(new)  # in slots: the reader finds it
 
-        assert await kv.load(new, shared=False) == ["host", "disk", "host"]
+        assert await kv.load(new, in_slots=False) == ["host", "disk", "host"]
         assert await kv.load(new) == ["host"] * 3
         assert kv.counted("bad_memory_copies_total") == 1
         assert kv.counted("quarantined_files_total") == 0
@@ -145,11 +148,10 @@ async def test_of_two_saves_that_send_the_same_block_the_first_bytes_stay(tmp_pa
         assert [found[2] for found in served] == [0, 1]
         if not at_once:
             assert served[0] == [0, 0, 0]
-        assert len(list((kv.root / "shared" / "incoming").iterdir())) == 0
 
 
 async def test_the_later_bytes_are_compared_before_they_are_dropped(tmp_path: Path) -> None:
-    async with SidecarUnderTest(tmp_path, shared=False) as kv:
+    async with SidecarUnderTest(tmp_path, slots=False) as kv:
         first, second = (new_save(TEN, now_ms=kv.clock.now_ms(), session_id=f"ctx_{n}") for n in range(2))
         await kv.catalog.prepare_save(second)
         await kv.send_all(first)

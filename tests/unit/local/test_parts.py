@@ -5,13 +5,13 @@ import json
 import pytest
 
 from deploy.envoy.settings import EnvoySettings
-from deploy.local.parts import host_memory_bytes, part_names, stack_parts
+from deploy.local.parts import part_names, stack_parts
 from deploy.local.paths import StackPaths
 from deploy.local.pods import endpoints_of, envoy_settings
 from deploy.local.settings import StackSettings
 from gateway.settings import GatewaySettings
 
-SIDECAR_FILES = ("SIDECAR_DATA_DIR", "SIDECAR_UNIX_SOCKET", "SIDECAR_SHARED_DIR")
+SIDECAR_FILES = ("SIDECAR_DATA_DIR", "SIDECAR_UNIX_SOCKET")
 
 
 @pytest.fixture
@@ -181,14 +181,14 @@ def test_no_secret_is_on_a_command_line(make_parts, tmp_path):
     assert not any("test-key" in word for part in make_parts().values() for word in part.command)
 
 
-@pytest.mark.parametrize(
-    ("free", "limit"),
-    [(64 << 20, 0), (255 << 20, 0), (256 << 20, 128 << 20), (1 << 30, 512 << 20), (64 << 30, 1 << 30)],
-)
-def test_the_sidecar_takes_at_most_half_of_the_shared_memory(free, limit):
-    assert host_memory_bytes(free) == limit
+def test_each_sidecar_takes_a_modest_part_of_the_machines_memory_unless_the_caller_says_another(
+    make_parts, monkeypatch
+):
+    names = ("sidecar", "sidecar-1")
+    monkeypatch.delenv("SIDECAR_MEMORY_LIMIT_BYTES", raising=False)
+    shipped = make_parts(engines=2)
+    monkeypatch.setenv("SIDECAR_MEMORY_LIMIT_BYTES", "0")
+    asked = make_parts(engines=2)
 
-
-@pytest.mark.parametrize("free", [1 << 30, 2 << 30])
-def test_two_sidecars_take_no_more_of_it_than_one(free):
-    assert 0 < 2 * host_memory_bytes(free, sidecars=2) <= free // 2
+    assert {shipped[name].env["SIDECAR_MEMORY_LIMIT_BYTES"] for name in names} == {str(256 << 20)}
+    assert {asked[name].env["SIDECAR_MEMORY_LIMIT_BYTES"] for name in names} == {"0"}

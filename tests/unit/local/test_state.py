@@ -18,6 +18,7 @@ from deploy.local.state import (
     write_part,
     write_settings,
 )
+from kv_sidecar.arena import SUFFIX
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_api_keys_are_stored_as_hashes(paths):
     assert stat.S_IMODE(paths.api_keys.stat().st_mode) == 0o600
 
 
-def test_each_directory_has_its_own_shared_memory(tmp_path):
+def test_each_directory_has_its_own_sockets(tmp_path):
     first, second = StackPaths(tmp_path / "a"), StackPaths(tmp_path / "b")
 
     assert first.run != second.run
@@ -93,7 +94,14 @@ def test_each_directory_has_its_own_shared_memory(tmp_path):
 def test_the_socket_path_fits_however_deep_the_checkout_is(tmp_path):
     deep = StackPaths(tmp_path / ("d" * 100) / ("e" * 100))
 
-    assert len(str(deep.sidecar_socket("sidecar-3"))) < 107
+    assert len(f"{deep.sidecar_socket('sidecar-3')}{SUFFIX}") < 107
+
+
+def test_every_shell_finds_the_same_sockets(tmp_path, monkeypatch):
+    before = StackPaths(tmp_path).run
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
+
+    assert StackPaths(tmp_path).run == before
 
 
 def test_one_engine_is_drained_and_given_work_again_and_the_others_are_not_touched(paths):

@@ -23,6 +23,7 @@ from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
 
 SECRET = b"a secret for tests, 32 bytes or more"
+ARENA_BYTES = 16 << 20
 EXPIRES_AT_MS = 2_000_000_000_000
 
 
@@ -91,7 +92,7 @@ def start_engine(model_directory: Path, tmp_path: Path) -> Iterator[Callable[...
         directory: Path = model_directory,
         **config: Any,
     ) -> Engine:
-        LoopConnector.sidecar = sidecar or FakeSidecar(shared_directory=tmp_path / "shared")
+        LoopConnector.sidecar = sidecar or FakeSidecar(arena_bytes=ARENA_BYTES)
         LoopConnector.clock = ManualClock()
         settings = {"sidecar": "unix:///nowhere", "secret_file": str(secret), **(extra or {})}
         loop = SchedulerLoop(

@@ -5,10 +5,10 @@ Holds to the same expectations as the real one: tests/vllm/test_connector_sideca
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from typing_extensions import override
 
@@ -19,36 +19,54 @@ from contextcache.errors import (
     FingerprintMismatch,
     SaveIncomplete,
     SidecarUnavailable,
+    StorageFull,
 )
 from contextcache.model import Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.client import parse_block_file, with_files
 from kv_sidecar.manifest import rank_keys
-from vllm_plugin.connector.sidecar_link import EngineSidecar
+from kv_sidecar.memory_store import MemoryStore, Pins, Place
+from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
 
 FRAME_BYTES = 700
 """Small, so that a block takes several frames."""
 
 
+class FakeArena(Arena):
+    """A sidecar's memory, in the same process."""
+
+    def __init__(self, memory: MemoryStore) -> None:
+        self.borrower = "engine"
+        self._memory = memory
+        self.size_bytes = memory.region.size_bytes
+        memory.borrowers.add(self.borrower)
+
+    @override
+    def view(self, offset, size_bytes):
+        if not 0 <= offset <= offset + size_bytes <= self._memory.region.size_bytes:
+            raise ValueError("outside the arena")
+        return self._memory.region.view[offset : offset + size_bytes]
+
+
 class FakeSidecar(EngineSidecar):
     """One instance serves all clients of an engine."""
 
-    def __init__(self, *, block_tokens: int = 64, shared_directory: Path | None = None) -> None:
+    def __init__(self, *, block_tokens: int = 64, arena_bytes: int = 0) -> None:
+        """`arena_bytes` 0: frames."""
         self.block_tokens = block_tokens
-        self.shared_directory = shared_directory
-        if shared_directory is not None:
-            (shared_directory / "incoming").mkdir(parents=True)
+        self.memory = MemoryStore(limit_bytes=arena_bytes)
+        self.memory.open()
+        self.arena = FakeArena(self.memory) if arena_bytes else None
+        """What its engines see of the memory; None: nothing."""
         self.files: dict[str, bytes] = {}
         """Block files by block id or cache_ref, with a group in the end where there are several."""
         self.manifests: dict[str, Manifest] = {}
         self.reports: dict[str, pb.LoadReport] = {}
         self.leases: set[str] = set()
         """Of loads that were begun and not ended."""
-        self._named: dict[str, list[Path]] = {}
-        """Copies in shared memory, by the lease that keeps them."""
-        self.loses_shared_copies = False
-        """Names in shared memory are gone before they are opened."""
+        self._pins: defaultdict[str, Pins] = defaultdict(self.memory.pins)
+        """Copies in the arena, by the lease that keeps them."""
         self.abandoned: dict[str, str] = {}
         """Why nothing was saved, by cache_ref."""
         self.handshakes: list[str] = []
@@ -71,11 +89,10 @@ class FakeSidecar(EngineSidecar):
     def handshake(self, fingerprint, fingerprint_json, rank, world_size):
         self._arrive("handshake")
         self.handshakes.append(fingerprint)
-        shared = str(self.shared_directory) if self.shared_directory else ""
         return pb.HandshakeResponse(
             block_tokens=self.block_tokens,
-            shared_directory=shared,
             block_size_bytes_max=self.block_size_bytes_max,
+            arena=self.arena is not None,
         )
 
     @override
@@ -118,14 +135,31 @@ class FakeSidecar(EngineSidecar):
         return pb.PrepareSaveResponse(missing_files=missing, num_files=len(manifest.files))
 
     @override
+    def lend_slots(self, request, timeout_s):
+        self._arrive("lend_slots")
+        slots = []
+        for index, size_bytes in zip(request.block_indices, request.sizes_bytes, strict=True):
+            lent = self.memory.lend(request.borrower, Place(request.cache_ref, request.rank, index), size_bytes)
+            if lent is None:
+                break
+            slots.append(pb.Slot(offset=lent.slot.offset, size_bytes=size_bytes, slot_id=lent.slot_id))
+        return slots
+
+    @override
+    def return_slots(self, borrower, slot_ids):
+        self._arrive("return_slots")
+        self.memory.give_back(borrower, slot_ids)
+
+    @override
     def save_blocks(self, requests, timeout_s):
         self._arrive("save_blocks")
         taken, data = pb.SaveBlocksResponse(), b""
         for request in requests:
-            if request.WhichOneof("payload") == "shared_name":
-                path = self.shared_directory / "incoming" / request.shared_name
-                data = path.read_bytes()
-                path.unlink()
+            if request.WhichOneof("payload") == "slot_id":
+                place = Place(request.cache_ref, request.rank, request.block_index)
+                slot = self.memory.hand_over(request.slot_id, place)
+                data = bytes(self.memory.view(slot))
+                self.memory.drop(slot)
             else:
                 data += request.frame
             if request.last_frame:
@@ -175,19 +209,10 @@ class FakeSidecar(EngineSidecar):
             self._arrive("load_block")
             data = self.files[names[index]]
             self.served_bytes += len(data)
-            if request.shared_memory:
-                path = self.shared_directory / names[index]
-                path.write_bytes(self.shared_copy(data))
-                if self.loses_shared_copies:
-                    path.unlink()
+            if request.borrower and (slot := self._in_slot(request.lease_id, data)):
                 yield pb.LoadBlocksResponse(
-                    block_index=index,
-                    tier=pb.TIER_HOST,
-                    shared_name=path.name,
-                    last_frame=True,
-                    checksum=self.vouched(data),
+                    block_index=index, tier=pb.TIER_HOST, slot=slot, last_frame=True, checksum=self.vouched(data)
                 )
-                self._named.setdefault(request.lease_id, []).append(path)
                 continue
             for start in range(0, len(data), FRAME_BYTES):
                 end = start + FRAME_BYTES
@@ -203,8 +228,17 @@ class FakeSidecar(EngineSidecar):
     def end_load(self, lease_id):
         self._arrive("end_load")
         self.leases.discard(lease_id)
-        for path in self._named.pop(lease_id, ()):
-            path.unlink(missing_ok=True)
+        self._pins.pop(lease_id, self.memory.pins()).close()
+
+    def _in_slot(self, lease_id: str, data: bytes) -> pb.Slot | None:
+        """Put a file where the engine sees it; None when there is no room."""
+        key = BlockKey("block", secrets.token_hex(32), 0)
+        try:
+            self.memory.put(key, self.slot_copy(data))
+        except StorageFull:
+            return None
+        slot = self._pins[lease_id].take(key)
+        return pb.Slot(offset=slot.offset, size_bytes=slot.size_bytes)
 
     @override
     def report_load(self, report):
@@ -219,8 +253,8 @@ class FakeSidecar(EngineSidecar):
         """Return the checksum a manifest vouches for; tests whose manifest has seen other bytes replace this."""
         return parse_block_file(data).checksum
 
-    def shared_copy(self, data: bytes) -> bytes:
-        """Return what lies in shared memory for a stored file; tests with a bad copy there replace this."""
+    def slot_copy(self, data: bytes) -> bytes:
+        """Return what lies in the arena for a stored file; tests with a bad copy there replace this."""
         return data
 
     def answered_indices(self, asked: Sequence[int]) -> Sequence[int]:

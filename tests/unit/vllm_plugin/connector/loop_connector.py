@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from typing_extensions import override
@@ -9,7 +10,7 @@ from typing_extensions import override
 from contextcache.clock import ManualClock
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector import ContextCacheConnector
-from vllm_plugin.connector.sidecar_link import EngineSidecar
+from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
 
 
 class LoopConnector(ContextCacheConnector):
@@ -19,3 +20,9 @@ class LoopConnector(ContextCacheConnector):
     @override
     def connect_sidecar(self, timeout_s: float) -> EngineSidecar:
         return self.sidecar
+
+    @override
+    def open_arena(self, on_gone: Callable[[], None]) -> Arena:
+        if self.sidecar.arena is None:
+            raise OSError("refused")
+        return self.sidecar.arena

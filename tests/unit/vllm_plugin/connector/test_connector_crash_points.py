@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,17 +15,16 @@ A = cache_ref(1)
 PROMPT = list(range(1, 151))
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("has_arena", [True, False])
 def test_a_save_and_a_load_pass_every_point_and_no_other(
-    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_shared: bool
+    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, has_arena: bool
 ) -> None:
     """Seen failing with a point taken out of saving.py."""
     passed: list[str] = []
     monkeypatch.setattr(saving, "crash_point", passed.append)
     monkeypatch.setattr(hand_over, "crash_point", passed.append)
     monkeypatch.setattr(loading, "crash_point", passed.append)
-    sidecar = None if is_shared else FakeSidecar()
-    engine = start_engine(sidecar=sidecar, extra={"staging_directory": str(tmp_path)})
+    engine = start_engine(sidecar=None if has_arena else FakeSidecar())
     engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contextcache.errors import ContextCacheError, CorruptBlock, SidecarUnavailable
+from contextcache.errors import SidecarUnavailable
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.loading import LoadEnd, Loader
-from vllm_plugin.connector.settings import ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Terms
+from vllm_plugin.connector.loading import LoadEnd
 
 A = cache_ref(1)
 PROMPT = list(range(1, 151))
@@ -133,41 +129,3 @@ def test_an_end_is_claimed_once_and_never_while_somebody_writes() -> None:
     assert not end.claim()
     with pytest.raises(SidecarUnavailable), end.writing():
         raise AssertionError("nobody may write any more")
-
-
-@pytest.mark.parametrize("make", ["fifo", "directory", "link"])
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, make: str) -> None:
-    """Seen failing with a plain `open`: the thread waited in it for a writer of the pipe; the link was followed."""
-    path = tmp_path / "blocks" / "x"
-    path.parent.mkdir()
-    if make == "fifo":
-        os.mkfifo(path)
-    elif make == "directory":
-        path.mkdir()
-    else:
-        (tmp_path / "elsewhere").write_bytes(b"x" * 100)
-        path.symlink_to(tmp_path / "elsewhere")
-    nothing: Any = None
-    loader = Loader(
-        settings=ConnectorSettings(sidecar="", secret_file=""),
-        link=nothing,
-        layers=nothing,
-        results=nothing,
-        reporter=nothing,
-        counters=nothing,
-        clock=nothing,
-    )
-    errors: list[Exception] = []
-
-    def read() -> None:
-        try:
-            loader._read_disk("blocks/x", Terms(256, None, 1 << 20, tmp_path))
-        except (ContextCacheError, OSError) as exc:
-            errors.append(exc)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(20)
-
-    assert not thread.is_alive()
-    assert isinstance(errors[0], OSError if make == "link" else CorruptBlock)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kv_sidecar.memory_store import Place
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from vllm_plugin.connector.layout import page_bytes
@@ -15,6 +16,8 @@ from vllm_plugin.connector.metadata import SavePlan
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
+HEAD_BYTES = 1024
+"""More than the head of a file of 64 tokens."""
 
 
 def test_a_finished_request_is_saved_up_to_the_last_token_that_has_kv(engine: Engine) -> None:
@@ -176,10 +179,11 @@ def test_staging_that_is_full_skips_the_save_and_gives_everything_back(start_eng
 
 
 def room_for(engine: Engine, num_blocks: int) -> None:
-    """Set the staging budget to so many of the sidecar's blocks."""
+    """Set the staging budget to so many of the sidecar's block files."""
     side = engine.loop.worker.worker_side
     pages = engine.sidecar.block_tokens // side.facts.groups[0].block_tokens
-    side._saver.hand_over.budget.limit_bytes = num_blocks * pages * page_bytes(side._layers.shapes[0])
+    file_bytes = pages * page_bytes(side._layers.shapes[0]) + HEAD_BYTES
+    side._saver.hand_over.budget.limit_bytes = num_blocks * file_bytes
 
 
 def test_a_context_twenty_times_the_staging_is_saved_whole(start_engine: Callable[..., Engine]) -> None:
@@ -280,17 +284,36 @@ def test_an_abort_is_told_to_the_sidecar_too(start_engine: Callable[..., Engine]
     assert engine.sidecar.abandoned == {A: "not_computed"}
 
 
-def test_a_directory_that_cannot_be_written_skips_the_save(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    engine = start_engine(sidecar=FakeSidecar(), extra={"staging_directory": str(tmp_path / "absent")})
-    free = engine.loop.free_blocks
+def test_an_arena_without_room_skips_the_save_when_its_time_is_over(start_engine: Callable[..., Engine]) -> None:
+    """As when an engine that was stopped keeps all that it was lent."""
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
+    memory, free = engine.sidecar.memory, engine.loop.free_blocks
+    memory.borrowers.add("stopped")
+    assert memory.lend("stopped", Place(B, 0, 0), 39_000)
+    lend_slots = engine.sidecar.lend_slots
+
+    def late(*asked: Any) -> Any:
+        engine.clock.advance(s=1)
+        return lend_slots(*asked)
+
+    engine.sidecar.lend_slots = late
     engine.save(PROMPT, A)
 
-    assert engine.counted("skipped_saves", "staging_error") == 1
+    assert engine.counted("skipped_saves", "hold_deadline") == 1
     assert engine.loop.free_blocks == free
     assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
 
 
-def test_a_save_leaves_no_file_and_no_bytes_behind(engine: Engine, tmp_path: Path) -> None:
+def test_a_save_larger_than_the_arena_goes_by_pieces(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=12_000))
+    engine.save(PROMPT, A)
+
+    assert sum(map(len, engine.sidecar.files.values())) > 20_000
+    assert engine.counted("saves") == 1
+    assert engine.sidecar.memory.lent_bytes == 0
+
+
+def test_a_save_that_is_lost_leaves_no_slot_and_no_bytes_behind(engine: Engine) -> None:
     engine.save(PROMPT, A)
     engine.sidecar.hang["save_blocks"] = threading.Event()
     engine.sidecar.timeout_s = 0.01
@@ -299,7 +322,9 @@ def test_a_save_leaves_no_file_and_no_bytes_behind(engine: Engine, tmp_path: Pat
 
     assert engine.counted("skipped_saves", "sidecar_unavailable") == 1
     assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
-    assert list((tmp_path / "shared" / "incoming").iterdir()) == []
+    engine.sidecar.wait_for("return_slots")
+    engine.loop.settle()
+    assert engine.sidecar.memory.lent_bytes == 0
 
 
 def test_a_session_that_was_deleted_meanwhile_is_not_saved(engine: Engine) -> None:

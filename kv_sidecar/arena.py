@@ -1,0 +1,268 @@
+"""One memory region that sidecar and engine both see: the sidecar owns it, the engine is lent it by descriptor.
+
+The sidecar makes a memfd and hands its descriptor over a Unix socket beside its gRPC socket (SCM_RIGHTS); no file, no
+volume, and nothing that stays after both have died. The connection stays open for as long as the engine may touch the
+region: its end is how the sidecar learns that nobody writes to what it lent (memory_store.py has who was lent what).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import socket
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".arena"
+"""The region's socket is the gRPC socket's path and this."""
+_BORROWERS_MAX = 256
+"""Connections at once: ranks of the engines of a pod, and those of engines that end."""
+_ANSWER_S = 2.0
+"""How long the engine waits for the descriptor."""
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14, include/uapi/asm-generic/mman-common.h; older kernels answer EINVAL, which is no fault."""
+_STEP_BYTES = 64 << 20
+_WORD_BYTES = 64
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def populate(address: int, size_bytes: int, *, stopping: threading.Event) -> int:
+    """Touch memory a step at a time until `stopping`, contents as they are; return the bytes touched.
+
+    Meant for a thread of its own: seconds for some GiB, without the interpreter's lock. Raises nothing.
+    """
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    touched_bytes = 0
+    for step in range(start, end, _STEP_BYTES):
+        size = min(_STEP_BYTES, end - step)
+        arguments = (ctypes.c_void_p(step), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE))
+        if stopping.is_set() or not hasattr(_LIBC, "madvise") or _LIBC.madvise(*arguments):
+            break
+        touched_bytes += size
+    return touched_bytes
+
+
+class Region:
+    """Anonymous shared memory of a fixed size, mapped into this process until `close()`.
+
+    Its size is sealed: an engine that cuts it short would kill whoever reads behind the end.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Make it; nothing is resident yet. Raises OSError when there is no such memory."""
+        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.descriptor = os.memfd_create("context-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, self.size_bytes)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._map = _mapped(self.descriptor, self.size_bytes)
+        self.view = memoryview(self._map)
+        self._stopping = threading.Event()
+        self._populating: threading.Thread | None = None
+
+    def populate(self) -> None:
+        """Begin to put memory behind the whole region, in a thread that `close` ends."""
+        self._populating = threading.Thread(target=self._populate, name="kv-arena", daemon=True)
+        self._populating.start()
+
+    def _populate(self) -> None:
+        populate(_address_of(self._map), self.size_bytes, stopping=self._stopping)
+
+    def close(self) -> None:
+        """Let go of the memory; it lives on while an engine maps it. Harmless when repeated."""
+        self._stopping.set()
+        if self._populating is not None:
+            self._populating.join()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        _close_map(self.view, self._map)
+
+
+class ArenaDoor:
+    """Hands the region's descriptor to whoever may open the socket, and notices when they have gone."""
+
+    def __init__(
+        self, path: Path, region: Region, *, on_come: Callable[[str], None], on_gone: Callable[[str], None]
+    ) -> None:
+        """Have `on_come` and `on_gone` called in the event loop, with the name of a borrower.
+
+        The one before it has the descriptor, the other when its process has ended or let go.
+        """
+        self._path = path
+        self._region = region
+        self._on_come = on_come
+        self._on_gone = on_gone
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self) -> None:
+        """Listen. Raises OSError when the address cannot be had."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists() and stat.S_ISSOCK(self._path.stat().st_mode):
+            self._path.unlink()  # a killed process's: the lock on the data directory says that it is not alive
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.setblocking(False)
+        listener.bind(str(self._path))
+        # As for the gRPC socket: the engine may be another user of the sidecar's group.
+        self._path.chmod(0o660)
+        listener.listen(_BORROWERS_MAX)
+        self._listener = listener
+        self._own(self._accept(listener))
+
+    async def close(self) -> None:
+        """End all connections."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+
+    def _own(self, steps: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(steps)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:
+                log.warning("the arena's socket cannot accept", exc_info=True)
+                await asyncio.sleep(1)
+                continue
+            if len(self._tasks) > _BORROWERS_MAX:
+                connection.close()
+                continue
+            self._own(self._serve(connection))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        borrower = secrets.token_hex(16)
+        self._on_come(borrower)
+        try:
+            connection.setblocking(False)
+            socket.send_fds(connection, [borrower.encode()], [self._region.descriptor])
+            # Nothing is ever sent our way: the next thing is the end.
+            while await asyncio.get_running_loop().sock_recv(connection, _WORD_BYTES):
+                pass
+        except OSError:
+            log.warning("the arena's descriptor could not be handed over", exc_info=True)
+        finally:
+            connection.close()
+            self._on_gone(borrower)
+
+
+class MappedArena:
+    """The region as an engine's process sees it. Open for as long as somebody holds this object.
+
+    Whoever is going to write to a lent slot holds it: the connection's end tells the sidecar that nobody writes.
+    """
+
+    def __init__(
+        self, connection: socket.socket, descriptor: int, borrower: str, *, on_gone: Callable[[], None]
+    ) -> None:
+        """Map `descriptor` and take it over. `on_gone`: called once in a thread when the sidecar has gone.
+
+        Raises OSError, also for -1: none was handed over.
+        """
+        self.size_bytes = os.fstat(descriptor).st_size
+        try:
+            self._map = _mapped(descriptor, self.size_bytes)
+        finally:
+            os.close(descriptor)
+        # A process that vLLM forks must not keep the memory, nor look as if it might write.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self.borrower = borrower
+        """What the sidecar calls this process."""
+        self._view = memoryview(self._map)
+        self._stopping = threading.Event()
+        threading.Thread(
+            target=_attend,
+            args=(connection, _address_of(self._map), self._map, self._stopping, on_gone),
+            name="context-cache-arena",
+            daemon=True,
+        ).start()
+        self._finalizer = weakref.finalize(self, _let_go, connection, self._stopping)
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        """Return a stretch of the region. Raises ValueError for one that is not inside."""
+        if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
+            raise ValueError("outside the arena")
+        return self._view[offset : offset + size_bytes]
+
+
+def open_arena(sidecar: str, on_gone: Callable[[], None]) -> MappedArena:
+    """Borrow the arena of the sidecar at this gRPC address. Raises OSError, also for an address on another machine."""
+    scheme, _, path = sidecar.partition(":")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(_ANSWER_S)
+        connection.connect(re.sub("^//", "", path) + SUFFIX if scheme == "unix" else "")
+        word, descriptors, _, _ = socket.recv_fds(connection, _WORD_BYTES, 1)
+        connection.settimeout(None)
+        return MappedArena(connection, next(iter(descriptors), -1), word.decode(), on_gone=on_gone)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _attend(
+    connection: socket.socket,
+    address: int,
+    mapped: mmap.mmap,
+    stopping: threading.Event,
+    on_gone: Callable[[], None],
+) -> None:
+    """Fill this process's page table, then wait for the end of the connection. `mapped` keeps the address valid."""
+    populate(address, len(mapped), stopping=stopping)
+    try:
+        while connection.recv(_WORD_BYTES):
+            pass
+    except OSError:
+        pass  # an end like any other
+    connection.close()
+    if not stopping.is_set():
+        on_gone()
+
+
+def _let_go(connection: socket.socket, stopping: threading.Event) -> None:
+    stopping.set()
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # the other end was faster
+
+
+def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED)
+    try:
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):
+        log.debug("no huge pages for shared memory here")
+    return mapped
+
+
+def _address_of(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def _close_map(view: memoryview, mapped: mmap.mmap) -> None:
+    try:
+        view.release()
+        mapped.close()
+    except BufferError:
+        return  # somebody still holds a view: the map goes with the last of them

@@ -1,0 +1,387 @@
+"""Slots of the arena in an engine's hands: what is lent comes back whatever happens, and to nobody too early."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import (
+    ContextCacheError,
+    ContextDeleted,
+    ContextQuotaExceeded,
+    CorruptBlock,
+    InvalidRequest,
+    SaveIncomplete,
+    SidecarUnavailable,
+    StorageFull,
+)
+from contextcache.model import new_cache_ref
+from kv_sidecar.leases import LeaseTerms
+from kv_sidecar.manifest import block_key, block_meta
+from kv_sidecar.memory_store import LentSlot, MemoryStore, Place
+from kv_sidecar.saves import NewSave
+from tests.contract.block_store_contract import BLOCK, TAIL
+from tests.kit.kv_blocks import BORROWER, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
+
+PROMPT = tuple(range(12))
+"""Three whole blocks."""
+FILE_BYTES = 832
+"""A little more than a block file of these tests."""
+LIMIT_BYTES = 2048
+PLACE = Place(new_cache_ref(), 0, 0)
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    store = MemoryStore(limit_bytes=LIMIT_BYTES)
+    store.open()
+    store.borrowers |= {"one", "other"}
+    yield store
+    store.close()
+
+
+def lend(store: MemoryStore, size_bytes: int, *, borrower: str = "one") -> LentSlot:
+    lent = store.lend(borrower, PLACE, size_bytes)
+    assert lent is not None
+    return lent
+
+
+def test_half_of_the_region_is_lent_at_most(store: MemoryStore) -> None:
+    lend(store, 640)
+
+    assert store.lend("other", PLACE, 385) is None
+    lend(store, 384)
+    assert store.lend("one", PLACE, 1) is None
+    store.put(BLOCK, bytes(LIMIT_BYTES // 2))
+
+
+def test_one_file_may_be_all_of_the_region_for_which_all_blocks_leave(store: MemoryStore) -> None:
+    store.put(BLOCK, bytes(700))
+
+    assert store.lend("one", PLACE, LIMIT_BYTES + 1) is None
+    assert store.keys() == [BLOCK]
+    lend(store, LIMIT_BYTES)
+    assert store.keys() == []
+    with pytest.raises(StorageFull):
+        store.put(BLOCK, b"a")
+
+
+def test_a_slot_comes_back_once_and_from_its_borrower_only(store: MemoryStore) -> None:
+    first, second = lend(store, 64), lend(store, 64)
+    store.give_back("other", [first.slot_id, second.slot_id])
+    store.give_back("nobody", [first.slot_id])
+    assert store.lent_bytes == 128
+    store.give_back("one", [first.slot_id, first.slot_id, 999, -1])
+    third = lend(store, 64)
+    store.give_back("one", [first.slot_id])
+
+    assert (third.slot.offset, store.lent_bytes) == (first.slot.offset, 128)
+    assert third.slot_id not in {first.slot_id, second.slot_id}
+
+
+def test_a_borrower_that_ends_frees_what_it_has_and_not_what_it_handed_over(store: MemoryStore) -> None:
+    handed, kept, others = lend(store, 256), lend(store, 256), lend(store, 256, borrower="other")
+    store.view(handed.slot)[:] = b"h" * 256
+    slot = store.hand_over(handed.slot_id, PLACE)
+    assert slot is not None
+    store.end_borrower("one")
+    store.put(TAIL, b"t" * (LIMIT_BYTES - 512))
+    store.keep(BLOCK, slot)
+
+    assert store.read(BLOCK) == b"h" * 256
+    assert store.lent_bytes == 256
+    assert store.hand_over(kept.slot_id, PLACE) is None
+    assert store.hand_over(others.slot_id, PLACE) is others.slot
+
+
+@pytest.mark.parametrize("borrower", ["", "nobody", "ended"])
+def test_who_does_not_see_the_region_is_lent_nothing(store: MemoryStore, borrower: str) -> None:
+    store.borrowers.add("ended")
+    store.end_borrower("ended")
+
+    with pytest.raises(SidecarUnavailable):
+        store.lend(borrower, PLACE, 64)
+    assert store.lent_bytes == 0
+
+
+def test_what_is_lent_is_nobody_elses_however_much_comes(store: MemoryStore) -> None:
+    """Seen failing: with lent slots under a name, the blocks that come take their place."""
+    lent = lend(store, 640)
+    store.view(lent.slot)[:] = b"w" * 640
+    for number in range(40):
+        store.put(replace(BLOCK, rank=number), b"x" * 320)
+
+    assert bytes(store.view(lent.slot)) == b"w" * 640
+    assert store.hand_over(lent.slot_id, PLACE) is lent.slot
+
+
+class Disk:
+    """A `step` that does something at the first rename of a block's file."""
+
+    def __init__(self) -> None:
+        self.at_rename: Callable[[], object] = lambda: None
+
+    def __call__(self, step: str) -> None:
+        if step.startswith("rename") and ".r0." in step:
+            self.at_rename()
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture
+async def kv(tmp_path: Path, disk: Disk) -> AsyncIterator[SidecarUnderTest]:
+    """Three files fill the arena, and one of them is all that is lent."""
+    async with SidecarUnderTest(
+        tmp_path,
+        clock=ManualClock(),
+        step=disk,
+        memory_limit_bytes=3 * FILE_BYTES,
+        disk_limit_bytes=4 * FILE_BYTES,
+        tenant_limit_bytes=3 * FILE_BYTES,
+    ) as kv:
+        yield kv
+
+
+async def prepared(kv: SidecarUnderTest, token_ids: tuple[int, ...] = PROMPT, **fields: Any) -> NewSave:
+    new = new_save(token_ids, now_ms=kv.clock.now_ms(), **fields)
+    await kv.catalog.prepare_save(new)
+    return new
+
+
+def place_of(new: NewSave, block_index: int = 0) -> Place:
+    return Place(new.cache_ref, new.rank, block_index)
+
+
+async def in_slot(kv: SidecarUnderTest, new: NewSave, *, flip: bool = False) -> Callable[[], Any]:
+    """Have the first file in a slot; return what hands it over."""
+    data = bytearray(block_file_bytes(block_meta(kv.plan(new), 0, 0)))
+    data[-1] ^= flip
+    return partial(kv.catalog.take_slot, place_of(new), await kv.fill_slot(place_of(new), bytes(data)))
+
+
+async def corrupt(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    return await in_slot(kv, await prepared(kv), flip=True)
+
+
+async def over_quota(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    new = await prepared(kv)
+    await kv.save(tuple(range(100, 112)), session_id="ctx_2")
+    return await in_slot(kv, new)
+
+
+async def over_disk_limit(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    new = await prepared(kv, tenant="other")
+    for tenant in ("a", "b"):
+        saving = await prepared(kv, tuple(range(100, 108)), tenant=tenant)
+        for index in range(2):
+            await kv.send(saving, index)
+    return await in_slot(kv, new)
+
+
+async def broken_disk(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    def fail() -> None:
+        raise OSError(errno.EIO, "injected")
+
+    disk.at_rename = fail
+    return await in_slot(kv, await prepared(kv))
+
+
+async def deleted(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    take = await in_slot(kv, await prepared(kv))
+    await kv.catalog.delete(TENANT, SESSION, [])
+    return take
+
+
+async def deleted_meanwhile(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    writing, go_on = threading.Event(), threading.Event()
+    disk.at_rename = lambda: (writing.set(), go_on.wait(30))
+    take = await in_slot(kv, await prepared(kv))
+
+    async def take_and_delete() -> None:
+        taking = asyncio.create_task(take())
+        assert await asyncio.to_thread(writing.wait, 30)
+        deleting = asyncio.create_task(kv.catalog.delete(TENANT, SESSION, []))
+        await asyncio.sleep(0)
+        go_on.set()
+        await deleting
+        await taking
+
+    return take_and_delete
+
+
+FAILURES = [
+    (corrupt, CorruptBlock),
+    (over_quota, ContextQuotaExceeded),
+    (over_disk_limit, StorageFull),
+    (broken_disk, SidecarUnavailable),
+    (deleted, ContextDeleted),
+    (deleted_meanwhile, ContextDeleted),
+]
+
+
+@pytest.mark.parametrize(("failing", "error"), FAILURES)
+async def test_a_slot_whose_file_is_refused_is_free_again(
+    kv: SidecarUnderTest, disk: Disk, failing: Any, error: type[ContextCacheError]
+) -> None:
+    """Seen failing: without the `drop` of each path, its bytes are nobody's for ever."""
+    take = await failing(kv, disk)
+    stored = kv.block_files()
+    with pytest.raises(error):
+        await take()
+
+    assert kv.memory.lent_bytes == kv.missing_bytes() == 0
+    assert kv.block_files() == stored
+    assert set(kv.memory.keys()) <= stored
+
+
+async def test_a_block_that_is_here_already_keeps_its_first_copy_and_the_second_slot_is_free(
+    kv: SidecarUnderTest,
+) -> None:
+    first, second = await prepared(kv), await prepared(kv, session_id="ctx_2")
+    await kv.send(first, 0)
+    copy = kv.memory._lru.get(block_key(kv.plan(first), 0, 0))
+    await kv.send(second, 0)
+
+    assert kv.memory._lru.get(block_key(kv.plan(first), 0, 0)) is copy
+    assert kv.memory.lent_bytes == kv.missing_bytes() == 0
+
+
+async def test_a_slot_of_another_place_is_refused_and_stays_its_borrowers(kv: SidecarUnderTest) -> None:
+    new = await prepared(kv)
+    slot_id = (await in_slot(kv, new)).args[1]  # type: ignore[attr-defined]  # a partial
+    for place in (place_of(new, 1), Place(new.cache_ref, 1, 0), Place(new_cache_ref(), 0, 0)):
+        with pytest.raises(InvalidRequest):
+            await kv.catalog.take_slot(place, slot_id)
+
+    assert kv.memory.lent_bytes == kv.memory.view(kv.memory._lent[slot_id].slot).nbytes
+    assert await kv.catalog.take_slot(place_of(new), slot_id)
+    with pytest.raises(InvalidRequest):
+        await kv.catalog.take_slot(place_of(new), slot_id)
+    assert kv.memory.keys() == [block_key(kv.plan(new), 0, 0)]
+
+
+async def test_a_hand_over_whose_caller_has_left_is_carried_through(kv: SidecarUnderTest) -> None:
+    new = await prepared(kv)
+    taking = asyncio.create_task((await in_slot(kv, new))())
+    await asyncio.sleep(0)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    await kv.sidecar.threads.idle()
+
+    assert kv.memory.keys() == [block_key(kv.plan(new), 0, 0)]
+    assert kv.memory.lent_bytes == kv.missing_bytes() == 0
+
+
+async def test_slots_are_lent_to_saves_in_flight_only(kv: SidecarUnderTest) -> None:
+    new = await prepared(kv)
+    lend = partial(kv.catalog.lend, BORROWER, timeout_s=0.001)
+    with pytest.raises(SaveIncomplete):
+        await lend([(PLACE, 64)])
+    with pytest.raises(InvalidRequest):
+        await lend([(place_of(new), 64), (place_of(new, 3), 64)])
+    await kv.catalog.delete(TENANT, SESSION, [])
+    with pytest.raises(ContextDeleted):
+        await lend([(place_of(new), 64)])
+
+    assert kv.memory.lent_bytes == 0
+
+
+async def test_of_many_files_the_first_ones_get_slots_as_there_is_room(kv: SidecarUnderTest) -> None:
+    new = await prepared(kv)
+    lent = await kv.catalog.lend(BORROWER, [(place_of(new, index), 500) for index in (2, 0, 1)], timeout_s=0.001)
+
+    assert [one.place.block_index for one in lent] == [2, 0]
+    assert await kv.catalog.lend(BORROWER, [(place_of(new), 500)], timeout_s=0.001) == []
+
+
+async def returned(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
+    (lent,) = await kv.catalog.lend(BORROWER, [(place_of(new), FILE_BYTES)], timeout_s=1)
+
+    async def give_back() -> None:
+        kv.catalog.return_slots(BORROWER, [lent.slot_id])
+
+    return give_back
+
+
+async def borrower_ended(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
+    kv.memory.borrowers.add("other")
+    await kv.catalog.lend("other", [(place_of(new), FILE_BYTES)], timeout_s=1)
+
+    async def end() -> None:
+        kv.catalog.end_borrower("other")
+
+    return end
+
+
+async def handed_over(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
+    return await in_slot(kv, new)
+
+
+async def pinning(kv: SidecarUnderTest, lease: LeaseTerms | None) -> Any:
+    """Pin all that is in memory; return the load."""
+    other = await kv.save(tuple(range(100, 112)), session_id="ctx_2")
+    manifest = await kv.catalog.open(TENANT, other.cache_ref)
+    blocks = kv.catalog.load(manifest, other.fingerprint, 0, range(3), in_slots=True, lease=lease)
+    assert [(await anext(blocks)).slot is not None for _ in range(3)] == [True] * 3
+    return blocks
+
+
+async def lease_ended(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
+    lease = LeaseTerms("a" * 32, 1_000)
+    await (await pinning(kv, lease)).aclose()
+    return partial(kv.catalog.end_load, lease.lease_id)
+
+
+async def lease_expired(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
+    await (await pinning(kv, LeaseTerms("a" * 32, 1_000))).aclose()
+    kv.clock.advance(ms=1_000)  # type: ignore[attr-defined]  # a ManualClock
+    return kv.catalog.collect
+
+
+async def load_ended(kv: SidecarUnderTest, new: NewSave) -> Callable[[], Any]:
+    return (await pinning(kv, None)).aclose
+
+
+@pytest.mark.parametrize(
+    "holding", [returned, borrower_ended, handed_over, lease_ended, lease_expired, load_ended]
+)
+async def test_who_waits_for_a_slot_gets_it_as_there_is_room(kv: SidecarUnderTest, holding: Any) -> None:
+    """Seen failing for the end of a load without a lease: nobody told, and the wait ended without a slot."""
+    new = await prepared(kv)
+    let_go = await holding(kv, new)
+    waiting = asyncio.create_task(kv.catalog.lend(BORROWER, [(place_of(new, 1), FILE_BYTES)], timeout_s=120))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await let_go()
+
+    async with asyncio.timeout(60):
+        (lent,) = await waiting
+    assert lent.place == place_of(new, 1)
+    kv.catalog.return_slots(BORROWER, [lent.slot_id])
+    assert kv.memory.lent_bytes == kv.missing_bytes() == 0
+
+
+async def test_who_stops_waiting_for_a_slot_has_none(kv: SidecarUnderTest) -> None:
+    new = await prepared(kv)
+    let_go = await returned(kv, new)
+    waiting = asyncio.create_task(kv.catalog.lend(BORROWER, [(place_of(new, 1), FILE_BYTES)], timeout_s=120))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await let_go()
+    await asyncio.wait([waiting])
+
+    assert kv.memory.lent_bytes == kv.missing_bytes() == 0
