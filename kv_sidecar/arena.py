@@ -36,6 +36,8 @@ _MADV_POPULATE_WRITE = 23
 _STEP_BYTES = 64 << 20
 _WORD_BYTES = 64
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_CONNECTIONS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""This process's as a borrower; a child that it forks closes its copies, or it would stand for this one that ended."""
 
 
 def populate(address: int, size_bytes: int, *, stopping: threading.Event) -> int:
@@ -186,6 +188,7 @@ class MappedArena:
             os.close(descriptor)
         # A process that vLLM forks must not keep the memory, nor look as if it might write.
         self._map.madvise(mmap.MADV_DONTFORK)
+        _CONNECTIONS.add(connection)
         self.borrower = borrower
         """What the sidecar calls this process."""
         self._view = memoryview(self._map)
@@ -237,6 +240,14 @@ def _attend(
     connection.close()
     if not stopping.is_set():
         on_gone()
+
+
+def _close_connections() -> None:
+    for connection in tuple(_CONNECTIONS):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_connections)
 
 
 def _let_go(connection: socket.socket, stopping: threading.Event) -> None:

@@ -342,6 +342,7 @@ class ContextCatalog:
             raise
         finally:
             await blocks.aclose()
+            self._tell_of_room()
 
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""

@@ -91,6 +91,9 @@ class SidecarMetrics:
             registry=registry,
         )
         self._io_bytes = counter("io_bytes", "Bytes read, written and checked, by tier.", ("operation", "tier"))
+        self.lent_bytes = Gauge(
+            "contextcache_sidecar_lent_bytes", "Bytes of slots that engines may be writing to.", registry=registry
+        )
         self.lost_spans = counter("lost_spans", "Spans of traces that did not reach the collector.")
         self.tenant_bytes = TenantBytes()
         registry.register(self.tenant_bytes)

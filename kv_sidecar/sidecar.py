@@ -100,6 +100,7 @@ class Sidecar:
         self._orphans = None if asked is None else self._orphans_of(asked, manifests)
         self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
+        self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
 
     async def open(self) -> None:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,18 +73,26 @@ class EngineRank:
 
     def fill_slot(self, place: dict[str, Any], data: bytes) -> int:
         """Write a file to a slot for it; return the slot's id."""
+        (slot,) = self.lend(place, len(data))
+        self.view(slot)[:] = data
+        return slot.slot_id
+
+    def lend(self, place: dict[str, Any], size_bytes: int, *, timeout_ms: int = 1000) -> Sequence[pb.Slot]:
+        """Ask for a slot; empty when there is no room."""
         assert self.arena is not None
         request = pb.LendSlotsRequest(
             borrower=self.arena.borrower,
             cache_ref=place["cache_ref"],
             rank=place["rank"],
             block_indices=[place["block_index"]],
-            sizes_bytes=[len(data)],
-            timeout_ms=1000,
+            sizes_bytes=[size_bytes],
+            timeout_ms=timeout_ms,
         )
-        (slot,) = self.client.lend_slots(request, 60)
-        self.arena.view(slot.offset, slot.size_bytes)[:] = data
-        return slot.slot_id
+        return self.client.lend_slots(request, 60)
+
+    def view(self, slot: pb.Slot) -> memoryview:
+        assert self.arena is not None
+        return self.arena.view(slot.offset, slot.size_bytes)
 
     def load(self, new: NewSave) -> set[int]:
         """Load everything, check every byte, return the tiers."""
@@ -102,8 +110,7 @@ class EngineRank:
         for response in self.client.load_blocks(request, 10):
             tiers.add(response.tier)
             if response.WhichOneof("payload") == "slot":
-                assert self.arena is not None
-                file = parse_block_file(self.arena.view(response.slot.offset, response.slot.size_bytes))
+                file = parse_block_file(self.view(response.slot))
             else:
                 data += response.frame
                 if not response.last_frame:

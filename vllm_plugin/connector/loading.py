@@ -53,7 +53,7 @@ class _Progress:
 class LoadEnd:
     """Who says how a load has ended: the thread that carries it out, or the engine's when that thread hangs.
 
-    A sidecar can keep a load for ever. The engine's blocks are then taken back, but never while somebody writes to them.
+    A sidecar can keep a load for ever. The engine takes its blocks back then, but never while somebody writes to them.
     """
 
     def __init__(self) -> None:

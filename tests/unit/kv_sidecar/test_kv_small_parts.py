@@ -17,6 +17,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRequest
 from contextcache.process.settings import settings_help
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar import settings as sidecar_settings
 from kv_sidecar.announcements import Announcements
 from kv_sidecar.catalog import Removed
 from kv_sidecar.collector import Collector
@@ -292,6 +293,18 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.memory_limit_bytes is None
     assert found.addresses() == ["unix:///run/kv/s.sock"]
     assert found.limits().block_tokens == 128
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("4096\n", 1024), ("max\n", 1 << 30), (None, 1 << 30)])
+def test_without_a_size_the_arena_is_a_quarter_of_the_container_s_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(sidecar_settings, "_CONTAINER", tmp_path)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+
+    assert SidecarSettings().memory_bytes() == expected
+    assert SidecarSettings(memory_limit_bytes=0).memory_bytes() == 0
 
 
 def test_a_sidecar_nobody_could_reach_is_refused() -> None:
