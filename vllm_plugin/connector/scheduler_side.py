@@ -16,12 +16,13 @@ from typing import Any
 from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
-from contextcache.model import CacheRef
+from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.engine_identity import EngineIdentity
+from vllm_plugin.connector.load_estimate import LoadEstimate
 from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load, restorable_tokens
 from vllm_plugin.connector.reporting import Reporter
@@ -31,6 +32,7 @@ from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
 log = logging.getLogger(__name__)
 
 _WEIGHTS_CHANGED = "weights_changed"
+_SLOWER = "slower_than_computing"
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class SchedulerSide:
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._checkpoints = PromptCheckpoints()
+        self._estimate = LoadEstimate()
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
@@ -148,9 +151,7 @@ class SchedulerSide:
         """Return (tokens to load beyond `num_computed_tokens`, True), (0, False), or (None, False): ask again."""
         self.begin(request)
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.lookup is None or tracked.load_failed:
-            return 0, False
-        if request.skip_reading_prefix_cache:
+        if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
             return 0, False
         found = tracked.found = tracked.lookup.result(self._clock.now_ms())
         if found is None:
@@ -163,7 +164,12 @@ class SchedulerSide:
             return 0, False
         most = restorable_tokens(found.manifest, self._facts, min(found.num_tokens, request.num_tokens - 1))
         num_tokens = most - num_computed_tokens
-        return (num_tokens, True) if num_tokens >= self._settings.min_load_tokens else (0, False)
+        if num_tokens < self._settings.min_load_tokens:
+            return 0, False
+        if self._estimate.is_slower(num_tokens, _size_bytes(found.manifest, num_tokens), found.tier):
+            tracked.lookup, tracked.found = None, Match(None, 0, _SLOWER)
+            return 0, False
+        return num_tokens, True
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
@@ -189,6 +195,8 @@ class SchedulerSide:
             traceparent=tracked.transfer.traceparent,
         )
         tracked.reported = True
+        size_bytes = _size_bytes(tracked.found.manifest, num_external_tokens)
+        self._estimate.begin(request.request_id, size_bytes, tracked.found.tier, self._clock.now_ms())
         self._loads.append(tracked.loading)
 
     def tier_of(self, request: Any) -> pb.Tier.ValueType:
@@ -207,6 +215,7 @@ class SchedulerSide:
         for plan in self._checkpoints.observe(scheduler_output, self._facts):
             if self._pending_saves.add(plan.cache_ref):
                 self._saves.append(plan)
+        self._estimate.step(scheduler_output.total_num_scheduled_tokens, self._clock.now_ms())
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
         return loads, saves, self._checkpoints.take_overtaken()
@@ -216,6 +225,7 @@ class SchedulerSide:
         failed_ids = set(failed)
         for request_id in set(received) | failed_ids:
             tracked = self._requests.get(request_id)
+            self._estimate.end(request_id, self._clock.now_ms(), is_loaded=request_id not in failed_ids)
             if tracked is None or tracked.loading is None:
                 continue
             lost_blocks = not bad_block_ids.isdisjoint(tracked.loading.block_ids)
@@ -235,6 +245,7 @@ class SchedulerSide:
         """
         tracked = self._requests.pop(request.request_id, None)
         self._checkpoints.end(request.request_id)
+        self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)
         if tracked is None:
             return False
         if tracked.lookup is not None:
@@ -336,6 +347,11 @@ class SchedulerSide:
         first = transfer.load[0]
         # Turns like this one run in parallel; all have missed it, one brings it back.
         return first if first in found.missing and first not in self._saved_again else None
+
+
+def _size_bytes(manifest: Manifest, num_tokens: int) -> int:
+    """Return about how many bytes so many of a context's tokens have."""
+    return manifest.size_bytes * num_tokens // max(len(manifest.token_ids), 1)
 
 
 def _kept_ids(facts: RankFacts, num_tokens: int, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,99 @@
+"""A load is promised when it is expected to beat computing, and a storm degrades into computing."""
+
+from __future__ import annotations
+
+import pytest
+
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector.load_estimate import LoadEstimate
+
+A = cache_ref(1)
+MIB = 1 << 20
+TOKENS, BYTES = 8_192, 1 << 30
+"""A context of an 8-billion-parameter model: 128 KiB a token."""
+HOST, DISK = pb.TIER_HOST, pb.TIER_DISK
+
+
+def measured(*, tokens_per_s: int, disk_bytes_per_s: int) -> LoadEstimate:
+    """Return the estimate of an engine that has computed a prompt of 8 192 tokens and loaded 1 GiB from disk."""
+    estimate = LoadEstimate()
+    estimate.step(TOKENS, 0)
+    estimate.step(1, TOKENS * 1000 // tokens_per_s)
+    estimate.begin("first", BYTES, DISK, 0)
+    estimate.end("first", BYTES * 1000 // disk_bytes_per_s, is_loaded=True)
+    return estimate
+
+
+def test_nothing_is_known_and_everything_is_loaded() -> None:
+    assert not LoadEstimate().is_slower(TOKENS, BYTES, DISK)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "disk_bytes_per_s", "is_slower"),
+    [(10_000, 200 * MIB, True), (10_000, 2000 * MIB, False), (1_500, 200 * MIB, False), (1_000, 100 * MIB, True)],
+)
+def test_a_disk_that_is_slower_than_the_engine_is_left_alone(
+    tokens_per_s: int, disk_bytes_per_s: int, is_slower: bool
+) -> None:
+    estimate = measured(tokens_per_s=tokens_per_s, disk_bytes_per_s=disk_bytes_per_s)
+
+    assert estimate.is_slower(TOKENS, BYTES, DISK) is is_slower
+    assert not estimate.is_slower(TOKENS, BYTES, HOST), "of memory nothing is known"
+
+
+def test_a_storm_after_a_restart_is_loaded_at_its_head_and_computed_behind_it() -> None:
+    """1 s to compute, 0.25 s to load: the first four of a hundred."""
+    estimate = measured(tokens_per_s=TOKENS, disk_bytes_per_s=4 << 30)
+    promised = []
+    for number in range(100):
+        if not estimate.is_slower(TOKENS, BYTES, DISK):
+            promised.append(number)
+            estimate.begin(str(number), BYTES, DISK, 10_000)
+
+    assert promised == [0, 1, 2, 3]
+
+
+def test_what_was_slow_once_is_tried_again() -> None:
+    estimate = measured(tokens_per_s=10_000, disk_bytes_per_s=50 * MIB)
+    num_skipped = 0
+    while estimate.is_slower(TOKENS, BYTES, DISK):
+        num_skipped += 1
+
+    assert 1 < num_skipped < 50
+
+
+def test_short_loads_are_always_made_and_say_nothing_of_the_rate() -> None:
+    estimate = LoadEstimate()
+    estimate.step(TOKENS, 0)
+    estimate.step(1, 100)
+    estimate.begin("small", MIB, DISK, 0)
+    estimate.end("small", 5_000, is_loaded=True)
+    assert not estimate.is_slower(TOKENS, BYTES, DISK)
+
+    slow = measured(tokens_per_s=1_000_000, disk_bytes_per_s=200 * MIB)
+    assert not slow.is_slower(128, 16 * MIB, DISK)
+
+
+def test_a_failed_load_and_a_decoding_step_are_no_measurements() -> None:
+    """Seen failing without either look: the next load was not promised."""
+    estimate = measured(tokens_per_s=1_000, disk_bytes_per_s=2000 * MIB)
+    estimate.begin("failed", BYTES, DISK, 0)
+    estimate.end("failed", 500_000, is_loaded=False)
+    estimate.step(32, 100_000)
+    estimate.step(32, 100_001)
+
+    assert not estimate.is_slower(TOKENS, BYTES, DISK)
+
+
+def test_a_request_whose_load_would_be_slower_is_computed_and_told_why(engine: Engine) -> None:
+    answer = engine.save(list(range(1, 151)), A)
+    engine.loop.forget_prefixes()
+    engine.loop.connector.scheduler_side._estimate.is_slower = lambda *_: True
+    engine.loop.add("again", list(range(1, 151)), params=transfer(load=(A,)))
+
+    assert engine.loop.run_to_end("again") == answer
+    assert engine.loop.computed["again"] == 153
+    report = engine.sidecar.reports[f"request--{A}"]
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_MISS, "slower_than_computing")
+    assert engine.sidecar.served_bytes == 0

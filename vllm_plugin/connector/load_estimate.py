@@ -1,0 +1,81 @@
+"""Whether a load is expected to take longer than computing the same tokens; such a load is not promised.
+
+Both sides are measured as the engine runs: tokens a second of the fastest prefill steps of late, bytes a second of the
+loads by tier, with what waited before them. Where nothing was measured yet a load is made. After a restart everybody
+asks at once: the first of the line are loaded, those behind them are computed as soon as that is expected to be faster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from contextcache.v1 import kv_sidecar_pb2 as pb
+
+_ALWAYS_MS = 100
+"""A load that is expected to take no longer is made: what short ones take is chance."""
+_LARGE_BYTES = 16 << 20
+"""Less says more of the way there and back than of the rate."""
+_LARGE_STEP_TOKENS = 64
+"""Steps with fewer are decoding; their time is not spent on prompts."""
+_FORGET = 0.1
+"""Of a rate, with each measurement that is lower; and with a load that is not made, so that one is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    tier: pb.Tier.ValueType
+    size_bytes: int
+    queued_bytes: int
+    """Its own and those before it."""
+    at_ms: int
+
+
+class LoadEstimate:
+    """Used by the engine's thread only. Times are of one monotonic clock, in ms."""
+
+    def __init__(self) -> None:
+        self._tokens_per_ms = 0.0
+        self._bytes_per_ms: defaultdict[pb.Tier.ValueType, float] = defaultdict(float)
+        self._begun: dict[str, _Begun] = {}
+        self._step: tuple[int, int] = (0, 0)
+        """When the last step began, and with how many tokens."""
+
+    def step(self, num_tokens: int, now_ms: int) -> None:
+        """Note that the engine begins to compute so many tokens; the step before it is over."""
+        began_ms, before = self._step
+        self._step = (now_ms, num_tokens)
+        if before >= _LARGE_STEP_TOKENS and now_ms > began_ms:
+            self._tokens_per_ms = _kept(self._tokens_per_ms, before / (now_ms - began_ms))
+
+    def begin(self, request_id: str, size_bytes: int, tier: pb.Tier.ValueType, now_ms: int) -> None:
+        """Note that a load is queued."""
+        self._begun[request_id] = _Begun(tier, size_bytes, size_bytes + self._queued_bytes, now_ms)
+
+    def end(self, request_id: str, now_ms: int, *, is_loaded: bool) -> None:
+        """Note that a load has ended. Harmless when there is none."""
+        begun = self._begun.pop(request_id, None)
+        if begun is not None and is_loaded and begun.queued_bytes >= _LARGE_BYTES:
+            rate = begun.queued_bytes / max(now_ms - begun.at_ms, 1)
+            self._bytes_per_ms[begun.tier] = _kept(self._bytes_per_ms[begun.tier], rate)
+
+    def is_slower(self, num_tokens: int, size_bytes: int, tier: pb.Tier.ValueType) -> bool:
+        """Return whether loading is expected to take longer than computing so many tokens."""
+        rate = self._bytes_per_ms[tier]
+        if not rate or not self._tokens_per_ms:
+            return False
+        load_ms = (size_bytes + self._queued_bytes) / rate
+        is_slower = load_ms > max(num_tokens / self._tokens_per_ms, _ALWAYS_MS)
+        if is_slower and not self._begun:
+            # No measurement is on its way that could say otherwise.
+            self._bytes_per_ms[tier] = rate * (1 + _FORGET)
+        return is_slower
+
+    @property
+    def _queued_bytes(self) -> int:
+        return sum(begun.size_bytes for begun in self._begun.values())
+
+
+def _kept(known: float, measured: float) -> float:
+    """Return a rate after a measurement: the best of late, as one that was disturbed says little."""
+    return measured if measured > known else known + _FORGET * (measured - known)
