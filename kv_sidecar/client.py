@@ -192,10 +192,12 @@ class EngineSidecarClient:
         expires_at_ms: int,
         started_at_ms: int = 0,
         groups: Sequence[KVGroup] = (),
+        early: bool = False,
         timeout_s: float | None = None,
     ) -> pb.PrepareSaveResponse:
         """Open a save; the answer names the files to send. Raises ContextDeleted, InvalidRequest, StorageFull.
 
+        `early`: whole files ahead of the save itself, which comes under the same name.
         `timeout_s`: a deadline of its own for this call.
         """
         request = pb.PrepareSaveRequest(
@@ -209,6 +211,7 @@ class EngineSidecarClient:
             expires_at_ms=expires_at_ms,
             started_at_ms=started_at_ms,
             groups=groups_to_pb(groups),
+            early=early,
         )
         return self._call(self._stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
 

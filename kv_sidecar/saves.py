@@ -40,6 +40,8 @@ class NewSave:
     """Unix time in ms when the turn began; 0: not known."""
     groups: tuple[KVGroup, ...] = ()
     """What the KV is of; none: a plain engine's, in blocks of the sidecar's size."""
+    early: bool = False
+    """Whether these are files ahead of the save itself: its tokens begin with these."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
@@ -90,6 +92,8 @@ class SaveInFlight:
     sealed: set[int] = field(default_factory=set)
     publishing: bool = False
     """Set while its manifest is being written: too late to drop it for its deadline."""
+    early: bool = False
+    """Whether only files ahead of it were announced so far: it cannot be sealed, and its end is nobody's loss."""
     dropped: bool = False
     """Set when it ends without a manifest: what still comes in for it is removed again."""
 
@@ -123,16 +127,26 @@ class SavesInFlight:
             save.prepared.add(rank)
             self._pins.update(rank_keys(save.manifest, rank))
 
+    def become(self, save: SaveInFlight, manifest: Manifest) -> None:
+        """Give a save other tokens; what it does not count on any more is left to the collector."""
+        before = [key for rank in save.prepared for key in rank_keys(save.manifest, rank)]
+        save.manifest = manifest
+        self._pins.update(key for rank in save.prepared for key in rank_keys(manifest, rank))
+        self._unpin(before)
+
+    def _unpin(self, keys: list[BlockKey]) -> None:
+        for key in keys:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+
     def remove(self, save: SaveInFlight) -> list[BlockKey]:
         """End a save; return the blocks it no longer pins. Harmless when repeated."""
         if self._saves.get(save.manifest.cache_ref) is not save:
             return []
         del self._saves[save.manifest.cache_ref]
         keys = [key for rank in save.prepared for key in rank_keys(save.manifest, rank)]
-        for key in keys:
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
+        self._unpin(keys)
         return keys
 
     def is_pinned(self, key: BlockKey) -> bool:

@@ -92,7 +92,8 @@ class Saving:
             raise
         self._saves.prepare(save, new.rank)
         self._failed.discard(new.cache_ref)
-        self._metrics.saves.inc()
+        if not new.early:
+            self._metrics.saves.inc()
         return PreparedSave(missing, num_files(manifest))
 
     def expected(self, cache_ref: CacheRef, rank: int, block_index: int) -> tuple[SaveInFlight, BlockMeta]:
@@ -133,7 +134,7 @@ class Saving:
         if save is None:
             raise self._no_save(cache_ref)
         stored = all(self._tiers.checksum(key) for key in rank_keys(save.manifest, rank))
-        if rank not in save.prepared or not stored:
+        if rank not in save.prepared or save.early or not stored:
             raise SaveIncomplete("blocks of this rank are missing")
         save.sealed.add(rank)
         return save if save.is_complete else None
@@ -197,7 +198,7 @@ class Saving:
         if not is_this or save.publishing:
             return []
         self._metrics.refused.labels(counted_reason(failed.reason)).inc()
-        return self._drop(save, failed.reason)
+        return self._drop(save, failed.reason, is_final=True)
 
     def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> None:
         """Give the saves of a session another expiry."""
@@ -220,7 +221,7 @@ class Saving:
             key
             for save in doomed
             if save and save.manifest.tenant == tenant
-            for key in self._drop(save, ContextDeleted.code)
+            for key in self._drop(save, ContextDeleted.code, is_final=True)
         ]
 
     def drop_overdue(self) -> list[BlockKey]:
@@ -242,12 +243,27 @@ class Saving:
             raise ContextExists("this cache_ref is sealed")
         save = self._saves.get(new.cache_ref)
         if save is not None:
-            if replace(manifest, expires_at_ms=save.manifest.expires_at_ms) != save.manifest:
-                raise InvalidRequest("ranks disagree about this cache_ref", param="cache_ref")
+            self._agree(save, new, manifest)
             return save
         if len(self._saves) >= self._limits.max_saves:
             raise StorageFull("too many saves in flight")
-        return SaveInFlight(manifest, now_ms + self._limits.save_deadline_ms, started_at_ms=new.started_at_ms)
+        ends_at_ms = now_ms + self._limits.save_deadline_ms
+        return SaveInFlight(manifest, ends_at_ms, started_at_ms=new.started_at_ms, early=new.early)
+
+    def _agree(self, save: SaveInFlight, new: NewSave, manifest: Manifest) -> None:
+        """Let a save that was announced early grow into what it is. Raises InvalidRequest when ranks disagree."""
+        known = save.manifest
+        manifest = replace(manifest, expires_at_ms=known.expires_at_ms)
+        agrees = manifest == known
+        if save.early or new.early:
+            size = min(len(known.token_ids), len(manifest.token_ids))
+            as_known = replace(manifest, token_ids=known.token_ids, groups=known.groups, files=known.files)
+            agrees = as_known == known and known.token_ids[:size] == manifest.token_ids[:size]
+        if not agrees:
+            raise InvalidRequest("ranks disagree about this cache_ref", param="cache_ref")
+        if save.early and (not new.early or len(manifest.token_ids) > len(known.token_ids)):
+            self._saves.become(save, manifest)
+            save.early = new.early
 
     def _is_deleted(self, new: NewSave, now_ms: int) -> bool:
         refs = (new.cache_ref, prompt_ref(new.cache_ref))
@@ -283,15 +299,20 @@ class Saving:
     def _refuse(self, new: NewSave, error: ContextCacheError) -> None:
         """Count a refusal, and let nobody wait for a save that will not come."""
         self._metrics.refused.labels(error.code).inc()
-        if self._saves.get(new.cache_ref) is None and not isinstance(error, ContextExists):
+        if self._saves.get(new.cache_ref) is None and not new.early and not isinstance(error, ContextExists):
             self._note(FailedSave(new.tenant, new.cache_ref, error.code, new.started_at_ms))
 
-    def _drop(self, save: SaveInFlight, reason: str) -> list[BlockKey]:
-        """End a save without a manifest; return the blocks it counted on. Harmless when repeated."""
+    def _drop(self, save: SaveInFlight, reason: str, *, is_final: bool = False) -> list[BlockKey]:
+        """End a save without a manifest; return the blocks it counted on. Harmless when repeated.
+
+        What only went ahead of a save ends without a word, unless it `is_final`: nothing will come under that name.
+        """
         if save.dropped:
             return []
         save.dropped = True
         keys = self._saves.remove(save)
+        if save.early and not is_final:
+            return keys
         self._note(FailedSave(save.manifest.tenant, save.manifest.cache_ref, reason, save.started_at_ms))
         return keys
 

@@ -80,6 +80,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             expires_at_ms=request.expires_at_ms,
             started_at_ms=request.started_at_ms,
             groups=groups_from_pb(request.groups),
+            early=request.early,
         )
         prepared = await self._catalog.prepare_save(new)
         return pb.PrepareSaveResponse(missing_files=prepared.missing_files, num_files=prepared.num_files)

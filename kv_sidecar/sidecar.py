@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -27,6 +28,8 @@ from kv_sidecar.pulling import ConnectPeer, Pulls
 from kv_sidecar.sealed_manifests import SealedManifests
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 
 class Sidecar:
@@ -108,13 +111,19 @@ class Sidecar:
         await self.catalog.start()
         socket = self.settings.unix_socket
         if socket is not None and self.memory.region is not None:
-            self.door = ArenaDoor(
+            door = ArenaDoor(
                 Path(f"{socket}{SUFFIX}"),
                 self.memory.region,
                 on_come=self.memory.borrowers.add,
                 on_gone=self.catalog.end_borrower,
             )
-            self.door.open()
+            try:
+                door.open()
+            except OSError:
+                # The address is longer than the other one: frames are slower, and right.
+                log.warning("no arena for the engine: its socket cannot be opened", exc_info=True)
+            else:
+                self.door = door
 
     async def close(self) -> None:
         """End pulls, stop collecting, finish what was begun, give the data directory back."""

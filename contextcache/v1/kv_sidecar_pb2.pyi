@@ -201,6 +201,7 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
     STARTED_AT_MS_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    EARLY_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -218,6 +219,10 @@ class PrepareSaveRequest(google.protobuf.message.Message):
     started_at_ms: builtins.int
     """Unix time in ms when the turn began. A session deleted before that was made anew under the same name,
     so the save is welcome. 0: not known, refused for as long as the session's deletion is remembered.
+    """
+    early: builtins.bool
+    """True: whole files ahead of the save itself, while its request runs. The save that comes under the same name, or the
+    next one of these, has other tokens behind these. It cannot be sealed, and goes with AbandonSave or by its deadline.
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -240,8 +245,9 @@ class PrepareSaveRequest(google.protobuf.message.Message):
         expires_at_ms: builtins.int = ...,
         started_at_ms: builtins.int = ...,
         groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
+        early: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "early", b"early", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "rank", b"rank", "session_id", b"session_id", "started_at_ms", b"started_at_ms", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___PrepareSaveRequest: typing_extensions.TypeAlias = PrepareSaveRequest
 

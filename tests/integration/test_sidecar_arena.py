@@ -90,7 +90,7 @@ def test_the_descriptor_comes_over_the_socket_and_no_file_of_shared_memory_is_ma
 
 
 def test_nobody_who_has_the_descriptor_can_change_the_size(sidecar: SidecarProcess, rank: EngineRank) -> None:
-    """Seen failing without the seals: the sidecar is killed by SIGBUS at its next look behind the end."""
+    """Seen failing without the seals; whoever then reads behind the end is killed by SIGBUS."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(socket_of(sidecar))
         _, (descriptor,), _, _ = socket.recv_fds(connection, 64, 1)

@@ -167,6 +167,11 @@ class HandOver:
 
     def _finish(self, save: Save) -> None:
         """Seal what was handed over whole."""
+        if save.plan.early:
+            self._live.discard(save)
+            self._counters.add("early_saves")
+            self._results.end_save(save.plan.name)
+            return
         sealed: list[bool] = []
         with self.span("connector save: seal", save):
             fault = self.fault_of(lambda save: sealed.append(self._seal(save)), save)
@@ -177,7 +182,7 @@ class HandOver:
         self._counters.add("saves")
         # Last: whoever hears that a save has ended finds it counted, and its files gone.
         if sealed[0]:
-            self._results.end_save(save.plan.cache_ref)
+            self._results.end_save(save.plan.name)
 
     def give_up(self, save: Save, reason: str) -> None:
         """End a save for the first reason there is. What a thread is handing over now goes with that thread."""
@@ -188,8 +193,12 @@ class HandOver:
         self.drop(self._take_staged(save))
         self._live.discard(save)
         plan = save.plan
+        self._results.end_save(plan.name)
+        if plan.early:
+            # Nobody's loss: the save itself brings what is missing.
+            self._counters.add("lost_early_saves", reason)
+            return
         self._counters.add("skipped_saves", reason)
-        self._results.end_save(plan.cache_ref)
         self._reporter.abandon_save(plan.tenant, plan.cache_ref, reason, started_at_ms=plan.started_at_ms)
         log.warning("save skipped", extra={"cache_ref": plan.cache_ref, "reason": reason})
 

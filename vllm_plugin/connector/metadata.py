@@ -8,7 +8,7 @@ A group keeps what the next token can see: all positions, those of a window, or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -138,10 +138,22 @@ class SavePlan:
     """Span of the turn, for the save's own; empty: nobody traces it."""
     holds_blocks: bool = True
     """Whether the engine keeps the blocks until it is told; else it tells when it does not any more."""
+    early: bool = False
+    """Whether these are whole files ahead of the save itself, which comes under the same name."""
+
+    @property
+    def name(self) -> str:
+        """What the worker and the scheduler call it."""
+        return f"{self.cache_ref}:early" if self.early else self.cache_ref
 
     def kept(self, *, file_tokens_min: int) -> tuple[KVGroup, ...]:
         """Return what is saved of each group."""
         return tuple(group.kept(len(self.token_ids), file_tokens_min=file_tokens_min) for group in self.groups)
+
+    def whole_files(self, *, file_tokens_min: int) -> SavePlan:
+        """Return the part of it that fills whole block files: none, if there is none."""
+        file_tokens = max((group.block_tokens for group in self.kept(file_tokens_min=file_tokens_min)), default=1)
+        return replace(self, token_ids=self.token_ids[: len(self.token_ids) // file_tokens * file_tokens])
 
     def piece(self, block_index: int, file: KVFile) -> Piece:
         """Return what goes into a block file."""

@@ -104,9 +104,12 @@ class Saver:
             self._results.release_blocks(save.plan.engine_request_id)
 
     def _copy_out(self, save: Save) -> None:
-        plan, facts = save.plan, self._link.facts
+        facts = self._link.facts
         self._remaining_s(save)
         terms = self._link.terms()
+        plan = save.plan.whole_files(file_tokens_min=terms.block_tokens) if save.plan.early else save.plan
+        if not plan.token_ids:
+            return
         groups = plan.kept(file_tokens_min=terms.block_tokens)
         answer = self._link.sidecar.get().prepare_save(
             tenant=plan.tenant,
@@ -119,6 +122,7 @@ class Saver:
             expires_at_ms=plan.expires_at_ms,
             started_at_ms=plan.started_at_ms,
             groups=groups,
+            early=plan.early,
             timeout_s=min(self._remaining_s(save), self._settings.prepare_deadline_ms / 1000),
         )
         wanted = deque(self._wanted(plan, groups, answer, terms))

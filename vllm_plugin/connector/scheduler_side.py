@@ -20,6 +20,7 @@ from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.counters import Counters, connector_tracer
+from vllm_plugin.connector.early_saves import EarlySaves
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.engine_identity import EngineIdentity
 from vllm_plugin.connector.load_estimate import LoadEstimate
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._checkpoints = PromptCheckpoints()
+        self._early_saves = EarlySaves()
         self._estimate = LoadEstimate()
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
@@ -122,8 +124,10 @@ class SchedulerSide:
         self._saved_again.clear()
         self.counters.add("forgotten")
         log.info("saved KV is not used from now on: the engine was told to forget")
-        for tracked in self._requests.values():
+        for request_id, tracked in self._requests.items():
             tracked.forget_saved()
+            self._checkpoints.end(request_id)
+            self._early_saves.end(request_id)
         return all(tracked.loading is None for tracked in self._requests.values())
 
     @property
@@ -140,6 +144,7 @@ class SchedulerSide:
         tracked = self._requests[request.request_id] = _Tracked(transfer, request)
         if self._facts is not None:
             self._checkpoints.watch(request, transfer, self._facts)
+            self._early_saves.watch(request, transfer, self._facts)
         if (facts := self._facts) is None:
             reason = self._left_alone or "ranks_unknown"
             tracked.found = Match(None, 0, reason)
@@ -208,17 +213,20 @@ class SchedulerSide:
         """Return the fingerprint's JSON that workers have to adopt before this step's work; empty: as it was."""
         return self._identity.take_news()
 
-    def take_plans(
-        self, scheduler_output: Any
-    ) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...], tuple[CacheRef, ...]]:
+    def take_plans(self, scheduler_output: Any) -> tuple[tuple[LoadPlan, ...], tuple[SavePlan, ...], tuple[str, ...]]:
         """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
         for plan in self._checkpoints.observe(scheduler_output, self._facts):
             if self._pending_saves.add(plan.cache_ref):
                 self._saves.append(plan)
+        self._saves += self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
         self._estimate.step(scheduler_output.total_num_scheduled_tokens, self._clock.now_ms())
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
-        return loads, saves, self._checkpoints.take_overtaken()
+        return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())
+
+    def _is_loading(self, request_id: str) -> bool:
+        tracked = self._requests.get(request_id)
+        return tracked is None or tracked.loading is not None or tracked.load_failed
 
     def loads_ended(self, received: Iterable[str], failed: Iterable[str], bad_block_ids: Set[int]) -> None:
         """Take the workers' word on loads: engine request ids, and engine blocks from vLLM before 0.30."""
@@ -236,6 +244,7 @@ class SchedulerSide:
         """Take the workers' word on saves that are sealed or given up."""
         for cache_ref in cache_refs:
             self._pending_saves.end(cache_ref)
+            self._early_saves.ended(cache_ref)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> bool:
         """Plan the save of a finished request; True: its blocks must be kept until the worker lets go.
@@ -245,6 +254,7 @@ class SchedulerSide:
         """
         tracked = self._requests.pop(request.request_id, None)
         self._checkpoints.end(request.request_id)
+        self._early_saves.end(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)
         if tracked is None:
             return False

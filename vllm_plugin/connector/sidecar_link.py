@@ -48,6 +48,7 @@ class EngineSidecar(Protocol):
         expires_at_ms: int,
         started_at_ms: int,
         groups: Sequence[KVGroup],
+        early: bool,
         timeout_s: float,
     ) -> pb.PrepareSaveResponse:
         """Open a save and learn which blocks are missing."""
@@ -170,8 +171,6 @@ class RankLink:
         self._lock = threading.Lock()
         self._facts: RankFacts | None = None
         self._terms: Terms | None = None
-        self._arena: Arena | None = None
-        """Kept while the sidecar lives, whatever becomes of the terms."""
         self._pause_ms = 0
         self._next_try_at_ms = 0
 
@@ -191,7 +190,11 @@ class RankLink:
         return self._terms
 
     def lost(self) -> None:
-        """Forget the terms: the sidecar was gone and may come back with others."""
+        """Forget the terms, and let go of the arena once nobody uses it: the sidecar may come back with others.
+
+        One that has ended could not free that memory. And an answer that was lost may have lent us slots: they are free
+        again with the end of the arena's connection.
+        """
         self._terms = None
 
     def is_worth_trying(self) -> bool:
@@ -226,26 +229,15 @@ class RankLink:
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
         self._pause_ms = 0
-        if answer.arena and self._arena is None:
-            self._arena = self._borrow()
-        has_arena = self._arena is not None
-        log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": has_arena})
-        return Terms(answer.block_tokens, answer.block_size_bytes_max, self._arena)
+        arena = self._borrow() if answer.arena else None
+        log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
+        return Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
 
     def _borrow(self) -> Arena | None:
         try:
-            return self._open_arena(self._arena_gone)
+            return self._open_arena(self.lost)
         except OSError:
             # Another machine, another user, a sandbox that passes no descriptors: frames are slower, and right.
             self._counters.add("refused_arenas")
             log.warning("no arena; KV travels in frames", exc_info=True)
             return None
-
-    def _arena_gone(self) -> None:
-        """Let go of the memory of a sidecar that has ended: nobody else could."""
-        self._arena = None
-        self.lost()
-
-    def close(self) -> None:
-        """Let go of the arena, once nobody uses it."""
-        self._arena = self._terms = None

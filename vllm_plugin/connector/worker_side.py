@@ -140,7 +140,7 @@ class WorkerSide:
         assert self._loader is not None, "register_kv_caches came first"
         assert self._saver is not None, "register_kv_caches came first"
         for save, _ in self._saves:
-            if save.plan.cache_ref in overtaken:
+            if save.plan.name in overtaken:
                 self._saver.overtake(save)
         fence = self._layers.fence()
         for load_plan in loads:
@@ -244,5 +244,5 @@ class WorkerSide:
         ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]
         if not all(ended):
             log.warning("transfer threads still running at shutdown")
-        self._link.close()
+        self._link.lost()
         self._tracer.close()

@@ -199,6 +199,14 @@ async def broken_disk(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
     return await in_slot(kv, await prepared(kv))
 
 
+async def no_room_made(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
+    async def make_room(tenant: str, size_bytes: int) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    kv.catalog._retention.make_room = make_room  # type: ignore[method-assign]  # as a disk that cannot be read
+    return await in_slot(kv, await prepared(kv))
+
+
 async def deleted(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
     take = await in_slot(kv, await prepared(kv))
     await kv.catalog.delete(TENANT, SESSION, [])
@@ -232,6 +240,7 @@ FAILURES = [
     (over_quota, ContextQuotaExceeded),
     (over_disk_limit, StorageFull),
     (broken_disk, SidecarUnavailable),
+    (no_room_made, SidecarUnavailable),
     (deleted, ContextDeleted),
     (deleted_meanwhile, ContextDeleted),
 ]

@@ -72,6 +72,8 @@ class FakeSidecar(EngineSidecar):
         self.handshakes: list[str] = []
         self.prepared: dict[str, Manifest] = {}
         self.prepare_timeouts_s: list[float] = []
+        self.early_tokens: list[int] = []
+        """Of each announcement ahead of a save."""
         self.deleted: set[str] = set()
         self.pulling: set[str] = set()
         """cache_refs on their way from a peer."""
@@ -109,6 +111,7 @@ class FakeSidecar(EngineSidecar):
         expires_at_ms,
         started_at_ms,
         groups=(),
+        early=False,
         timeout_s=30.0,
     ):
         self.prepare_timeouts_s.append(timeout_s)
@@ -129,7 +132,10 @@ class FakeSidecar(EngineSidecar):
                 expires_at_ms=expires_at_ms,
             )
         )
-        self.prepared[cache_ref] = manifest
+        if early:
+            self.early_tokens.append(len(manifest.token_ids))
+        else:
+            self.prepared[cache_ref] = manifest
         kinds_and_names = zip(manifest.files, self._names(manifest), strict=True)
         missing = [i for i, (file, name) in enumerate(kinds_and_names) if file.kind == "tail" or name not in self.files]
         return pb.PrepareSaveResponse(missing_files=missing, num_files=len(manifest.files))

@@ -78,10 +78,10 @@ def test_short_loads_are_always_made_and_say_nothing_of_the_rate() -> None:
 def test_a_failed_load_and_a_decoding_step_are_no_measurements() -> None:
     """Seen failing without either look: the next load was not promised."""
     estimate = measured(tokens_per_s=1_000, disk_bytes_per_s=2000 * MIB)
-    estimate.begin("failed", BYTES, DISK, 0)
-    estimate.end("failed", 500_000, is_loaded=False)
-    estimate.step(32, 100_000)
-    estimate.step(32, 100_001)
+    for number in range(100):
+        estimate.begin("failed", BYTES, DISK, 0)
+        estimate.end("failed", 500_000, is_loaded=False)
+        estimate.step(32, 100_000 + number)
 
     assert not estimate.is_slower(TOKENS, BYTES, DISK)
 

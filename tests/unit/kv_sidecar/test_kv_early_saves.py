@@ -1,0 +1,122 @@
+"""Files ahead of a save: kept for it, never sealed without it, gone with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import ContextDeleted, InvalidRequest, SaveIncomplete
+from contextcache.model import CacheRef, new_cache_ref
+from kv_sidecar.failed_saves import FailedSave
+from kv_sidecar.saves import NewSave
+from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
+
+TOKENS = tuple(range(1, 19))
+"""Four whole files of four tokens, and a tail of two."""
+
+
+@pytest.fixture
+async def kv(tmp_path: Path) -> AsyncIterator[SidecarUnderTest]:
+    async with SidecarUnderTest(tmp_path) as kv:
+        yield kv
+
+
+def ahead(kv: SidecarUnderTest, num_tokens: int, ref: CacheRef, **fields: object) -> NewSave:
+    new = new_save(TOKENS[:num_tokens], now_ms=kv.clock.now_ms(), cache_ref=ref, **fields)  # type: ignore[arg-type]
+    return replace(new, early=True)
+
+
+def whole(kv: SidecarUnderTest, ref: CacheRef, **fields: object) -> NewSave:
+    return new_save(TOKENS, now_ms=kv.clock.now_ms(), cache_ref=ref, **fields)  # type: ignore[arg-type]
+
+
+async def test_a_save_brings_only_what_did_not_go_ahead(kv: SidecarUnderTest) -> None:
+    ref = new_cache_ref()
+    first = await kv.send_all(ahead(kv, 8, ref))
+    second = await kv.send_all(ahead(kv, 16, ref))
+    rest = await kv.send_all(whole(kv, ref))
+
+    assert [it.missing_files for it in (first, second, rest)] == [(0, 1), (2, 3), (4,)]
+    assert await kv.catalog.seal(ref, 0)
+    assert await kv.load(whole(kv, ref)) == ["host"] * 5
+    assert kv.counted("saves_total") == 1
+
+
+async def test_what_went_ahead_cannot_be_sealed(kv: SidecarUnderTest) -> None:
+    """Seen failing without the look: a context was sealed that ends in the middle of its prompt."""
+    ref = new_cache_ref()
+    await kv.send_all(ahead(kv, 8, ref))
+
+    with pytest.raises(SaveIncomplete):
+        await kv.catalog.seal(ref, 0)
+    assert kv.manifest_files() == set()
+
+
+@pytest.mark.parametrize("slots", [True, False])
+async def test_a_request_that_is_given_up_leaves_nothing(tmp_path: Path, slots: bool) -> None:
+    ref = new_cache_ref()
+    async with SidecarUnderTest(tmp_path, slots=slots) as kv:
+        await kv.send_all(ahead(kv, 16, ref, started_at_ms=7))
+        await kv.catalog.give_up_save(FailedSave(TENANT, ref, "not_computed", 7))
+
+        assert kv.block_files() == set()
+        assert kv.memory.keys() == []
+        assert kv.catalog.save_failure(TENANT, ref) == "not_computed"
+
+
+async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_same(kv: SidecarUnderTest) -> None:
+    """Seen failing when its end was remembered: the save was refused as given up."""
+    ref = new_cache_ref()
+    await kv.send_all(ahead(kv, 16, ref, started_at_ms=7))
+    assert isinstance(kv.clock, ManualClock)
+    kv.clock.advance(s=kv.settings.save_deadline_s + 1)
+    await kv.sidecar.collect()
+    assert kv.block_files() == set()
+
+    await kv.send_all(whole(kv, ref, started_at_ms=7))
+    assert await kv.catalog.seal(ref, 0)
+
+
+async def test_the_collector_leaves_what_went_ahead_alone(kv: SidecarUnderTest) -> None:
+    await kv.send_all(ahead(kv, 16, new_cache_ref()))
+    await kv.sidecar.collect()
+
+    assert len(kv.block_files()) == 4
+
+
+async def test_two_ranks_go_ahead_at_their_own_pace(kv: SidecarUnderTest) -> None:
+    ref = new_cache_ref()
+    for rank, num_tokens in ((0, 8), (1, 4), (0, 16), (1, 8)):
+        await kv.send_all(ahead(kv, num_tokens, ref, rank=rank, world_size=2))
+    await kv.send_all(whole(kv, ref, rank=0, world_size=2))
+    late = await kv.send_all(ahead(kv, 12, ref, rank=1, world_size=2))
+    assert late.missing_files == (2,)
+    assert not await kv.catalog.seal(ref, 0)
+    rest = await kv.send_all(whole(kv, ref, rank=1, world_size=2))
+
+    assert rest.missing_files == (3, 4)
+    assert await kv.catalog.seal(ref, 1)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_other_tokens_under_the_same_name_are_refused(kv: SidecarUnderTest, early: bool) -> None:
+    ref = new_cache_ref()
+    await kv.send_all(ahead(kv, 8, ref))
+    other = replace(whole(kv, ref), token_ids=(*TOKENS[:7], 99, *TOKENS[8:]), early=early)
+
+    with pytest.raises(InvalidRequest):
+        await kv.catalog.prepare_save(other)
+
+
+async def test_a_session_that_is_deleted_takes_what_went_ahead_with_it(kv: SidecarUnderTest) -> None:
+    ref = new_cache_ref()
+    await kv.send_all(ahead(kv, 8, ref))
+    await kv.catalog.delete(TENANT, SESSION, [])
+
+    assert kv.block_files() == set()
+    with pytest.raises(ContextDeleted):
+        await kv.catalog.prepare_save(whole(kv, ref))

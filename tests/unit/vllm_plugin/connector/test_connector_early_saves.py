@@ -1,0 +1,161 @@
+"""Full blocks are shipped while their request runs; what is left at its end is the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from contextcache.errors import StorageFull
+from kv_sidecar.client import parse_block_file
+from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+
+A, B = cache_ref(1), cache_ref(2)
+FILE_TOKENS = 64
+
+
+def tokens(count: int, *, start: int = 0) -> list[int]:
+    return [1 + (7 * number + start) % 800 for number in range(count)]
+
+
+def sent(engine: Engine) -> list[tuple[int, ...]]:
+    """Note the tokens of each file that the sidecar takes from now on, in order."""
+    taken: list[tuple[int, ...]] = []
+
+    class Noted(dict[str, bytes]):
+        def __setitem__(self, name: str, data: bytes) -> None:
+            taken.append(parse_block_file(data).meta.token_ids)
+            super().__setitem__(name, data)
+
+    engine.sidecar.files = Noted(engine.sidecar.files)
+    return taken
+
+
+def test_a_long_prompt_is_shipped_in_its_chunks_and_each_file_once(engine: Engine) -> None:
+    """Chunks of 256: files go as soon as there are 512 tokens more, and at the end only what is left."""
+    prompt, taken = tokens(900), sent(engine)
+    engine.loop.add("save", prompt, params=transfer(save=A), max_tokens=40)
+    engine.loop.run(lambda: len(engine.loop.outputs["save"]) > 20)
+    shipped = list(taken)
+    answer = engine.loop.run_to_end("save")
+    engine.loop.settle()
+
+    whole = [tuple(prompt[start : start + FILE_TOKENS]) for start in range(0, 512, FILE_TOKENS)]
+    assert sorted(shipped) == sorted(whole)
+    assert engine.sidecar.early_tokens == [512]
+    assert len(taken) == len(set(taken)) == 15
+    assert engine.sidecar.manifests[A].token_ids == (*prompt, *answer[:-1])
+    assert (engine.counted("early_saves"), engine.counted("saves")) == (1, 1)
+    assert engine.loop.worker.worker_side._saver.hand_over.budget.used_bytes == 0
+
+
+def test_what_was_shipped_is_loaded_as_it_was_computed(engine: Engine) -> None:
+    prompt = tokens(900)
+    answer = engine.save(prompt, A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", [*prompt, *answer, 5], params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.counted("early_saves") == 1
+    assert engine.loop.computed["again"] == 1 + 1 + 3
+
+
+@pytest.mark.parametrize("num_tokens", [400, 500])
+def test_a_short_prompt_is_saved_at_its_end_alone(engine: Engine, num_tokens: int) -> None:
+    engine.save(tokens(num_tokens), A)
+
+    assert engine.sidecar.early_tokens == []
+    assert engine.counted("saves") == 1
+
+
+def test_a_request_that_is_not_to_be_saved_ships_nothing(engine: Engine) -> None:
+    engine.save(tokens(600), A)
+    engine.loop.forget_prefixes()
+    engine.sidecar.early_tokens.clear()
+    engine.loop.add("again", [*tokens(600), *tokens(300, start=3)], params=transfer(load=(A,)))
+    engine.loop.add("plain", tokens(700, start=9))
+    engine.loop.run(lambda: {"again", "plain"} <= engine.loop.finished.keys())
+
+    assert engine.sidecar.early_tokens == []
+
+
+def test_an_aborted_request_is_taken_back(engine: Engine) -> None:
+    engine.loop.add("gone", tokens(900), params=transfer(save=A))
+    engine.loop.run(lambda: bool(engine.sidecar.early_tokens))
+    engine.loop.abort("gone")
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests())
+    engine.loop.step()
+    engine.loop.settle()
+
+    assert engine.sidecar.abandoned == {A: "not_computed"}
+    assert engine.sidecar.manifests == {}
+
+
+def test_an_early_save_that_fails_costs_the_save_nothing(engine: Engine) -> None:
+    prepare_save = engine.sidecar.prepare_save
+
+    def refuse_early(**fields: object) -> object:
+        if fields["early"]:
+            raise StorageFull("for now")
+        return prepare_save(**fields)
+
+    engine.sidecar.prepare_save = refuse_early
+    engine.save(tokens(900), A)
+    engine.loop.settle()
+
+    assert A in engine.sidecar.manifests
+    assert engine.sidecar.abandoned == {}
+    assert engine.counted("lost_early_saves", "storage_full") == 1
+    assert engine.counted("skipped_saves") == 0
+
+
+def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callable[..., Engine]) -> None:
+    """The copy begins only when the request has gone and a neighbour computes into its blocks.
+
+    Seen failing without `take_overtaken`: what the neighbour computed was shipped under the first one's tokens.
+    """
+    engine = start_engine(num_blocks=64)
+    side, gate = engine.loop.worker.worker_side, threading.Event()
+    for _ in range(side._settings.save_threads):
+        side._save_pool.try_submit(lambda: gate.wait(30) and None)
+    engine.loop.add("gone", tokens(900), params=transfer(save=A))
+    for _ in range(3):
+        engine.loop.step()
+    engine.loop.abort("gone")
+    engine.loop.add("neighbour", tokens(900, start=3), max_tokens=2)
+    for _ in range(4):
+        engine.loop.step()
+    gate.set()
+    engine.loop.settle()
+
+    assert engine.counted("lost_early_saves", "overtaken") == 1
+    assert engine.sidecar.files == {}
+
+
+def test_a_preempted_request_ships_on_and_every_file_is_right(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine(num_blocks=100)
+    prompts = {A: tokens(800), B: tokens(780, start=3)}
+    requests = [
+        engine.loop.add(ref, prompt, params=transfer(save=ref), max_tokens=100) for ref, prompt in prompts.items()
+    ]
+    engine.loop.run(lambda: not engine.loop.scheduler.has_requests(), steps=1000)
+    answers = {ref: engine.loop.finished[ref] for ref in prompts}
+    engine.loop.forget_prefixes()
+
+    assert sum(request.num_preemptions for request in requests) > 0
+    for ref, prompt in prompts.items():
+        engine.loop.add(f"again {ref}", [*prompt, *answers[ref], 5], params=transfer(load=(ref,)))
+        engine.loop.run_to_end(f"again {ref}")  # checks every page at every step
+    assert engine.counted("loads") == 2
+
+
+def test_nothing_is_shipped_after_the_engine_was_told_to_forget(engine: Engine) -> None:
+    """Seen failing: what the old weights had computed was shipped under the new ones' fingerprint."""
+    request = engine.loop.add("save", tokens(900), params=transfer(save=A), max_tokens=20)
+    engine.loop.run(lambda: request.num_computed_tokens >= 256)
+    engine.loop.connector.scheduler_side.reset()
+    engine.loop.run_to_end("save")
+
+    assert engine.sidecar.early_tokens == []
+    assert engine.sidecar.manifests == {}
