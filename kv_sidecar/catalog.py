@@ -278,14 +278,14 @@ class ContextCatalog:
             record = self._live(tenant, cache_ref)
         return record
 
-    async def open(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
-        """Return a sealed, unexpired manifest whose blocks are all there.
+    async def open(self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False) -> Manifest:
+        """Return a sealed, unexpired manifest whose blocks are all there. `again`: it was opened a moment ago.
 
         Raises CacheRefNotFound; its kind CacheRefPending while it is being saved or pulled, to its own tenant only.
         """
         record = self._live(tenant, cache_ref)
         if record is not None:
-            manifest = await self._manifests.read(record)
+            manifest = await self._manifests.read(record, again=again)
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
                 self._manifests.index.use(cache_ref)
                 return manifest

@@ -19,6 +19,9 @@ from kv_sidecar.manifest_store import ManifestStore
 
 log = logging.getLogger(__name__)
 
+_REMEMBERED = 4
+"""Some 5 MB each for 128 000 tokens."""
+
 
 class SealedManifests:
     """A record is in `index` only while its file is on disk; the file goes first."""
@@ -27,6 +30,8 @@ class SealedManifests:
         self._store = store
         self._threads = threads
         self.index = ManifestIndex()
+        self._read_last: dict[CacheRef, tuple[ManifestRecord, Manifest]] = {}
+        """Those read last, oldest first, each with what it was read for: a record that changed is another."""
         self._lock = asyncio.Lock()
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
@@ -52,9 +57,21 @@ class SealedManifests:
         usable = record is not None and record.tenant == tenant and record.expires_at_ms > now_ms
         return record if usable else None
 
-    async def read(self, record: ManifestRecord) -> Manifest | None:
-        """Return the manifest of a record; None when its file is gone, or bad and therefore put aside."""
-        return await self._threads.run(self._read, record)
+    async def read(self, record: ManifestRecord, *, again: bool = False) -> Manifest | None:
+        """Return the manifest of a record; None when its file is gone, or bad and therefore put aside.
+
+        `again`: what was read a moment ago serves too, as between a load's question and its start.
+        """
+        before = self._read_last.get(record.cache_ref)
+        if again and before is not None and before[0] is record:
+            return before[1]
+        manifest = await self._threads.run(self._read, record)
+        self._read_last.pop(record.cache_ref, None)
+        if manifest is not None:
+            self._read_last[record.cache_ref] = (record, manifest)
+            if len(self._read_last) > _REMEMBERED:
+                del self._read_last[next(iter(self._read_last))]
+        return manifest
 
     async def publish(self, plan: Callable[[], Manifest | None]) -> ManifestRecord | None:
         """Write the manifest that `plan` returns once nothing else changes manifests; None: there is none to write.
@@ -108,6 +125,7 @@ class SealedManifests:
     def _forget(self, records: list[ManifestRecord]) -> None:
         for record in records:
             self.index.remove(record.cache_ref)
+            self._read_last.pop(record.cache_ref, None)
 
     def _read(self, record: ManifestRecord) -> Manifest | None:
         try:

@@ -150,7 +150,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
-        manifest = await self._catalog.open(request.tenant, request.cache_ref)
+        manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True)
         blocks = self._catalog.load(
             manifest,
             request.fingerprint,

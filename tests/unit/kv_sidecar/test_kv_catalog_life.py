@@ -16,7 +16,7 @@ from contextcache.errors import (
     FingerprintMismatch,
     InvalidRequest,
 )
-from contextcache.model import new_cache_ref
+from contextcache.model import CacheRef, Manifest, new_cache_ref
 from kv_sidecar.catalog import Removed
 from kv_sidecar.manifest import all_keys, block_key, rank_keys
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
@@ -258,6 +258,33 @@ async def test_a_touch_that_meets_a_delete_does_not_bring_the_context_back(
 
     assert kv.manifest_files() == set()
     assert kv.catalog.num_contexts == 0
+
+
+async def test_a_load_reads_the_manifest_that_its_question_was_answered_from_once(
+    kv: SidecarUnderTest, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that changed in between, and never one that is gone. Seen failing without either look."""
+    news = [await kv.save(PROMPT, session_id=session) for session in ("ctx_1", "ctx_2")]
+    store = kv.catalog._manifests._store
+    num_reads, read = 0, store.read
+
+    def counted(cache_ref: CacheRef, tenant: str) -> Manifest | None:
+        nonlocal num_reads
+        num_reads += 1
+        return read(cache_ref, tenant)
+
+    monkeypatch.setattr(store, "read", counted)
+    for new in news:
+        assert await kv.catalog.open(TENANT, new.cache_ref) == await kv.catalog.open(TENANT, new.cache_ref, again=True)
+    assert num_reads == 2
+    until_ms = clock.now_ms() + 2 * TTL_MS
+    await kv.catalog.touch(TENANT, "ctx_1", until_ms)
+    await kv.catalog.delete(TENANT, "ctx_2", [])
+
+    assert (await kv.catalog.open(TENANT, news[0].cache_ref, again=True)).expires_at_ms == until_ms
+    with pytest.raises(CacheRefNotFound):
+        await kv.catalog.open(TENANT, news[1].cache_ref, again=True)
+    assert list(kv.catalog._manifests._read_last) == [news[0].cache_ref]
 
 
 async def test_a_restarted_sidecar_serves_from_disk_then_from_memory(tmp_path: Path, clock: ManualClock) -> None:
