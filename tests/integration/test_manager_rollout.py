@@ -48,12 +48,18 @@ class Callers:
             self.num_answers += 1
         await client.close()
 
-    async def until_each_calls_every_manager(self) -> None:
+    async def until_each_calls_every_manager(self, calling: asyncio.Task[None]) -> None:
         """A manager that is back is called again within a second; the refusals are counted where they were made."""
         for manager in self._managers:
             refusals = functools.partial(asyncio.to_thread, manager.metric, "contextcache_manager_refusals_total")
             wanted = await refusals() + 50
-            await until(refusals, is_so=lambda number, wanted=wanted: number >= wanted, what=f"{wanted} refusals")
+            await until(
+                refusals,
+                is_so=lambda number, wanted=wanted: number >= wanted or calling.done(),
+                what=lambda: f"{wanted} refusals; {self.num_answers} pairs of calls were answered in all",
+            )
+            if calling.done():
+                await calling  # says which call failed
 
     def end(self) -> None:
         self._is_over = True
@@ -68,7 +74,7 @@ async def test_managers_are_replaced_under_load_and_no_call_fails(tmp_path: Path
         callers = Callers(managers)
         calling = asyncio.create_task(callers.call())
         for number in range(NUM_ROLLOUTS):
-            await callers.until_each_calls_every_manager()
+            await callers.until_each_calls_every_manager(calling)
             manager = managers[number % 2]
             manager.send(signal.SIGTERM)
             assert await manager.wait() == 0
