@@ -56,7 +56,7 @@ class Callers:
             await until(
                 refusals,
                 is_so=lambda number, wanted=wanted: number >= wanted or calling.done(),
-                what=lambda: f"{wanted} refusals; {self.num_answers} pairs of calls were answered in all",
+                what=lambda wanted=wanted: f"{wanted} refusals; {self.num_answers} pairs of calls answered in all",
             )
             if calling.done():
                 await calling  # says which call failed
