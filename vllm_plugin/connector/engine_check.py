@@ -58,6 +58,8 @@ def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, 
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UncarriedEngine("context_parallel", f"pages are cut by {name} > 1")
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        raise UncarriedEngine("pipeline_parallel", "ranks have different layers, and a context is of one kind of them")
     layers = vllm_config.compilation_config.static_forward_context
     found = tuple(_layer_group(group, layers) for group in kv_cache_config.kv_cache_groups)
     if not found:

@@ -82,6 +82,7 @@ def test_groups_of_windows_states_and_full_attention_are_carried_together() -> N
         (config(encoder_decoder=True), groups(FULL), "encoder_decoder"),
         (config(decode_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(prefill_context_parallel_size=2), groups(FULL), "context_parallel"),
+        (config(pipeline_parallel_size=2), groups(FULL), "pipeline_parallel"),
         (config(), groups(), "no_layers"),
         (config(), groups(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32)), "unsupported_layers"),
         (config(), groups(FULL, replace(STATE, mamba_cache_mode="all")), "unsupported_layers"),
