@@ -23,6 +23,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 log = logging.getLogger(__name__)
 
 SUFFIX = ".arena"
@@ -36,6 +38,10 @@ _MADV_POPULATE_WRITE = 23
 _STEP_BYTES = 64 << 20
 _WORD_BYTES = 64
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _CONNECTIONS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """This process's as a borrower; a child that it forks closes its copies, or it would stand for this one that ended."""
 
@@ -50,8 +56,7 @@ def populate(address: int, size_bytes: int, *, stopping: threading.Event) -> int
     touched_bytes = 0
     for step in range(start, end, _STEP_BYTES):
         size = min(_STEP_BYTES, end - step)
-        arguments = (ctypes.c_void_p(step), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE))
-        if stopping.is_set() or not hasattr(_LIBC, "madvise") or _LIBC.madvise(*arguments):
+        if stopping.is_set() or _LIBC.madvise(step, size, _MADV_POPULATE_WRITE):
             break
         touched_bytes += size
     return touched_bytes
@@ -69,8 +74,7 @@ class Region:
         self.descriptor = os.memfd_create("context-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, self.size_bytes)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._map = _mapped(self.descriptor, self.size_bytes)
-        self.view = memoryview(self._map)
+        self._address, self.view = _mapped(self.descriptor, self.size_bytes)
         self._stopping = threading.Event()
         self._populating: threading.Thread | None = None
 
@@ -80,7 +84,7 @@ class Region:
         self._populating.start()
 
     def _populate(self) -> None:
-        populate(_address_of(self._map), self.size_bytes, stopping=self._stopping)
+        populate(self._address, self.size_bytes, stopping=self._stopping)
 
     def close(self) -> None:
         """Let go of the memory; it lives on while an engine maps it. Harmless when repeated."""
@@ -90,7 +94,7 @@ class Region:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-        _close_map(self.view, self._map)
+        self.view = memoryview(b"")
 
 
 class ArenaDoor:
@@ -183,19 +187,16 @@ class MappedArena:
         """
         self.size_bytes = os.fstat(descriptor).st_size
         try:
-            self._map = _mapped(descriptor, self.size_bytes)
+            address, self._view = _mapped(descriptor, self.size_bytes)
         finally:
             os.close(descriptor)
-        # A process that vLLM forks must not keep the memory, nor look as if it might write.
-        self._map.madvise(mmap.MADV_DONTFORK)
         _CONNECTIONS.add(connection)
         self.borrower = borrower
         """What the sidecar calls this process."""
-        self._view = memoryview(self._map)
         self._stopping = threading.Event()
         threading.Thread(
             target=_attend,
-            args=(connection, _address_of(self._map), self._map, self._stopping, on_gone),
+            args=(connection, address, self._view, self._stopping, on_gone),
             name="context-cache-arena",
             daemon=True,
         ).start()
@@ -226,12 +227,12 @@ def open_arena(sidecar: str, on_gone: Callable[[], None]) -> MappedArena:
 def _attend(
     connection: socket.socket,
     address: int,
-    mapped: mmap.mmap,
+    view: memoryview,
     stopping: threading.Event,
     on_gone: Callable[[], None],
 ) -> None:
-    """Fill this process's page table, then wait for the end of the connection. `mapped` keeps the address valid."""
-    populate(address, len(mapped), stopping=stopping)
+    """Fill this process's page table, then wait for the end of the connection. `view` keeps the address valid."""
+    populate(address, len(view), stopping=stopping)
     try:
         while connection.recv(_WORD_BYTES):
             pass
@@ -258,22 +259,18 @@ def _let_go(connection: socket.socket, stopping: threading.Event) -> None:
         return  # the other end was faster
 
 
-def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
-    mapped = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED)
-    try:
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):
-        log.debug("no huge pages for shared memory here")
-    return mapped
+def _mapped(descriptor: int, size_bytes: int) -> tuple[int, memoryview]:
+    """Map shared memory; return where, and a view that it goes with, and with the last slice of it. Raises OSError.
 
-
-def _address_of(mapped: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-
-
-def _close_map(view: memoryview, mapped: mmap.mmap) -> None:
-    try:
-        view.release()
-        mapped.close()
-    except BufferError:
-        return  # somebody still holds a view: the map goes with the last of them
+    Not by Python's `mmap`, which keeps a descriptor of its own (until 3.13): a process that the engine forks would have
+    it, and the memory would outlive both.
+    """
+    address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "the arena cannot be mapped")
+    # The one where there are any; the other, so that such a process does not look as if it might write.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+        _LIBC.madvise(address, size_bytes, advice)
+    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, size_bytes).atexit = False
+    return address, np.ctypeslib.as_array(memory).data

@@ -17,14 +17,14 @@ from tests.kit.faults.bytes_world import BytesWorld
 
 pytestmark = pytest.mark.timeout(400)
 SEED = "exact bytes"
-FIRST = Round("shared", "sidecar.manifest.rename", "manager.commit.before")
+FIRST = Round("arena", "sidecar.manifest.rename", "manager.commit.before")
 MORE = (
     Round("frames", "sidecar.manifest.unlink", "manager.unregister.after"),
     Round("frames", "sidecar.tail.quarantine", "manager.reserve.after"),
 )
 COMMIT_FIRST = (
     Round("frames", "sidecar.pull.between-blocks", "manager.commit.after"),
-    Round("shared", "sidecar.seal.after", "manager.sweep.before"),
+    Round("arena", "sidecar.seal.after", "manager.sweep.before"),
 )
 
 

@@ -12,11 +12,15 @@ import time
 import pytest
 
 from contextcache.errors import CorruptBlock
-from kv_sidecar.client import BlockFileWriter, BlockMeta, open_block_file
-from tests.kit.faults import files
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.client import BlockMeta
+from tests.kit.engine_rank import EngineRank
+from tests.kit.faults import arena, files
 from tests.kit.faults.clock_shift import Interposed
 from tests.kit.faults.disk import limit_file_size, small_disk
 from tests.kit.faults.proxy import Proxy
+from tests.kit.kv_blocks import BLOCK_TOKENS, block_file_bytes, open_block_file
+from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.until import wait_until
 
 DEADLINE_S = 30
@@ -210,28 +214,17 @@ def two_blocks(tmp_path):
 
 
 def write_tail(directory, number):
-    name = "ref_" + f"{number:032x}"
-    meta = BlockMeta("tail", name, "", "demo", "f" * 64, 0, (number, number + 1))
-    path = directory / f"{name}.r0.safetensors"
-    writer = BlockFileWriter(path, meta, pages_bytes=1024)
-    writer.pages[:] = number
-    writer.finish()
+    meta = BlockMeta("tail", "ref_" + f"{number:032x}", "", "demo", "f" * 64, 0, (number, number + 1))
+    path = directory / meta.key.file_name
+    path.write_bytes(block_file_bytes(meta, fill=number))
     return path
 
 
 def opens(path, meta):
     try:
-        block = open_block_file(path)
-    except OSError:
+        open_block_file(path).verify(meta)
+    except (OSError, CorruptBlock):
         return False
-    except CorruptBlock:
-        return False
-    try:
-        block.verify(meta)
-    except CorruptBlock:
-        return False
-    finally:
-        block.close()
     return True
 
 
@@ -239,19 +232,15 @@ def opens(path, meta):
 def test_every_file_fault_spoils_the_file_or_changes_its_bytes(two_blocks, name):
     path, other = two_blocks
     block = open_block_file(path)
-    meta, pages = block.meta, block.pages.copy()
-    block.close()
 
     files.FAULTS[name](path, other)
 
     if name in ("swap_data", "rewrite_data"):
         # In order by itself: only somebody who knows what the bytes should be can tell.
-        assert opens(path, meta)
-        block = open_block_file(path)
-        assert (block.pages != pages).any()
-        block.close()
+        assert opens(path, block.meta)
+        assert (open_block_file(path).pages != block.pages).any()
     else:
-        assert not opens(path, meta)
+        assert not opens(path, block.meta)
     files.clear_away(path)
     assert not os.path.lexists(path)
 
@@ -266,6 +255,50 @@ def test_a_flip_changes_one_bit_and_nothing_else(two_blocks, name):
     after = path.read_bytes()
     changed = [(a ^ b) for a, b in zip(before, after, strict=True) if a != b]
     assert [bits.bit_count() for bits in changed] == [1]
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory):
+    process = SidecarProcess(
+        tmp_path_factory.mktemp("sidecar"), block_tokens=BLOCK_TOKENS, memory_limit_bytes=1 << 16, spare_s=0
+    )
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def rank(sidecar):
+    with contextlib.closing(EngineRank(sidecar.address)) as rank:
+        yield rank
+
+
+def test_memory_that_is_dropped_is_empty_and_is_filled_again(sidecar, rank):
+    new = rank.save(tuple(range(50)))
+    assert rank.load(new) == {pb.TIER_HOST}
+    with arena.Onlooker(sidecar.address) as seen:
+        seen.drop_all()
+
+    assert rank.load(new) == {pb.TIER_DISK}
+    assert rank.load(new) == {pb.TIER_HOST}
+
+
+@pytest.mark.parametrize("name", arena.FAULTS)
+def test_every_fault_of_a_slot_spoils_the_copy_and_leaves_the_file_alone(sidecar, rank, name):
+    new, other = (rank.save((number, number + 1)) for number in (3, 5))
+    manifest, others = (one.manifest(block_tokens=BLOCK_TOKENS) for one in (new, other))
+    with arena.Onlooker(sidecar.address) as seen, seen.copies(manifest) as mine, seen.copies(others) as theirs:
+        ((key, copy),), (other_copy,) = mine.items(), theirs.values()
+        (path,) = (path for path in sidecar.block_files() if path.name == key.file_name)
+        assert bytes(copy) == path.read_bytes()
+
+        arena.spoil(copy, other_copy, name)
+
+        assert bytes(copy) != path.read_bytes()
+    # What goes in frames the sidecar compares itself.
+    with contextlib.closing(EngineRank(sidecar.address, frames=True)) as far:
+        assert far.load(new) == {pb.TIER_DISK}
+    assert rank.load(new) == {pb.TIER_HOST}
 
 
 def test_a_small_disk_fills_up_refuses_and_takes_again_when_freed(tmp_path):

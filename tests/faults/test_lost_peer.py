@@ -18,7 +18,7 @@ NOTICED_S = 60
 @pytest.mark.timeout(180)
 def test_a_connection_that_has_gone_silent_for_ever_is_given_up_and_made_anew(tmp_path):
     """Seen failing with gRPC's own ping timeout and no pings between calls: every call failed for 120 s."""
-    sidecar = SidecarProcess(tmp_path, shared_directory=None)
+    sidecar = SidecarProcess(tmp_path, memory_limit_bytes=0)
     sidecar.start()
     proxy = Proxy(sidecar.address, listen=f"unix://{tmp_path}/proxy.sock")
     client = EngineSidecarClient(proxy.start(), timeout_s=1)

@@ -33,7 +33,7 @@ class Context:
         self.stack = stack
         self.http = httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=120)
         self.engine = ColdEngine(stack.engine_urls[0])
-        self.files = StoredFiles(stack.data(), stack.shared())
+        self.files = StoredFiles(stack.data())
         # Words of its own: blocks of the same words are shared, those that another test has spoilt among them.
         self.words = Random(name)
         self.session_id = wait_until(self._created, what="the KV is durable", deadline_s=START_S)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deploy.local.parts import Part, numbered
 from deploy.local.paths import StackPaths
 from deploy.local.ports import LOOPBACK, PortPlan
+from kv_sidecar.arena import SUFFIX
 from tests.kit.faults.proxy import Proxy
 
 _TOLD_BY = {
@@ -43,16 +45,22 @@ class Links:
         """By link name; only those that were asked for."""
 
     def start(self) -> None:
-        for proxy in self.proxies.values():
+        for name, proxy in self.proxies.items():
             proxy.start()
+            if name.startswith("connector-sidecar"):
+                # No proxy passes descriptors: the arena is borrowed past it.
+                at, target = (address.removeprefix("unix://") + SUFFIX for address in (proxy.address, proxy.target))
+                Path(at).symlink_to(target)
 
     def heal(self) -> None:
         for proxy in self.proxies.values():
             proxy.heal()
 
     def close(self) -> None:
-        for proxy in self.proxies.values():
+        for name, proxy in self.proxies.items():
             proxy.close()
+            if name.startswith("connector-sidecar"):
+                Path(proxy.address.removeprefix("unix://") + SUFFIX).unlink(missing_ok=True)
 
     def client_url(self, link: str, direct: str) -> str:
         """Return where clients go: through the proxy of this link where there is one."""

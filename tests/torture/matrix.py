@@ -61,7 +61,7 @@ def _all_cases(world: WholeWorld) -> tuple[list[Case], list[Case]]:
     quick: list[Case] = [
         (f"file {tier} {kind} {fault}", partial(cases.file_case, tier=tier, kind=kind, fault=fault))
         for tier, kind, fault in product(cases.TIERS, files.KINDS, files.FAULTS)
-        if (tier, kind) != ("shared", "manifest")
+        if cases.is_possible(tier, kind, fault)
     ]
     for link, fault in product(world.stack.links.proxies, cases.LINK_FAULTS):
         quick.append((f"link {link} {fault}", partial(cases.link_case, link=link, fault=fault)))

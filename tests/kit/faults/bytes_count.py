@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import numpy as np
 
 from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound
 from contextcache.model import CacheRef, CacheSessionMetadata, Manifest, SessionId
-from kv_sidecar.block_file import open_block_file
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import block_key, block_meta, decode_manifest, num_files
+from tests.kit.faults.arena import copies
 from tests.kit.faults.bytes_world import (
     LEASE_MS,
     ORPHAN_AFTER_S,
@@ -23,7 +24,7 @@ from tests.kit.faults.bytes_world import (
     BytesWorld,
     Pod,
 )
-from tests.kit.kv_blocks import TENANT, fill_of
+from tests.kit.kv_blocks import TENANT, fill_of, open_block_file
 
 _SLACK_S = 0.2
 """Between two clocks' readings of the same moment: a file's time and a process's."""
@@ -103,7 +104,7 @@ def _count_pod(world: BytesWorld, pod: Pod, rows: Mapping[SessionId, CacheSessio
     count.wrong += [f"{pod.name}: {key} of a manifest is not there" for key in expected.keys() - found.keys()]
     for key in expected.keys() & found.keys():
         count.wrong += _content_faults(found[key], *expected[key])
-    count.wrong += _memory_faults(pod, found)
+    count.wrong += _memory_faults(pod, manifests.values(), found)
     for left in ("tmp", "quarantine"):
         count.wrong += [f"{pod.name}: {path} was left" for path in _files(pod.data / left)]
     for ref, manifest in manifests.items():
@@ -156,28 +157,34 @@ def _content_faults(path: Path, manifest: Manifest, index: int) -> list[str]:
     return [] if same else [f"{path} holds other pages"]
 
 
-def _memory_faults(pod: Pod, found: Mapping[BlockKey, Path]) -> list[str]:
-    """Compare the memory tier's files with those on disk; nothing may wait in `incoming/`."""
-    if pod.shared is None:
-        return []
-    wrong = [f"{pod.name}: {path} was left" for path in _files(pod.shared / "incoming")]
-    for path in _files(pod.shared / "blocks"):
-        key = _key_of(path)
-        if key not in found:
-            wrong.append(f"{pod.name}: {path} is in memory and not on disk")
-        elif path.read_bytes() != found[key].read_bytes():
-            wrong.append(f"{pod.name}: {path} differs from the disk's")
+def _memory_faults(pod: Pod, manifests: Iterable[Manifest], found: Mapping[BlockKey, Path]) -> list[str]:
+    """Compare what lies in slots with the files on disk. Everything is asked for, and then memory holds that alone."""
+    wrong = []
+    if lent_bytes := pod.counted("lent_bytes"):
+        wrong.append(f"{pod.name}: {lent_bytes:.0f} bytes are lent, and nobody saves")
+    if pod.engine.arena is None:
+        return wrong
+    in_memory: dict[BlockKey, int] = {}
+    for manifest in manifests:
+        with copies(pod.engine.client, pod.engine.arena, manifest) as slots:
+            in_memory |= {key: len(copy) for key, copy in slots.items()}
+            wrong += [
+                f"{pod.name}: {key} differs from the disk's"
+                for key, copy in slots.items()
+                if key in found and copy != found[key].read_bytes()
+            ]
+    if (size_bytes := sum(in_memory.values())) != (said_bytes := pod.counted("bytes", tier="host")):
+        wrong.append(f"{pod.name}: has {said_bytes:.0f} bytes in memory, and manifests reach {size_bytes}")
     return wrong
 
 
 async def _compare_statistics(pod: Pod, count: Count) -> None:
-    """Compare what the sidecar says it has with what lies there."""
+    """Compare what the sidecar says it has with what lies on disk."""
     stats = await pod.client.stats()
     disk_bytes = sum(path.stat().st_size for kind in ("blocks", "tails") for path in _files(pod.data / kind))
-    shared_bytes = 0 if pod.shared is None else sum(path.stat().st_size for path in _files(pod.shared / "blocks"))
-    said = sorted(tier.size_bytes for tier in stats.tiers)
-    if said != sorted((disk_bytes, shared_bytes)):
-        count.wrong.append(f"{pod.name}: says {said} bytes and has {disk_bytes} on disk, {shared_bytes} in memory")
+    (said_bytes,) = (tier.size_bytes for tier in stats.tiers if tier.tier == pb.TIER_DISK)
+    if said_bytes != disk_bytes:
+        count.wrong.append(f"{pod.name}: says {said_bytes} bytes and has {disk_bytes} on disk")
     usage = await pod.client.tenant_usage(TENANT)
     if usage.size_bytes != disk_bytes:
         count.wrong.append(f"{pod.name}: says the tenant has {usage.size_bytes} bytes, and it has {disk_bytes}")

@@ -44,7 +44,7 @@ def plan_rounds(seed: str) -> list[Round]:
     pairs = zip(cycle(sidecar), cycle(manager), range(number), strict=False)
     # What a client reads is put aside where nothing is kept in memory: there a file on disk is read at once.
     return [
-        Round("frames" if of_sidecar.endswith(_QUARANTINE) else chance.choice(["shared", "frames"]), of_sidecar, other)
+        Round("frames" if of_sidecar.endswith(_QUARANTINE) else chance.choice(["arena", "frames"]), of_sidecar, other)
         for of_sidecar, other, _ in pairs
     ]
 

@@ -1,6 +1,6 @@
 """A small world whose stored bytes are counted: real sidecars, manager and Valkey, engines and turns played.
 
-Two pods with a sidecar each (one with shared memory, one that takes frames and keeps nothing in memory), one manager.
+Two pods with a sidecar each (one with an arena, one that takes frames and keeps nothing in memory), one manager.
 Engines save made-up pages; turns make their calls in the order of vllm_plugin/turn/settlement.py, deletes and touches
 in that of the gateway. A part that dies is started again. What was acknowledged is noted; `count` says what is wrong.
 """
@@ -38,6 +38,7 @@ from contextcache.model import (
     new_session_id,
 )
 from contextcache.process.crash_points import VARIABLE
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.saves import NewSave
 from tests.kit.engine_rank import EngineRank
@@ -52,6 +53,8 @@ SHORT_TTL_S = 2
 LONG_TTL_S = 3_600
 ORPHAN_AFTER_S = 1
 SAVE_DEADLINE_S = 2
+MEMORY_BYTES = 8 << 20
+"""More than a round stores: all of it fits when it is counted."""
 START_DEADLINE_S = 120
 PASS_DEADLINE_S = 60
 _CALL_S = 10.0
@@ -115,11 +118,11 @@ class Part:
 class Pod:
     """One sidecar and the engine beside it."""
 
-    def __init__(self, name: str, directory: Path, *, manager: str, shared: bool) -> None:
+    def __init__(self, name: str, directory: Path, *, manager: str, arena: bool) -> None:
         self.name = name
         self.address = f"127.0.0.1:{free_port()}"
         self.data = directory / name / "data"
-        self.shared = directory / name / "shared" if shared else None
+        self._socket = directory / name / "s.sock" if arena else None
         self._metrics_port = free_port()
         self._engine: EngineRank | None = None
         self.client = KVSidecarClient(self.address, timeout_s=_CALL_S)
@@ -127,8 +130,8 @@ class Pod:
         env = {
             "SIDECAR_LISTEN": self.address,
             "SIDECAR_DATA_DIR": str(self.data),
-            "SIDECAR_SHARED_DIR": "" if self.shared is None else str(self.shared),
-            "SIDECAR_MEMORY_LIMIT_BYTES": str(1 << 20) if shared else "0",
+            "SIDECAR_UNIX_SOCKET": str(self._socket or ""),
+            "SIDECAR_MEMORY_LIMIT_BYTES": str(MEMORY_BYTES) if arena else "0",
             "SIDECAR_BLOCK_TOKENS": str(BLOCK_TOKENS),
             "SIDECAR_PEERS": '["*"]',
             "SIDECAR_MANAGER": manager,
@@ -156,20 +159,27 @@ class Pod:
             nonlocal engine
             assert not self.part.has_died(), f"{self.name} died at its start"
             with suppress(ContextCacheError):
-                engine = await asyncio.to_thread(EngineRank, self.address, frames=self.shared is None)
+                engine = await asyncio.to_thread(
+                    EngineRank, self.address if self._socket is None else f"unix://{self._socket}"
+                )
             return engine is not None
 
         await until(is_introduced, what=self.part.told, deadline_s=START_DEADLINE_S)
         former, self._engine = self._engine, engine
         if former is not None:
-            former.close()
+            # Not its arena: somebody may be writing there, to memory of a sidecar that is dead.
+            former.client.close()
 
-    def counted(self, name: str) -> float:
-        """Return one sample of the sidecar's metrics."""
+    def counted(self, name: str, **labels: str) -> float:
+        """Return one sample of the sidecar's metrics, or the sum of those with these labels."""
         with urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=_CALL_S) as answer:
             text = answer.read().decode()
         samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return sum(sample.value for sample in samples if sample.name == f"contextcache_sidecar_{name}")
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == f"contextcache_sidecar_{name}" and labels.items() <= sample.labels.items()
+        )
 
     async def await_pass(self, since_s: float) -> None:
         """Wait for the end of a collector pass that began after a Unix time in s."""
@@ -252,8 +262,8 @@ class BytesWorld:
         }
         self.manager = Part("manager", "context_manager", env, directory)
         self.pods = [
-            Pod("shared", directory, manager=address, shared=True),
-            Pod("frames", directory, manager=address, shared=False),
+            Pod("arena", directory, manager=address, arena=True),
+            Pod("frames", directory, manager=address, arena=False),
         ]
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -529,9 +539,16 @@ class Player:
 
 
 def _send(engine: EngineRank, new: NewSave, num_blocks: int | None) -> None:
-    """Announce a save and send what is missing, or the first `num_blocks` of it."""
+    """Announce a save and send what is missing, or the first `num_blocks` of it; give back what was not taken."""
     prepared = engine.prepare(new)
-    engine.client.save_blocks(engine.requests(new, prepared.missing_files[:num_blocks]), timeout_s=_CALL_S)
+    requests: list[pb.SaveBlocksRequest] = []
+    try:
+        # Each with a slot, before the first is sent: nobody is lent one after they were given back.
+        requests.extend(engine.requests(new, list(prepared.missing_files[:num_blocks])))
+        engine.client.save_blocks(iter(requests), timeout_s=_CALL_S)
+    finally:
+        if engine.arena is not None:
+            engine.client.return_slots(engine.arena.borrower, [request.slot_id for request in requests])
 
 
 def _now_ms() -> int:

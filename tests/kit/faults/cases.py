@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from context_manager.redis_layout import CRASH_POINTS as MANAGER_POINTS
 from kv_sidecar.crash_points import POINTS as SIDECAR_POINTS
-from tests.kit.faults import files
+from tests.kit.faults import arena, files
 from tests.kit.faults.files import Kind
 from tests.kit.faults.proxy import Proxy
 from tests.kit.faults.world import BOUND_S, HANG_S, Answer, Row, Told, World
@@ -36,7 +36,7 @@ RECOVERY_S = 120.0
 PLUGIN_TIMEOUT_S = 30.0
 """How long the local stack's Envoy waits for the gateway."""
 
-TIERS = ("disk", "shared")
+TIERS = ("disk", "arena")
 LINK_FAULTS: dict[str, Callable[[Proxy], None]] = {
     "cut": lambda proxy: proxy.cut(),
     "black hole": lambda proxy: proxy.blackhole(),
@@ -46,35 +46,31 @@ LINK_FAULTS: dict[str, Callable[[Proxy], None]] = {
 
 
 def file_case(world: World, tier: str, kind: Kind, fault: str) -> Row:
-    """A stored file goes wrong; the next turn, and the one after, equal cold, and the KV is used again after that."""
+    """A stored file, or its copy in memory, goes wrong; the next turn, and the one after, equal cold.
+
+    The KV is used again after that; where the disk's is good, in the next turn already.
+    """
     case = f"file: {tier} {kind} {fault}"
     told, other = world.new(), world.new()
-    is_shared = tier == "shared"
-    path = world.files_of(told, kind, shared=is_shared)[0]
-    other_path = world.files_of(other, kind, shared=is_shared)[0]
-    if not is_shared:
-        world.drop_shared()
     world.stack.forget_prefixes()
-    before = world.counters()
-    files.FAULTS[fault](path, other_path)
+    if tier == "arena":
+        with world.copies_of(told, kind) as copies, world.copies_of(other, kind) as others:
+            before = world.counters()
+            arena.spoil(copies[0], others[0], fault)
+    else:
+        world.drop_memory()
+        before = world.counters()
+        files.FAULTS[fault](world.files_of(told, kind)[0], world.files_of(other, kind)[0])
     row = world.ask(case, told)
-    if is_gone(tier, fault):
-        # A copy in memory that is not there is no fault: the bytes are on disk, and were read there.
-        if row.outcome != "disk" or world.counters()[_FROM_DISK] <= before.get(_FROM_DISK, 0):
-            row.faults.append("not read from disk")
-        row.moved = _FROM_DISK
-    elif is_spoilt(fault):
+    if is_spoilt(fault):
         world.wait_moved(before, row)
     _heals(world, told, row)
     return row
 
 
-_FROM_DISK = "sidecar_served_blocks disk"
-
-
-def is_gone(tier: str, fault: str) -> bool:
-    """Whether the fault leaves nothing at all where a copy in shared memory was."""
-    return tier == "shared" and fault in ("remove", "become_dangling_link", "become_link_loop")
+def is_possible(tier: str, kind: Kind, fault: str) -> bool:
+    """Whether a tier has such files, and they can suffer that."""
+    return tier == "disk" or (kind != "manifest" and fault in arena.FAULTS)
 
 
 def is_spoilt(fault: str) -> bool:
@@ -281,7 +277,7 @@ def _prepare(world: World, told: Told, point: str) -> None:
     for kind in files.KINDS:
         if point == f"sidecar.{kind}.quarantine":
             files.flip_data_bit(world.files_of(told, kind)[-1], world.files_of(told, kind)[-1])
-            world.drop_shared()
+            world.drop_memory()
 
 
 def _steps(world: World, told: Told, doomed: Told) -> list[Callable[[], int]]:

@@ -1,8 +1,7 @@
 """Stored files by kind, and what can happen to one: flipped, truncated, removed, swapped, aged, replaced.
 
 Parts under test run as one user, and often as root, whom no file mode keeps out: `unreadable` is then no fault at all,
-and says so by `can_be_unreadable`. A file of the shared tier is changed while nobody has it mapped: cutting a mapped
-file short ends whoever reads it (SIGBUS), which only somebody with the part's own rights can do.
+and says so by `can_be_unreadable`. What a copy in memory can suffer of these: arena.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Literal
 
 import xxhash
 
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.manifest import manifest_checksum
 from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
 
@@ -30,17 +28,10 @@ class StoredFiles:
     """One sidecar's files."""
 
     data_directory: Path
-    shared_directory: Path | None = None
 
     def on_disk(self, kind: Kind) -> list[Path]:
         """Files of a kind, the ones written last at the end."""
         return _by_age((self.data_directory / _DIRECTORIES[kind]).glob("*/*.safetensors"))
-
-    def shared(self, kind: Kind) -> list[Path]:
-        """Files of a kind in the shared-memory tier; it has no manifests."""
-        if self.shared_directory is None or kind == "manifest":
-            return []
-        return _by_age(path for path in (self.shared_directory / "blocks").iterdir() if _kind_of(path) == kind)
 
     def manifest_of(self, cache_ref: str) -> Path:
         """Where a manifest lies on disk."""
@@ -57,11 +48,6 @@ class StoredFiles:
     def size_bytes(self) -> int:
         """Bytes of all stored files on disk."""
         return sum(path.stat().st_size for path in self.all_on_disk())
-
-
-def _kind_of(path: Path) -> str | None:
-    key = BlockKey.from_file_name(path.name)
-    return None if key is None else key.kind
 
 
 def _by_age(paths: object) -> list[Path]:
@@ -95,6 +81,11 @@ def flip_length_bit(path: Path, other: Path) -> None:
 def empty(path: Path, other: Path) -> None:
     """Leave a file of no bytes."""
     os.truncate(path, 0)
+
+
+def zero(path: Path, other: Path) -> None:
+    """Leave zeros: a page that was never written, or lost its contents."""
+    _replace(path, bytes(path.stat().st_size))
 
 
 def halve(path: Path, other: Path) -> None:
@@ -202,6 +193,7 @@ FAULTS: dict[str, Fault] = {
         flip_header_bit,
         flip_length_bit,
         empty,
+        zero,
         halve,
         cut_last_byte,
         append_byte,

@@ -79,6 +79,8 @@ def whole_world(
             told = world.new()
             world.stack.forget_prefixes()
             world.ask("warm up", told)
+            refused = stack.counted("engine", "contextcache_connector_events_total", event="refused_arenas")
+            assert not refused, "the engine has no arena, and faults there would meet nobody"
             yield world
         finally:
             world.close()

@@ -11,15 +11,19 @@ import re
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from contextcache.model import Manifest
 from deploy.local.progress import StepFailed
 from kv_sidecar.manifest import decode_manifest, rank_keys
 from kv_sidecar.safetensors_header import decode_header
+from tests.kit.faults.arena import Onlooker
 from tests.kit.faults.files import Kind, StoredFiles
 from tests.kit.stack import KEY, MODEL, Stack
 from tests.kit.tiny_stack import BLOCK_TOKENS
@@ -111,7 +115,8 @@ class World:
         """`idle_timeout_s`: how long both fronts of the stack wait for a pod that is silent."""
         self.stack = stack
         self.rng = random.Random(seed)
-        self.files = StoredFiles(stack.data(), stack.shared())
+        self.files = StoredFiles(stack.data())
+        self._sidecar = f"unix://{stack.paths.sidecar_socket('sidecar')}"
         self.http = httpx.Client(
             base_url=stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=httpx.Timeout(HANG_S)
         )
@@ -240,22 +245,29 @@ class World:
                 if time.monotonic() > deadline_s:
                     raise
 
-    def drop_shared(self) -> None:
-        """Empty the tier in shared memory: what is asked for next is read from disk."""
-        for path in (self.stack.shared() / "blocks").iterdir():
-            path.unlink(missing_ok=True)
+    def drop_memory(self) -> None:
+        """Empty the memory tier: what is asked for next is read from disk."""
+        with Onlooker(self._sidecar) as seen:
+            seen.drop_all()
 
-    def files_of(self, told: Told, kind: Kind, *, shared: bool = False) -> list[Path]:
+    def files_of(self, told: Told, kind: Kind) -> list[Path]:
         """Return the files of a context's newest manifest: whole blocks in order, the tails, or the manifest."""
-        manifests = [
-            path for path in self.files.on_disk("manifest") if _metadata(path)["session_id"] == told.session_id
-        ]
         if kind == "manifest":
-            return manifests[-1:]
-        manifest = decode_manifest(manifests[-1].read_bytes())
-        there = self.files.shared(kind) if shared else self.files.on_disk(kind)
-        by_name = {path.name: path for path in there}
-        return [by_name[key.file_name] for key in rank_keys(manifest, 0) if key.kind == kind]
+            return self._manifests_of(told)[-1:]
+        by_name = {path.name: path for path in self.files.on_disk(kind)}
+        return [by_name[key.file_name] for key in rank_keys(self._manifest_of(told), 0) if key.kind == kind]
+
+    @contextmanager
+    def copies_of(self, told: Told, kind: Kind) -> Iterator[list[memoryview]]:
+        """Give the slots in which a context's newest blocks or tails lie."""
+        with Onlooker(self._sidecar) as seen, seen.copies(self._manifest_of(told)) as copies:
+            yield [copy for key, copy in copies.items() if key.kind == kind]
+
+    def _manifests_of(self, told: Told) -> list[Path]:
+        return [path for path in self.files.on_disk("manifest") if _metadata(path)["session_id"] == told.session_id]
+
+    def _manifest_of(self, told: Told) -> Manifest:
+        return decode_manifest(self._manifests_of(told)[-1].read_bytes())
 
     # Judging.
 
