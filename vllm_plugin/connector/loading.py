@@ -11,9 +11,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -94,8 +94,6 @@ class Load:
     deadline_ms: int
     """On the worker's monotonic clock."""
     end: LoadEnd = field(default_factory=LoadEnd)
-    lease_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Under which the sidecar keeps the blocks in place until we say that we have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +198,8 @@ class Loader:
         terms = self._link.terms()
         crash_point(BEFORE_LOAD)
         try:
-            self._copy_by(terms, load, progress)
-        finally:
-            self._reporter.end_load(load.lease_id)
-
-    def _copy_by(self, terms: Terms, load: Load, progress: _Progress) -> None:
-        """Copy out of slots, and again in frames when something there was not right."""
-        try:
-            self._copy_pieces(terms, load, progress)
+            for pieces in self._batches(load.plan.pieces, terms.arena):
+                self._copy_pieces(terms, load, progress, pieces)
         except CorruptBlock as exc:
             if terms.arena is None:
                 raise
@@ -217,18 +209,33 @@ class Loader:
             self._counters.add("renewed_loads")
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
             try:
-                self._copy_pieces(replace(terms, arena=None), load, progress)
+                self._copy_pieces(replace(terms, arena=None), load, progress, load.plan.pieces)
             except ContextCacheError:
                 raise exc from None
 
-    def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress) -> None:
-        """Copy all pieces.
+    def _batches(self, pieces: Sequence[Piece], arena: Arena | None) -> Iterator[Sequence[Piece]]:
+        """Yield all pieces at once; of a context that the arena cannot hold, as many as a quarter of it has room for.
+
+        Each batch has a lease of its own: what was copied makes room for what comes after the next one.
+        """
+        sizes = [self._piece_bytes(piece) for piece in pieces]
+        limit_bytes = arena.size_bytes // 4 if arena is not None and sum(sizes) > arena.size_bytes else sum(sizes)
+        start, size_bytes = 0, 0
+        for index, size in enumerate(sizes):
+            if index > start and size_bytes + size > limit_bytes:
+                yield pieces[start:index]
+                start, size_bytes = index, 0
+            size_bytes += size
+        yield pieces[start:]
+
+    def _copy_pieces(self, terms: Terms, load: Load, progress: _Progress, asked: Sequence[Piece]) -> None:
+        """Copy pieces, in place under a lease until they are copied.
 
         A few files are copied and compared at once. All have ended when this returns or raises: a thread that wrote
         later would write into blocks that are somebody else's.
         """
         plan = load.plan
-        pieces = {piece.block_index: piece for piece in plan.pieces}
+        pieces, lease_id = {piece.block_index: piece for piece in asked}, secrets.token_hex(16)
         request = pb.LoadBlocksRequest(
             tenant=plan.tenant,
             cache_ref=plan.cache_ref,
@@ -236,7 +243,7 @@ class Loader:
             rank=self._link.facts.rank,
             block_indices=list(pieces),
             borrower="" if terms.arena is None else terms.arena.borrower,
-            lease_id=load.lease_id,
+            lease_id=lease_id,
             lease_ms=max(int(self._remaining_s(load) * 1000), 1),
         )
         copying = deque[tuple[Piece, _Arrival, Future[None]]]()
@@ -257,8 +264,17 @@ class Loader:
             for _, _, future in copying:
                 future.cancel()
             wait([future for _, _, future in copying])
+            self._end_lease(lease_id, is_waited_for=len(asked) < len(plan.pieces))
         if pieces:
             raise CorruptBlock("the sidecar left blocks out")
+
+    def _end_lease(self, lease_id: str, *, is_waited_for: bool) -> None:
+        """Tell that a lease's slots are copied. `is_waited_for`: the next batch needs their room."""
+        if not is_waited_for:
+            self._reporter.end_load(lease_id)
+            return
+        with suppress(ContextCacheError):
+            self._link.sidecar.get().end_load(lease_id)
 
     def _took(self, load: Load, progress: _Progress, piece: Piece, arrival: _Arrival, future: Future[None]) -> None:
         """Note a block file that was injected, once it is."""

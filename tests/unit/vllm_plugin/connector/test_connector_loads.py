@@ -583,6 +583,20 @@ def _settle_lookup(engine: Engine) -> None:
         future.result(30)
 
 
+def test_a_context_larger_than_the_arena_is_loaded_through_it_by_batches(start_engine: Callable[..., Engine]) -> None:
+    """Seen failing with one lease for all: what the arena could not hold beside the rest came in frames."""
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
+    prompt = [(7 * i) % 401 for i in range(900)]
+    answer = engine.save(prompt, A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("again", [*prompt, *answer, 5], params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.sidecar.served_bytes > 3 * 40_000
+    assert report_of(engine).tier == pb.TIER_HOST
+    assert engine.sidecar.leases == set()
+
+
 def test_what_the_arena_has_no_room_for_comes_in_frames_of_the_same_load(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     answer = engine.save(PROMPT, A)
