@@ -21,6 +21,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     HOLD_DEADLINE,
     "not_computed",
     "null_block",
+    "pipeline_parallel",
     "overtaken",
     "prepare_deadline",
     "queue_full",
