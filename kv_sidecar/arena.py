@@ -37,6 +37,8 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14, include/uapi/asm-generic/mman-common.h; older kernels answer EINVAL, which is no fault."""
 _STEP_BYTES = 64 << 20
 _WORD_BYTES = 64
+_NAME_BYTES = 32
+_POLL_S = 0.05
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -77,6 +79,8 @@ class Region:
         self._address, self.view = _mapped(self.descriptor, self.size_bytes)
         self._stopping = threading.Event()
         self._populating: threading.Thread | None = None
+        self.is_populated = False
+        """Whether memory is behind all of it, as far as the kernel gives it at once."""
 
     def populate(self) -> None:
         """Begin to put memory behind the whole region, in a thread that `close` ends."""
@@ -85,6 +89,7 @@ class Region:
 
     def _populate(self) -> None:
         populate(self._address, self.size_bytes, stopping=self._stopping)
+        self.is_populated = True
 
     def close(self) -> None:
         """Let go of the memory; it lives on while an engine maps it. Harmless when repeated."""
@@ -157,11 +162,15 @@ class ArenaDoor:
             self._own(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:
-        borrower = secrets.token_hex(16)
+        borrower = secrets.token_hex(_NAME_BYTES // 2)
         self._on_come(borrower)
         try:
             connection.setblocking(False)
             socket.send_fds(connection, [borrower.encode()], [self._region.descriptor])
+            # Memory is charged to the container of whoever touches it first: ours.
+            while not self._region.is_populated:  # noqa: ASYNC110  # it is set by a thread, once, seconds after the start
+                await asyncio.sleep(_POLL_S)
+            connection.send(b"\n")
             # Nothing is ever sent our way: the next thing is the end.
             while await asyncio.get_running_loop().sock_recv(connection, _WORD_BYTES):
                 pass
@@ -216,7 +225,7 @@ def open_arena(sidecar: str, on_gone: Callable[[], None]) -> MappedArena:
     try:
         connection.settimeout(_ANSWER_S)
         connection.connect(re.sub("^//", "", path) + SUFFIX if scheme == "unix" else "")
-        word, descriptors, _, _ = socket.recv_fds(connection, _WORD_BYTES, 1)
+        word, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES, 1)
         connection.settimeout(None)
         return MappedArena(connection, next(iter(descriptors), -1), word.decode(), on_gone=on_gone)
     except BaseException:
@@ -231,9 +240,10 @@ def _attend(
     stopping: threading.Event,
     on_gone: Callable[[], None],
 ) -> None:
-    """Fill this process's page table, then wait for the end of the connection. `view` keeps the address valid."""
-    populate(address, len(view), stopping=stopping)
+    """Fill this process's page table once there is memory, then wait for the end. `view` keeps the address valid."""
     try:
+        if connection.recv(1):
+            populate(address, len(view), stopping=stopping)
         while connection.recv(_WORD_BYTES):
             pass
     except OSError:
@@ -268,8 +278,8 @@ def _mapped(descriptor: int, size_bytes: int) -> tuple[int, memoryview]:
     address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), "the arena cannot be mapped")
-    # The one where there are any; the other, so that such a process does not look as if it might write.
-    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+    # Huge pages where there are any; such a process must not look as if it might write; no KV in core dumps.
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         _LIBC.madvise(address, size_bytes, advice)
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
     weakref.finalize(memory, _LIBC.munmap, address, size_bytes).atexit = False

@@ -36,18 +36,13 @@ class Extents:
     def take(self, size_bytes: int) -> int | None:
         """Return the offset of a stretch that is now taken, None when there is none so long."""
         length = rounded(size_bytes)
-        for index, (offset, room) in enumerate(self._free):
+        for index, (_, room) in enumerate(self._free):
             if room >= length:
-                if room == length:
-                    del self._free[index]
-                else:
-                    self._free[index] = (offset + length, room - length)
-                self.free_bytes -= length
-                return offset
+                return self._cut(index, length)
         return None
 
-    def give_back(self, offset: int, size_bytes: int) -> None:
-        """Free a stretch that was taken."""
+    def give_back(self, offset: int, size_bytes: int) -> int:
+        """Free a stretch that was taken; return where the free stretch begins that it is part of now."""
         length = rounded(size_bytes)
         self.free_bytes += length
         index = bisect_left(self._free, (offset, 0))
@@ -57,6 +52,19 @@ class Extents:
             before, room = self._free.pop(index - 1)
             offset, length = before, room + length
         insort(self._free, (offset, length))
+        return offset
+
+    def take_at(self, offset: int, size_bytes: int) -> int | None:
+        """As `take`, of the free stretch that begins there."""
+        index, length = bisect_left(self._free, (offset, 0)), rounded(size_bytes)
+        return self._cut(index, length) if self._free[index][1] >= length else None
+
+    def _cut(self, index: int, length: int) -> int:
+        offset, room = self._free.pop(index)
+        if room > length:
+            self._free.insert(index, (offset + length, room - length))
+        self.free_bytes -= length
+        return offset
 
 
 def rounded(size_bytes: int) -> int:
@@ -99,12 +107,14 @@ class SlotLru:
     def allocate(self, size_bytes: int) -> Slot | None:
         """Return a slot; blocks leave for it, the least recently used first. None when those that may are too few."""
         offset = self._extents.take(size_bytes)
-        if offset is None and rounded(size_bytes) <= self.free_bytes + self._evictable_bytes:
-            for victim in [slot for slot in self._slots.values() if not slot.pins]:
-                self.remove(victim)
-                offset = self._extents.take(size_bytes)
-                if offset is not None:
-                    break
+        while offset is None and rounded(size_bytes) <= self.free_bytes + self._evictable_bytes:
+            # What is pinned was used last: there are few before the first that may leave.
+            victim = next((slot for slot in self._slots.values() if not slot.pins), None)
+            if victim is None:
+                break
+            self._forget(victim)
+            freed = self._extents.give_back(victim.offset, victim.size_bytes)
+            offset = self._extents.take_at(freed, size_bytes)
         return None if offset is None else Slot(offset, size_bytes)
 
     def install(self, key: BlockKey, slot: Slot) -> None:
@@ -119,14 +129,17 @@ class SlotLru:
 
     def remove(self, slot: Slot) -> None:
         """Forget a slot's block, and free it: at once, or with its last pin."""
+        self._forget(slot)
+        if not slot.pins:
+            self._extents.give_back(slot.offset, slot.size_bytes)
+
+    def _forget(self, slot: Slot) -> None:
         if slot.key is not None:
             del self._slots[slot.key]
             slot.key = None
             self.held_bytes -= slot.size_bytes
             if not slot.pins:
                 self._evictable_bytes -= rounded(slot.size_bytes)
-        if not slot.pins:
-            self._extents.give_back(slot.offset, slot.size_bytes)
 
     def pin(self, slot: Slot) -> None:
         """Keep a slot in place, and count it as used now; pins count."""

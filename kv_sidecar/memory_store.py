@@ -7,6 +7,7 @@ a slot that somebody may still write to is nobody else's. Nothing here survives 
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,8 @@ class MemoryStore(BlockStore):
         self._lock = threading.Lock()
         self._lru = SlotLru(rounded(limit_bytes) if limit_bytes else 0)
         self._lent: dict[int, LentSlot] = {}
-        self._num_lent = 0
+        self._last_id = secrets.randbits(40) << 20
+        """What the sidecar before this one has lent, under whatever id, is not taken for ours."""
         self.borrowers: set[str] = set()
         """Names of the processes that see the region. Changed in the event loop."""
         self.lent_bytes = 0
@@ -104,8 +106,8 @@ class MemoryStore(BlockStore):
             slot = self._lru.allocate(size_bytes)
             if slot is None:
                 return None
-            self._num_lent += 1
-            lent = self._lent[self._num_lent] = LentSlot(self._num_lent, slot, borrower, place)
+            self._last_id += 1
+            lent = self._lent[self._last_id] = LentSlot(self._last_id, slot, borrower, place)
             self.lent_bytes += size_bytes
             return lent
 

@@ -21,8 +21,8 @@ from deploy.local.settings import StackSettings
 
 KINDS = ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
 """What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
-HOST_MEMORY_BYTES = 256 << 20
-"""What each sidecar takes at its start for its memory tier: some five contexts of 2 000 tokens of SmolLM2."""
+HOST_MEMORY_BYTES = 512 << 20
+"""What each sidecar takes at its start for its memory tier: some eleven contexts of 2 000 tokens of SmolLM2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,6 +262,12 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return None if facts is None else RankHandshake(facts)
 
     @override
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Drop what this step may overwrite: called before its forward, which `start_load_kv` may follow."""
+        assert isinstance(kv_connector_metadata, ConnectorMetadata), "our scheduler half made it"
+        self.worker_side.overtake(kv_connector_metadata.overtaken)
+
+    @override
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, ConnectorMetadata), "our scheduler half made it"

@@ -17,7 +17,9 @@ from vllm_plugin.connector.metadata import RankFacts, SavePlan
 _LEAST_TOKENS = 512
 """Two block files: fewer are not worth a question."""
 _GROWTH = 8
-"""A plan has all tokens so far, so the next one waits for an eighth more: the work stays linear in their number."""
+"""A plan has all tokens so far, so the next one waits for an eighth more."""
+_MOST_TOKENS = 1024
+"""And for no more than that: the sidecar waits two minutes for what comes next."""
 
 
 @dataclass(slots=True)
@@ -26,7 +28,8 @@ class _Watched:
     transfer: KVTransfer
     shipped_tokens: int = 0
     shipping: SavePlan | None = None
-    """Under way: one at a time."""
+    """Under way on some rank: one at a time."""
+    num_plans: int = 0
 
 
 class EarlySaves:
@@ -51,18 +54,23 @@ class EarlySaves:
         blocks = getattr(scheduler_output, "kv_connector_block_state", None)
         if not self._watched or facts is None or blocks is None:
             return []
-        for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
+        preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
+        for request_id in preempted:
             if (watched := self._watched.get(request_id)) is not None:
                 self._overtake(watched)
         plans = []
         for request_id, watched in self._watched.items():
+            if request_id in preempted:
+                continue
             num_tokens = _full_tokens(watched.request, facts)
-            wanted = watched.shipped_tokens + max(_LEAST_TOKENS, watched.shipped_tokens // _GROWTH)
+            growth = min(watched.shipped_tokens // _GROWTH, _MOST_TOKENS)
+            wanted = watched.shipped_tokens + max(_LEAST_TOKENS, growth)
             if watched.shipping is not None or num_tokens < wanted or is_loading(request_id):
                 continue
             tables = blocks.get_block_ids(request_id)
             if tables is None:
                 continue
+            watched.num_plans += 1
             watched.shipping = _plan(watched, facts, tuple(tables[0]), num_tokens)
             plans.append(watched.shipping)
         return plans
@@ -79,14 +87,15 @@ class EarlySaves:
             self._overtake(watched)
 
     def take_overtaken(self) -> tuple[str, ...]:
-        """Return the saves whose blocks must not be read any more, each once, by name."""
+        """Return the saves whose blocks must not be read any more, each once, by family."""
         overtaken, self._overtaken = tuple(self._overtaken), []
         return overtaken
 
     def _overtake(self, watched: _Watched) -> None:
-        if watched.shipping is not None:
-            self._overtaken.append(watched.shipping.name)
-            watched.shipping = None
+        # That one rank has done with the last one says nothing of the others.
+        if watched.num_plans and watched.transfer.save is not None:
+            self._overtaken.append(f"{watched.transfer.save}:early")
+        watched.shipping = None
 
 
 def _full_tokens(request: Any, facts: RankFacts) -> int:
@@ -111,5 +120,5 @@ def _plan(watched: _Watched, facts: RankFacts, block_ids: tuple[int, ...], num_t
         fingerprint=facts.fingerprint,
         traceparent=transfer.traceparent,
         holds_blocks=False,
-        early=True,
+        early=watched.num_plans,
     )

@@ -268,6 +268,10 @@ class HandOver:
         if not is_taken:
             self.give_back([file.loan for file in files if file.loan is not None])
 
+    def remind(self, arena: Arena) -> None:
+        """Tell again which slots the sidecar has back, if it was not heard: it says that it has none."""
+        self._reporter.return_slots(arena, ())
+
     def give_back(self, loans: Sequence[Loan]) -> None:
         """Tell that nobody writes to these slots any more. Those that the sidecar took meanwhile it passes over."""
         if loans:

@@ -7,7 +7,7 @@ asks at once: the first of the line are loaded, those behind them are computed a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -17,7 +17,7 @@ _ALWAYS_MS = 100
 _LARGE_BYTES = 16 << 20
 """Less says more of the way there and back than of the rate."""
 _LARGE_STEP_TOKENS = 64
-"""Steps with fewer are decoding; their time is not spent on prompts."""
+"""Steps with fewer are decoding for the most part."""
 _FORGET = 0.1
 """Of a rate, with each measurement that is lower; and with a load that is not made, so that one is tried again."""
 
@@ -38,15 +38,20 @@ class LoadEstimate:
         self._tokens_per_ms = 0.0
         self._bytes_per_ms: defaultdict[pb.Tier.ValueType, float] = defaultdict(float)
         self._begun: dict[str, _Begun] = {}
-        self._step: tuple[int, int] = (0, 0)
-        """When the last step began, and with how many tokens."""
+        self._steps: deque[tuple[int, int]] = deque(maxlen=2)
+        """The last two: when each was ordered, and how many tokens of prompts it has."""
 
     def step(self, num_tokens: int, now_ms: int) -> None:
-        """Note that the engine begins to compute so many tokens; the step before it is over."""
-        began_ms, before = self._step
-        self._step = (now_ms, num_tokens)
-        if before >= _LARGE_STEP_TOKENS and now_ms > began_ms:
-            self._tokens_per_ms = _kept(self._tokens_per_ms, before / (now_ms - began_ms))
+        """Note that a step is ordered that computes so many tokens of prompts.
+
+        The engine orders one step ahead, so of the one before the last it is known that it is over. That makes a prompt
+        of several steps look half as fast as it is, at worst: then a load is made that takes up to twice as long.
+        """
+        if len(self._steps) == self._steps.maxlen:
+            began_ms, before = self._steps[0]
+            if before >= _LARGE_STEP_TOKENS and now_ms > began_ms:
+                self._tokens_per_ms = _kept(self._tokens_per_ms, before / (now_ms - began_ms))
+        self._steps.append((now_ms, num_tokens))
 
     def begin(self, request_id: str, size_bytes: int, tier: pb.Tier.ValueType, now_ms: int) -> None:
         """Note that a load is queued."""
@@ -55,9 +60,13 @@ class LoadEstimate:
     def end(self, request_id: str, now_ms: int, *, is_loaded: bool) -> None:
         """Note that a load has ended. Harmless when there is none."""
         begun = self._begun.pop(request_id, None)
-        if begun is not None and is_loaded and begun.queued_bytes >= _LARGE_BYTES:
-            rate = begun.queued_bytes / max(now_ms - begun.at_ms, 1)
-            self._bytes_per_ms[begun.tier] = _kept(self._bytes_per_ms[begun.tier], rate)
+        if begun is None or begun.queued_bytes < _LARGE_BYTES:
+            return
+        rate = begun.queued_bytes / max(now_ms - begun.at_ms, 1)
+        known = self._bytes_per_ms[begun.tier]
+        # One that failed soon says nothing; one that ran out of time, that it would have been slower still.
+        if is_loaded or rate < known:
+            self._bytes_per_ms[begun.tier] = _kept(known, rate)
 
     def is_slower(self, num_tokens: int, size_bytes: int, tier: pb.Tier.ValueType) -> bool:
         """Return whether loading is expected to take longer than computing so many tokens."""

@@ -261,9 +261,8 @@ class Loader:
             while copying:
                 self._took(load, progress, *copying.popleft())
         finally:
-            for _, _, future in copying:
-                future.cancel()
-            wait([future for _, _, future in copying])
+            # One that was cancelled by somebody else is never said to be done.
+            wait([future for _, _, future in copying if not future.cancel()])
             self._end_lease(lease_id, is_waited_for=len(asked) < len(plan.pieces))
         if pieces:
             raise CorruptBlock("the sidecar left blocks out")

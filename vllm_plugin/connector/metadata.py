@@ -138,13 +138,18 @@ class SavePlan:
     """Span of the turn, for the save's own; empty: nobody traces it."""
     holds_blocks: bool = True
     """Whether the engine keeps the blocks until it is told; else it tells when it does not any more."""
-    early: bool = False
-    """Whether these are whole files ahead of the save itself, which comes under the same name."""
+    early: int = 0
+    """Which of those that send whole files ahead of a save, which has the same cache_ref; 0: the save itself."""
+
+    @property
+    def family(self) -> str:
+        """What the worker and the scheduler call it, and all others that went ahead of the same save."""
+        return f"{self.cache_ref}:early" if self.early else self.cache_ref
 
     @property
     def name(self) -> str:
-        """What the worker and the scheduler call it."""
-        return f"{self.cache_ref}:early" if self.early else self.cache_ref
+        """What the worker and the scheduler call it alone."""
+        return f"{self.family}:{self.early}" if self.early else self.cache_ref
 
     def kept(self, *, file_tokens_min: int) -> tuple[KVGroup, ...]:
         """Return what is saved of each group."""

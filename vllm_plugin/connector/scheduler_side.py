@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _WEIGHTS_CHANGED = "weights_changed"
 _SLOWER = "slower_than_computing"
+_DECODED_TOKENS = 16
+"""A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
 
 
 @dataclass(slots=True)
@@ -219,7 +221,8 @@ class SchedulerSide:
             if self._pending_saves.add(plan.cache_ref):
                 self._saves.append(plan)
         self._saves += self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
-        self._estimate.step(scheduler_output.total_num_scheduled_tokens, self._clock.now_ms())
+        in_prompts = sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > _DECODED_TOKENS)
+        self._estimate.step(in_prompts, self._clock.now_ms())
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
         return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())

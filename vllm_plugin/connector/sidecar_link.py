@@ -236,8 +236,9 @@ class RankLink:
     def _borrow(self) -> Arena | None:
         try:
             return self._open_arena(self.lost)
-        except OSError:
-            # Another machine, another user, a sandbox that passes no descriptors: frames are slower, and right.
+        except (OSError, RuntimeError):
+            # No thread to be had; another machine, another user, a sandbox that passes no descriptors: frames are
+            # slower, and right.
             self._counters.add("refused_arenas")
             log.warning("no arena; KV travels in frames", exc_info=True)
             return None

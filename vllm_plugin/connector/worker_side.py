@@ -17,7 +17,6 @@ import torch
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
-from contextcache.model import CacheRef
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
@@ -130,7 +129,7 @@ class WorkerSide:
         self._link.lost()
         self._greet()
 
-    def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan], overtaken: Collection[CacheRef] = ()) -> None:
+    def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan], overtaken: Collection[str] = ()) -> None:
         """Queue this step's work; what cannot be queued is reported as failed or skipped at once.
 
         `overtaken`: saves whose blocks this step may compute into.
@@ -139,14 +138,20 @@ class WorkerSide:
             return
         assert self._loader is not None, "register_kv_caches came first"
         assert self._saver is not None, "register_kv_caches came first"
-        for save, _ in self._saves:
-            if save.plan.name in overtaken:
-                self._saver.overtake(save)
+        self.overtake(overtaken)
         fence = self._layers.fence()
         for load_plan in loads:
             self._start_load(self._loader, self._loader.open(load_plan, fence))
         for save_plan in saves:
             self._start_save(self._saver, self._saver.open(save_plan, fence))
+
+    def overtake(self, overtaken: Collection[str]) -> None:
+        """Drop saves whose blocks are not their own from the next step on, as far as they are not copied."""
+        if not overtaken or self._saver is None:
+            return
+        for save, _ in self._saves:
+            if save.plan.family in overtaken:
+                self._saver.overtake(save)
 
     def _start_load(self, loader: Loader, load: Load) -> None:
         if not self._link.is_worth_trying():

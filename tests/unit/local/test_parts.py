@@ -5,7 +5,7 @@ import json
 import pytest
 
 from deploy.envoy.settings import EnvoySettings
-from deploy.local.parts import part_names, stack_parts
+from deploy.local.parts import HOST_MEMORY_BYTES, part_names, stack_parts
 from deploy.local.paths import StackPaths
 from deploy.local.pods import endpoints_of, envoy_settings
 from deploy.local.settings import StackSettings
@@ -190,5 +190,5 @@ def test_each_sidecar_takes_a_modest_part_of_the_machines_memory_unless_the_call
     monkeypatch.setenv("SIDECAR_MEMORY_LIMIT_BYTES", "0")
     asked = make_parts(engines=2)
 
-    assert {shipped[name].env["SIDECAR_MEMORY_LIMIT_BYTES"] for name in names} == {str(256 << 20)}
+    assert {shipped[name].env["SIDECAR_MEMORY_LIMIT_BYTES"] for name in names} == {str(HOST_MEMORY_BYTES)}
     assert {asked[name].env["SIDECAR_MEMORY_LIMIT_BYTES"] for name in names} == {"0"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from contextcache.errors import StorageFull
 from kv_sidecar.client import parse_block_file
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector.hand_over import Save
 
 A, B = cache_ref(1), cache_ref(2)
 FILE_TOKENS = 64
@@ -131,6 +133,74 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
 
     assert engine.counted("lost_early_saves", "overtaken") == 1
     assert engine.sidecar.files == {}
+
+
+def test_what_is_copied_during_the_step_that_overwrites_it_is_dropped(start_engine: Callable[..., Engine]) -> None:
+    """vLLM 0.32 calls `start_load_kv` after the forward; before it, `handle_preemptions`.
+
+    Seen failing with the word in the first one: a neighbour's KV was sealed under these tokens, and loaded.
+    """
+    engine = start_engine(num_blocks=64, max_num_batched_tokens=1024)
+    loop, copying = engine.loop, threading.Event()
+    saver, scheduler = loop.worker.worker_side._saver, loop.scheduler
+    fill, start_load_kv = saver._fill, loop.worker.start_load_kv
+
+    def late_fill(save: Save, *what: Any) -> None:
+        if save.plan.family == f"{A}:early":
+            assert copying.wait(20)
+        fill(save, *what)
+
+    def after_the_forward(*arguments: Any, **names: Any) -> None:
+        if f"{A}:early" in loop.worker._get_connector_metadata().overtaken and not copying.is_set():
+            copying.set()
+            loop.settle()
+        start_load_kv(*arguments, **names)
+
+    saver._fill, loop.worker.start_load_kv = late_fill, after_the_forward
+    scheduler.max_num_scheduled_tokens = 600
+    loop.add("gone", tokens(900), params=transfer(save=A))
+    loop.step()
+    scheduler.max_num_scheduled_tokens = 16
+    loop.step()
+    scheduler.max_num_scheduled_tokens = 1024
+    loop.abort("gone")
+    loop.add("neighbour", tokens(800, start=3), max_tokens=2)
+    loop.run_to_end("neighbour")
+    loop.forget_prefixes()
+    answer = engine.save(tokens(900), B, name="second")
+    loop.forget_prefixes()
+    loop.add("again", [*tokens(900), *answer, 5], params=transfer(load=(B,)))
+    loop.run_to_end("again")  # checks every page at every step
+
+    assert engine.counted("lost_early_saves", "overtaken") == 1
+
+
+def test_that_one_rank_is_done_does_not_keep_the_word_from_the_others(engine: Engine) -> None:
+    """Seen failing: one rank's end was taken for all, and another went on reading blocks of the next request."""
+    side = engine.loop.connector.scheduler_side
+    engine.loop.add("gone", tokens(900), params=transfer(save=A))
+    engine.loop.run(lambda: bool(engine.sidecar.early_tokens))
+    side.saves_ended([f"{A}:early:1"])
+    engine.loop.abort("gone")
+
+    assert side._early_saves.take_overtaken() == (f"{A}:early",)
+
+
+def test_a_save_that_is_overtaken_before_a_thread_takes_it_up_leaves_nothing(engine: Engine) -> None:
+    """Seen failing: its plan stayed for ever, and every shutdown waited for it."""
+    side, gate = engine.loop.worker.worker_side, threading.Event()
+    for _ in range(side._settings.save_threads):
+        side._save_pool.try_submit(lambda: gate.wait(30) and None)
+    engine.loop.add("gone", tokens(900), params=transfer(save=A))
+    for _ in range(3):
+        engine.loop.step()
+    engine.loop.abort("gone")
+    engine.loop.step()
+    gate.set()
+    engine.loop.settle()
+
+    assert side._saver.hand_over._live == set()
+    assert engine.sidecar.early_tokens == []
 
 
 def test_a_preempted_request_ships_on_and_every_file_is_right(start_engine: Callable[..., Engine]) -> None:

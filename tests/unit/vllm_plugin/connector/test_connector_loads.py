@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.block_key import BlockKey
+from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
@@ -581,6 +582,30 @@ def _settle_lookup(engine: Engine) -> None:
     pool = engine.loop.connector.scheduler_side._lookup._pool
     for future in list(pool._live):
         future.result(30)
+
+
+def test_a_load_in_the_middle_of_a_shutdown_ends(engine: Engine) -> None:
+    """Seen failing: what the shutdown had cancelled was waited for without an end."""
+    saved(engine, [(7 * i) % 401 for i in range(900)])
+    loader, hang = engine.loop.worker.worker_side._loader, threading.Event()
+    inject = loader._inject
+
+    def late_inject(*arguments: Any) -> None:
+        assert hang.wait(20)
+        inject(*arguments)
+
+    loader._inject = late_inject
+    engine.loop.add("again", [(7 * i) % 401 for i in range(900)], params=transfer(load=(A,)))
+    for _ in range(3):
+        engine.loop.step()
+        for looking_up in list(engine.loop.connector.scheduler_side._lookup._pool._live):
+            looking_up.result(30)
+    wait_until(lambda: loader._readers._work_queue.qsize() > 1, what="two files wait for a thread")
+    loader.close()
+    hang.set()
+
+    engine.loop.settle(20)
+    assert engine.counted("failed_loads") == 1
 
 
 def test_a_context_larger_than_the_arena_is_loaded_through_it_by_batches(start_engine: Callable[..., Engine]) -> None:
