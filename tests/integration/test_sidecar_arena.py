@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import socket
@@ -16,13 +17,15 @@ from contextcache.clock import SystemClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar import arena as arena_module
+from kv_sidecar.arena import SUFFIX, ArenaDoor, Region
 from kv_sidecar.client import open_arena
 from kv_sidecar.saves import NewSave
 from tests.kit.borrower import FILL, SIZE_BYTES, Borrower
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import TENANT, new_save
 from tests.kit.sidecar_process import SidecarProcess
-from tests.kit.until import wait_until
+from tests.kit.until import until, wait_until
 
 PROMPT = tuple(range(10))
 ARENA_BYTES = 3 * SIZE_BYTES
@@ -190,3 +193,22 @@ def test_who_cannot_reach_the_arena_s_socket_saves_and_loads_in_frames(sidecar: 
     with closing(EngineRank(sidecar.address, frames=True)) as rank:
         assert rank.terms.arena
         assert rank.load(rank.save(PROMPT)) == {pb.TIER_HOST}
+
+
+async def test_the_engine_fills_its_page_table_when_the_sidecar_has_put_memory_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is charged to the container that touches it first. Seen failing when the engine began at once."""
+    region, path = Region(1 << 20), tmp_path / "s"
+    door = ArenaDoor(Path(f"{path}{SUFFIX}"), region, on_come=lambda _: None, on_gone=lambda _: None)
+    seen: list[bool] = []
+    monkeypatch.setattr(arena_module, "populate", lambda *_, **__: seen.append(region.is_populated))
+    door.open()
+    arena = await asyncio.to_thread(open_arena, f"unix://{path}", lambda: None)
+    region.populate()
+    await until(lambda: len(seen) == 2, what="both have touched it")
+
+    assert seen == [False, True]
+    del arena
+    await door.close()
+    region.close()

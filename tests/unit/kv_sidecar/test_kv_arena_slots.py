@@ -64,6 +64,18 @@ def test_half_of_the_region_is_lent_at_most(store: MemoryStore) -> None:
     store.put(BLOCK, bytes(LIMIT_BYTES // 2))
 
 
+def test_what_another_life_of_the_sidecar_lent_is_not_taken_for_a_slot_of_this_one(store: MemoryStore) -> None:
+    """Seen failing when ids began at one: a slot that somebody was writing to was taken, and lent again."""
+    before = MemoryStore(limit_bytes=LIMIT_BYTES)
+    before.open()
+    before.borrowers.add("one")
+    old, new = lend(before, 640), lend(store, 640)
+
+    assert store.hand_over(old.slot_id, PLACE) is None
+    assert store.hand_over(new.slot_id, PLACE) is new.slot
+    before.close()
+
+
 def test_one_file_may_be_all_of_the_region_for_which_all_blocks_leave(store: MemoryStore) -> None:
     store.put(BLOCK, bytes(700))
 
