@@ -280,7 +280,7 @@ def test_absurd_loans_are_made_or_refused_with_a_typed_code_and_none_is_lost(doo
         asked = {"block_indices": [index for index, _ in files], "sizes_bytes": [size for _, size in files]}
         error = doors.call("LendSlots", [pb.LendSlotsRequest(**loan, **asked, cache_ref=new.cache_ref)])
         if returned is not None:
-            newest = memory._num_lent
+            newest = memory._last_id
             slot_ids = [newest - number for number in returned]
             assert doors.call("ReturnSlots", [pb.ReturnSlotsRequest(borrower=BORROWER, slot_ids=slot_ids)]) is None
 
