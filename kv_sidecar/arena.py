@@ -8,6 +8,7 @@ region: its end is how the sidecar learns that nobody writes to what it lent (me
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -88,6 +89,7 @@ class Region:
         self._populating.start()
 
     def _populate(self) -> None:
+        _give_way()
         populate(self._address, self.size_bytes, stopping=self._stopping)
         self.is_populated = True
 
@@ -243,6 +245,7 @@ def _attend(
     """Fill this process's page table once there is memory, then wait for the end. `view` keeps the address valid."""
     try:
         if connection.recv(1):
+            _give_way()
             populate(address, len(view), stopping=stopping)
         while connection.recv(_WORD_BYTES):
             pass
@@ -251,6 +254,12 @@ def _attend(
     connection.close()
     if not stopping.is_set():
         on_gone()
+
+
+def _give_way() -> None:
+    """Let everybody else have the cores before this thread: the first restores are on their way."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _close_connections() -> None:

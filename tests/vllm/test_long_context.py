@@ -27,7 +27,9 @@ def test_a_hundred_thousand_tokens_pass_through_an_arena_of_a_quarter_of_them(tm
     (tmp_path / "secret").write_bytes(SECRET)
     model = str(make_tiny_model(tmp_path / "model", max_model_len=NUM_TOKENS + 128))
     arguments = {"max_model_len": NUM_TOKENS + 128, "max_num_batched_tokens": 8192}
-    start = Start(model, sidecar.address, str(tmp_path / "secret"), engine_args=arguments)
+    start = Start(
+        model, sidecar.address, str(tmp_path / "secret"), engine_args=arguments, connector={"early_saves": "on"}
+    )
     prompt, ref = random.Random(1).choices(range(400), k=NUM_TOKENS), new_cache_ref()
     with TinyEngine(start) as engine:
         cold = engine.ask(prompt, save=ref)

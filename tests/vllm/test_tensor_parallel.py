@@ -22,7 +22,13 @@ def test_what_two_ranks_saved_two_new_ones_restore(tmp_path: Path) -> None:
     sidecar.start()
     (tmp_path / "secret").write_bytes(SECRET)
     model = str(make_tiny_model(tmp_path / "model"))
-    start = Start(model, sidecar.address, str(tmp_path / "secret"), engine_args={"tensor_parallel_size": 2})
+    start = Start(
+        model,
+        sidecar.address,
+        str(tmp_path / "secret"),
+        engine_args={"tensor_parallel_size": 2},
+        connector={"early_saves": "on"},
+    )
     prompt, ref = random.Random(1).choices(range(400), k=900), new_cache_ref()
     with TinyEngine(start) as engine:
         cold = engine.ask(prompt, save=ref)

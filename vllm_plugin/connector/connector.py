@@ -100,7 +100,10 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         except UncarriedEngine as exc:
             self._uncarried = exc
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(self._settings, secret, self.connect_sidecar, clock=self.clock)
+            device = str(vllm_config.device_config.device_type)
+            self._scheduler_side = SchedulerSide(
+                self._settings, secret, self.connect_sidecar, clock=self.clock, device=device
+            )
             if self._uncarried is not None:
                 self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
         else:

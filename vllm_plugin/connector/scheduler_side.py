@@ -71,8 +71,12 @@ class _Tracked:
 class SchedulerSide:
     """All methods are called by the engine's thread and return at once, `shutdown` excepted."""
 
-    def __init__(self, settings: ConnectorSettings, secret: bytes, connect: Connect, *, clock: Clock) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, secret: bytes, connect: Connect, *, clock: Clock, device: str = "cpu"
+    ) -> None:
+        """`device`: what the engine computes on, such as `cuda`."""
         self._settings = settings
+        self._sends_ahead = settings.sends_ahead(device)
         self._secret = secret
         self._clock = clock
         self.counters = Counters()
@@ -146,7 +150,8 @@ class SchedulerSide:
         tracked = self._requests[request.request_id] = _Tracked(transfer, request)
         if self._facts is not None:
             self._checkpoints.watch(request, transfer, self._facts)
-            self._early_saves.watch(request, transfer, self._facts)
+            if self._sends_ahead:
+                self._early_saves.watch(request, transfer, self._facts)
         if (facts := self._facts) is None:
             reason = self._left_alone or "ranks_unknown"
             tracked.found = Match(None, 0, reason)

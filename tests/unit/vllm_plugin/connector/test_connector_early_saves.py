@@ -12,9 +12,15 @@ from contextcache.errors import StorageFull
 from kv_sidecar.client import parse_block_file
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector.hand_over import Save
+from vllm_plugin.connector.settings import ConnectorSettings
 
 A, B = cache_ref(1), cache_ref(2)
 FILE_TOKENS = 64
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine]) -> Engine:
+    return start_engine(extra={"early_saves": "on"})
 
 
 def tokens(count: int, *, start: int = 0) -> list[int]:
@@ -118,7 +124,7 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     Seen failing without `take_overtaken`: what the neighbour computed was shipped under the first one's tokens. And, by
     the last two, without the look at its fault in `Saver.run`.
     """
-    engine = start_engine(num_blocks=64)
+    engine = start_engine(num_blocks=64, extra={"early_saves": "on"})
     side, gate = engine.loop.worker.worker_side, threading.Event()
     for _ in range(side._settings.save_threads):
         side._save_pool.try_submit(lambda: gate.wait(30) and None)
@@ -143,7 +149,7 @@ def test_what_is_copied_during_the_step_that_overwrites_it_is_dropped(start_engi
 
     Seen failing with the word in the first one: a neighbour's KV was sealed under these tokens, and loaded.
     """
-    engine = start_engine(num_blocks=64, max_num_batched_tokens=1024)
+    engine = start_engine(num_blocks=64, max_num_batched_tokens=1024, extra={"early_saves": "on"})
     loop, copying = engine.loop, threading.Event()
     saver, scheduler = loop.worker.worker_side._saver, loop.scheduler
     fill, start_load_kv = saver._fill, loop.worker.start_load_kv
@@ -190,7 +196,7 @@ def test_that_one_rank_is_done_does_not_keep_the_word_from_the_others(engine: En
 
 
 def test_a_preempted_request_ships_on_and_every_file_is_right(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(num_blocks=100)
+    engine = start_engine(num_blocks=100, extra={"early_saves": "on"})
     prompts = {A: tokens(800), B: tokens(780, start=3)}
     requests = [
         engine.loop.add(ref, prompt, params=transfer(save=ref), max_tokens=100) for ref, prompt in prompts.items()
@@ -215,3 +221,21 @@ def test_nothing_is_shipped_after_the_engine_was_told_to_forget(engine: Engine) 
 
     assert engine.sidecar.early_tokens == []
     assert engine.sidecar.manifests == {}
+
+
+@pytest.mark.parametrize(
+    ("early_saves", "device", "sends"),
+    [("auto", "cuda", True), ("auto", "cpu", False), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_an_engine_on_the_cpu_keeps_its_cores_unless_told_otherwise(early_saves: str, device: str, sends: bool) -> None:
+    settings = ConnectorSettings.from_extra_config({"sidecar": "s", "secret_file": "f", "early_saves": early_saves})
+
+    assert settings.sends_ahead(device) is sends
+
+
+def test_a_cpu_engine_ships_nothing_early_by_itself(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    engine.save(tokens(900), A)
+
+    assert engine.sidecar.early_tokens == []
+    assert engine.counted("saves") == 1
