@@ -33,8 +33,8 @@ class ConnectorSettings:
     context of 8 192 tokens of an 8-billion-parameter model in bf16; a larger one goes by pieces, and the engine's
     blocks are held meanwhile."""
     early_saves: str = "auto"
-    """Send full blocks while a request runs: `on`, `off`, or `auto`, which is `on` unless the engine computes on the CPU,
-    whose cores the copying and writing would take (a create of 5 800 tokens took a tenth longer on two)."""
+    """Send full blocks while a request runs: `on`, `off`, or `auto`, which is `on` unless the engine computes on the
+    CPU, whose cores the copying and writing would take (a create of 5 800 tokens took a tenth longer on two)."""
     manifest_deadline_ms: int = 1_000
     """Longest wait for a manifest before the request is computed instead. A lookup takes milliseconds, a dead
     sidecar refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed
