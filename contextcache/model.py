@@ -249,7 +249,7 @@ class Manifest:
     token_ids: tuple[int, ...]
     groups: tuple[KVGroup, ...]
     files: tuple[KVFile, ...]
-    """What tokens and groups come to (kv_sidecar.context_files); a file's position in it is its `block_index`."""
+    """What tokens and groups come to (kv_sidecar.format.manifest); a file's position in it is its `block_index`."""
     world_size: int
     expires_at_ms: int
     size_bytes: int = 0

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from contextcache.clock import Clock
@@ -27,23 +27,18 @@ from contextcache.errors import (
 )
 from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from contextcache.process.crash_points import crash_point
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
-from kv_sidecar.failed_saves import HOLD_DEADLINE, FailedSave
-from kv_sidecar.fingerprint import require_fingerprint
-from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.format.ids import BlockKey, require_fingerprint
+from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
+from kv_sidecar.index import ManifestRecord, RecentNames
 from kv_sidecar.leases import Leases, LeaseTerms
-from kv_sidecar.limits import CatalogLimits
-from kv_sidecar.manifest import all_keys, block_key, num_files, rank_keys
-from kv_sidecar.manifest_index import ManifestRecord
+from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.memory_store import LentSlot, Place
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.recent_names import RecentNames
-from kv_sidecar.retention import Retention
-from kv_sidecar.saves import NewSave
+from kv_sidecar.reclaim import Removed, Retention
+from kv_sidecar.saves import HOLD_DEADLINE, CatalogLimits, FailedSave, NewSave
 from kv_sidecar.saving import PreparedSave, Saving
-from kv_sidecar.sealed_manifests import SealedManifests
-from kv_sidecar.store import Buffer
+from kv_sidecar.store import Buffer, IoThreads
 from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
@@ -54,19 +49,6 @@ _FRESH_MS = 600_000
 """How long a pulled context that nobody loads still counts as its peer's."""
 NOT_FOUND = "no KV under this cache_ref"
 """One message for absent, expired, deleted and another tenant's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """What a delete or a collector pass removed."""
-
-    num_manifests: int
-    freed_bytes: int
-    """Of block files on disk."""
-
-    def __add__(self, other: Removed) -> Removed:
-        """Return both together."""
-        return Removed(self.num_manifests + other.num_manifests, self.freed_bytes + other.freed_bytes)
 
 
 class ContextCatalog:

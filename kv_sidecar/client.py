@@ -24,7 +24,7 @@ from contextcache.wire.rpc import CHANNEL_OPTIONS, error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.arena import MappedArena, open_arena, populate
-from kv_sidecar.block_file import (
+from kv_sidecar.format.block_file import (
     BlockFile,
     BlockFileWriter,
     BlockMeta,
@@ -33,7 +33,7 @@ from kv_sidecar.block_file import (
     new_checksum,
     parse_block_file,
 )
-from kv_sidecar.context_files import context_files, is_plain, with_files
+from kv_sidecar.format.manifest import context_files, is_plain, with_files
 
 __all__ = [
     "TIER_NAMES",

@@ -6,7 +6,7 @@ A step of data_directory.py is told as `<verb> <file name>`; its point is `sidec
 from __future__ import annotations
 
 from contextcache.process.crash_points import crash_point
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.ids import BlockKey
 
 _PUBLISHED = ("write", "rename", "sync", "published")
 """Before the write, between it and the rename, between that and the sync of the directory, after all."""

@@ -11,14 +11,14 @@ import fcntl
 import logging
 import os
 import re
+import shutil
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from contextcache.errors import StorageFull
+from contextcache.errors import CorruptBlock, StorageFull
 from kv_sidecar.crash_points import at_step
-from kv_sidecar.leftovers import entries, make_real_directory, remove_old, remove_whatever
-from kv_sidecar.regular_file import regular_size
 from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -210,3 +210,79 @@ def _fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield what lies in a directory; nothing when it cannot be read, or is a link."""
+    try:
+        if directory.is_symlink():
+            return
+        with os.scandir(directory) as found:
+            yield from found
+    except OSError:
+        log.warning("directory cannot be read", extra={"directory": directory.name})
+
+
+def remove_whatever(path: Path) -> int:
+    """Remove a file, link, FIFO, socket or a whole directory; return a file's bytes. Raises nothing."""
+    try:
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(path)
+            return 0
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        log.warning("leftover cannot be removed", extra={"directory": path.parent.name}, exc_info=True)
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def remove_old(directory: Path, *, before_ms: int) -> int:
+    """Remove what was last written before a Unix time in ms; return the bytes of the files."""
+    removed_bytes = 0
+    for entry in entries(directory):
+        try:
+            is_old = entry.stat(follow_symlinks=False).st_mtime_ns // 1_000_000 < before_ms
+        except OSError:
+            continue  # its owner was faster
+        if is_old:
+            removed_bytes += remove_whatever(Path(entry.path))
+    return removed_bytes
+
+
+def make_real_directory(path: Path) -> None:
+    """Create a directory; a file or link in its place is removed, not what a link points to. Raises OSError."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        log.warning("something lay where a directory belongs", extra={"directory": path.name})
+        path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """Return a descriptor to read from, and the file's size in bytes.
+
+    Raises FileNotFoundError, CorruptBlock when something else lies there, OSError.
+    """
+    try:
+        # Without O_NONBLOCK the open of a FIFO waits for a writer, for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as exc:
+        if exc.errno in {errno.ELOOP, errno.ENXIO}:
+            raise CorruptBlock("a link or socket lies where a file belongs") from exc
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CorruptBlock("something else lies where a file belongs")
+    return descriptor, status.st_size
+
+
+def regular_size(path: Path) -> int | None:
+    """Return the size of a regular file in bytes; None when there is none, or something else. Raises OSError."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -17,11 +17,10 @@ from typing_extensions import override
 
 from contextcache.errors import CorruptBlock, StorageFull
 from contextcache.model import TenantId
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.data_directory import DataDirectory
-from kv_sidecar.regular_file import open_regular, regular_size
+from kv_sidecar.data_directory import DataDirectory, open_regular, regular_size
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.quota import NOBODY, TenantQuota
 from kv_sidecar.store import BlockStore, Buffer, TierUsage
-from kv_sidecar.tenant_quota import NOBODY, TenantQuota
 
 log = logging.getLogger(__name__)
 

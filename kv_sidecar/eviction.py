@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.ids import BlockKey
 
 ALIGNMENT = 64
 """Slots begin on a cache line."""

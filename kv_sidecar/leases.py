@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.memory_store import Pins
 from kv_sidecar.metrics import SidecarMetrics
 

@@ -18,8 +18,8 @@ from typing_extensions import override
 from contextcache.errors import SidecarUnavailable, StorageFull
 from contextcache.model import CacheRef
 from kv_sidecar.arena import Region
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.eviction import Slot, SlotLru, rounded
+from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.store import BlockStore, Buffer, TierUsage
 
 

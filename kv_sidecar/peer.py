@@ -21,7 +21,7 @@ from contextcache.wire.channels import open_channel
 from contextcache.wire.rpc import error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
-from kv_sidecar.context_files import with_files
+from kv_sidecar.format.manifest import with_files
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.store import Buffer
 

@@ -33,11 +33,9 @@ from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
-from kv_sidecar.engine_ranks import EngineRanks
-from kv_sidecar.limits import PullLimits
-from kv_sidecar.manifest import block_checksum, check_block_checksums
+from kv_sidecar.format.manifest import block_checksum, check_block_checksums
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.peer_rules import PeerRules
+from kv_sidecar.peers import EngineRanks, PeerRules, PullLimits
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import Buffer
 

@@ -1,12 +1,17 @@
-"""Saves in flight: what was announced, which blocks they count on, which ranks have sealed. Pure."""
+"""Saves in flight and saves that failed: what was announced, which blocks they count on, which ranks have sealed. Pure.
+
+What ended without a manifest is remembered, bounded by count and age: whose it was, and why. All ranks of one attempt
+name the same start: what one of them gave up is refused to the others, whoever comes first.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from contextcache.errors import InvalidRequest
+from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
 from contextcache.model import (
     CACHE_REF_PATTERN,
     SESSION_ID_PATTERN,
@@ -18,10 +23,31 @@ from contextcache.model import (
     TenantId,
     plain_group,
 )
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.context_files import check_groups, with_files
-from kv_sidecar.fingerprint import check_fingerprint_text
-from kv_sidecar.manifest import MAX_WORLD_SIZE, rank_keys
+from kv_sidecar.format.ids import BlockKey, check_fingerprint_text
+from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, rank_keys, with_files
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogLimits:
+    """Times in ms, counts in entries."""
+
+    block_tokens: int
+    save_deadline_ms: int
+    """A save of which nothing came for this time is dropped."""
+    max_saves: int
+    """Saves in flight; one more is refused."""
+    tombstone_ms: int
+    """How long deleted refs and sessions are refused."""
+    max_tombstones: int
+    spare_ms: int
+    """How long the blocks of a context that misses a file are kept, for the save that follows its recompute."""
+    max_waiters: int
+    max_leases: int
+    """Loads that hold their blocks at once; one more holds them until its stream ends."""
+    lease_ms: int
+    """Longest life of a lease nobody ends."""
+    tenant_guarantee_bytes: int = 0
+    """On disk, of each tenant: no other tenant's saves push them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +182,101 @@ class SavesInFlight:
     def of_session(self, tenant: TenantId, session_id: SessionId) -> list[SaveInFlight]:
         """Return the saves of a session."""
         return [save for save in self if (save.manifest.tenant, save.manifest.session_id) == (tenant, session_id)]
+
+
+HOLD_DEADLINE = "hold_deadline"
+"""The connector could not hold the engine's blocks until all were copied; those that came are whole."""
+_REASON = re.compile(r"[a-z][a-z_]{0,39}", re.ASCII)
+_COUNTED = frozenset(ERRORS_BY_CODE) | {
+    # The connector's own words.
+    "blocks_gone",
+    HOLD_DEADLINE,
+    "not_computed",
+    "null_block",
+    "pipeline_parallel",
+    "overtaken",
+    "prepare_deadline",
+    "queue_full",
+    "ranks_unknown",
+    "staging_error",
+    "staging_full",
+    "state_ahead",
+    "unsupported_request",
+    "weights_changed",
+    # Its words for engines that it leaves alone.
+    "context_parallel",
+    "encoder_decoder",
+    "failure_policy",
+    "no_layers",
+    "ranks_differ",
+    "several_groups",
+    "unsupported_layers",
+    # Ours.
+    "pull_failed",
+    "save_deadline",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """One attempt that came to nothing."""
+
+    tenant: TenantId
+    cache_ref: CacheRef
+    reason: str
+    """A short fixed phrase, such as `staging_full` or the code of an error."""
+    started_at_ms: int = 0
+    """Unix time in ms when its turn began; 0: not known."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field that cannot be."""
+        if not TENANT_PATTERN.fullmatch(self.tenant):
+            raise InvalidRequest("not a tenant", param="tenant")
+        if not CACHE_REF_PATTERN.fullmatch(self.cache_ref):
+            raise InvalidRequest("not a cache_ref", param="cache_ref")
+        if not _REASON.fullmatch(self.reason):
+            raise InvalidRequest("a reason is one short fixed phrase", param="reason")
+
+
+def counted_reason(reason: str) -> str:
+    """Return the reason as a metric's label: those of a later release are one."""
+    return reason if reason in _COUNTED else "other"
+
+
+class FailedSaves:
+    """At most `max_names`, each for `keep_ms`; the oldest go first."""
+
+    def __init__(self, *, keep_ms: int, max_names: int) -> None:
+        self._keep_ms = keep_ms
+        self._max_names = max_names
+        self._saves: OrderedDict[CacheRef, tuple[int, FailedSave]] = OrderedDict()
+
+    def add(self, failed: FailedSave, now_ms: int) -> None:
+        """Remember a failure from now on. The first reason of an attempt stays: what follows comes of it."""
+        before = self.get(failed.cache_ref, now_ms)
+        same = before is not None and (before.tenant, before.started_at_ms) == (failed.tenant, failed.started_at_ms)
+        if before is not None and same and failed.started_at_ms:
+            return
+        self._saves[failed.cache_ref] = (now_ms, failed)
+        self._saves.move_to_end(failed.cache_ref)
+        while len(self._saves) > self._max_names:
+            self._saves.popitem(last=False)
+
+    def get(self, cache_ref: CacheRef, now_ms: int) -> FailedSave | None:
+        """Return what failed under a name, or None when nothing did, or nothing is remembered."""
+        while self._saves:
+            oldest, (added_at_ms, _) = next(iter(self._saves.items()))
+            if now_ms - added_at_ms < self._keep_ms:
+                break
+            del self._saves[oldest]
+        kept = self._saves.get(cache_ref)
+        return None if kept is None else kept[1]
+
+    def is_over(self, cache_ref: CacheRef, started_at_ms: int, now_ms: int) -> bool:
+        """Return whether this very attempt has failed already."""
+        failed = self.get(cache_ref, now_ms)
+        return failed is not None and started_at_ms > 0 and failed.started_at_ms == started_at_ms
+
+    def discard(self, cache_ref: CacheRef) -> None:
+        """Forget a failure: a new attempt has begun."""
+        self._saves.pop(cache_ref, None)

@@ -21,16 +21,21 @@ from contextcache.errors import (
     StorageFull,
 )
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId, prompt_ref
-from kv_sidecar.announcements import Announcements
-from kv_sidecar.block_file import BlockMeta
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.failed_saves import FailedSave, FailedSaves, counted_reason
-from kv_sidecar.limits import CatalogLimits
-from kv_sidecar.manifest import all_keys, block_meta, num_files, rank_keys
+from kv_sidecar.format.block_file import BlockMeta
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import all_keys, block_meta, num_files, rank_keys
+from kv_sidecar.index import Announcements, RecentNames
+from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.recent_names import RecentNames
-from kv_sidecar.saves import NewSave, SaveInFlight, SavesInFlight
-from kv_sidecar.sealed_manifests import SealedManifests
+from kv_sidecar.saves import (
+    CatalogLimits,
+    FailedSave,
+    FailedSaves,
+    NewSave,
+    SaveInFlight,
+    SavesInFlight,
+    counted_reason,
+)
 from kv_sidecar.tiers import Tiers
 
 log = logging.getLogger(__name__)

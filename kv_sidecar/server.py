@@ -18,14 +18,13 @@ from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.servers import GrpcServer
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import SERVICE_NAME
-from kv_sidecar.failed_saves import FailedSave
-from kv_sidecar.fingerprint import check_fingerprint
+from kv_sidecar.format.ids import check_fingerprint
+from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.manifest import MAX_WORLD_SIZE
 from kv_sidecar.memory_store import Place
 from kv_sidecar.pulling import Wanted
-from kv_sidecar.saves import NewSave
+from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.store import TierUsage
 from kv_sidecar.tiers import FetchedBlock

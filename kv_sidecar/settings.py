@@ -8,8 +8,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
-from kv_sidecar.limits import CatalogLimits, PullLimits
-from kv_sidecar.peer_rules import PeerRules
+from kv_sidecar.peers import PeerRules, PullLimits
+from kv_sidecar.saves import CatalogLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Of this process's own container (cgroup v2)."""

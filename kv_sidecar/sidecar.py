@@ -10,23 +10,20 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
 from kv_sidecar.arena import SUFFIX, ArenaDoor
-from kv_sidecar.catalog import ContextCatalog, Removed
-from kv_sidecar.collector import Collector
+from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
-from kv_sidecar.engine_ranks import EngineRanks
-from kv_sidecar.io_threads import IoThreads
 from kv_sidecar.load_reports import LoadReports
-from kv_sidecar.manager_questions import ManagerQuestions
-from kv_sidecar.manifest_store import ManifestStore
+from kv_sidecar.manifests import ManifestStore, SealedManifests
 from kv_sidecar.memory_store import MemoryStore
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.orphans import Manager, Orphans
+from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
 from kv_sidecar.peer import PeerSidecar
-from kv_sidecar.peer_rules import PeerRules
+from kv_sidecar.peers import EngineRanks, PeerRules
 from kv_sidecar.pulling import ConnectPeer, Pulls
-from kv_sidecar.sealed_manifests import SealedManifests
+from kv_sidecar.reclaim import Collector, Removed
 from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.store import IoThreads
 from kv_sidecar.tiers import Tiers
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,16 @@ Rules for every implementation:
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.ids import BlockKey
+
+log = logging.getLogger(__name__)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -56,3 +62,54 @@ class BlockStore(Protocol):
     def usage(self) -> TierUsage:
         """Return how full the tier is."""
         ...
+
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+class IoThreads:
+    """Disk reads, hashing and fsync, off the event loop. Queued work is bounded by the calls a server admits.
+
+    What is written has threads of its own: a disk that takes its time holds up saves, not loads.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        """As many threads to read with, and as many to write with."""
+        self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-read")
+        self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-write")
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Run `work` in a thread. A cancelled caller stops waiting: begun work goes on, queued work is dropped."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(*args, **kwargs))
+
+    async def write(
+        self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """As `run`, for what changes the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._writers, lambda: work(*args, **kwargs))
+
+    async def finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
+        """Run `steps` to their end even if the caller is cancelled: memory and disk then still say the same."""
+        task = asyncio.create_task(steps)
+        self._tasks.add(task)
+        task.add_done_callback(self._settle)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Wait for what was begun, then end the threads."""
+        await self.idle()
+        await asyncio.to_thread(self._readers.shutdown)
+        await asyncio.to_thread(self._writers.shutdown)
+
+    async def idle(self) -> None:
+        """Wait until everything that `finish` began has ended."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Whoever still waits gets it too; this line is for those who left.
+            log.debug("step failed", exc_info=task.exception())

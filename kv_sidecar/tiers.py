@@ -16,15 +16,14 @@ from typing import Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import Manifest
-from kv_sidecar.block_file import BlockMeta, check_head, parse_block_file, parse_head
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.eviction import Slot
-from kv_sidecar.io_threads import IoThreads
-from kv_sidecar.manifest import block_checksum, block_meta
+from kv_sidecar.format.block_file import BlockMeta, check_head, parse_block_file, parse_head
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import block_checksum, block_meta
 from kv_sidecar.memory_store import MemoryStore, Pins
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.store import Buffer
+from kv_sidecar.store import Buffer, IoThreads
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from contextcache.errors import StorageFull
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.store import BlockStore, TierUsage
 
 LIMIT_BYTES = 1024

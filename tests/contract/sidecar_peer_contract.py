@@ -9,8 +9,8 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound, FingerprintMismatch
 from contextcache.model import KVGroup, new_cache_ref
-from kv_sidecar.block_file import parse_block_file
-from kv_sidecar.manifest import block_meta
+from kv_sidecar.format.block_file import parse_block_file
+from kv_sidecar.format.manifest import block_meta
 from tests.kit.kv_blocks import TENANT
 from tests.kit.until import until
 

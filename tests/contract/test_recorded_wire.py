@@ -17,9 +17,9 @@ from context_manager.segments import unpack_segment
 from contextcache.convert import manifest_from_pb
 from contextcache.model import SegmentKind, plain_group
 from contextcache.v1 import context_manager_pb2, kv_sidecar_pb2
-from kv_sidecar.block_file import parse_block_file
-from kv_sidecar.manifest import block_meta, decode_manifest
-from kv_sidecar.safetensors_header import decode_header
+from kv_sidecar.format.block_file import parse_block_file
+from kv_sidecar.format.manifest import block_meta, decode_manifest
+from kv_sidecar.format.safetensors_header import decode_header
 from tests.kit import first_format
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_wire.json").read_text())

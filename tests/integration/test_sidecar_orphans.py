@@ -18,7 +18,7 @@ from contextcache.errors import InvalidRequest, StoreUnavailable
 from contextcache.model import HeldCacheRef, new_cache_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
-from kv_sidecar.manager_questions import ManagerQuestions
+from kv_sidecar.orphans import ManagerQuestions
 from tests.kit.ports import free_port
 
 HELD = [HeldCacheRef("demo", f"ctx_{number}", new_cache_ref()) for number in range(3)]

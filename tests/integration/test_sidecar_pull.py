@@ -22,7 +22,7 @@ from contextcache.model import Manifest, new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.client import KVSidecarClient
-from kv_sidecar.manifest import block_meta
+from kv_sidecar.format.manifest import block_meta
 from kv_sidecar.server import serve
 from tests.integration.test_sidecar_process import SidecarProcess
 from tests.kit import first_format

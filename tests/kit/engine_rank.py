@@ -10,7 +10,7 @@ import numpy as np
 from contextcache.clock import SystemClock
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, open_arena, parse_block_file
-from kv_sidecar.manifest import block_meta, num_files
+from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import FINGERPRINT, PAGE_BYTES, block_file_bytes, fill_of, new_save
 

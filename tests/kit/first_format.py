@@ -9,10 +9,10 @@ import numpy.typing as npt
 import xxhash
 
 from contextcache.model import Manifest
-from kv_sidecar.block_file import BlockMeta
-from kv_sidecar.block_id import pack_token_ids
-from kv_sidecar.manifest import manifest_checksum
-from kv_sidecar.safetensors_header import TensorHeader, encode_header
+from kv_sidecar.format.block_file import BlockMeta
+from kv_sidecar.format.ids import pack_token_ids
+from kv_sidecar.format.manifest import manifest_checksum
+from kv_sidecar.format.safetensors_header import TensorHeader, encode_header
 
 
 def manifest_metadata(manifest: Manifest, *, block_ids: str | None = None) -> dict[str, str]:

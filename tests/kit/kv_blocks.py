@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
 from contextcache.model import KVGroup, Manifest, new_cache_ref
-from kv_sidecar.block_file import BlockFile, BlockFileWriter, BlockMeta, parse_block_file
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.data_directory import DataDirectory, Step
 from kv_sidecar.eviction import rounded
-from kv_sidecar.manifest import block_meta, num_files
+from kv_sidecar.format.block_file import BlockFile, BlockFileWriter, BlockMeta, parse_block_file
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.memory_store import Place
 from kv_sidecar.orphans import Manager
 from kv_sidecar.pulling import ConnectPeer

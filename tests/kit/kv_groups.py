@@ -7,7 +7,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from contextcache.model import KVGroup, KVKind, plain_group
-from kv_sidecar.context_files import MAX_RUNS
+from kv_sidecar.format.manifest import MAX_RUNS
 
 
 def digest_of(number: int) -> str:

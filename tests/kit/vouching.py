@@ -10,10 +10,10 @@ from pathlib import Path
 
 import xxhash
 
-from kv_sidecar.block_file import parse_head
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.manifest import all_keys, decode_manifest, encode_manifest
-from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from kv_sidecar.format.block_file import parse_head
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import all_keys, decode_manifest, encode_manifest
+from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
 _DIRECTORIES = {"block": "blocks", "tail": "tails"}
 

@@ -13,9 +13,9 @@ from typing import Self
 from contextcache.clock import SystemClock
 from contextcache.model import Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.client import EngineSidecarClient, MappedArena, open_arena
-from kv_sidecar.manifest import rank_keys
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import rank_keys
 from tests.kit.faults import files
 from tests.kit.kv_blocks import new_save
 from tests.kit.until import wait_until

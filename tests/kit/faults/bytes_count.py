@@ -13,8 +13,8 @@ import numpy as np
 from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound
 from contextcache.model import CacheRef, CacheSessionMetadata, Manifest, SessionId
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.manifest import block_key, block_meta, decode_manifest, num_files
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import block_key, block_meta, decode_manifest, num_files
 from tests.kit.faults.arena import copies
 from tests.kit.faults.bytes_world import (
     LEASE_MS,

@@ -12,7 +12,7 @@ from itertools import cycle
 from context_manager.redis_layout import CRASH_POINTS as MANAGER_POINTS
 from contextcache.errors import ContextCacheError
 from kv_sidecar.crash_points import POINTS as SIDECAR_POINTS
-from kv_sidecar.manifest import block_key
+from kv_sidecar.format.manifest import block_key
 from kv_sidecar.saves import NewSave
 from tests.kit.faults.bytes_count import Count, count_quiet
 from tests.kit.faults.bytes_world import BLOCK_TOKENS, BytesWorld, Part, Player, Pod

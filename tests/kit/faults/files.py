@@ -15,8 +15,8 @@ from typing import Literal
 
 import xxhash
 
-from kv_sidecar.manifest import manifest_checksum
-from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from kv_sidecar.format.manifest import manifest_checksum
+from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
 Kind = Literal["block", "tail", "manifest"]
 KINDS: tuple[Kind, ...] = ("block", "tail", "manifest")

@@ -21,8 +21,8 @@ import httpx
 
 from contextcache.model import Manifest
 from deploy.local.progress import StepFailed
-from kv_sidecar.manifest import decode_manifest, rank_keys
-from kv_sidecar.safetensors_header import decode_header
+from kv_sidecar.format.manifest import decode_manifest, rank_keys
+from kv_sidecar.format.safetensors_header import decode_header
 from tests.kit.faults.arena import Onlooker
 from tests.kit.faults.files import Kind, StoredFiles
 from tests.kit.stack import KEY, MODEL, Stack

@@ -25,8 +25,8 @@ from contextcache.errors import (
     StorageFull,
 )
 from contextcache.model import new_cache_ref
+from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.manifest import block_key, block_meta
 from kv_sidecar.memory_store import LentSlot, MemoryStore, Place
 from kv_sidecar.saves import NewSave
 from tests.contract.block_store_contract import BLOCK, TAIL

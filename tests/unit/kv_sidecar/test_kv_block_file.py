@@ -9,9 +9,8 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from contextcache.errors import CorruptBlock
-from kv_sidecar.block_file import BlockFileWriter, BlockMeta, parse_block_file
-from kv_sidecar.block_id import block_id
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.block_file import BlockFileWriter, BlockMeta, parse_block_file
+from kv_sidecar.format.ids import BlockKey, block_id
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, block_file_bytes, block_meta_of
 
 TOKENS = (5, 6, 7, 0xFFFF_FFFF)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_sidecar.block_id import block_id, chain_block_ids, pack_token_ids, unpack_token_ids
+from kv_sidecar.format.ids import block_id, chain_block_ids, pack_token_ids, unpack_token_ids
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

@@ -17,8 +17,8 @@ from contextcache.errors import (
     InvalidRequest,
 )
 from contextcache.model import CacheRef, Manifest, new_cache_ref
-from kv_sidecar.catalog import Removed
-from kv_sidecar.manifest import all_keys, block_key, rank_keys
+from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
+from kv_sidecar.reclaim import Removed
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))

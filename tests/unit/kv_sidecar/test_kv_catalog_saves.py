@@ -20,8 +20,8 @@ from contextcache.errors import (
     StorageFull,
 )
 from contextcache.model import new_cache_ref
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.manifest import block_key, block_meta
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import block_key, block_meta
 from tests.kit.kv_blocks import (
     TENANT,
     TTL_MS,

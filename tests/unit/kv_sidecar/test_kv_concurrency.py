@@ -11,7 +11,7 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
-from kv_sidecar.manifest import all_keys
+from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 from tests.kit.seed import random_of

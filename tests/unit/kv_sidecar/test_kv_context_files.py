@@ -17,10 +17,17 @@ from hypothesis import strategies as st
 
 from contextcache.errors import InvalidRequest
 from contextcache.model import KVGroup, Manifest, plain_group
-from kv_sidecar.block_id import chain_block_ids
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.context_files import MAX_GROUPS, check_groups, context_files, is_plain
-from kv_sidecar.manifest import all_keys, block_meta, num_files, rank_keys
+from kv_sidecar.format.ids import BlockKey, chain_block_ids
+from kv_sidecar.format.manifest import (
+    MAX_GROUPS,
+    all_keys,
+    block_meta,
+    check_groups,
+    context_files,
+    is_plain,
+    num_files,
+    rank_keys,
+)
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, new_save
 from tests.kit.kv_groups import digest_of, one_group, some_contexts
 

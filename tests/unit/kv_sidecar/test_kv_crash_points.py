@@ -10,7 +10,7 @@ import kv_sidecar
 from contextcache.errors import CacheRefNotFound, CorruptBlock
 from contextcache.model import Manifest
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL, BETWEEN_PULLED_BLOCKS, POINTS, point_of
-from kv_sidecar.manifest import block_key
+from kv_sidecar.format.manifest import block_key
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
 CALLED = {"BEFORE_SEAL": BEFORE_SEAL, "AFTER_SEAL": AFTER_SEAL, "BETWEEN_PULLED_BLOCKS": BETWEEN_PULLED_BLOCKS}

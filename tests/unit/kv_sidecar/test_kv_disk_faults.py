@@ -20,8 +20,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
-from kv_sidecar import disk_store, manifest_store
-from kv_sidecar.manifest import block_key, block_meta
+from kv_sidecar import disk_store, manifests
+from kv_sidecar.format.manifest import block_key, block_meta
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 TEN = tuple(range(10))
@@ -128,7 +128,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> Itera
         return real(path)
 
     with monkeypatch.context() as patch:
-        for module in (disk_store, manifest_store):
+        for module in (disk_store, manifests):
             real = module.open_regular
             patch.setattr(module, "open_regular", lambda path, real=real: failing(path, real))
         yield

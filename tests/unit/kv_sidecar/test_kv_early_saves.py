@@ -11,8 +11,7 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest, SaveIncomplete
 from contextcache.model import CacheRef, new_cache_ref
-from kv_sidecar.failed_saves import FailedSave
-from kv_sidecar.saves import NewSave
+from kv_sidecar.saves import FailedSave, NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
 
 TOKENS = tuple(range(1, 19))

@@ -13,7 +13,7 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest
 from contextcache.model import new_cache_ref
-from kv_sidecar.failed_saves import FailedSave, FailedSaves, counted_reason
+from kv_sidecar.saves import FailedSave, FailedSaves, counted_reason
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))

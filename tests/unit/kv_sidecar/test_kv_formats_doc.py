@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from contextcache.model import KVGroup
-from kv_sidecar.block_file import FORMAT as BLOCK_FORMAT
-from kv_sidecar.block_file import FORMAT_1 as BLOCK_FORMAT_1
-from kv_sidecar.manifest import FORMAT as MANIFEST_FORMAT
-from kv_sidecar.manifest import FORMAT_1 as MANIFEST_FORMAT_1
-from kv_sidecar.manifest import block_key, block_meta, rank_keys
+from kv_sidecar.format.block_file import FORMAT as BLOCK_FORMAT
+from kv_sidecar.format.block_file import FORMAT_1 as BLOCK_FORMAT_1
+from kv_sidecar.format.manifest import FORMAT as MANIFEST_FORMAT
+from kv_sidecar.format.manifest import FORMAT_1 as MANIFEST_FORMAT_1
+from kv_sidecar.format.manifest import block_key, block_meta, rank_keys
 from tests.kit import first_format
 from tests.kit.kv_blocks import (
     ENGINE_BLOCKS,

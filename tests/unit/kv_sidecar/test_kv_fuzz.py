@@ -21,12 +21,18 @@ from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock, InvalidRequest
 from contextcache.model import KVGroup
-from kv_sidecar.block_file import parse_block_file, parse_head
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.context_files import MAX_GROUPS
+from kv_sidecar.format.block_file import parse_block_file, parse_head
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import (
+    MAX_GROUPS,
+    all_keys,
+    decode_manifest,
+    encode_manifest,
+    manifest_checksum,
+    num_files,
+)
+from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 from kv_sidecar.frames import FrameAssembly
-from kv_sidecar.manifest import all_keys, decode_manifest, encode_manifest, manifest_checksum, num_files
-from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
 from tests.kit import first_format
 from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save
 

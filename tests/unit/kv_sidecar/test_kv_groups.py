@@ -16,9 +16,9 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
 from contextcache.model import KVGroup, Manifest, plain_group
-from kv_sidecar.block_file import parse_block_file
-from kv_sidecar.manifest import FORMAT, FORMAT_1, all_keys, block_key, block_meta, num_files
-from kv_sidecar.safetensors_header import decode_header
+from kv_sidecar.format.block_file import parse_block_file
+from kv_sidecar.format.manifest import FORMAT, FORMAT_1, all_keys, block_key, block_meta, num_files
+from kv_sidecar.format.safetensors_header import decode_header
 from kv_sidecar.saves import NewSave
 from tests.kit import first_format
 from tests.kit.kv_blocks import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contextcache.errors import CorruptBlock
 from contextcache.model import KVGroup, Manifest
-from kv_sidecar.manifest import (
+from kv_sidecar.format.manifest import (
     all_keys,
     block_checksum,
     block_key,
@@ -23,7 +23,7 @@ from kv_sidecar.manifest import (
     manifest_checksum,
     num_files,
 )
-from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 from tests.kit import first_format
 from tests.kit.kv_blocks import new_save
 from tests.kit.kv_groups import some_contexts

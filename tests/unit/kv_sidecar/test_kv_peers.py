@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from kv_sidecar.engine_ranks import EngineRanks
-from kv_sidecar.peer_rules import PeerRules
+from kv_sidecar.peers import EngineRanks, PeerRules
 from kv_sidecar.settings import SidecarSettings
 
 A, B = "a" * 64, "b" * 64

@@ -8,8 +8,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextQuotaExceeded, StorageFull
+from kv_sidecar.format.manifest import num_files
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.manifest import num_files
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, block_meta_of
 

@@ -18,17 +18,14 @@ from contextcache.errors import CacheRefNotFound, FingerprintMismatch, InvalidRe
 from contextcache.process.settings import settings_help
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar import settings as sidecar_settings
-from kv_sidecar.announcements import Announcements
-from kv_sidecar.catalog import Removed
-from kv_sidecar.collector import Collector
-from kv_sidecar.fingerprint import check_fingerprint, differences, require_fingerprint
+from kv_sidecar.format.ids import check_fingerprint, differences, require_fingerprint
 from kv_sidecar.frames import FrameAssembly
-from kv_sidecar.io_threads import IoThreads
+from kv_sidecar.index import Announcements, RecentNames
 from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.recent_names import RecentNames
+from kv_sidecar.reclaim import Collector, Removed
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.store import TierUsage
+from kv_sidecar.store import IoThreads, TierUsage
 
 PLACE = ("ref_" + "0" * 32, 0, 0)
 

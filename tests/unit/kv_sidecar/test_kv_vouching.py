@@ -15,8 +15,8 @@ import pytest
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock
 from contextcache.model import Manifest
-from kv_sidecar.block_file import parse_block_file
-from kv_sidecar.manifest import block_key, block_meta, encode_manifest
+from kv_sidecar.format.block_file import parse_block_file
+from kv_sidecar.format.manifest import block_key, block_meta, encode_manifest
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import Buffer

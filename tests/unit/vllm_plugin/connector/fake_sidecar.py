@@ -23,9 +23,9 @@ from contextcache.errors import (
 )
 from contextcache.model import Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.block_key import BlockKey
 from kv_sidecar.client import parse_block_file, with_files
-from kv_sidecar.manifest import rank_keys
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import rank_keys
 from kv_sidecar.memory_store import MemoryStore, Pins, Place
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
 

@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.block_key import BlockKey
+from kv_sidecar.format.ids import BlockKey
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import vllm_plugin.connector
-from kv_sidecar.failed_saves import counted_reason
+from kv_sidecar.saves import counted_reason
 
 MODULES = ("engine_check", "layout", "scheduler_side", "worker_side", "saving", "hand_over")
 """Those that give saves up, or leave engines alone."""

@@ -1,17 +1,20 @@
-"""What the catalog knows about all sealed manifests without reading them, and who holds which block. Pure.
+"""What the catalog knows without reading a file: all sealed manifests and who holds which block, and names for a while.
 
-Token ids are not kept here: a manifest's file is read, and verified, each time it is opened.
+Token ids are not kept here: a manifest's file is read, and verified, each time it is opened. Names are those of deleted
+contexts (tombstones), of saves that were dropped, and of what somebody waits for. One event loop; bounded.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
-from kv_sidecar.block_key import BlockKey
-from kv_sidecar.manifest import all_keys
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import all_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +119,86 @@ class ManifestIndex:
     def holders(self, key: BlockKey) -> list[ManifestRecord]:
         """Return the records that hold a block; looks at all of them, for the rare corrupt block."""
         return [record for record in self._records.values() if key in record.keys]
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class RecentNames(Generic[Name]):
+    """At most `max_names` names, each for `keep_ms`; the oldest go first."""
+
+    def __init__(self, *, keep_ms: int, max_names: int) -> None:
+        self._keep_ms = keep_ms
+        self._max_names = max_names
+        self._added_at_ms: OrderedDict[Name, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._added_at_ms)
+
+    def __contains__(self, name: Name) -> bool:
+        """Return whether the name was remembered when old ones were last forgotten."""
+        return name in self._added_at_ms
+
+    def add(self, name: Name, now_ms: int) -> None:
+        """Remember a name from now on."""
+        self._added_at_ms[name] = now_ms
+        self._added_at_ms.move_to_end(name)
+        self.forget_old(now_ms)
+        while len(self._added_at_ms) > self._max_names:
+            self._added_at_ms.popitem(last=False)
+
+    def discard(self, name: Name) -> None:
+        """Forget a name."""
+        self._added_at_ms.pop(name, None)
+
+    def added_at_ms(self, name: Name, now_ms: int) -> int | None:
+        """Return when the name was last added (Unix time in ms), or None when it is not, or no longer, remembered."""
+        self.forget_old(now_ms)
+        return self._added_at_ms.get(name)
+
+    def forget_old(self, now_ms: int) -> None:
+        """Forget what is older than `keep_ms`."""
+        while self._added_at_ms:
+            name, added_at_ms = next(iter(self._added_at_ms.items()))
+            if now_ms - added_at_ms < self._keep_ms:
+                break
+            del self._added_at_ms[name]
+
+
+class Announcements:
+    """Waiters by name. Past `max_waiters` nobody waits: the answer is then "not yet" at once."""
+
+    def __init__(self, *, max_waiters: int) -> None:
+        self._max_waiters = max_waiters
+        self._num_waiters = 0
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+
+    def announce(self, name: str) -> None:
+        """Wake everyone who waits for the name now."""
+        for waiter in self._waiters.pop(name, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self, name: str, *, timeout_s: float) -> bool:
+        """Return True once the name is announced, False after `timeout_s` or when too many wait already."""
+        if timeout_s <= 0 or self._num_waiters >= self._max_waiters:
+            return False
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(name, set()).add(waiter)
+        self._num_waiters += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            return False
+        finally:
+            self._num_waiters -= 1
+            self._leave(name, waiter)
+        return True
+
+    def _leave(self, name: str, waiter: asyncio.Future[None]) -> None:
+        waiters = self._waiters.get(name)
+        if waiters is not None:
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[name]

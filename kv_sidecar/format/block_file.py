@@ -18,9 +18,8 @@ import xxhash
 
 from contextcache.errors import CorruptBlock
 from contextcache.model import KVFile
-from kv_sidecar.block_id import block_id, pack_token_ids, unpack_token_ids
-from kv_sidecar.block_key import BlockKey, BlockKind
-from kv_sidecar.safetensors_header import TensorHeader, decode_header, encode_header
+from kv_sidecar.format.ids import BlockKey, BlockKind, block_id, pack_token_ids, unpack_token_ids
+from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 
 FORMAT = "context-cache-block-2"
 FORMAT_1 = "context-cache-block-1"

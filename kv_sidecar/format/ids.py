@@ -1,0 +1,152 @@
+"""What KV is called: block ids, names of block files, fingerprints. Pure; the bytes are in docs/formats.md.
+
+A block's id is a SHA-256 chain over fingerprint, tenant and token ids. It says which tokens the block holds *and* which
+came before them, so two contexts of one tenant that start alike share their first blocks, and no block can be taken for
+another's. KV made under one fingerprint is garbage under any other: the engine computes them (hex SHA-256 of canonical
+JSON), here they are compared, and differences named for people.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from contextcache.errors import FingerprintMismatch, InvalidRequest
+
+BlockKind: TypeAlias = Literal["block", "tail"]
+"""`block`: whole, content-addressed, shared. `tail`: what fills no block, private to its cache_ref."""
+
+_FILE_NAME = re.compile(
+    r"(?:(?P<block>[0-9a-f]{64})(?:\.(?P<group>[0-9a-f]{16}))?"
+    r"|(?P<tail>ref_[0-9a-f]{32})(?:\.(?P<tail_group>[0-9a-f]{16})\.(?P<first>0|[1-9][0-9]{0,9}))?)"
+    r"\.r(?P<rank>0|[1-9][0-9]{0,4})\.safetensors",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """One rank's part of one block or tail."""
+
+    kind: BlockKind
+    name: str
+    """Block id (64 hex digits), or the cache_ref for a tail."""
+    rank: int
+    group: str = ""
+    """Digest of its group; empty: all layers of a plain engine."""
+    first_token: int = 0
+    """Of a tail with a group: a context may have several. 0 for everything else."""
+
+    @property
+    def file_name(self) -> str:
+        """`<name>.r<rank>.safetensors`, with a group `<name>.<group>.r…`, a tail then `<name>.<group>.<first>.r…`."""
+        group = f".{self.group}" if self.group else ""
+        first = f".{self.first_token}" if self.group and self.kind == "tail" else ""
+        return f"{self.name}{group}{first}.r{self.rank}.safetensors"
+
+    @property
+    def fan_out(self) -> str:
+        """Two hex digits that spread files over 256 directories."""
+        return fan_out(self.name)
+
+    @classmethod
+    def from_file_name(cls, file_name: str) -> BlockKey | None:
+        """Return the key a file name stands for; None when it is not the name of a block file."""
+        match = _FILE_NAME.fullmatch(file_name)
+        if match is None:
+            return None
+        kind: BlockKind = "tail" if match["tail"] else "block"
+        group = match["group"] or match["tail_group"] or ""
+        return cls(kind, match["tail"] or match["block"], int(match["rank"]), group, int(match["first"] or 0))
+
+
+def fan_out(name: str) -> str:
+    """Return the first two hex digits of a block id or cache_ref."""
+    return name.removeprefix("ref_")[:2]
+
+
+DOMAIN = b"context-cache block 1\n"
+"""First bytes hashed: another version of the chain starts with other bytes."""
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def block_id(fingerprint: str, tenant: str, parent: str, token_ids: Sequence[int]) -> str:
+    """Return the id (64 hex digits) of the block that holds `token_ids` after the block `parent` ("" for the first).
+
+    Raises OverflowError for a token id outside 0 to 2**32 - 1.
+    """
+    digest = hashlib.sha256(DOMAIN)
+    for text in (fingerprint, tenant, parent):
+        raw = text.encode()
+        digest.update(len(raw).to_bytes(4, "little"))
+        digest.update(raw)
+    digest.update(len(token_ids).to_bytes(4, "little"))
+    digest.update(pack_token_ids(token_ids))
+    return digest.hexdigest()
+
+
+def chain_block_ids(fingerprint: str, tenant: str, token_ids: Sequence[int], *, block_tokens: int) -> tuple[str, ...]:
+    """Return the ids of all whole blocks of a context, in order; tokens after the last one have no block id."""
+    ids: list[str] = []
+    edges = range(0, len(token_ids) + 1, block_tokens)
+    for start, end in pairwise(edges):
+        parent = ids[-1] if ids else ""
+        ids.append(block_id(fingerprint, tenant, parent, token_ids[start:end]))
+    return tuple(ids)
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as unsigned 32-bit little-endian integers. Raises OverflowError when one does not fit."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID):
+        raise OverflowError("a token id does not fit 32 bits")
+    return np.array(token_ids, dtype="<u4").tobytes()
+
+
+def unpack_token_ids(raw: bytes) -> tuple[int, ...]:
+    """Return what `pack_token_ids` packed. Raises ValueError when the length is not a multiple of 4."""
+    return tuple(np.frombuffer(raw, dtype="<u4").tolist())
+
+
+MAX_FINGERPRINT_CHARS = 128
+
+
+def check_fingerprint(fingerprint: str, fingerprint_json: str) -> None:
+    """Raise InvalidRequest unless `fingerprint` is the hex SHA-256 of `fingerprint_json` (not checked when empty)."""
+    check_fingerprint_text(fingerprint)
+    if fingerprint_json and hashlib.sha256(fingerprint_json.encode()).hexdigest() != fingerprint:
+        raise InvalidRequest("the fingerprint is not the SHA-256 of its JSON", param="fingerprint")
+
+
+def check_fingerprint_text(fingerprint: str) -> None:
+    """Raise InvalidRequest for a fingerprint that is empty or too long."""
+    if not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARS:
+        raise InvalidRequest("a fingerprint has 1 to 128 characters", param="fingerprint")
+
+
+def require_fingerprint(asked: str, stored: str) -> None:
+    """Raise FingerprintMismatch unless KV stored under `stored` may be injected by who asks with `asked`."""
+    if asked != stored:
+        raise FingerprintMismatch("the KV was made under another fingerprint")
+
+
+def differences(before_json: str, after_json: str) -> list[str]:
+    """Return the top-level keys whose values differ, sorted; `["?"]` when either text is no JSON object."""
+    before, after = _document(before_json), _document(after_json)
+    if before is None or after is None:
+        return ["?"]
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
+def _document(text: str) -> dict[str, Any] | None:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,107 @@
+"""Whom this sidecar pulls for and from: the engine beside it, the peers it may ask, what a pull may cost. Pure.
+
+Whoever can call a sidecar names the peer of a pull, so without a list it could be sent to any address. The engine is
+known from the first handshake on; after a start of the sidecar not before it speaks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from kv_sidecar.format.ids import differences
+
+log = logging.getLogger(__name__)
+
+_ANY = "*"
+_HOST = r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])"
+_ADDRESS = re.compile(_HOST + r":(?P<port>[1-9][0-9]{0,4})", re.ASCII)
+_ENTRY = re.compile(_HOST + r"(?::[1-9][0-9]{0,4})?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """What pulls from peers may cost."""
+
+    max_pulls: int
+    """Pulls at once; one more is refused."""
+    timeout_s: float
+    """Longest time of one pull, beyond what its bytes take at the slowest rate."""
+    bytes_per_s_min: int
+    """The slowest rate a pull may have."""
+    block_tokens: int
+    """Least tokens in one block here; a peer with smaller blocks has nothing for us."""
+
+
+class PeerRules:
+    """Peers by `host:port`, by host with any port, by network in CIDR notation, or all (`*`)."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """Raise ValueError for an entry that is none of these."""
+        self._any = False
+        self._names: set[str] = set()
+        self._networks: list[IPv4Network | IPv6Network] = []
+        for entry in entries:
+            if entry == _ANY:
+                self._any = True
+            elif "/" in entry:
+                self._networks.append(ip_network(entry))
+            elif _ENTRY.fullmatch(entry):
+                self._names.add(entry.lower())
+            else:
+                raise ValueError(f"{entry!r} is no host:port, host, network or '*'")
+
+    def allow(self, address: str) -> bool:
+        """Return whether `address`, a plain `host:port`, may be pulled from. Names are compared, never resolved."""
+        match = _ADDRESS.fullmatch(address)
+        if match is None or int(match["port"]) > 65535:
+            return False
+        host = match["host"].lower()
+        if self._any or host in self._names or address.lower() in self._names:
+            return True
+        ip = _ip(host.strip("[]"))
+        return ip is not None and any(ip in network for network in self._networks)
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+class EngineRanks:
+    """The ranks of the last engine."""
+
+    def __init__(self) -> None:
+        self.world_size = 0
+        """Ranks of the engine; 0 before the first handshake."""
+        self._fingerprints: dict[int, str] = {}
+        self._fingerprint_json = ""
+        """Of the last rank that introduced itself, to name what a new engine changed."""
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """Fingerprints in rank order; empty before the first handshake."""
+        return [fingerprint for _, fingerprint in sorted(self._fingerprints.items())]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The one fingerprint of all ranks; None when no rank is known, or while the ranks differ."""
+        known = set(self._fingerprints.values())
+        return known.pop() if len(known) == 1 else None
+
+    def introduce(self, rank: int, world_size: int, fingerprint: str, fingerprint_json: str) -> None:
+        """Note what a rank said of itself; another number of ranks is another engine."""
+        changed = differences(self._fingerprint_json, fingerprint_json) if self._fingerprint_json else []
+        log.info("engine introduced", extra={"fingerprint": fingerprint, "rank": rank})
+        if changed:
+            log.warning("engine has another fingerprint than the one before", extra={"changed": changed})
+        if world_size != self.world_size:
+            self._fingerprints.clear()
+        self.world_size = world_size
+        self._fingerprints[rank] = fingerprint
+        self._fingerprint_json = fingerprint_json
