@@ -47,6 +47,8 @@ Result = TypeVar("Result")
 
 _FRESH_MS = 600_000
 """How long a pulled context that nobody loads still counts as its peer's."""
+_READ_AHEAD_MAX = 4
+"""Contexts at once; one more is read when its load asks for it."""
 NOT_FOUND = "no KV under this cache_ref"
 """One message for absent, expired, deleted and another tenant's."""
 
@@ -96,6 +98,7 @@ class ContextCatalog:
             keep_ms=_FRESH_MS, max_names=limits.max_tombstones
         )
         """Ranks of pulled contexts that nobody has loaded here yet."""
+        self._num_read_ahead = 0
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
 
@@ -282,7 +285,7 @@ class ContextCatalog:
         if (manifest.cache_ref, 0) in self._pulled:
             return "peer"
         keys = rank_keys(manifest, 0)
-        in_memory = sum(self._tiers.memory.size_bytes(key) is not None for key in keys)
+        in_memory = sum(map(self._tiers.is_in_memory, keys))
         return "host" if 2 * in_memory > len(keys) else "disk"
 
     async def load(
@@ -325,6 +328,23 @@ class ContextCatalog:
         finally:
             await blocks.aclose()
             self._tell_of_room()
+
+    async def read_ahead(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
+        """Bring the first of these that is sealed here into memory, as a load is about to ask for it.
+
+        Harmless when there is none, or when it is given up on the way. Nobody hears of what is wrong: the load will.
+        """
+        records = (self._live(tenant, cache_ref) for cache_ref in cache_refs)
+        record = next((record for record in records if record is not None), None)
+        if record is None or self._num_read_ahead >= _READ_AHEAD_MAX:
+            return
+        self._num_read_ahead += 1
+        try:
+            manifest = await self._manifests.read(record)
+            if manifest is not None:
+                await self._tiers.read_ahead(manifest)
+        finally:
+            self._num_read_ahead -= 1
 
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""

@@ -115,6 +115,12 @@ class KVSidecarClient:
         answer = await self._call(self._stub().PullContext, request, self._timeout_s)
         return PULL_OUTCOMES.get(answer.outcome, "refused")
 
+    async def read_ahead(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> None:
+        """Have the first of these that is sealed brought into memory; returns once it is."""
+        await self._call(
+            self._stub().ReadAhead, pb.ReadAheadRequest(tenant=tenant, cache_refs=cache_refs), self._timeout_s
+        )
+
     async def load_report(self, request_id: str, *, timeout_ms: int) -> pb.LoadReport | None:
         """Return what the connector did for a request, or None when no report came within `timeout_ms`."""
         request = pb.GetLoadReportRequest(request_id=request_id, timeout_ms=timeout_ms)
@@ -261,7 +267,9 @@ class EngineSidecarClient:
             call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         try:
             with _mapped_errors():
-                yield from call
+                for answer in call:
+                    yield answer
+                    yield from answer.more
         finally:
             call.cancel()
 

@@ -35,6 +35,8 @@ MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
 MAX_LENT_AT_ONCE = 4_096
+MAX_MORE = 31
+"""Files in slots that one message names besides the first: the engine begins to copy while the next ones come."""
 TIERS: dict[str, pb.Tier.ValueType] = {"host": pb.TIER_HOST, "disk": pb.TIER_DISK, "peer": pb.TIER_PEER}
 PULL_OUTCOMES: dict[str, pb.PullOutcome.ValueType] = {
     "started": pb.PULL_OUTCOME_STARTED,
@@ -158,10 +160,20 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             in_slots=request.borrower in self._sidecar.memory.borrowers,
             lease=LeaseTerms(request.lease_id, request.lease_ms) if request.lease_id else None,
         )
+        together = pb.LoadBlocksResponse()
         try:
             async for block in blocks:
-                for response in _responses(block):
-                    yield response
+                if block.slot is None:
+                    for frame in _frames(block):
+                        yield frame
+                    continue
+                if not together.last_frame:
+                    together = _in_slot(block)
+                else:
+                    together.more.append(_in_slot(block))
+                if not block.is_followed or len(together.more) >= MAX_MORE:
+                    yield together
+                    together = pb.LoadBlocksResponse()
         finally:
             await blocks.aclose()
 
@@ -190,6 +202,11 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         timeout_ms = min(request.timeout_ms, MAX_WAIT_REPORT_MS)
         report = await self._sidecar.reports.get(request.request_id, timeout_s=timeout_ms / 1000)
         return pb.GetLoadReportResponse(report=report)
+
+    @override
+    async def ReadAhead(self, request: pb.ReadAheadRequest, context: Context) -> pb.ReadAheadResponse:
+        await self._catalog.read_ahead(request.tenant, request.cache_refs)
+        return pb.ReadAheadResponse()
 
     @override
     async def PullContext(self, request: pb.PullContextRequest, context: Context) -> pb.PullContextResponse:
@@ -227,15 +244,16 @@ def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER)
     )
 
 
-def _responses(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
-    tier = TIERS[block.tier]
-    if block.slot is not None:
-        slot = pb.Slot(offset=block.slot.offset, size_bytes=block.slot.size_bytes)
-        yield pb.LoadBlocksResponse(
-            block_index=block.block_index, tier=tier, slot=slot, last_frame=True, checksum=block.vouched
-        )
-        return
-    view = memoryview(block.data)
+def _in_slot(block: FetchedBlock) -> pb.LoadBlocksResponse:
+    assert block.slot is not None, "asked for by who sees it"
+    slot = pb.Slot(offset=block.slot.offset, size_bytes=block.slot.size_bytes)
+    return pb.LoadBlocksResponse(
+        block_index=block.block_index, tier=TIERS[block.tier], slot=slot, last_frame=True, checksum=block.vouched
+    )
+
+
+def _frames(block: FetchedBlock) -> Iterator[pb.LoadBlocksResponse]:
+    tier, view = TIERS[block.tier], memoryview(block.data)
     for start in range(0, len(view), FRAME_BYTES):
         yield pb.LoadBlocksResponse(
             block_index=block.block_index,

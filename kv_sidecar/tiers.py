@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import Manifest
@@ -20,7 +21,7 @@ from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.eviction import Slot
 from kv_sidecar.format.block_file import BlockMeta, check_head, parse_block_file, parse_head
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import block_checksum, block_meta
+from kv_sidecar.format.manifest import block_checksum, block_key, block_meta, num_files
 from kv_sidecar.memory_store import MemoryStore, Pins
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.store import Buffer, IoThreads
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
 """Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
+
+_TOGETHER_BYTES = 4 << 20
+"""Files that one thread reads in one go."""
 
 TierName: TypeAlias = Literal["host", "disk", "peer"]
 
@@ -45,6 +49,8 @@ class FetchedBlock:
     data: Buffer = b""
     vouched: str = ""
     """Checksum the manifest vouches for; empty: it vouches for none."""
+    is_followed: bool = False
+    """Whether the next one is at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,17 @@ class _Wanted:
     block_index: int
     expected: BlockMeta
     vouched: str
+
+
+def _wanted(manifest: Manifest, block_index: int, rank: int) -> _Wanted:
+    meta, vouched = block_meta(manifest, block_index, rank), block_checksum(manifest, block_index, rank)
+    return _Wanted(block_index, meta, vouched)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Tiers:
@@ -74,7 +91,15 @@ class Tiers:
         """Blocks being written or read: not to be freed before that is over, or what it leaves would stay."""
         self._taking: dict[BlockKey, asyncio.Event] = {}
         """Blocks being taken in: one writer at a time, so that the later one finds what the first has stored."""
+        self._filling: dict[BlockKey, asyncio.Event] = {}
+        """Blocks being read into memory: a load of them waits instead of reading them again."""
+        self._brought: set[BlockKey] = set()
+        """Blocks that were read into memory and not handed out since."""
         self._checksums: dict[BlockKey, str] = {}
+
+    def is_in_memory(self, key: BlockKey) -> bool:
+        """Return whether a block is in memory, and not only because a load of it is about to begin."""
+        return key not in self._brought and self.memory.size_bytes(key) is not None
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the block is on disk and stays there."""
@@ -142,28 +167,132 @@ class Tiers:
 
         `leased`: where they are pinned instead, for as long as that is open.
 
-        `in_slots`: slots are named where possible, by the word of the heads in them: the engine compares every byte it
-        copies, and asks for it in frames when one is wrong.
+        `in_slots`: slots are named where possible, without a look at what is in them: the engine compares heads and
+        bytes of what it copies, and asks for it in frames when they are wrong.
 
         Raises CacheRefNotFound when a block has gone, CorruptBlock when its bytes are wrong.
         """
         pins = leased or self.memory.pins()
-        ahead: list[asyncio.Task[FetchedBlock]] = []
-        waiting = list(reversed(block_indices))
+        served = self._in_slots if in_slots else self._in_frames
+        try:
+            async with aclosing(served(manifest, rank, block_indices, pins)) as blocks:
+                async for block in blocks:
+                    yield block
+        finally:
+            if leased is None:
+                pins.close()
+
+    async def _in_slots(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int], pins: Pins
+    ) -> AsyncGenerator[FetchedBlock, None]:
+        async with aclosing(self._bring(manifest, rank, block_indices)) as groups:
+            async for group in groups:
+                found = [self._at_hand(manifest, index, rank, pins) for index in group]
+                for index, block, after in zip(group, found, [*found[1:], None], strict=True):
+                    if block is None:
+                        yield await self._fetch(_wanted(manifest, index, rank), pins, in_slots=True)
+                    else:
+                        yield replace(block, is_followed=after is not None)
+
+    async def _in_frames(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int], pins: Pins
+    ) -> AsyncGenerator[FetchedBlock, None]:
+        ahead: deque[asyncio.Task[FetchedBlock]] = deque()
+        waiting = deque(block_indices)
         try:
             while waiting or ahead:
                 while waiting and len(ahead) <= self._prefetch_blocks:
-                    index = waiting.pop()
-                    wanted = _Wanted(index, block_meta(manifest, index, rank), block_checksum(manifest, index, rank))
-                    ahead.append(asyncio.create_task(self._fetch(wanted, pins, in_slots=in_slots)))
-                yield await ahead.pop(0)
+                    wanted = _wanted(manifest, waiting.popleft(), rank)
+                    ahead.append(asyncio.create_task(self._fetch(wanted, pins, in_slots=False)))
+                yield await ahead.popleft()
         finally:
-            # Before the wait, which may be cut off. What is still being read pins nothing any more.
-            if leased is None:
-                pins.close()
-            for task in ahead:
-                task.cancel()
-            await asyncio.gather(*ahead, return_exceptions=True)
+            await _end(ahead)
+
+    async def read_ahead(self, manifest: Manifest) -> None:
+        """Bring what loads of a context will ask for from disk into memory, as much as half of that holds."""
+        limit_bytes = self.memory.limit_bytes // 2
+        for rank in range(manifest.world_size):
+            indices = range(num_files(manifest))
+            async with aclosing(self._bring(manifest, rank, indices, limit_bytes=limit_bytes)) as groups:
+                async for group in groups:
+                    limit_bytes -= sum(self.disk.size_bytes(block_key(manifest, index, rank)) or 0 for index in group)
+
+    async def _bring(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int], *, limit_bytes: int | None = None
+    ) -> AsyncGenerator[Sequence[int], None]:
+        """Yield indices in order, some at a time, once their files are in memory as far as they can be; read ahead.
+
+        Several files a thread: each is small, and to begin a thread for it takes as long as to read it.
+        """
+        ahead: deque[tuple[Sequence[int], asyncio.Task[None] | None]] = deque()
+        groups = self._groups(manifest, rank, block_indices, limit_bytes)
+        try:
+            while True:
+                while len(ahead) <= self._prefetch_blocks and (group := next(groups, None)) is not None:
+                    missing = [i for i in group if self.memory.size_bytes(block_key(manifest, i, rank)) is None]
+                    wanted = [_wanted(manifest, index, rank) for index in missing]
+                    ahead.append((group, asyncio.create_task(self._read(wanted)) if wanted else None))
+                if not ahead:
+                    return
+                group, task = ahead.popleft()
+                if task is not None:
+                    await task
+                yield group
+        finally:
+            await _end([task for _, task in ahead if task is not None])
+
+    def _groups(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int], limit_bytes: int | None
+    ) -> Iterator[Sequence[int]]:
+        """Yield files that are read together: one, or some MiB of them; until there are more bytes than the limit."""
+        group: list[int] = []
+        size_bytes, all_bytes = 0, 0
+        for index in block_indices:
+            file_bytes = self.disk.size_bytes(block_key(manifest, index, rank)) or 0
+            all_bytes += file_bytes
+            if limit_bytes is not None and all_bytes > limit_bytes:
+                break
+            if group and size_bytes + file_bytes > _TOGETHER_BYTES:
+                yield group
+                group, size_bytes = [], 0
+            group.append(index)
+            size_bytes += file_bytes
+        if group:
+            yield group
+
+    async def _read(self, wanted: Sequence[_Wanted]) -> None:
+        await self._threads.finish(self._read_group(wanted))
+
+    async def _read_group(self, wanted: Sequence[_Wanted]) -> None:
+        """Read files from disk straight into memory; those that somebody else is reading are waited for.
+
+        Says nothing of what cannot be read: whoever asks for the file finds out.
+        """
+        others = [self._filling[it.expected.key] for it in wanted if it.expected.key in self._filling]
+        mine = [it for it in wanted if it.expected.key not in self._filling and self.is_stored(it.expected.key)]
+        over = asyncio.Event()
+        self._filling |= dict.fromkeys((it.expected.key for it in mine), over)
+        try:
+            async with AsyncExitStack() as uses:
+                for it in mine:
+                    await uses.enter_async_context(self._use_of(it.expected.key))
+                self._brought.update(await self._threads.run(self._read_files, mine))
+        finally:
+            for it in mine:
+                del self._filling[it.expected.key]
+            over.set()
+        for other in others:
+            await other.wait()
+
+    def _read_files(self, wanted: Sequence[_Wanted]) -> list[BlockKey]:
+        """Read files into slots until one cannot be; return those that were. Runs in a thread."""
+        brought = []
+        with suppress(CorruptBlock, OSError):
+            for it in wanted:
+                if not self._read_into_slot(it):
+                    break
+                brought.append(it.expected.key)
+        return brought
 
     async def free(self, keys: Iterable[BlockKey], *, wanted: Callable[[BlockKey], bool]) -> int:
         """Remove from both tiers every block that is not `wanted`; return the bytes freed on disk.
@@ -186,6 +315,7 @@ class Tiers:
                 await over.wait()
             freed_bytes = await self._threads.write(self._remove, doomed)
         finally:
+            self._brought.difference_update(doomed)
             for key in doomed:
                 self._checksums.pop(key, None)
                 del self._removing[key]
@@ -226,6 +356,18 @@ class Tiers:
             del self._taking[key]
             over.set()
 
+    def _at_hand(self, manifest: Manifest, block_index: int, rank: int, pins: Pins) -> FetchedBlock | None:
+        """Pin a block that is in memory; None: it is not, or it is stored no more."""
+        key = block_key(manifest, block_index, rank)
+        slot = pins.take(key) if self.is_stored(key) else None
+        if slot is None:
+            return None
+        # What was read for this load, or ahead of it, comes from the disk.
+        tier: TierName = "disk" if key in self._brought else "host"
+        self._brought.discard(key)
+        self._metrics.hits.labels(tier).inc()
+        return FetchedBlock(block_index, tier, slot=slot, vouched=block_checksum(manifest, block_index, rank))
+
     async def _fetch(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
         return await self._threads.finish(self._read_checked(wanted, pins, in_slots=in_slots))
@@ -237,7 +379,7 @@ class Tiers:
         # As a write: what is freed meanwhile is freed after this, with what this puts into memory.
         async with self._use_of(key):
             try:
-                fetched = await self._threads.run(self._read, wanted, pins, in_slots=in_slots)
+                fetched = await self._threads.run(self._read_one, wanted, pins, in_slots=in_slots)
             except OSError as exc:
                 if exc.errno in _UNREADABLE:
                     raise CorruptBlock("a block cannot be read") from exc
@@ -247,36 +389,32 @@ class Tiers:
         self._metrics.hits.labels(fetched.tier).inc()
         return replace(fetched, vouched=wanted.vouched)
 
-    def _read(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
+    def _read_one(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         """Serve one block from memory, or from disk by way of memory. Runs in a thread."""
-        slot = pins.take(wanted.expected.key)
-        kept = None if slot is None else self._read_memory(wanted, slot, in_slots=in_slots)
-        if kept is None and in_slots and self._read_into_slot(wanted):
-            slot = pins.take(wanted.expected.key)
-            kept = None if slot is None else FetchedBlock(wanted.block_index, "disk", slot=slot)
-        return kept or self._read_disk(wanted)
+        key = wanted.expected.key
+        if in_slots:
+            if self._read_into_slot(wanted) and (slot := pins.take(key)) is not None:
+                return FetchedBlock(wanted.block_index, "disk", slot=slot)
+        elif (slot := pins.take(key)) is not None and (kept := self._read_memory(wanted, slot)) is not None:
+            return kept
+        return self._read_disk(wanted)
 
-    def _read_memory(self, wanted: _Wanted, slot: Slot, *, in_slots: bool) -> FetchedBlock | None:
-        """Serve a block from memory. None when its copy there is bad: that goes, and the disk's serves.
+    def _read_memory(self, wanted: _Wanted, slot: Slot) -> FetchedBlock | None:
+        """Serve a block from memory in frames. None when its copy there is bad: that goes, and the disk's serves.
 
-        In a slot only its head is looked at: the engine compares the bytes, and asks for them in frames when they are
-        wrong. What goes in frames is compared here, or a bad copy would be served again at every load and pull.
+        It is compared here, or a bad copy would be served again at every load and pull.
         """
         with self._metrics.io("read", "host") as count_bytes:
-            view = self.memory.view(slot)
-            data = b"" if in_slots else bytes(view)
+            data = bytes(self.memory.view(slot))
             count_bytes(len(data))
             try:
-                if in_slots:
-                    check_head(*parse_head(view), wanted.expected, vouched=wanted.vouched)
-                else:
-                    parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
+                parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
             except CorruptBlock:
                 self._metrics.bad_copies.inc()
                 log.warning("bad copy in memory dropped", extra={"block": wanted.expected.key.file_name})
                 self.memory.delete(wanted.expected.key)
                 return None
-        return FetchedBlock(wanted.block_index, "host", slot=slot if in_slots else None, data=data)
+        return FetchedBlock(wanted.block_index, "host", data=data)
 
     def _read_into_slot(self, wanted: _Wanted) -> bool:
         """Read a block from disk straight into memory, by the word of its head; False when there is no room for it.

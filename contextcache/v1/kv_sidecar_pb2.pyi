@@ -904,6 +904,7 @@ class LoadBlocksResponse(google.protobuf.message.Message):
     SLOT_FIELD_NUMBER: builtins.int
     LAST_FRAME_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     block_index: builtins.int
     """Position of the block."""
     tier: Global___Tier.ValueType
@@ -924,6 +925,10 @@ class LoadBlocksResponse(google.protobuf.message.Message):
         the stream or the lease.
         """
 
+    @property
+    def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadBlocksResponse]:
+        """Files in slots that come after this one, each whole: what is at hand comes together."""
+
     def __init__(
         self,
         *,
@@ -935,9 +940,10 @@ class LoadBlocksResponse(google.protobuf.message.Message):
         slot: Global___Slot | None = ...,
         last_frame: builtins.bool = ...,
         checksum: builtins.str = ...,
+        more: collections.abc.Iterable[Global___LoadBlocksResponse] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["disk_name", b"disk_name", "frame", b"frame", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_index", b"block_index", "checksum", b"checksum", "disk_name", b"disk_name", "frame", b"frame", "last_frame", b"last_frame", "more", b"more", "payload", b"payload", "shared_name", b"shared_name", "slot", b"slot", "tier", b"tier"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["payload", b"payload"]) -> typing.Literal["shared_name", "frame", "disk_name", "slot"] | None: ...
 
 Global___LoadBlocksResponse: typing_extensions.TypeAlias = LoadBlocksResponse
@@ -1165,6 +1171,42 @@ class GetLoadReportResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["report", b"report"]) -> None: ...
 
 Global___GetLoadReportResponse: typing_extensions.TypeAlias = GetLoadReportResponse
+
+@typing.final
+class ReadAheadRequest(google.protobuf.message.Message):
+    """ReadAheadRequest names KV that a turn may load."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    CACHE_REFS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    @property
+    def cache_refs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Best first: the first one that is sealed is read."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        cache_refs: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_refs", b"cache_refs", "tenant", b"tenant"]) -> None: ...
+
+Global___ReadAheadRequest: typing_extensions.TypeAlias = ReadAheadRequest
+
+@typing.final
+class ReadAheadResponse(google.protobuf.message.Message):
+    """ReadAheadResponse says nothing: the load will."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ReadAheadResponse: typing_extensions.TypeAlias = ReadAheadResponse
 
 @typing.final
 class PullContextRequest(google.protobuf.message.Message):

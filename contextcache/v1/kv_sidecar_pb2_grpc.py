@@ -115,6 +115,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.FromString,
                 _registered_method=True)
+        self.ReadAhead = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/ReadAhead',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReadAheadRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReadAheadResponse.FromString,
+                _registered_method=True)
         self.GetTenantUsage = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/GetTenantUsage',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
@@ -250,6 +255,14 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAhead(self, request, context):
+        """ReadAhead brings a context's KV from disk into memory, as a load is about to ask for it, and returns when it is there.
+        Harmless to give up, or when there is nothing to read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTenantUsage(self, request, context):
         """GetTenantUsage says how much of its quota a tenant has used here, so that a create can be refused before it runs.
         """
@@ -346,6 +359,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.PullContext,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.SerializeToString,
+            ),
+            'ReadAhead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAhead,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReadAheadRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ReadAheadResponse.SerializeToString,
             ),
             'GetTenantUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTenantUsage,
@@ -791,6 +809,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/PullContext',
             contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.PullContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAhead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/ReadAhead',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ReadAheadRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ReadAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -271,6 +271,21 @@ _KVSidecarServicePullContextType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceReadAheadType = typing_extensions.TypeVar(
+    '_KVSidecarServiceReadAheadType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+        contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+        contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+        contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
+    ],
+)
+
 _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetTenantUsageType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -301,7 +316,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -369,6 +384,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.PullContextRequest,
             contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+            contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
@@ -447,6 +466,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.PullContextResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+            contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
         ],
@@ -516,6 +539,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     PullContext: _KVSidecarServicePullContextType
     """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
     refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
+    """
+
+    ReadAhead: _KVSidecarServiceReadAheadType
+    """ReadAhead brings a context's KV from disk into memory, as a load is about to ask for it, and returns when it is there.
+    Harmless to give up, or when there is nothing to read.
     """
 
     GetTenantUsage: _KVSidecarServiceGetTenantUsageType
@@ -588,6 +616,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+        contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
@@ -742,6 +774,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.PullContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.PullContextResponse]]:
         """PullContext has this sidecar fetch a context's KV from another one. It returns as soon as the pull is accepted or
         refused; the bytes come in the background. GetManifest answers `cache_ref_pending` meanwhile.
+        """
+
+    @abc.abstractmethod
+    def ReadAhead(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ReadAheadResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ReadAheadResponse]]:
+        """ReadAhead brings a context's KV from disk into memory, as a load is about to ask for it, and returns when it is there.
+        Harmless to give up, or when there is nothing to read.
         """
 
     @abc.abstractmethod

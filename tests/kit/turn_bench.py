@@ -62,6 +62,11 @@ class SidecarInProcess:
     fault: Exception | None = None
     deleted: list[tuple[str, ...]] = field(default_factory=list)
     touched: list[tuple[str, int]] = field(default_factory=list)
+    read: list[tuple[str, ...]] = field(default_factory=list)
+    """What was asked to be read ahead."""
+
+    async def read_ahead(self, tenant, cache_refs):
+        self.read.append(cache_refs)
 
     async def wait_sealed(self, tenant, cache_ref, *, timeout_ms):
         if self.fault:

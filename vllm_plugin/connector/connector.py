@@ -47,6 +47,8 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     """What the workers adopt before they begin; empty: nothing new."""
     overtaken: tuple[str, ...] = ()
     """Saves whose blocks this step may compute into."""
+    idle_wait_s: float = 0.0
+    """How long this step, which computes nothing, may wait for a load to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @override
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         loads, saves, overtaken = self.scheduler_side.take_plans(scheduler_output)
-        return ConnectorMetadata(loads, saves, self.scheduler_side.take_identity(), overtaken)
+        identity = self.scheduler_side.take_identity()
+        return ConnectorMetadata(loads, saves, identity, overtaken, self.scheduler_side.idle_wait_s())
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -277,6 +280,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if metadata.fingerprint_json:
             self.worker_side.adopt(metadata.fingerprint_json)
         self.worker_side.start(metadata.loads, metadata.saves, metadata.overtaken)
+        self.worker_side.wait(metadata.idle_wait_s)
 
     @override
     def wait_for_layer_load(self, layer_name: str) -> None:

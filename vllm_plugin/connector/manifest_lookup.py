@@ -32,6 +32,10 @@ _SILENT_SHARE = 10
 """The part of the deadline that is waited for a sidecar that let the last question run out."""
 
 
+_NEW_SHARE = 4
+"""What follows a whole context is taken for new up to this part of it: another question would find nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The best manifest and how many tokens it shares with the prompt; without one, why."""
@@ -106,7 +110,8 @@ class Lookup:
     """One request's question, being answered."""
 
     def __init__(self, future: Future[None] | None, answer: list[Match], patience: Patience) -> None:
-        self._future = future
+        self.future = future
+        """Done once the thread that asks has ended; None: there is none."""
         self._answer = answer
         self._patience = patience
 
@@ -114,9 +119,9 @@ class Lookup:
         """Return the match, None while it may still come, or a miss after the deadline. Never waits."""
         if self._answer:
             return self._answer[0]
-        if self._future is None:
+        if self.future is None:
             return Match(None, 0, "queue_full")
-        if self._future.done():
+        if self.future.done():
             # The thread may have answered between the two looks.
             return self._answer[0] if self._answer else Match(None, 0, "internal_error")
         if now_ms >= self._patience.ends_at_ms:
@@ -125,8 +130,8 @@ class Lookup:
 
     def cancel(self) -> None:
         """Forget it if no thread has begun."""
-        if self._future is not None:
-            self._future.cancel()
+        if self.future is not None:
+            self.future.cancel()
 
 
 class ManifestLookup:
@@ -205,7 +210,9 @@ class ManifestLookup:
                 whole.add(cache_ref)
             if best.manifest is None or usable > num_usable:
                 best, num_usable = Match(manifest, shared, tier=tier), usable
-            if usable >= len(prompt) - 1:
+            # The rest of a prompt that goes on where a context ends is new: the context before has none of it.
+            is_whole = usable == len(manifest.token_ids) and len(prompt) - usable <= usable // _NEW_SHARE
+            if usable >= len(prompt) - 1 or is_whole:
                 break
         return replace(best, missing=frozenset(missing))
 

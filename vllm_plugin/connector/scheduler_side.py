@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,10 @@ _WEIGHTS_CHANGED = "weights_changed"
 _SLOWER = "slower_than_computing"
 _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
+_IDLE_WAIT_S = 0.004
+"""In a step without work: a new request waits no longer than this for its own."""
+_STEPS_IN_FLIGHT = 2
+"""vLLM orders a step while the one before is computed: after so many idle ones nothing is."""
 
 
 @dataclass(slots=True)
@@ -87,6 +92,8 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
+        self._idle_steps = 0
+        """Steps in a row that computed and began nothing."""
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
         self._estimate = LoadEstimate()
@@ -228,9 +235,24 @@ class SchedulerSide:
         self._saves += self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
         in_prompts = sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms())
+        self._idle_steps = 0 if scheduler_output.total_num_scheduled_tokens or self._loads else self._idle_steps + 1
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
         return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())
+
+    def idle_wait_s(self) -> float:
+        """Return how long the workers may wait in this step for a load to end; for lookups it is waited here.
+
+        An engine that computes nothing asks all over again, some 600 times a second, and each time keeps the threads
+        that it waits for from running: it stands still for a moment instead. 0 while anything is, or may be, computed.
+        """
+        if self._idle_steps <= _STEPS_IN_FLIGHT:
+            return 0.0
+        if any(tracked.loading is not None for tracked in self._requests.values()):
+            return _IDLE_WAIT_S
+        asked = [each.lookup.future for each in self._requests.values() if each.lookup is not None]
+        wait([future for future in asked if future is not None and not future.done()], _IDLE_WAIT_S, FIRST_COMPLETED)
+        return 0.0
 
     def _is_loading(self, request_id: str) -> bool:
         tracked = self._requests.get(request_id)

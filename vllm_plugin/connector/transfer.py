@@ -39,30 +39,37 @@ class ResultBox:
     """Filled by transfer threads, emptied by the engine's thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._results = Results()
 
     def release_blocks(self, engine_request_id: str) -> None:
         """Let the engine free a finished request's blocks."""
-        with self._lock:
+        with self._changed:
             self._results.sent.add(engine_request_id)
+            self._changed.notify()
 
     def end_save(self, cache_ref: str) -> None:
         """Tell that nobody needs to wait for this save any more."""
-        with self._lock:
+        with self._changed:
             self._results.ended_saves.add(cache_ref)
 
     def end_load(self, engine_request_id: str, *, bad_block_ids: tuple[int, ...] = ()) -> None:
         """Tell that a load has ended; with bad blocks it has failed."""
-        with self._lock:
+        with self._changed:
+            self._changed.notify()
             self._results.received.add(engine_request_id)
             if bad_block_ids:
                 self._results.failed.add(engine_request_id)
                 self._results.bad_block_ids.update(bad_block_ids)
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a load has ended, or blocks may be freed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._results.received or self._results.sent, timeout_s)
+
     def take(self) -> Results:
         """Return everything since the last call."""
-        with self._lock:
+        with self._changed:
             taken, self._results = self._results, Results()
         return taken
 

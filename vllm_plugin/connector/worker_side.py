@@ -129,6 +129,11 @@ class WorkerSide:
         self._link.lost()
         self._greet()
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait for something to end; 0: not at all. Only for a step that computes nothing."""
+        if timeout_s:
+            self._results.wait(timeout_s)
+
     def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan], overtaken: Collection[str] = ()) -> None:
         """Queue this step's work; what cannot be queued is reported as failed or skipped at once.
 

@@ -79,6 +79,10 @@ class SidecarReports:
             reason=report.reason,
         )
 
+    async def read_ahead(self, tenant: TenantId, cache_refs: tuple[CacheRef, ...]) -> None:
+        """See ports.KVSidecar."""
+        await self._client.read_ahead(tenant, cache_refs)
+
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """See ports.KVSidecar."""
         return await self._client.touch_context(tenant, session_id, expires_at_ms)

@@ -87,6 +87,10 @@ class KVSidecar(Protocol):
         """Return what the connector did for a request; None when no report came within the time."""
         ...
 
+    async def read_ahead(self, tenant: TenantId, cache_refs: tuple[CacheRef, ...]) -> None:
+        """Have KV brought into memory that the engine is about to ask for."""
+        ...
+
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's KV."""
         ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 
 _GIVING_BACK_S = 0.2
 """For a lease that a silent manager may have given; together with MANAGER_REDIS_TIMEOUT_S below a second."""
+_SERVED_MAX = 10_000
+"""Names remembered, some 200 bytes each."""
 _BACKGROUND_CALLS_MAX = 1024
 """Two for each turn that is cut when a gateway with 500 of them dies."""
 
@@ -99,6 +102,8 @@ class TurnStory:
             limit=_BACKGROUND_CALLS_MAX,
             deadline_s=settings.rpc_deadline_ms / 1000,
         )
+        self._served: OrderedDict[SessionId, None] = OrderedDict()
+        """Contexts that this process has served, the one served last in the end."""
         self._patiences: set[Patience] = set()
         """Of the turns the engine is answering."""
         self._settlement = Settlement(
@@ -117,6 +122,7 @@ class TurnStory:
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
             crash_point(BEGUN)
+            self._note_served(new.session_id)
             with child_span("turn compose"):
                 turn.prompt = await compose_first(engine, request)
             await self._run(engine, turn, client)
@@ -139,6 +145,7 @@ class TurnStory:
         turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
         async with self._lease(turn):
             crash_point(BEGUN)
+            self._read_ahead(session)
             if session.model_id != request.model:
                 raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
             transcript = Transcript(segments)
@@ -209,6 +216,21 @@ class TurnStory:
         finally:
             self._patiences.discard(patience)
         delivery.check_complete(lost_with=patience.lost_with)
+
+    def _read_ahead(self, session: CacheSessionMetadata) -> None:
+        """Have the sidecar begin to read KV before the engine asks, unless this process has served the context lately.
+
+        Then the engine most often has it itself, and nothing is to be read that nobody asks for.
+        """
+        if session.cache_refs and session.session_id not in self._served:
+            self._background.start(self._sidecar.read_ahead(session.tenant, session.cache_refs))
+        self._note_served(session.session_id)
+
+    def _note_served(self, session_id: SessionId) -> None:
+        self._served[session_id] = None
+        self._served.move_to_end(session_id)
+        if len(self._served) > _SERVED_MAX:
+            self._served.popitem(last=False)
 
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
         """Return what vLLM gets: the client's own fields, our prompt, and the connector's orders."""

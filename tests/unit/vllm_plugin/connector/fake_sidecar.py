@@ -75,6 +75,8 @@ class FakeSidecar(EngineSidecar):
         self.early_tokens: list[int] = []
         """Of each announcement ahead of a save."""
         self.deleted: set[str] = set()
+        self.asked_for: list[str] = []
+        """cache_refs whose manifests were asked for."""
         self.pulling: set[str] = set()
         """cache_refs on their way from a peer."""
         self.num_pending_answers = 0
@@ -194,6 +196,7 @@ class FakeSidecar(EngineSidecar):
     @override
     def get_manifest(self, tenant, cache_ref, timeout_s):
         self._arrive("get_manifest")
+        self.asked_for.append(cache_ref)
         manifest = self.manifests.get(cache_ref)
         if cache_ref in self.pulling:
             self.num_pending_answers += 1

@@ -91,6 +91,17 @@ def test_the_candidate_with_the_longest_common_prefix_wins(engine: Engine) -> No
     assert report_of(engine, (A, B)).loaded_tokens == 149
 
 
+def test_the_context_before_is_not_asked_about_when_the_newest_serves_whole(engine: Engine) -> None:
+    saved(engine, PROMPT[:100], B)
+    answer = saved(engine, PROMPT, A)
+    engine.sidecar.asked_for.clear()
+    engine.loop.add("again", [*PROMPT, *answer, *range(200, 230)], params=transfer(load=(A, B)))
+    engine.loop.run_to_end("again")
+
+    assert report_of(engine, (A, B)).loaded_tokens == 153
+    assert set(engine.sidecar.asked_for) == {A}
+
+
 def test_only_what_the_engine_lacks_is_loaded_into_its_own_blocks(engine: Engine) -> None:
     engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
@@ -572,7 +583,7 @@ def test_requests_that_wait_for_pulls_hold_no_other_lookup_up(engine: Engine) ->
         engine.loop.add(f"waits {number}", [number, *PROMPT], max_tokens=1, params=transfer(load=(ref,)))
     engine.sidecar.wait_for("pending 16")
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
-    engine.loop.connector.scheduler_side._requests["again"].lookup._future.result(30)
+    engine.loop.connector.scheduler_side._requests["again"].lookup.future.result(30)
 
     assert engine.loop.connector.scheduler_side._requests["again"].lookup.result(0).num_tokens == 150
     engine.sidecar.pulling.clear()

@@ -95,6 +95,18 @@ async def test_the_second_turn_loads_what_the_first_one_saved(pod):
     assert order(pod).save not in (None, saved)
 
 
+async def test_kv_is_read_ahead_for_the_first_turn_here_of_a_context_from_elsewhere(pod):
+    session_id = await created(pod)
+    await pod.ask(session_id, prompt=" more")
+    assert pod.sidecar.read == []  # it was made here: the engine has it
+
+    session, _ = await pod.transcript(session_id)
+    pod.story._served.clear()  # as a process that has just begun
+    for _ in range(2):
+        await pod.ask(session_id, prompt=" and more")
+    assert pod.sidecar.read == [session.cache_refs]
+
+
 async def test_the_third_commit_deletes_the_kv_of_two_generations_ago(pod):
     session_id = await created(pod)
     first = order(pod).save

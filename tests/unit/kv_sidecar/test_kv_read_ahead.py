@@ -1,0 +1,112 @@
+"""Reading ahead of a load: from disk into memory, once, within bounds, and harmless to give up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kv_sidecar import tiers
+from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.format.ids import BlockKey
+from tests.kit.kv_blocks import SidecarUnderTest, new_save
+from tests.kit.until import until
+
+MANY = tuple(range(40))
+"""Ten whole blocks and no tail."""
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
+    """The files that are read from disk into slots."""
+    found: list[BlockKey] = []
+    read_into = DiskStore.read_into
+
+    def counted(self: DiskStore, key: BlockKey, room: memoryview) -> None:
+        found.append(key)
+        read_into(self, key, room)
+
+    monkeypatch.setattr(DiskStore, "read_into", counted)
+    # A file at a time, so that reading is in the middle of something.
+    monkeypatch.setattr(tiers, "_TOGETHER_BYTES", 1)
+    return found
+
+
+async def saved(root: Path) -> str:
+    """Leave a context on disk only."""
+    async with SidecarUnderTest(root) as kv:
+        return (await kv.save(MANY)).cache_ref
+
+
+async def test_what_was_read_ahead_is_loaded_without_the_disk_and_is_told_as_the_disks_once(
+    tmp_path: Path, reads: list[BlockKey]
+) -> None:
+    ref = await saved(tmp_path)
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
+        await kv.catalog.read_ahead(new.tenant, ["ref_" + "0" * 32, ref])
+        assert len(reads) == len(set(reads)) == 10
+        manifest = await kv.catalog.open(new.tenant, ref)
+        assert kv.catalog.tier_of(manifest) == "disk"
+
+        assert await kv.load(new) == ["disk"] * 10
+        assert await kv.load(new) == ["host"] * 10
+        assert len(reads) == 10
+
+
+async def test_a_load_beside_reading_ahead_reads_nothing_twice(tmp_path: Path, reads: list[BlockKey]) -> None:
+    ref = await saved(tmp_path)
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
+        tiers, _ = await asyncio.gather(kv.load(new), kv.catalog.read_ahead(new.tenant, [ref]))
+
+        assert tiers == ["disk"] * 10
+        assert len(reads) == len(set(reads)) == 10
+
+
+async def test_no_more_is_read_ahead_than_half_the_memory(tmp_path: Path, reads: list[BlockKey]) -> None:
+    ref = await saved(tmp_path)
+    async with SidecarUnderTest(tmp_path) as kv:
+        keys = kv.disk.keys()
+        size_bytes = max(kv.disk.size_bytes(key) or 0 for key in keys)
+    async with SidecarUnderTest(tmp_path, memory_limit_bytes=7 * size_bytes) as kv:
+        new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
+        await kv.catalog.read_ahead(new.tenant, [ref])
+
+        assert len(reads) == 3
+        assert await kv.load(new) == ["disk"] * 10
+
+
+async def test_another_tenant_has_nothing_read_ahead(tmp_path: Path, reads: list[BlockKey]) -> None:
+    ref = await saved(tmp_path)
+    async with SidecarUnderTest(tmp_path) as kv:
+        await kv.catalog.read_ahead("another", [ref])
+
+        assert reads == []
+
+
+async def test_reading_ahead_that_is_given_up_leaves_nothing_behind(tmp_path: Path, reads: list[BlockKey]) -> None:
+    ref = await saved(tmp_path)
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
+        reading = asyncio.create_task(kv.catalog.read_ahead(new.tenant, [ref]))
+        await until(lambda: bool(reads), what="it has begun")
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+        assert len(reads) < 10
+        assert await kv.load(new) == ["disk"] * 10
+        assert (await kv.catalog.delete(new.tenant, new.session_id, (ref,))).num_manifests == 1
+        assert kv.memory.usage().num_blocks == 0
+        assert not kv.memory.has_pins
+
+
+async def test_a_spoilt_file_is_found_by_the_load_not_by_reading_ahead(tmp_path: Path) -> None:
+    ref = await saved(tmp_path)
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
+        kv.path_of(kv.disk.keys()[4]).write_bytes(b"nothing of ours")
+        await kv.catalog.read_ahead(new.tenant, [ref])
+
+        assert kv.counted("quarantined_files_total") == 0
