@@ -12,7 +12,7 @@ export TORCH_INDEX
 export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm snapshot chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one images ci
+.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu snapshot chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one images ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -52,6 +52,8 @@ test-integration: install ## real Valkey, gRPC and processes
 	@$(SUITE) --part integration
 test-vllm: install ## real vLLM
 	@$(SUITE) --part vllm
+test-gpu: install ## KV on a GPU, with GB/s; skipped by name where there is none
+	@$(PY) -m pytest tests/gpu -s
 
 snapshot: install ## after tagging a release: what the next one is rehearsed against; TAG=v1.2.3
 	@$(PY) -m tests.upgrade.snapshot $(TAG)

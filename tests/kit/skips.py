@@ -34,6 +34,11 @@ ALLOWED = (
         "as above",
     ),
     Skip(
+        "tests/gpu/test_gpu_copies.py",
+        "no GPU that torch can use",
+        "the same contract runs on the CPU over a twin of the driver; a machine with a GPU runs `make test-gpu`",
+    ),
+    Skip(
         "tests/faults/test_fault_tools.py",
         "mounting is not allowed here",
         "a disk that is really full needs a file system of its own; elsewhere the interposed calls say ENOSPC",

@@ -126,6 +126,9 @@ PARTS = (
         Tier.THOROUGH,
         marks=THOROUGH_ONES,
     ),
+    Part(
+        "gpu", "KV leaves a GPU and comes back, at real shapes, behind the engine's work", ("tests/gpu",), Tier.THOROUGH
+    ),
     Part("faults-thorough", "more faults of each kind", ("tests/faults",), Tier.THOROUGH, marks=THOROUGH_ONES),
     Part("upgrade", "the release before works beside this one", ("tests/upgrade",), Tier.THOROUGH),
     *(

@@ -1,7 +1,7 @@
 """The fingerprint: everything that must be equal for KV to be exchangeable, as canonical JSON and its SHA-256.
 
-Equal on all ranks of an engine, because a manifest has one. Left out on purpose: the physical layout (pages are in
-logical order), ranks, ports, and vLLM's block hash seed and algorithm (we match token ids, never vLLM's hashes).
+Equal on all ranks of an engine, because a manifest has one. Left out on purpose: the physical layout but for the order
+of bytes in a page, ranks, ports, and vLLM's block hash seed and algorithm (we match token ids, never vLLM's hashes).
 LoRA: requests with an adapter are not saved or loaded, so what is stored is always the base model's.
 """
 
@@ -16,8 +16,8 @@ import torch
 import vllm
 
 from vllm_plugin.connector.engine_check import LayerGroup
-from vllm_plugin.connector.layout import LayerShape
 from vllm_plugin.connector.metadata import EngineGroup
+from vllm_plugin.connector.pages import LayerShape
 
 FORMAT_VERSION = 1
 """Of the page bytes and their order in a block file; a reader of another version must not inject them."""

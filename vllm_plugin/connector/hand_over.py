@@ -24,8 +24,8 @@ from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import BlockFileWriter
 from vllm_plugin.connector.counters import Counters
-from vllm_plugin.connector.layout import Fence
 from vllm_plugin.connector.metadata import SavePlan
+from vllm_plugin.connector.pages import Fence
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, LazySidecar, RankLink

@@ -26,8 +26,8 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import check_head, new_checksum, parse_block_file
 from vllm_plugin.connector.counters import Counters
-from vllm_plugin.connector.layout import Fence, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import LoadPlan, Piece
+from vllm_plugin.connector.pages import Fence, PageCopy, PagedLayers, page_bytes
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
@@ -318,15 +318,8 @@ class Loader:
             raise CorruptBlock("the block's pages are not of this engine's size")
         checksum = new_checksum()
         with load.end.writing():
-            self._layers.scatter(
-                group,
-                piece.block_ids,
-                block.pages,
-                num_pages=piece.num_pages,
-                first_page=piece.first_page,
-                after=load.fence,
-                copied=checksum.update,
-            )
+            copy = PageCopy(group, piece.block_ids, block.pages, piece.num_pages, piece.first_page, load.fence)
+            self._layers.scatter(copy, copied=checksum.update)
         if checksum.hexdigest() != block.checksum:
             raise CorruptBlock("the block's checksum is wrong")
 

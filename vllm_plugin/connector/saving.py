@@ -20,8 +20,8 @@ from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import BlockFileWriter, context_files
 from vllm_plugin.connector.hand_over import GivenUp, HandOver, Loan, Save, StagedFile
-from vllm_plugin.connector.layout import Fence, PagedLayers, page_bytes
 from vllm_plugin.connector.metadata import Piece, SavePlan
+from vllm_plugin.connector.pages import Fence, PageCopy, PagedLayers, page_bytes
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
 from vllm_plugin.connector.transfer import ResultBox
@@ -230,7 +230,8 @@ class Saver:
         """Copy one piece straight to where its file is made, and stage it. Its room is given back when that fails."""
         try:
             file.writer.begin(memoryview(bytearray(file.writer.size_bytes)) if file.loan is None else file.loan.view)
-            self._layers.gather(piece.file.group, piece.block_ids, file.writer.pages, after=save.fence)
+            pages, ids = file.writer.pages, piece.block_ids
+            self._layers.gather(PageCopy(piece.file.group, ids, pages, num_pages=len(ids), after=save.fence))
         except BaseException:
             self.hand_over.drop([file])
             raise

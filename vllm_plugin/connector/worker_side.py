@@ -24,11 +24,12 @@ from vllm_plugin.connector.hand_over import HandOver, Save
 from vllm_plugin.connector.layout import open_layers
 from vllm_plugin.connector.loading import Load, Loader
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
+from vllm_plugin.connector.pages import page_orders
 from vllm_plugin.connector.prefault import prefault
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saving import Saver
 from vllm_plugin.connector.settings import WEIGHTS_UNNAMED, ConnectorSettings
-from vllm_plugin.connector.sidecar_link import Connect, LazySidecar, OpenArena, RankLink
+from vllm_plugin.connector.sidecar_link import Arena, Connect, LazySidecar, OpenArena, RankLink
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
 from vllm_plugin.connector.weights import weights_identity
 
@@ -60,7 +61,8 @@ class WorkerSide:
         self._results = ResultBox()
         self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
         self._patient_sidecar = LazySidecar(connect, timeout_s=settings.save_deadline_ms / 1000)
-        self._link = RankLink(self._sidecar, open_arena, self._clock, self.counters)
+        self._open_arena = open_arena
+        self._link = RankLink(self._sidecar, self._borrow, self._clock, self.counters)
         limit = settings.queue_limit
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=limit)
         self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
@@ -85,7 +87,7 @@ class WorkerSide:
         weights = weights_identity(self._vllm_config) or ("named" if epoch != WEIGHTS_UNNAMED else None)
         shapes = [shape for own in layers.shapes for shape in own]
         facts = engine_facts(self._vllm_config, groups, shapes, weights=weights, weights_epoch=epoch)
-        spelled = canonical_json(facts)
+        spelled = canonical_json(facts | page_orders(shapes))
         self.facts = RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups)
         self._link.introduce(self.facts)
         self._loader = Loader(
@@ -223,6 +225,11 @@ class WorkerSide:
 
     def _prefault(self, tensors: Sequence[torch.Tensor]) -> None:
         prefault(tensors, stopping=self._stopping)
+
+    def _borrow(self, on_gone: Callable[[], None]) -> Arena:
+        arena = self._open_arena(on_gone)
+        self._layers.reach(arena.view(0, arena.size_bytes), owner=arena)
+        return arena
 
     def _hello(self) -> None:
         try:

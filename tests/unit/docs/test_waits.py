@@ -63,6 +63,7 @@ NO_WAITS = {
     "vllm_plugin.turn.admission._UNASKED_MS": "how long a sidecar is left alone",
     "vllm_plugin.turn.unrouted._RETRY_AFTER_S": "what clients are told",
     "vllm_plugin.connector.manifest_lookup._ASK_AGAIN_S": "how often",
+    "vllm_plugin.connector.registered_memory._LOOK_AGAIN_S": "how often",
     "vllm_plugin.connector.transfer._LOOK_AGAIN_S": "how often",
     "kv_sidecar.pulling._ASK_AGAIN_S": "how often",
     "vllm_plugin.connector.sidecar_link._FIRST_PAUSE_MS": "between two tries",

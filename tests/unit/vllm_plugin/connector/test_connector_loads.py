@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
-from vllm_plugin.connector.layout import Pages
+from vllm_plugin.connector.pages import PageCopy
 from vllm_plugin.connector.sidecar_link import Arena
 
 A, B = cache_ref(1), cache_ref(2)
@@ -260,12 +260,12 @@ def test_a_slot_that_changes_while_it_is_copied_is_noticed(engine: Engine, monke
     layers = engine.loop.worker.worker_side._layers
     scatter = layers.scatter
 
-    def overtaken(group: int, block_ids: Sequence[int], pages: Pages, **how: Any) -> None:
+    def overtaken(copy: PageCopy, **how: Any) -> None:
         memory = np.frombuffer(engine.sidecar.memory.region.view, dtype=np.uint8)
-        start = pages.ctypes.data - memory.ctypes.data
+        start = copy.pages.ctypes.data - memory.ctypes.data
         if 0 <= start < len(memory):  # its own alone: of other files' bytes no comparison must tell
-            memory[start : start + pages.nbytes] ^= 0xFF
-        scatter(group, block_ids, pages, **how)
+            memory[start : start + copy.pages.nbytes] ^= 0xFF
+        scatter(copy, **how)
 
     monkeypatch.setattr(layers, "scatter", overtaken)
     engine.loop.add("again", PROMPT, params=transfer(load=(A,)))

@@ -12,8 +12,8 @@ from contextcache.errors import SidecarUnavailable
 from kv_sidecar.memory_store import Place
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
-from vllm_plugin.connector.layout import page_bytes
 from vllm_plugin.connector.metadata import SavePlan
+from vllm_plugin.connector.pages import page_bytes
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
