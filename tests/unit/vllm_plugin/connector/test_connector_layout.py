@@ -42,6 +42,33 @@ def test_many_scattered_blocks_take_the_indexed_way_to_the_same_result() -> None
     assert torch.equal(kv["layer"][ids], expected)
 
 
+@pytest.mark.parametrize(
+    ("starts", "bands"),
+    [((0, 1, 2, 3), [4]), ((3, 2, 1, 0), [4]), ((0, 2, 4, 5), [3, 1]), ((0, 3, 1, 2), [2, 2]), ((5,), [1])],
+)
+def test_layers_at_equal_distances_are_copied_together_and_nothing_between_them(
+    starts: tuple[int, ...], bands: list[int]
+) -> None:
+    """Seen failing with a distance taken from the first two layers alone."""
+    memory = torch.zeros(6, NUM_BLOCKS, HEADS, TOKENS, CONTENT)
+    layers = open_all({f"layer.{start}": memory[start] for start in starts})
+    assert isinstance(layers, HostLayers)
+    pages = empty_pages(layers, 2)
+    pages[:] = [1 + index % 251 for index in range(len(pages))]
+    layers.scatter(PageCopy(0, [5, 1], pages, 2))
+    again = empty_pages(layers, 2)
+    layers.gather(PageCopy(0, [5, 1], again, 2))
+
+    assert [len(band) for band in layers._bands[0]] == bands
+    assert (again == pages).all()
+    for number, start in enumerate(starts):
+        own = pages.reshape(len(starts), 2, -1)[number]
+        assert memory[start, 5].numpy().tobytes() == own[0].tobytes()
+        assert memory[start, 1].numpy().tobytes() == own[1].tobytes()
+    touched = memory.flatten(2).view(torch.uint8).any(dim=2)
+    assert touched.sum() == 2 * len(starts)
+
+
 def test_shapes_name_the_kernels_blocks() -> None:
     ((shape, *_),) = open_all(paged("LBHNC", 4, torch.bfloat16, place=HOST.place)).shapes
 
