@@ -1,9 +1,9 @@
 """What the context manager does with 1 000, 100 000 and 1 000 000 stored sessions: turns a second, p50, p99.
 
 For each number a Valkey that writes its append-only file, a manager process over it with its own settings, and gRPC;
-all run at the same time, and each round takes all of them in turn. A turn is what gateway and pod ask of a manager:
-Locate, BeginTurn, CommitTurn, of sessions drawn at random. Alone, one turn after the other, each call is timed; then
-many turns at once say how many a second there are. The pod has no transcript of such a session: all of it is sent.
+all run at the same time and are asked one after the other, turn by turn. A turn is what gateway and pod ask of a
+manager: Locate, BeginTurn, CommitTurn, of sessions drawn at random. Alone, each call is timed; then many turns at once
+say how many a second there are. The pod has no transcript of such a session: all of it is sent.
 
 Some sessions are made by the manager, each with a transcript of four segments; the others are copies of what it stored,
 under other names, listed and dated by the store's own rules (scripts/row.lua). Each turn puts the last two segments
@@ -59,6 +59,8 @@ MADE = 50
 BATCH = 500
 CROWD = 32
 """Turns at once."""
+CREATE_EVERY = 5
+"""Turns for each create and each page of the list."""
 NUM_DUE = 2000
 """Sessions whose time has come, before each sweep that is timed."""
 FLAT: Bar = (None, 0.05)
@@ -123,10 +125,9 @@ async def _measured(
         await world.fill()
     for number in range(num_rounds + 1):
         with Step(f"round {number}"):
-            for world in worlds if number % 2 else reversed(worlds):
-                figures = await world.round(num_turns)
+            for size, figures in (await _round(worlds if number % 2 else worlds[::-1], num_turns)).items():
                 for what, taken in figures.items() if number else ():
-                    samples[what][world.size].append(taken)
+                    samples[what][size].append(taken)
     for world in worlds:
         await world.close()
     for number in range(num_rounds + 1):
@@ -138,6 +139,20 @@ async def _measured(
     for world in worlds:
         samples["bytes a session"][world.size] = [world.facts["Redis bytes a session"]]
     return dict(samples), {world.size: world.facts for world in worlds}
+
+
+async def _round(worlds: Sequence[World], num_turns: int) -> dict[int, dict[str, float]]:
+    """Take everything but the sweeps, one turn of each world after the other; return figures by size."""
+    taken: dict[int, dict[str, list[float]]] = {world.size: defaultdict(list) for world in worlds}
+    for number in range(num_turns):
+        for world in worlds:
+            for call, ms in (await world.calls(number)).items():
+                taken[world.size][call].append(ms)
+    figures = {world.size: await world.crowd(2 * num_turns, taken[world.size]["turn of many"]) for world in worlds}
+    for size, by_call in taken.items():
+        for call, times_ms in by_call.items():
+            figures[size] |= {f"{call}, p{q}": float(np.percentile(times_ms, q)) for q in (50, 99)}
+    return figures
 
 
 class World:
@@ -172,25 +187,21 @@ class World:
         used = self._redis.info("memory")["used_memory"] - empty
         self.facts["Redis bytes a session"] = used / self.size
 
-    async def round(self, num_turns: int) -> dict[str, float]:
-        """Take everything but the sweeps once; return p50 and p99 of each call in ms, and turns a second."""
-        taken: dict[str, list[float]] = defaultdict(list)
-        for number in self._random.sample(range(self.size), num_turns):
-            for call, ms in (await self._turn(number)).items():
-                taken[call].append(ms)
-        new = range(self._next_id, self._next_id + 40)
-        for number in new:
-            taken["create"].append(await self._timed(self._create(number)))
-        for _ in range(10):
-            taken["list"].append(await self._timed(self._gateway.list_sessions(TENANT, limit=20)))
-        for number in new:
-            await self._gateway.unregister_session_cache(TENANT, _id(number))
-        crowd, began_s = self._random.sample(range(self.size), 2 * num_turns), time.perf_counter()
-        await asyncio.gather(*(self._turns(crowd[start::CROWD], taken["turn of many"]) for start in range(CROWD)))
-        figures = {"turns a second": len(crowd) / (time.perf_counter() - began_s)}
-        for call, times_ms in taken.items():
-            figures |= {f"{call}, p{q}": float(np.percentile(times_ms, q)) for q in (50, 99)}
-        return figures
+    async def calls(self, number: int) -> dict[str, float]:
+        """Take one turn, and now and then a create and a page of the list; return ms by call."""
+        taken = await self._turn(self._random.randrange(self.size))
+        if number % CREATE_EVERY == 0:
+            self._next_id += 1
+            taken["create"] = await self._timed(self._create(self._next_id))
+            await self._gateway.unregister_session_cache(TENANT, _id(self._next_id))
+            taken["list"] = await self._timed(self._gateway.list_sessions(TENANT, limit=20))
+        return taken
+
+    async def crowd(self, num_turns: int, times_ms: list[float]) -> dict[str, float]:
+        """Take many turns at once; return how many a second there were."""
+        numbers, began_s = self._random.sample(range(self.size), num_turns), time.perf_counter()
+        await asyncio.gather(*(self._turns(numbers[start::CROWD], times_ms) for start in range(CROWD)))
+        return {"turns a second": num_turns / (time.perf_counter() - began_s)}
 
     async def close(self) -> None:
         """End the manager and what calls it."""
