@@ -9,11 +9,12 @@ Real sidecar processes with the local stack's settings, saves and loads by the c
 - tokens, long: one context of up to 128 000 tokens with next to no KV: what names and heads cost by themselves.
 
 A context is saved by a sidecar, all others are made from it as it would write them, under other names and tokens; that
-they load is measured. Each round takes every sidecar once, in turn. Loads from disk are first loads: the operating
-system has most files in memory. Contexts looked up are drawn at random, each once. A start is from the first
-instruction to the log line that says that it serves, less that of a sidecar with nothing; memory is that of the process
-after the collector's first pass, without the arena, and also less. While the collector passes again and again, the
-longest of 50 look-ups says for how long a load's question waits.
+they load is measured. Each round takes every sidecar once, in turn. Contexts are drawn at random, each once: its first
+load is from disk, the operating system has most files in memory. A save of many tokens waits for the disk, which may be
+slower for much than for little: beside it files of the same sizes are written and made durable, one after the other.
+A start is from the first instruction to the log line that says that it serves, less that of a sidecar with nothing;
+memory is that of the process after the collector's first pass, without the arena, and also less. While the collector
+passes again and again, the longest of 50 look-ups says for how long a load's question waits.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _CALLS = ("look-up", "load from disk", "load from memory", "save, until sealed",
 BARS: Mapping[str, Mapping[str, Bar]] = {
     "contexts": dict.fromkeys(_CALLS, FLAT) | {"start": LINEAR, "memory": LINEAR, "disk": EXACT},
     "tenants": dict.fromkeys((*_CALLS, "start", "memory", "disk", "stats", "usage of a tenant"), FLAT),
-    **{axis: dict.fromkeys(_CALLS[:4], LINEAR) | {"disk": EXACT} for axis in TOKENS},
+    **{axis: dict.fromkeys(_CALLS[:3], LINEAR) | {"save / raw write": FLAT, "disk": EXACT} for axis in TOKENS},
 }
-UNITS = {"start": "s", "memory": "MiB", "disk": "MiB"}
+UNITS = {"start": "s", "memory": "MiB", "disk": "MiB", "save / raw write": ""}
 MEMORY_OF_A_CONTEXT = 8192
 """Bytes of a sidecar's memory that a context of two files may take."""
 
