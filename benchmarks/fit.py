@@ -79,7 +79,7 @@ def wanted(bar: Bar | None) -> str:
 def _exponent(value: float | list[float] | None) -> str:
     if isinstance(value, list):
         return " to ".join(map(_exponent, value))
-    return "-" if value is None else f"{value:.2f}"
+    return "-" if value is None else f"{round(value, 2) + 0:.2f}"
 
 
 def _slopes(sizes: Sequence[int], costs: Floats) -> Floats:

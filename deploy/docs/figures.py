@@ -138,7 +138,7 @@ def _growths(named: Iterable[tuple[str, Mapping[str, Any]]], sizes_are: str) -> 
     for text, row in shown:
         unit = f" {row['unit']}" if row["unit"] in {"ms", "s", "MiB"} else ""
         costs = [f"{figure(row['medians'][str(size)])}{unit}" for size in sizes]
-        exponent = "-" if row["exponent"] is None else f"{row['exponent']:.2f}"
+        exponent = "-" if row["exponent"] is None else f"{round(row['exponent'], 2) + 0:.2f}"
         rows.append([text, *costs, exponent, row["wanted"], _met(row)])
     return _table([sizes_are, *map(_spaced, sizes), "exponent", "wanted", ""], rows)
 
