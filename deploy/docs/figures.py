@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from deploy.local.table import figure
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _FRONT_WAYS = {
@@ -110,6 +113,36 @@ def _turn_cost(result: Mapping[str, Any]) -> str:
     return _table(head, rows)
 
 
+def _manager(result: Mapping[str, Any]) -> str:
+    shown = {row["what"]: row for row in result["rows"]}
+    calls = {"turns a second": "turns a second, many at once", "turn, p50": "turn, p50", "turn, p99": "turn, p99"}
+    calls |= {"create, p50": "create, p50", "list, p50": "page of 20 of the list, p50"}
+    calls |= {"sweep, nothing due": "sweep of all, nothing due", "sweep of a session": "sweep of one that is due"}
+    calls |= {"bytes a session": "Redis, bytes a session"}
+    return _growths([(text, shown[what]) for what, text in calls.items() if what in shown], "sessions stored")
+
+
+def _scale(axis: str, result: Mapping[str, Any]) -> str:
+    rows = [(row["what"], row) for row in result["rows"] if row["axis"] == axis]
+    return _growths(rows, axis.partition(",")[0])
+
+
+def _memory_of_a_context(result: Mapping[str, Any]) -> str:
+    return f"{result['memory_of_a_context_bytes']['bytes'] / 1024:.1f} KiB"
+
+
+def _growths(named: Iterable[tuple[str, Mapping[str, Any]]], sizes_are: str) -> str:
+    shown = list(named)
+    sizes = [int(size) for size in shown[0][1]["medians"]]
+    rows = []
+    for text, row in shown:
+        unit = f" {row['unit']}" if row["unit"] in {"ms", "s", "MiB"} else ""
+        costs = [f"{figure(row['medians'][str(size)])}{unit}" for size in sizes]
+        exponent = "-" if row["exponent"] is None else f"{round(row['exponent'], 2) + 0:.2f}"
+        rows.append([text, *costs, exponent, row["wanted"], _met(row)])
+    return _table([sizes_are, *map(_spaced, sizes), "exponent", "wanted", ""], rows)
+
+
 def _weights(result: Mapping[str, Any]) -> str:
     sampled, whole = f"{result['sampled_bytes'] / 1e6:.1f} MB", result["whole_sha256_warm_ms"] / 1000
     return (
@@ -155,7 +188,7 @@ def _soak(result: Mapping[str, Any]) -> str:
 
 
 def _met(row: Mapping[str, Any]) -> str:
-    return "" if row["met"] else "**missed**"
+    return "**missed**" if row["met"] is False else ""
 
 
 def _ms(us: float) -> str:
@@ -183,6 +216,12 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "idle": ("bench_front", _idle),
     "processes": ("bench_front", _processes),
     "turn-cost": ("bench_turn_cost", _turn_cost),
+    "manager": ("bench_manager", _manager),
+    "scale-contexts": ("bench_scale", partial(_scale, "contexts")),
+    "scale-tenants": ("bench_scale", partial(_scale, "tenants")),
+    "scale-8b": ("bench_scale", partial(_scale, "tokens, 8B")),
+    "scale-long": ("bench_scale", partial(_scale, "tokens, long")),
+    "memory-of-a-context": ("bench_scale", _memory_of_a_context),
     "weights": ("bench_weights", _weights),
     "hostile": ("bench_hostile_bodies", _hostile),
     "not-found": ("bench_not_found", _not_found),

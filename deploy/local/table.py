@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -24,3 +25,13 @@ def _line(cells: Sequence[str], widths: Sequence[int], to_right: Sequence[bool])
 
 def _is_figure(cell: str) -> bool:
     return cell == "-" or cell.replace(".", "", 1).replace(" ", "").rstrip("%x").isdigit()
+
+
+def figure(value: object) -> str:
+    """Return a number, or an interval, with three digits that say something."""
+    if isinstance(value, list):
+        return " to ".join(map(figure, value))
+    if not isinstance(value, int | float):
+        return "-" if value is None else str(value)
+    digits = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return f"{value:,.{digits}f}".replace(",", " ")
