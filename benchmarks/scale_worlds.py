@@ -23,7 +23,6 @@ from benchmarks.front.process_figures import cpu_seconds, resident_bytes
 from benchmarks.processes import Processes
 from contextcache.model import Manifest, new_cache_ref
 from deploy.local.readiness import grpc_serves
-from kv_sidecar.block_key import BlockKey, fan_out
 from kv_sidecar.client import (
     TIER_NAMES,
     BlockFileWriter,
@@ -32,7 +31,8 @@ from kv_sidecar.client import (
     parse_block_file,
     with_files,
 )
-from kv_sidecar.manifest import block_key, block_meta, encode_manifest
+from kv_sidecar.format.ids import BlockKey, fan_out
+from kv_sidecar.format.manifest import block_key, block_meta, encode_manifest
 
 SHAPE_OF = {"tokens, 8B": SHAPES["llama3-8b"], "tokens, long": Shape(1, 1, 4, 16)}
 TINY, CONTEXT_TOKENS, BLOCK_TOKENS = Shape(1, 1, 4, 16), 48, 32

@@ -44,6 +44,7 @@ class DiskStore(BlockStore):
         self._settling = threading.Lock()
         """Held while a file is looked at and counted; taken before the other one, never in the event loop."""
         self._sizes: dict[BlockKey, int] = {}
+        self._stored_bytes = 0
         self._used_bytes = 0
         """Bytes of all files and of those being written."""
         self._tenants = TenantQuota(tenant_limit_bytes)
@@ -64,7 +65,7 @@ class DiskStore(BlockStore):
                     sizes[key] = size
         with self._lock:
             self._sizes = sizes
-            self._used_bytes = sum(sizes.values())
+            self._used_bytes = self._stored_bytes = sum(sizes.values())
         log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
 
     def own(self, key: BlockKey, tenant: TenantId) -> None:
@@ -138,7 +139,7 @@ class DiskStore(BlockStore):
     @override
     def usage(self) -> TierUsage:
         with self._lock:
-            return TierUsage(len(self._sizes), sum(self._sizes.values()), self._limit_bytes)
+            return TierUsage(len(self._sizes), self._stored_bytes, self._limit_bytes)
 
     def tenant_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Return what a tenant's files have, those being written included, and the most they may have; 0: no limit."""
@@ -187,6 +188,7 @@ class DiskStore(BlockStore):
                     self._sizes[key] = now
                 freed = before - (now or 0)
                 self._used_bytes -= freed
+                self._stored_bytes -= freed
                 self._tenants.settle(key, before, now or 0, owner=owner)
         return max(freed, 0)
 
