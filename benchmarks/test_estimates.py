@@ -30,9 +30,9 @@ def test_a_bar_is_met_when_the_ratio_is_within_it(bar, met):
 
 
 def test_a_ratio_of_other_percentiles_is_of_those():
-    row = ratio_row([1.0] * 9 + [80.0] * 9, [40.0] * 18, 1.0, q=95)
+    row = ratio_row([1.0] * 9 + [80.0] * 9, [1.0] * 9 + [40.0] * 9, 1.0, q=95)
 
-    assert (row["ratio"], row["met"]) == (2.0, False)
+    assert (row["ratio"], row["ratio_95"], row["met"]) == (2.0, [2.0, 2.0], False)
 
 
 def test_a_bar_on_what_there_are_no_samples_of_is_missed():
