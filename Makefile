@@ -85,12 +85,12 @@ soak: install ## mixed load with faults, then the slopes of what must stay flat;
 	@PYTHONPATH=. $(PY) -m tests.torture --only soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 mutants: install ## every promise broken once, in a copy: its tests must notice; ONLY=<name>
 	@PYTHONPATH=. $(PY) -m tests.mutants $(if $(ONLY),--only $(ONLY))
-bench: install ## time to first token: cold, prefix cache, restored after a restart
-	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT))
+bench: install ## time to first token: cold, prefix cache, restored after a restart; PEER=1: from another pod too
+	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json)
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## what one part costs; ONLY=checksum|hostile_bodies|keys|list|manager|not_found|scale|turn_cost|weights CHECK=1: manager and scale exit 1 when a bar is missed
-	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(if $(CHECK),--check)
+bench-one: install ## one other; ONLY=beside|checksum|hostile_bodies|keys|list|manager|not_found|overhead|scale|transfer|turn_cost|turns|weights WITH='--check …'
+	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
 images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>
 	@PYTHONPATH=. $(PY) -m deploy.docker build $(if $(BASE),--base $(BASE)) $(if $(VLLM_BASE),--vllm-base $(VLLM_BASE))

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.estimates import cell, interval, percentile
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from contextcache.errors import ContextCacheError
@@ -94,7 +95,7 @@ def main() -> int:
     head = ("shape", "what", "GB/s", "95 %", "ratio", "95 %", "of", "at least", "met")
     report = {"tokens": options.tokens, "load": [load, os.getloadavg()], "rows": rows, "samples_s": samples}
     write_result(options.out, report)
-    print(render(head, [[_cell(value) for value in row.values()] for row in rows]))
+    print(render(head, [[cell(value, ".2f") for value in row.values()] for row in rows]))
     if is_held := len(rows) < len(MEASURED) * len(samples):
         print("the page cache cannot be dropped here: posix_fadvise left the files in it")
     return 1 if options.check and (is_held or any(row["met"] == "no" for row in rows)) else 0
@@ -281,24 +282,13 @@ def _rows(shape: str, num_tokens: int, samples: Sequence[dict[str, float]]) -> l
     for what, (of, bar) in MEASURED.items():
         if all(what in taken for taken in samples):
             row: dict[str, Any] = {"shape": shape, "what": what}
-            row |= _median("gb_s", [size_bytes / taken[what] / 1e9 for taken in samples])
-            row |= _median("ratio", [taken[of] / taken[what] for taken in samples])
+            rates = [size_bytes / taken[what] / 1e9 for taken in samples]
+            row |= {"gb_s": percentile(rates, digits=4), "gb_s_95": interval(rates, digits=4)}
+            ratios = [taken[of] / taken[what] for taken in samples]
+            row |= {"ratio": percentile(ratios, digits=4), "ratio_95": interval(ratios, digits=4)}
             met = "-" if bar is None else "yes" if row["ratio"] >= bar else "no"
             rows.append(row | {"of": of, "bar": bar, "met": met})
     return rows
-
-
-def _median(name: str, values: Sequence[float]) -> dict[str, Any]:
-    """Return the median, and where it lies with 95 % (bootstrap)."""
-    drawn = np.random.default_rng(1).choice(np.asarray(values), (5000, len(values)))
-    edges = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
-    return {name: float(np.median(values)), f"{name}_95": [float(edge) for edge in edges]}
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, list):
-        return " to ".join(f"{edge:.2f}" for edge in value)
-    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ them again, then takes every way once a round, all in that one run of the engine
 - hit: that completion goes on, sent whole: the engine's own prefix cache;
 - memory: the next turn of the context of the round before, after the engine's prefix cache was emptied;
 - disk: the next turn of a context from before the crash, its first: it is on disk only;
-- turn: one more turn of the context that came from memory, whose KV the engine has by now.
+- turn: one more turn of the context that came from memory, whose KV the engine has by now;
+- peer (with --peer, which takes a second engine): another turn of that context while the first engine is drained, but
+  lives: the gateway sends it to the second, whose sidecar pulls the KV from the first one's. All other ways see the
+  first engine only, with all threads, as one works at a time; short contexts have no more rounds than long ones.
 
 Cold and create take turns at being first, and so do hit, memory and disk. A sample counts when `usage` says that its
 tokens came from where they should; the others are dropped and counted. Round 0 is not counted: the first answers of a
@@ -29,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
+from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
+from deploy.local.engine import engine_defaults
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
@@ -44,7 +48,15 @@ from deploy.local.table import render
 ROOT = Path(__file__).resolve().parents[1]
 STACK_DIRECTORY = ROOT / ".build" / "bench-stack"
 SIZES = (150, 1200, 5800)
-WAYS = {"cold": "none", "create": "none", "hit": "device", "turn": "device", "memory": "host", "disk": "disk"}
+WAYS = {
+    "cold": "none",
+    "create": "none",
+    "hit": "device",
+    "turn": "device",
+    "memory": "host",
+    "disk": "disk",
+    "peer": "peer",
+}
 """And where the tokens of a sample come from, as `usage` has it."""
 MAX_COMPUTED = 64
 """By a sample that comes from a cache: the new tokens, and what is left of a block."""
@@ -58,6 +70,8 @@ BARS: Mapping[tuple[str, str], Mapping[int, float]] = {
     ("turn", "hit"): {},
     ("memory", "turn"): {},
     ("disk", "turn"): {},
+    ("peer", "cold"): {},
+    ("peer", "memory"): {},
 }
 """What is compared with what; tokens → the largest ratio."""
 LONG_TOKENS, TIMES_SHORT = 4000, 3
@@ -102,18 +116,22 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
     parser.add_argument("--size", type=int, action="append", help=f"about so many tokens, up to 8000; default: {SIZES}")
     parser.add_argument("--rounds", type=int, default=9, help="of the long; the short have three times as many")
+    parser.add_argument("--peer", action="store_true", help="from another pod's sidecar too: needs a second engine")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_ttft.json", help="where the JSON goes")
     options = parser.parse_args()
     # Each round of 5 800 tokens saves a few contexts of 130 MB, and is to find its own in memory.
     os.environ.setdefault("SIDECAR_MEMORY_LIMIT_BYTES", str(1 << 30))
-    stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, dev=True)
+    if options.peer:  # each as large as one alone, and drained at once
+        for name, value in {**engine_defaults(), "GATEWAY_PROBE_INTERVAL_S": "0.2"}.items():
+            os.environ.setdefault(name, value)
+    stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, engines=1 + options.peer, dev=True)
     load, began_s, sizes = os.getloadavg(), time.monotonic(), sorted(options.size or SIZES)
     try:
         stack.clean()
         stack.up()
-        samples = Bench(stack, sizes, options.rounds).measure()
+        samples = Bench(stack, rounds(sizes, options.rounds, times_short=1 if options.peer else TIMES_SHORT)).measure()
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1
@@ -140,23 +158,24 @@ def main() -> int:
 class Bench:
     """A running stack, its client, and prompts that were never seen."""
 
-    def __init__(self, stack: Stack, sizes: Sequence[int], num_rounds: int) -> None:
-        self._stack, self._sizes, self._num_rounds = stack, sizes, num_rounds
+    def __init__(self, stack: Stack, places: Sequence[tuple[int, int]]) -> None:
+        """`places`: all rounds, number and tokens."""
+        self._stack, self._places = stack, places
         self._client = GatewayClient(stack.url, next(iter(API_KEYS)))
         self._engine = httpx.Client(base_url=stack.engine_urls[0], timeout=60, trust_env=False)
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
     def measure(self) -> list[Sample]:
         """Create contexts, crash and restart engine and sidecar, then take the rounds; return what is counted."""
-        places = rounds(self._sizes, self._num_rounds)
-        on_disk = {place: self._created(*place) for place in places}
+        self._move_to("engine")
+        on_disk = {place: self._created(*place) for place in self._places}
         for part in ("engine", "sidecar"):
             self._stack.kill(part)
         for part in ("sidecar", "engine"):
             self._stack.start(part)
-        in_memory = {size: self._created(0, size) for size in self._sizes}
+        in_memory = {size: self._created(0, size) for number, size in self._places if not number}
         samples: list[Sample] = []
-        for number, size in places:
+        for number, size in self._places:
             with Step(f"round {number}, about {size} tokens"):
                 answers = self._round(number, size, in_memory[size], on_disk[number, size])
             in_memory[size] = answers["create"].session_id
@@ -178,7 +197,17 @@ class Bench:
         ways = list(bodies)
         for way in ways[number % 3 :] + ways[: number % 3]:
             answers[way] = ask(**bodies[way])
-        return answers | {"turn": ask(**bodies["memory"])}
+        answers["turn"] = ask(**bodies["memory"])
+        if len(self._stack.names_of("engine")) > 1:
+            self._move_to("engine-1")
+            answers["peer"] = ask(**bodies["memory"])
+            self._move_to("engine")
+        return answers
+
+    def _move_to(self, wanted: str) -> None:
+        """Let only this engine get work."""
+        for name in sorted(self._stack.names_of("engine"), key=lambda name: name != wanted):
+            self._stack.drain(name, draining=name != wanted)
 
     def _created(self, number: int, size: int) -> str:
         with Step(f"context {number}, about {size} tokens"):
@@ -207,77 +236,56 @@ class Bench:
         return plain_text(size, seed=self._seed)
 
 
-def rounds(sizes: Sequence[int], num_rounds: int) -> list[tuple[int, int]]:
+def rounds(sizes: Sequence[int], num_rounds: int, *, times_short: int = TIMES_SHORT) -> list[tuple[int, int]]:
     """Return all rounds, number and tokens, in their order: those of every length over the whole run, 0 first."""
-    of_size = {size: num_rounds * (1 if size >= LONG_TOKENS else TIMES_SHORT) for size in sizes}
+    of_size = {size: num_rounds * (1 if size >= LONG_TOKENS else times_short) for size in sizes}
     places = [(number, size) for size in sizes for number in range(of_size[size] + 1)]
     return sorted(places, key=lambda place: (place[0] / of_size[place[1]], place[1]))
 
 
-def times(samples: Iterable[Sample], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row per length and way, with what was dropped."""
+def times(samples: Sequence[Sample], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Return one row per length and way that was taken, with what was dropped."""
     rows = []
-    for size, way, taken in ((size, way, _of(samples, size, way)) for size in sizes for way in WAYS):
+    for size, way, taken in ((size, way, _of(samples, size, way)) for size in sizes for way in _taken(samples)):
         counted = [sample for sample in taken if sample.counts]
         restores_ms = [sample.restore_ms for sample in counted if sample.restore_ms is not None]
         row = {"size": size, "way": way, "n": len(counted), "dropped": len(taken) - len(counted)}
-        row |= {"computed_tokens": _median([sample.computed_tokens for sample in counted])}
-        row |= {"cached_tokens": _median([sample.cached_tokens for sample in counted])}
+        row |= {"computed_tokens": percentile([sample.computed_tokens for sample in counted])}
+        row |= {"cached_tokens": percentile([sample.cached_tokens for sample in counted])}
         ttfts_ms = [sample.ttft_ms for sample in counted]
-        interval = _interval(_drawn_medians(ttfts_ms)) if counted else None
-        row |= {"ttft_ms_median": _median(ttfts_ms), "ttft_ms_95": interval}
-        row |= {f"ttft_ms_p{q}": round(float(np.percentile(ttfts_ms, q)), 1) if counted else None for q in (25, 90)}
-        rows.append(row | {"restore_ms_median": _median(restores_ms)})
+        row |= {"ttft_ms_median": percentile(ttfts_ms), "ttft_ms_95": interval(ttfts_ms)}
+        row |= {f"ttft_ms_p{q}": percentile(ttfts_ms, q) for q in (25, 90)}
+        rows.append(row | {"restore_ms_median": percentile(restores_ms)})
     return rows
 
 
-def ratios(samples: Iterable[Sample], sizes: Sequence[int]) -> list[dict[str, Any]]:
+def ratios(samples: Sequence[Sample], sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Return one row per length and comparison; a bar on what no sample counts for is missed."""
     rows = []
-    for size, (way, of) in ((size, pair) for size in sizes for pair in BARS):
+    for size, (way, of) in ((size, pair) for size in sizes for pair in BARS if {*pair} <= _taken(samples).keys()):
         above, below = ([s.ttft_ms for s in _of(samples, size, name) if s.counts] for name in (way, of))
-        ratio = float(np.median(above) / np.median(below)) if above and below else None
-        interval = _interval(_drawn_medians(above, 1) / _drawn_medians(below, 2), 4) if ratio else None
-        bar = BARS[way, of].get(size)
-        met = None if bar is None else ratio is not None and ratio <= bar
-        row = {"size": size, "way": way, "of": of, "ratio": ratio and round(ratio, 4), "ratio_95": interval}
-        rows.append(row | {"bar": bar, "met": met})
+        rows.append({"size": size, "way": way, "of": of} | ratio_row(above, below, BARS[way, of].get(size)))
     return rows
 
 
 def show(ttft_rows: Sequence[Mapping[str, Any]], ratio_rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the tables."""
-    print(render(_TTFT_HEADS, [[_cell(value) for value in row.values()] for row in ttft_rows]))
+    print(render(_TTFT_HEADS, [[cell(value) for value in row.values()] for row in ttft_rows]))
     cells = []
     for row in ratio_rows:
-        verdict = {None: "-", True: "yes", False: "NO"}[row["met"]]
-        figures = [_cell(row[name], ".3f") for name in ("ratio", "ratio_95", "bar")]
-        cells.append([str(row["size"]), f"{row['way']} / {row['of']}", *figures, verdict])
+        figures = [cell(row[name], ".3f") for name in ("ratio", "ratio_95", "bar", "met")]
+        cells.append([str(row["size"]), f"{row['way']} / {row['of']}", *figures])
     print(f"\n{render(_RATIO_HEADS, cells)}")
+
+
+def _taken(samples: Iterable[Sample]) -> dict[str, None]:
+    """Return the ways, in their order; that from a peer only where it was taken."""
+    missing = {"peer"} - {sample.way for sample in samples}
+    return dict.fromkeys(way for way in WAYS if way not in missing)
 
 
 def _of(samples: Iterable[Sample], size: int, way: str) -> list[Sample]:
     return [sample for sample in samples if (sample.size, sample.way) == (size, way)]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return round(float(np.median(values)), 1) if values else None
-
-
-def _drawn_medians(values: Sequence[float], seed: int = 1) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the medians of 5 000 bootstrap samples."""
-    drawn = np.random.default_rng(seed).choice(np.asarray(values, dtype=np.float64), (5000, len(values)))
-    return np.asarray(np.median(drawn, axis=1))
-
-
-def _interval(drawn: np.ndarray[Any, np.dtype[np.float64]], digits: int = 1) -> list[float]:
-    return [round(float(edge), digits) for edge in np.percentile(drawn, (2.5, 97.5))]
-
-
-def _cell(value: object, form: str = ".1f") -> str:
-    if isinstance(value, list):
-        return " to ".join(format(edge, form) for edge in value)
-    return format(value, form) if isinstance(value, float) else "-" if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from benchmarks.bench_ttft import _drawn_medians, _interval
+from benchmarks.estimates import MEDIAN, drawn_percentiles, edges
 from deploy.local.table import figure, render
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -30,14 +30,14 @@ def growth(samples: Samples) -> dict[str, Any]:
     medians = {size: float(np.median(taken)) for size, taken in sorted(samples.items()) if taken}
     fitted = [size for size, median in medians.items() if size > 0 and median > 0]
     row: dict[str, Any] = {"medians": {str(size): _rounded(median) for size, median in medians.items()}}
-    drawn = {size: _drawn_medians(samples[size], size) for size in medians}
-    row["medians_95"] = {str(size): [_rounded(edge) for edge in _interval(of, 9)] for size, of in drawn.items()}
+    drawn = {size: drawn_percentiles(samples[size], MEDIAN, size) for size in medians}
+    row["medians_95"] = {str(size): [_rounded(edge) for edge in edges(of, 9)] for size, of in drawn.items()}
     if len(fitted) < 2:
         return row | dict.fromkeys(("exponent", "exponent_95", "last"))
     slopes = _slopes(fitted, np.stack([np.maximum(drawn[size], 1e-12) for size in fitted]))
     of_medians = _slopes(fitted, np.array([[medians[size]] for size in fitted]))
     last = _slopes(fitted[-2:], np.array([[medians[size]] for size in fitted[-2:]]))
-    exponents = {"exponent": round(float(of_medians[0]), 3), "exponent_95": _interval(slopes, 3)}
+    exponents = {"exponent": round(float(of_medians[0]), 3), "exponent_95": edges(slopes, 3)}
     return row | exponents | {"last": round(float(last[0]), 3)}
 
 

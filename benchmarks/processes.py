@@ -22,7 +22,7 @@ from typing import Any, Self
 import yaml
 
 from benchmarks.front.peers import clean_environment
-from deploy.local.ports import LOOPBACK
+from deploy.local.ports import LOOPBACK, check_ports_free
 from deploy.local.processes import ProcessName, name_of, session_members, start_process, stop_session
 from deploy.local.progress import Step, StepFailed, log_excerpt
 from deploy.local.readiness import HttpReady, grpc_serves, redis_answers
@@ -149,6 +149,10 @@ class Processes:
     def restart(self, name: str) -> None:
         """End one part and start it anew, the same way on the same ports."""
         self.end(name)
+        self.start_again(name)
+
+    def start_again(self, name: str) -> None:
+        """Start what has been ended, the same way on the same ports."""
         self._starts[name]()
 
     def stop(self) -> None:
@@ -188,6 +192,12 @@ class Processes:
             probe.bind((LOOPBACK, 0))
             self._ports[name] = probe.getsockname()[1]
         return self._ports[name]
+
+    def take_port(self, name: str, port: int) -> int:
+        """Remember a port under a name: what takes a minute to listen needs one that no client gets meanwhile."""
+        check_ports_free([(name, port)])
+        self._ports[name] = port
+        return port
 
     def _log(self, name: str) -> Path:
         return self.directory / f"{name}.log"

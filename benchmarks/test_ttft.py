@@ -98,3 +98,15 @@ def test_rounds_of_every_length_are_spread_over_the_run_with_more_of_the_short()
     assert len(places) == len(set(places)) == 28 + 10
     assert [number for number, size in places if size == 5800] == list(range(10))
     assert all(places.index((number, 5800)) == places.index((3 * number, 150)) + 1 for number in range(10))
+
+
+def test_the_way_from_a_peer_is_shown_where_it_was_taken_only():
+    peers = [sample("peer", 40.0), sample("peer", 42.0, source="disk")]
+
+    rows = [row for row in times(samples(), [1200]) if row["way"] == "peer"]
+    row = ttft_row(samples(peer=peers), "peer")
+
+    assert rows == []
+    assert (row["n"], row["dropped"], row["ttft_ms_median"]) == (1, 1, 40.0)
+    assert ratio_row(samples(peer=peers), "peer", "cold")["ratio"] == pytest.approx(0.04)
+    assert not any("peer" in (row["way"], row["of"]) for row in ratios(samples(), [1200]))

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.environments import made
 from benchmarks.front.stub_engine import MODEL
-from deploy.local.progress import Step, StepFailed, run_logged, say
+from deploy.local.progress import StepFailed, say
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".build" / "bench-peers"
-LOG = ROOT / ".build" / "logs" / "bench-peers.log"
 PINS = {
     "vllm-router": "0.1.17",
     "litellm[proxy]": "1.106.2",
@@ -46,23 +44,13 @@ class Peer:
 
 def install() -> bool:
     """Make the environment unless it is there; return False, having said why, when that cannot be done."""
-    stamp = ENVIRONMENT / ".installed"
-    if stamp.exists() and json.loads(stamp.read_text()) == PINS:
-        return True
-    LOG.parent.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(ROOT).free < NEEDED_BYTES:
-        say("the peers are left out: 2 GiB of disk are needed for them")
-        return False
     try:
-        with Step("environment of the peers (a minute or two)"):
-            venv.create(ENVIRONMENT, with_pip=True, clear=True)
-            install_command = [_program("python"), "-m", "pip", "install", "--disable-pip-version-check"]
-            wanted = [f"{package}=={version}" for package, version in PINS.items()]
-            run_logged([*install_command, *wanted], what="vllm-router and litellm", log=LOG)
-    except (StepFailed, OSError) as failure:
-        say(f"the peers are left out: they cannot be installed: {failure}")
+        made(
+            ENVIRONMENT.name, [f"{package}=={version}" for package, version in PINS.items()], needed_bytes=NEEDED_BYTES
+        )
+    except StepFailed as failure:
+        say(f"the peers are left out: {failure}")
         return False
-    stamp.write_text(json.dumps(PINS))
     return True
 
 

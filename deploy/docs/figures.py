@@ -23,12 +23,23 @@ _FRONT_WAYS = {
 }
 _PROCESSES = {"gateway": "gateway (behind Envoy)", "manager": "context-manager, to route it", "envoy": "Envoy"}
 _COSTS = {"redis_us": "Redis", "manager_cpu_us": "the manager", "pod_cpu_us": "the API server"}
+_OVERHEAD = {
+    "ttft": "time to the first token",
+    "request": "whole request",
+    "token": "between two tokens",
+    "burst": "8 requests at once",
+    "step": "between two tokens, while 5 800 tokens beside it are saved",
+    "longest step": "longest wait for a token meanwhile",
+}
+_SYSTEMS = {"ours": "ours", "lmcache": "LMCache", "tiering": "vLLM's tiering"}
 
 
 def figures(name: str, up: str) -> str:
     """Return the figures called `name`, for a page from which `up` leads to the root, as `../`."""
     file, write = _WRITERS[name]
-    result = json.loads((RESULTS / f"{file}.json").read_text())
+    if not (kept := RESULTS / f"{file}.json").exists():
+        return f"(no run of `{file}` is kept yet)"
+    result = json.loads(kept.read_text())
     text = write(result)
     return text + ("\n\n" if "\n" in text else " ") + _source(file, result, up)
 
@@ -48,6 +59,55 @@ def _ttft(result: Mapping[str, Any]) -> str:
     ]
     heads = ["cold", "create", "engine's prefix cache", "restored from memory", "restored from disk", "disk of cold"]
     return _table(["tokens", *heads], rows)
+
+
+def _ttft_peer(result: Mapping[str, Any]) -> str:
+    of = {(row["size"], row["way"]): row["ttft_ms_median"] for row in result["ttft"]}
+    sizes = sorted({size for size, _ in of})
+    shown = (
+        f"{_spaced(size)} tokens {of[size, 'peer']:.0f} ms (cold {_spaced(of[size, 'cold'])} ms)" for size in sizes
+    )
+    return ", ".join(shown)
+
+
+def _beside(result: Mapping[str, Any]) -> str:
+    of = {(row["size"], row["way"], row["system"]): row["ttft_ms_median"] for row in result["ttft"]}
+    behind = {(row["size"], row["way"], row["beside"]) for row in result["rows"] if not row["met"]}
+    systems = [name for name in _SYSTEMS if any(name == system for _, _, system in of)]
+    rows = []
+    for size, way in dict.fromkeys((size, way) for size, way, _ in of):
+        times = {system: of[size, way, system] for system in systems}
+        shown = ["-" if ms is None else f"{_spaced(ms)} ms" for ms in times.values()]
+        near = [_SYSTEMS[system] for system in systems if (size, way, system) in behind]
+        rows.append([_spaced(size), way, *shown, f"**not ahead of {' and '.join(near)}**" if near else ""])
+    return _table(["tokens", "", *(_SYSTEMS[name] for name in systems), ""], rows)
+
+
+def _turns(result: Mapping[str, Any]) -> str:
+    shown = {"turn": "whole turn", "ttft": "first token"}
+    rows = [
+        [
+            f"{shown[row['what']]}, {'median' if row['percentile'] == 50 else '95th percentile'}",
+            *(f"{row[f'{way}_ms'] / 1000:.1f} s" for way in ("sessions", "stateless")),
+            f"{row['ratio']:.2f}",
+            _wanted(row),
+        ]
+        for row in result["rows"]
+    ]
+    return _table([f"{result['agents']} agents", "sessions", "sent whole", "ratio", "wanted"], rows)
+
+
+def _overhead(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            _OVERHEAD[row["what"]],
+            *(f"{row[way]:.1f} ms" for way in ("with_ms", "without_ms")),
+            "{:.3f} ({:.3f} to {:.3f})".format(row["ratio"], *row["ratio_95"]),
+            _wanted(row),
+        ]
+        for row in result["rows"]
+    ]
+    return _table(["", "with", "without", "ratio (95 %)", "wanted"], rows)
 
 
 def _front(result: Mapping[str, Any]) -> str:
@@ -191,6 +251,10 @@ def _met(row: Mapping[str, Any]) -> str:
     return "**missed**" if row["met"] is False else ""
 
 
+def _wanted(row: Mapping[str, Any]) -> str:
+    return "" if row["bar"] is None else f"≤ {row['bar']}{'' if row['met'] else ', **missed**'}"
+
+
 def _ms(us: float) -> str:
     return f"{us / 1000:.1f} ms"
 
@@ -210,6 +274,10 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft": ("bench_ttft", _ttft),
+    "ttft-peer": ("bench_ttft_peer", _ttft_peer),
+    "beside": ("bench_beside", _beside),
+    "turns": ("bench_turns", _turns),
+    "overhead": ("bench_overhead", _overhead),
     "front": ("bench_front", _front),
     "front-bars": ("bench_front", _front_bars),
     "front-turn": ("bench_front", _front_turn),

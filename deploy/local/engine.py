@@ -1,15 +1,26 @@
-"""How vLLM is started: its command line and environment, with the connector and the turn middleware in it."""
+"""How vLLM is started: its command line and environment, plain or with connector and turn middleware."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from deploy.local.model import CACHE_DIR, MODEL_NAME
 from deploy.local.pods import endpoint_name
 from deploy.local.ports import LOOPBACK
 from deploy.local.settings import StackSettings
+
+PLAIN_ENVIRONMENT: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": LOOPBACK,
+    "VLLM_CACHE_ROOT": str(CACHE_DIR),
+}
+"""Of every engine, ours or not: nothing leaves the machine."""
 
 
 def engine_command(settings: StackSettings, number: int, *, sidecar: str) -> tuple[str, ...]:
@@ -25,42 +36,53 @@ def engine_command(settings: StackSettings, number: int, *, sidecar: str) -> tup
             **settings.connector,
         },
     }
+    plugin = (
+        "--middleware",
+        "vllm_plugin.turn.middleware.TurnMiddleware",
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    )
+    port = settings.ports.engine(number)
+    return (*plain_command(settings.model_dir, port=port, dtype=settings.dtype), *plugin, *settings.engine_args)
+
+
+def plain_command(model_dir: Path, *, port: int, dtype: str, python: str = sys.executable) -> tuple[str, ...]:
+    """Return the command line of an engine without anything of ours, which is otherwise as ours are."""
     options = {
-        "--model": str(settings.model_dir),
+        "--model": str(model_dir),
         "--served-model-name": MODEL_NAME,
         "--host": LOOPBACK,
-        "--port": str(settings.ports.engine(number)),
-        "--dtype": settings.dtype,
+        "--port": str(port),
+        "--dtype": dtype,
         "--max-model-len": "8192",
         "--block-size": "32",
-        "--middleware": "vllm_plugin.turn.middleware.TurnMiddleware",
-        "--kv-transfer-config": json.dumps(transfer),
     }
-    flags = ("--enforce-eager", "--enable-prompt-tokens-details", *settings.engine_args)
     pairs = (word for pair in options.items() for word in pair)
-    return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags)
+    flags = ("--enforce-eager", "--enable-prompt-tokens-details")
+    return (python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags)
 
 
 def engine_environment(settings: StackSettings, number: int, *, sidecar: str) -> dict[str, str]:
     """Return the environment of an engine; `sidecar` is where its turn middleware finds its own."""
-    threads = max(1, min(len(os.sched_getaffinity(0)), 8) // settings.engines)
     return settings.environment(
         {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_HOST_IP": LOOPBACK,
-            "VLLM_CACHE_ROOT": str(CACHE_DIR),
+            **PLAIN_ENVIRONMENT,
             "VLLM_SERVER_DEV_MODE": "1" if settings.dev else "0",
             "TURN_MANAGER": f"{LOOPBACK}:{settings.ports.manager}",
             "TURN_SIDECAR": sidecar,
             "TURN_SECRET_FILE": str(settings.paths.secret),
             "TURN_ENDPOINT_NAME": endpoint_name(number),
         },
-        defaults={
-            # GiB: 2 hold 93 000 tokens of SmolLM2 in bfloat16.
-            "VLLM_CPU_KVCACHE_SPACE": "2" if settings.engines == 1 else "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding needs rights that containers lack
-            "OMP_NUM_THREADS": str(threads),
-        },
+        defaults=engine_defaults(settings.engines),
     )
+
+
+def engine_defaults(engines: int = 1) -> Mapping[str, str]:
+    """Return what an engine on the CPU takes of this machine, as one of so many; the caller's environment wins."""
+    threads = max(1, min(len(os.sched_getaffinity(0)), 8) // engines)
+    return {
+        # GiB: 2 hold 93 000 tokens of SmolLM2 in bfloat16.
+        "VLLM_CPU_KVCACHE_SPACE": "2" if engines == 1 else "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding needs rights that containers lack
+        "OMP_NUM_THREADS": str(threads),
+    }

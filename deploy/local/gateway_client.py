@@ -26,6 +26,9 @@ class Answer:
     session_id: str = ""
     ttft_ms: float = 0.0
     """From sending the request to the first chunk that holds a choice."""
+    arrivals_ms: list[float] = field(default_factory=list)
+    """When each chunk that holds a choice came, from sending the request; a token, where the chunks say which they hold
+    (`return_token_ids`): an engine that gets ahead of its API server has several in one."""
     total_ms: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
@@ -123,9 +126,11 @@ def _read_stream(response: httpx.Response, started_s: float) -> Answer:
 def _take_chunk(answer: Answer, chunk: dict[str, Any], started_s: float) -> None:
     if "error" in chunk:
         raise StepFailed(f"the stream broke off: {json.dumps(chunk)[:_ERROR_CHARS]}")
-    for choice in chunk.get("choices") or ():
-        if not answer.ttft_ms:
-            answer.ttft_ms = (time.perf_counter() - started_s) * 1000
+    if choices := chunk.get("choices") or ():
+        num_tokens = len(choices[0].get("token_ids") or ()) or 1
+        answer.arrivals_ms += [(time.perf_counter() - started_s) * 1000] * num_tokens
+        answer.ttft_ms = answer.arrivals_ms[0]
+    for choice in choices:
         answer.text += choice.get("text") or ""
     answer.session_id = chunk.get("session_id") or answer.session_id
     answer.usage = chunk.get("usage") or answer.usage

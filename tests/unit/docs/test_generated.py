@@ -10,7 +10,7 @@ import pytest
 
 from deploy.docs.__main__ import ROOT, main, written
 from deploy.docs.blocks import filled
-from deploy.docs.figures import RESULTS
+from deploy.docs.figures import RESULTS, figures
 from deploy.docs.metrics import PARTS, metrics_of
 from deploy.docs.settings import PROCESSES, SHARED
 
@@ -31,6 +31,38 @@ def test_every_result_says_the_commit_and_the_day_of_its_run():
 
     assert len(said) > 10
     assert [name for name, result in said.items() if not (result.get("commit") and result.get("date"))] == []
+
+
+def test_a_figure_without_a_run_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr("deploy.docs.figures.RESULTS", tmp_path)
+
+    assert figures("turns", "") == "(no run of `bench_turns` is kept yet)"
+
+
+def kept(monkeypatch, directory, name, **result):
+    """Return the figures called `name` of a run with this result."""
+    monkeypatch.setattr("deploy.docs.figures.RESULTS", directory)
+    (directory / f"bench_{name}.json").write_text(json.dumps({"commit": "abc1234", "date": "2026-11-23", **result}))
+    return figures(name, "")
+
+
+def test_a_missed_bar_and_a_system_that_is_near_are_marked(monkeypatch, tmp_path):
+    """Seen to fail with the marks taken out."""
+    row = {"what": "turn", "percentile": 95, "sessions_ms": 3000.0, "stateless_ms": 5000.0, "ratio": 0.6, "bar": 0.5}
+    cost = {"with_ms": 10.3, "without_ms": 10.0, "ratio": 1.03, "ratio_95": [1.01, 1.05], "bar": 1.02, "met": False}
+    near = {"size": 1200, "way": "disk"}
+    times = [near | {"system": name, "ttft_ms_median": ms} for name, ms in (("ours", 120.0), ("lmcache", 121.0))]
+
+    turns = kept(
+        monkeypatch, tmp_path, "turns", agents=32, rows=[row | {"met": False}, row | {"bar": None, "met": None}]
+    )
+    overhead = kept(monkeypatch, tmp_path, "overhead", rows=[cost | {"what": "ttft"}])
+    beside = kept(monkeypatch, tmp_path, "beside", ttft=times, rows=[near | {"beside": "lmcache", "met": False}])
+
+    assert "| whole turn, 95th percentile | 3.0 s | 5.0 s | 0.60 | ≤ 0.5, **missed** |\n" in turns
+    assert "| whole turn, 95th percentile | 3.0 s | 5.0 s | 0.60 |  |\n" in turns
+    assert "| time to the first token | 10.3 ms | 10.0 ms | 1.030 (1.010 to 1.050) | ≤ 1.02, **missed** |\n" in overhead
+    assert "| 1 200 | disk | 120 ms | 121 ms | **not ahead of LMCache** |\n" in beside
 
 
 def test_a_stale_page_is_noticed(monkeypatch):

@@ -37,6 +37,17 @@ def test_text_session_and_usage_are_gathered_over_chunks():
 
     assert (answer.text, answer.session_id, answer.usage) == ("Hello", "ctx_1", {"prompt_tokens": 3})
     assert answer.ttft_ms == first_ms > 0
+    assert len(answer.arrivals_ms) == 2
+
+
+def test_each_token_of_a_chunk_has_come_with_it():
+    answer = Answer()
+    _take_chunk(answer, {"choices": [{"text": "Hel", "token_ids": [1]}]}, 0.0)
+    _take_chunk(answer, {"choices": [{"text": "lo you", "token_ids": [2, 3]}]}, 0.0)
+    _take_chunk(answer, {"choices": [{"text": "", "token_ids": []}]}, 0.0)
+
+    first_ms, second_ms, third_ms, _ = answer.arrivals_ms
+    assert first_ms < second_ms == third_ms
 
 
 def test_an_error_in_the_stream_is_an_error():

@@ -1,0 +1,48 @@
+"""Engines of a benchmark beside those of a stack: plain vLLM, or vLLM with somebody else's connector."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from benchmarks.processes import Processes
+from deploy.local.engine import PLAIN_ENVIRONMENT, engine_defaults, plain_command
+from deploy.local.model import MODEL_DIR, MODEL_NAME
+from deploy.local.ports import PORTS_OF_A_STACK
+from deploy.local.readiness import EngineReady
+from deploy.local.stack import Stack
+
+AFTER_STACK = PORTS_OF_A_STACK
+"""What the port of a stack is to the first port of what runs beside it."""
+_READY_WITHIN_S = 600.0
+
+
+@contextmanager
+def running(stack: Stack) -> Iterator[None]:
+    """Run a stack that has nothing in it yet; nothing of it is left afterwards."""
+    try:
+        stack.clean()
+        stack.up()
+        yield
+    finally:
+        stack.clean()
+
+
+def start_engine(
+    processes: Processes,
+    name: str,
+    arguments: Sequence[str] = (),
+    *,
+    port: int,
+    dtype: str,
+    env: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+) -> None:
+    """Start vLLM with the model, memory and threads of a stack's engine, and wait until it has made a token."""
+    command = plain_command(MODEL_DIR, port=processes.take_port(name, port), dtype=dtype, python=python)
+    taken = {key: os.environ.get(key, value) for key, value in engine_defaults().items()}
+    ready = EngineReady(processes.url(name), MODEL_NAME)
+    whole = {**taken, **PLAIN_ENVIRONMENT, **(env or {})}
+    processes.start(name, (*command, *arguments), ready, env=whole, within_s=_READY_WITHIN_S)

