@@ -207,6 +207,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "context_parallel",
     "encoder_decoder",
     "failure_policy",
+    "kv_dtype",
     "no_layers",
     "ranks_differ",
     "several_groups",
