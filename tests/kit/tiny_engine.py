@@ -141,13 +141,14 @@ class _Served:
             [{"prompt_token_ids": question["prompt"]} for question in questions],
             [self._params(question) for question in questions],
             use_tqdm=False,
+            lora_request=[_adapter(question.get("adapter")) for question in questions],
         )
         while self._core.scheduler.has_requests():
             self._llm.llm_engine.step()
         return [_answer_of(output) for output in outputs]
 
     def _params(self, question: dict[str, Any]) -> Any:
-        """Take `load`, `save`: names of contexts; `num_tokens`: how many to generate."""
+        """Take `load`, `save`: names of contexts; `num_tokens` to generate. `adapter`: fields of a LoRARequest."""
         from vllm import SamplingParams
 
         load, save = question.get("load", ()), question.get("save")
@@ -161,6 +162,14 @@ class _Served:
             logprobs=1,
             extra_args=token if load or save else None,
         )
+
+    def load_adapter(self, **adapter: Any) -> bool:
+        """Have vLLM read an adapter now, as its API server does; the fields are a LoRARequest's."""
+        return bool(self._llm.llm_engine.add_lora(_adapter(adapter)))
+
+    def unload_adapter(self, *, adapter_id: int) -> bool:
+        """Have it out of vLLM's memory, as when others need its place."""
+        return bool(self._llm.llm_engine.remove_lora(adapter_id))
 
     def forget(self, *, connector: bool) -> bool:
         """Empty the engine's prefix cache, and tell the connector to forget when asked to."""
@@ -186,6 +195,12 @@ class _Served:
             for (name, reason), count in side.counters._total.items():
                 found[f"{name} {reason}".strip()] += count
         return dict(found)
+
+
+def _adapter(fields: dict[str, Any] | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**fields) if fields else None
 
 
 def _answer_of(output: Any) -> dict[str, Any]:
