@@ -33,9 +33,11 @@ from kv_sidecar.format.block_file import (
     new_checksum,
     parse_block_file,
 )
+from kv_sidecar.format.ids import ADAPTER_MARK
 from kv_sidecar.format.manifest import context_files, is_plain, with_files
 
 __all__ = [
+    "ADAPTER_MARK",
     "TIER_NAMES",
     "BlockFile",
     "BlockFileWriter",

@@ -33,6 +33,7 @@ from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
+from kv_sidecar.format.ids import engine_fingerprint
 from kv_sidecar.format.manifest import block_checksum, check_block_checksums
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.peers import EngineRanks, PeerRules, PullLimits
@@ -244,7 +245,7 @@ class Pulls:
             raise CorruptBlock("the peer sent another manifest")
         usable = (self._engine.fingerprint, self._engine.world_size)
         is_small = any(group.block_tokens < self._limits.block_tokens for group in manifest.groups)
-        if (manifest.fingerprint, manifest.world_size) != usable or is_small:
+        if (engine_fingerprint(manifest.fingerprint), manifest.world_size) != usable or is_small:
             raise FingerprintMismatch("the peer's KV was made by another engine")
         check_block_checksums(manifest)
 

@@ -115,6 +115,8 @@ def unpack_token_ids(raw: bytes) -> tuple[int, ...]:
 
 
 MAX_FINGERPRINT_CHARS = 128
+ADAPTER_MARK = "+"
+"""In a fingerprint: before it the engine's own, after it what the LoRA adapter holds with which KV was computed."""
 
 
 def check_fingerprint(fingerprint: str, fingerprint_json: str) -> None:
@@ -128,6 +130,11 @@ def check_fingerprint_text(fingerprint: str) -> None:
     """Raise InvalidRequest for a fingerprint that is empty or too long."""
     if not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARS:
         raise InvalidRequest("a fingerprint has 1 to 128 characters", param="fingerprint")
+
+
+def engine_fingerprint(fingerprint: str) -> str:
+    """Return the part of a fingerprint that is the engine's own, whatever the adapter."""
+    return fingerprint.partition(ADAPTER_MARK)[0]
 
 
 def require_fingerprint(asked: str, stored: str) -> None:

@@ -24,6 +24,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -149,6 +150,8 @@ class SchedulerLoop:
         self.finished: dict[str, list[int]] = {}
         """Output token ids of finished requests."""
         self.outputs: dict[str, list[int]] = {}
+        self.adapters: dict[int, ToyAdapter] = {}
+        """What the toy engine has in memory for LoRA adapters, by their number."""
         self.computed: dict[str, int] = {}
         """Tokens the toy model computed, by request."""
 
@@ -164,6 +167,7 @@ class SchedulerLoop:
         max_tokens: int = 4,
         params: Any = None,
         skip_reading: bool | None = None,
+        adapter: LoRARequest | None = None,
     ) -> Request:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -172,7 +176,7 @@ class SchedulerLoop:
             skip_reading_prefix_cache=skip_reading,
         )
         sampling.update_from_generation_config({}, None)
-        request = Request(request_id, list(token_ids), sampling, None, block_hasher=self._hasher)
+        request = Request(request_id, list(token_ids), sampling, None, lora_request=adapter, block_hasher=self._hasher)
         self.outputs[request_id] = []
         self.computed[request_id] = 0
         self.scheduler.add_request(request)
@@ -186,6 +190,9 @@ class SchedulerLoop:
         output = self.scheduler.schedule()
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
+        for name in output.num_scheduled_tokens:
+            if (adapter := self.scheduler.requests[name].lora_request) is not None:
+                self.worker.worker_side.adapters.seen(adapter, self.adapters[adapter.lora_int_id])
         sampled = [self._forward(name, count) for name, count in output.num_scheduled_tokens.items()]
         self.worker.start_load_kv(None, scheduler_output=output)
         results = self.worker.get_transfer_results(output.finished_req_ids)
@@ -245,6 +252,7 @@ class SchedulerLoop:
             worker._save_pool,
             *([worker._saver.hand_over._uploads] if worker._saver is not None else []),
             worker._reporter._pool,
+            worker.adapters._pool,
             scheduler._reporter._pool,
         ]
 
@@ -285,7 +293,16 @@ class SchedulerLoop:
         assert block, "a block that is none"
         for layer, name in enumerate(names_of(group)):
             value = _value(layer + 2 * group, position, request.all_token_ids[position])
+            if request.lora_request is not None:
+                value += self.adapters[request.lora_request.lora_int_id].shift
             yield self.kv[name][block, :, position % BLOCK_TOKENS], value
+
+
+class ToyAdapter:
+    """Moves what the toy model writes."""
+
+    def __init__(self, shift: float) -> None:
+        self.shift = shift
 
 
 def _value(layer: int, position: int, token_id: int) -> float:

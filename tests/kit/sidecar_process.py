@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.model import Manifest
 from kv_sidecar.client import EngineSidecarClient
 from tests.kit.kv_blocks import open_block_file
 from tests.kit.until import wait_until
@@ -57,6 +58,15 @@ class SidecarProcess:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def wait_sealed(self, cache_ref: str) -> Manifest:
+        """Wait until a context of tenant `demo` is durable; return its manifest."""
+        client = EngineSidecarClient(self.address, timeout_s=5)
+        try:
+            wait_until(lambda: fault(lambda: client.get_manifest("demo", cache_ref, 1)) is None, what="it is sealed")
+            return client.get_manifest("demo", cache_ref, 5)[0]
+        finally:
+            client.close()
 
     def erase(self) -> None:
         """Remove all data; only while the process is down."""

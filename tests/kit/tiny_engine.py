@@ -88,9 +88,9 @@ class TinyEngine:
         self._process.stdin.flush()
         return self._answer()
 
-    def ask(self, prompt: list[int], *, load: tuple[str, ...] = (), save: str | None = None) -> dict[str, Any]:
-        """Generate greedily; `token_ids`, `logprobs`, `cached_tokens`."""
-        return self.ask_all([{"prompt": prompt, "load": load, "save": save}])[0]
+    def ask(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+        """Generate greedily; `token_ids`, `logprobs`, `cached_tokens`. See `_Served._params` for more."""
+        return self.ask_all([{"prompt": prompt, **more}])[0]
 
     def ask_all(self, questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Ask all at once; each as the arguments of `ask`."""
@@ -139,22 +139,37 @@ class _Served:
     def ask_all(self, *, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
         outputs = self._llm.generate(
             [{"prompt_token_ids": question["prompt"]} for question in questions],
-            [self._params(question.get("load", ()), question.get("save")) for question in questions],
+            [self._params(question) for question in questions],
             use_tqdm=False,
+            lora_request=[_adapter(question.get("adapter")) for question in questions],
         )
         while self._core.scheduler.has_requests():
             self._llm.llm_engine.step()
         return [_answer_of(output) for output in outputs]
 
-    def _params(self, load: Sequence[str], save: str | None) -> Any:
+    def _params(self, question: dict[str, Any]) -> Any:
+        """Take `load`, `save`: names of contexts; `num_tokens` to generate. `adapter`: fields of a LoRARequest."""
         from vllm import SamplingParams
 
+        load, save = question.get("load", ()), question.get("save")
         self._num_asked += 1
         transfer = KVTransfer("demo", "ctx_1", f"request-{self._num_asked}", tuple(load), save, EXPIRES_AT_MS)
         token = {"kv_transfer_params": {KV_TRANSFER_KEY: sign_kv_transfer(transfer, SECRET)}}
         return SamplingParams(
-            temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, extra_args=token if load or save else None
+            temperature=0,
+            max_tokens=question.get("num_tokens", 6),
+            ignore_eos=True,
+            logprobs=1,
+            extra_args=token if load or save else None,
         )
+
+    def load_adapter(self, **adapter: Any) -> bool:
+        """Have vLLM read an adapter now, as its API server does; the fields are a LoRARequest's."""
+        return bool(self._llm.llm_engine.add_lora(_adapter(adapter)))
+
+    def unload_adapter(self, *, adapter_id: int) -> bool:
+        """Have it out of vLLM's memory, as when others need its place."""
+        return bool(self._llm.llm_engine.remove_lora(adapter_id))
 
     def forget(self, *, connector: bool) -> bool:
         """Empty the engine's prefix cache, and tell the connector to forget when asked to."""
@@ -166,6 +181,10 @@ class _Served:
         self._core.resume_scheduler()
         return True
 
+    def totals(self) -> dict[str, float]:
+        """vLLM's own counters; with `disable_log_stats` there are none."""
+        return {metric.name: metric.value for metric in self._llm.get_metrics() if hasattr(metric, "value")}
+
     def counts(self) -> dict[str, int]:
         """What both halves of the connector have counted, `name` or `name reason`."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -176,6 +195,12 @@ class _Served:
             for (name, reason), count in side.counters._total.items():
                 found[f"{name} {reason}".strip()] += count
         return dict(found)
+
+
+def _adapter(fields: dict[str, Any] | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(**fields) if fields else None
 
 
 def _answer_of(output: Any) -> dict[str, Any]:

@@ -5,9 +5,11 @@ The weights are larger than usual, so that a wrong byte of KV moves the log-prob
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -35,6 +37,23 @@ def make_tiny_model(directory: Path, *, seed: int = 0, max_model_len: int = 2048
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
     _byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_tiny_adapter(directory: Path, *, seed: int) -> Path:
+    """Write a random LoRA adapter for all of a tiny model's attention into `directory`, over what is there."""
+    source = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": 128, "k_proj": 64, "v_proj": 64, "o_proj": 128}
+    weights = {}
+    for layer in range(2):
+        for module, size in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = 0.3 * torch.randn((8, 128), generator=source)
+            weights[f"{name}.lora_B.weight"] = 0.3 * torch.randn((size, 8), generator=source)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": sorted(sizes), "bias": "none"}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "adapter_model.safetensors")
     return directory
 
 

@@ -222,8 +222,8 @@ class _Probed(_Served):
 
         `cut`: compute the prompt by pieces of so many tokens; 0: in one.
         """
-        params = self._params(load, save)
-        params.max_tokens, params.logprobs = num_tokens, 5
+        params = self._params({"load": load, "save": save, "num_tokens": num_tokens})
+        params.logprobs = 5
         self._spoil = spoil
         self._core.scheduler.max_num_scheduled_tokens = cut or self._step_tokens
         output = self._llm.generate([{"prompt_token_ids": prompt}], [params], use_tqdm=False)[0]

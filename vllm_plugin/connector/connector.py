@@ -27,6 +27,7 @@ from contextcache.clock import Clock
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient, open_arena
+from vllm_plugin.connector.adapters import AdapterWord, are_mixed_up
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
@@ -49,6 +50,8 @@ class ConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     """Saves whose blocks this step may compute into."""
     idle_wait_s: float = 0.0
     """How long this step, which computes nothing, may wait for a load to end."""
+    adapters: tuple[int, ...] = ()
+    """LoRA adapters of which the workers have to say what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +65,16 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM
 
 
 @dataclass(frozen=True, slots=True)
-class EndedSaves(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
-    """Saves nobody has to wait for any more, workers to scheduler."""
+class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed by mypy
+    """What the scheduler has to hear of, workers to scheduler."""
 
-    cache_refs: frozenset[str]
+    ended_saves: frozenset[str]
+    """Those nobody has to wait for any more."""
+    adapters: tuple[AdapterWord, ...] = ()
 
     @override
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedSaves:
-        return EndedSaves(self.cache_refs | other.cache_refs)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        return WorkerNews(self.ended_saves | other.ended_saves, self.adapters + other.adapters)
 
 
 class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not followed by mypy
@@ -104,7 +109,12 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if role == KVConnectorRole.SCHEDULER:
             device = str(vllm_config.device_config.device_type)
             self._scheduler_side = SchedulerSide(
-                self._settings, secret, self.connect_sidecar, clock=self.clock, device=device
+                self._settings,
+                secret,
+                self.connect_sidecar,
+                clock=self.clock,
+                device=device,
+                mixes_adapters=are_mixed_up(vllm_config),
             )
             if self._uncarried is not None:
                 self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
@@ -214,8 +224,9 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     @override
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         loads, saves, overtaken = self.scheduler_side.take_plans(scheduler_output)
-        identity = self.scheduler_side.take_identity()
-        return ConnectorMetadata(loads, saves, identity, overtaken, self.scheduler_side.idle_wait_s())
+        side = self.scheduler_side
+        identity, asked = side.take_identity(), side.take_asked_adapters()
+        return ConnectorMetadata(loads, saves, identity, overtaken, side.idle_wait_s(), asked)
 
     @override
     def update_connector_output(self, connector_output: Any) -> None:
@@ -224,9 +235,10 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             getattr(connector_output, "failed_recving", ()),
             connector_output.invalid_block_ids,
         )
-        ended = connector_output.kv_connector_worker_meta
-        if isinstance(ended, EndedSaves):
-            self.scheduler_side.saves_ended(ended.cache_refs)
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self.scheduler_side.saves_ended(news.ended_saves)
+            self.scheduler_side.learn_adapters(news.adapters)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Tell vLLM's metrics (>= 0.32) where the tokens come from."""
@@ -279,6 +291,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         assert isinstance(metadata, ConnectorMetadata), "our scheduler half made it"
         if metadata.fingerprint_json:
             self.worker_side.adopt(metadata.fingerprint_json)
+        self.worker_side.adapters.ask(metadata.adapters)
         self.worker_side.start(metadata.loads, metadata.saves, metadata.overtaken)
         self.worker_side.wait(metadata.idle_wait_s)
 
@@ -314,9 +327,10 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         return bad
 
     @override
-    def build_connector_worker_meta(self) -> EndedSaves | None:
+    def build_connector_worker_meta(self) -> WorkerNews | None:
         ended, self._ended_saves = self._ended_saves, set()
-        return EndedSaves(frozenset(ended)) if ended else None
+        words = self.worker_side.adapters.take_words()
+        return WorkerNews(frozenset(ended), words) if ended or words else None
 
     def _take_results(self) -> Results:
         results = self.worker_side.take_results()

@@ -25,6 +25,11 @@ NULL_BLOCK = 0
 """vLLM's block of nothing: it stands where a request has no block. Its bytes are nobody's KV."""
 
 
+_PLAIN_VALUES, _SCALED_BY_WEIGHTS = 0, 1
+_PLAIN_MODES = frozenset({_PLAIN_VALUES, _SCALED_BY_WEIGHTS})
+"""Of vLLM's `KVQuantMode`, NONE and FP8_PER_TENSOR: plain values, and fp8 with scales of the checkpoint's or 1."""
+
+
 class UncarriedEngine(Exception):  # a finding about an engine, not a fault
     """The KV of this engine cannot be carried."""
 
@@ -61,6 +66,8 @@ def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, 
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise UncarriedEngine("pipeline_parallel", "ranks have different layers, and a context is of one kind of them")
     layers = vllm_config.compilation_config.static_forward_context
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UncarriedEngine("kv_dtype", "KV is scaled by what each engine sees first")
     found = tuple(_layer_group(group, layers) for group in kv_cache_config.kv_cache_groups)
     if not found:
         raise UncarriedEngine("no_layers", "the engine has no KV layers")
@@ -93,6 +100,8 @@ def _kind(spec: Any) -> tuple[KVKind, int]:
         raise UncarriedEngine("unsupported_layers", "layers attend to tokens that come later")
     if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None):
         raise UncarriedEngine("unsupported_layers", f"layers of kind {name} keep states of several tokens")
+    if (mode := getattr(spec, "kv_quant_mode", _PLAIN_VALUES)) not in _PLAIN_MODES:
+        raise UncarriedEngine("kv_dtype", f"KV of kind {getattr(mode, 'name', mode)} may have scales outside its pages")
     # A window as an attribute of full attention is fine: blocks of all tokens are kept, and only fewer are read.
     return ("sliding_window", spec.sliding_window) if type(spec) is SlidingWindowSpec else ("full_attention", 0)
 

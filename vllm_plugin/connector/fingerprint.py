@@ -2,7 +2,8 @@
 
 Equal on all ranks of an engine, because a manifest has one. Left out on purpose: the physical layout but for the order
 of bytes in a page, ranks, ports, and vLLM's block hash seed and algorithm (we match token ids, never vLLM's hashes).
-LoRA: requests with an adapter are not saved or loaded, so what is stored is always the base model's.
+KV of requests with a LoRA adapter is under this fingerprint and the adapter's own (adapters.py): what stands under
+this one alone is the base model's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contextcache.model import KVFile, KVGroup, KVKind, Manifest
-from kv_sidecar.client import BlockMeta, file_meta
+from kv_sidecar.client import ADAPTER_MARK, BlockMeta, file_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,21 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that requests are computed with."""
+
+    adapter_id: int
+    """vLLM's number for it."""
+    name: str
+    digest: str
+    """Hex, of what the engine holds in memory for it (adapters.py)."""
+
+    def key(self, fingerprint: str) -> str:
+        """Return the fingerprint of KV that an engine with this one computes with the adapter."""
+        return f"{fingerprint}{ADAPTER_MARK}{self.digest}"
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """The part of one block file that a plan moves."""
 
@@ -105,6 +120,8 @@ class LoadPlan:
     """`time.monotonic()` of the first question about this request; one clock for all processes of a machine."""
     traceparent: str = ""
     """Span of the turn, for the load's own; empty: nobody traces it."""
+    adapter: Adapter | None = None
+    """With which the KV was computed; the fingerprint has it too."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -138,6 +155,8 @@ class SavePlan:
     """Span of the turn, for the save's own; empty: nobody traces it."""
     holds_blocks: bool = True
     """Whether the engine keeps the blocks until it is told; else it tells when it does not any more."""
+    adapter: Adapter | None = None
+    """With which it was computed; the fingerprint has it too."""
     early: int = 0
     """Which of those that send whole files ahead of a save, which has the same cache_ref; 0: the save itself."""
 
@@ -231,6 +250,7 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
     loaded_tokens: int,
     asked_at_s: float,
     traceparent: str = "",
+    adapter: Adapter | None = None,
 ) -> LoadPlan:
     """Return the plan that makes the token after `device_tokens + loaded_tokens` computable.
 
@@ -264,4 +284,5 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
         loaded_tokens=loaded_tokens,
         asked_at_s=asked_at_s,
         traceparent=traceparent,
+        adapter=adapter,
     )

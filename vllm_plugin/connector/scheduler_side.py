@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contextcache.clock import Clock
@@ -19,6 +19,7 @@ from contextcache.errors import ForgedIdentity
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from vllm_plugin.connector.adapters import UNKNOWN, AdapterWord, KnownAdapters
 from vllm_plugin.connector.checkpoints import PromptCheckpoints
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.early_saves import EarlySaves
@@ -26,7 +27,7 @@ from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.engine_identity import EngineIdentity
 from vllm_plugin.connector.load_estimate import LoadEstimate
 from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
-from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan, plan_load, restorable_tokens
+from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, plan_load, restorable_tokens
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
@@ -63,6 +64,12 @@ class _Tracked:
     """A report was sent, or a worker will send it."""
     of_old_weights: bool = False
     """Tokens of it were computed before the weights were given up for changed."""
+    adapter: Adapter | None = None
+    """What it is computed with beside the model, once that is known."""
+    adapter_by_ms: int = 0
+    """Until when that is waited for; 0: it is not."""
+    uncarried: str = ""
+    """Why nothing of it is saved or loaded; empty: something may be."""
 
     def forget_saved(self) -> None:
         """Start from nothing that was saved so far."""
@@ -77,9 +84,17 @@ class SchedulerSide:
     """All methods are called by the engine's thread and return at once, `shutdown` excepted."""
 
     def __init__(
-        self, settings: ConnectorSettings, secret: bytes, connect: Connect, *, clock: Clock, device: str = "cpu"
+        self,
+        settings: ConnectorSettings,
+        secret: bytes,
+        connect: Connect,
+        *,
+        clock: Clock,
+        device: str = "cpu",
+        mixes_adapters: bool = False,
     ) -> None:
-        """`device`: what the engine computes on, such as `cuda`."""
+        """`device`: what the engine computes on, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`."""
+        self._mixes_adapters = mixes_adapters
         self._settings = settings
         self._sends_ahead = settings.sends_ahead(device)
         self._secret = secret
@@ -96,6 +111,7 @@ class SchedulerSide:
         """Steps in a row that computed and began nothing."""
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
+        self._adapters = KnownAdapters()
         self._estimate = LoadEstimate()
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
@@ -151,27 +167,67 @@ class SchedulerSide:
         """Look at a new request, and start its lookup before it is scheduled. Harmless when repeated."""
         if request.request_id in self._requests:
             return
+        if request.lora_request is not None:
+            self._adapters.observe(request.lora_request)
         transfer = self._verified(request)
         if transfer is None:
             return
         tracked = self._requests[request.request_id] = _Tracked(transfer, request)
-        if self._facts is not None:
-            self._checkpoints.watch(request, transfer, self._facts)
-            if self._sends_ahead:
-                self._early_saves.watch(request, transfer, self._facts)
-        if (facts := self._facts) is None:
+        if self._facts is None:
             reason = self._left_alone or "ranks_unknown"
             tracked.found = Match(None, 0, reason)
             self._abandon(request, transfer, reason)
-        elif transfer.load and not request.skip_reading_prefix_cache:
+        elif request.mm_features:
+            # Token ids alone do not say what was computed.
+            self._leave_out(tracked, "multimodal")
+        elif request.prompt_embeds is not None:
+            self._leave_out(tracked, "prompt_embeds")
+        elif request.lora_request is None and self._mixes_adapters:
+            self._leave_out(tracked, "adapters_mixed_up")
+        elif request.lora_request is None:
+            self._start(tracked, self._facts)
+        else:
+            tracked.adapter_by_ms = self._clock.now_ms() + self._settings.manifest_deadline_ms
+            self._awaits_adapter(tracked)
+
+    def _start(self, tracked: _Tracked, facts: RankFacts) -> None:
+        """Look for what was saved, and watch what is computed. `facts` are also the adapter's."""
+        request, transfer = tracked.request, tracked.transfer
+        self._checkpoints.watch(request, transfer, facts)
+        if self._sends_ahead:
+            self._early_saves.watch(request, transfer, facts)
+        if transfer.load and not request.skip_reading_prefix_cache:
             tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts)
+
+    def _awaits_adapter(self, tracked: _Tracked) -> bool:
+        """Go on once it is known what a request's adapter is, or that it cannot be told in time; True: not yet."""
+        if not tracked.adapter_by_ms or (facts := self._facts) is None:
+            return False
+        found = self._adapters.find(tracked.request.lora_request, facts.world_size)
+        if found is None and self._clock.now_ms() < tracked.adapter_by_ms:
+            return True
+        tracked.adapter_by_ms = 0
+        if isinstance(found, Adapter):
+            tracked.adapter = found
+            self._start(tracked, _facts_with(facts, found))
+        else:
+            # What is computed from the first token may still be saved: it is known at the end what with.
+            tracked.found = Match(None, 0, found or UNKNOWN)
+        return False
+
+    def _leave_out(self, tracked: _Tracked, reason: str) -> None:
+        """Neither save nor load anything of a request."""
+        tracked.uncarried, tracked.found = reason, Match(None, 0, reason)
+        self.counters.add("unsupported_requests", reason)
+        self._abandon(tracked.request, tracked.transfer, reason)
 
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens to load beyond `num_computed_tokens`, True), (0, False), or (None, False): ask again."""
         self.begin(request)
         tracked = self._requests.get(request.request_id)
+        awaits_adapter = tracked is not None and self._awaits_adapter(tracked)
         if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
-            return 0, False
+            return None if awaits_adapter else 0, False
         found = tracked.found = tracked.lookup.result(self._clock.now_ms())
         if found is None:
             return None, False
@@ -203,7 +259,7 @@ class SchedulerSide:
         assert tracked.found.manifest is not None, "tokens were promised from a manifest"
         tracked.loading = plan_load(
             tracked.found.manifest,
-            self._facts,
+            _facts_with(self._facts, tracked.adapter),
             engine_request_id=request.request_id,
             # A preempted request loads again, but its prompt's receipt is already written.
             request_id="" if tracked.reported else tracked.transfer.request_id,
@@ -212,6 +268,7 @@ class SchedulerSide:
             loaded_tokens=num_external_tokens,
             asked_at_s=tracked.asked_at_s,
             traceparent=tracked.transfer.traceparent,
+            adapter=tracked.adapter,
         )
         tracked.reported = True
         size_bytes = _size_bytes(tracked.found.manifest, num_external_tokens)
@@ -231,8 +288,9 @@ class SchedulerSide:
         """Return this step's work: loads, saves, and the saves whose blocks it may compute into."""
         for plan in self._checkpoints.observe(scheduler_output, self._facts):
             if self._pending_saves.add(plan.cache_ref):
-                self._saves.append(plan)
-        self._saves += self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
+                self._saves.append(self._with_adapter(plan))
+        early = self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
+        self._saves += [self._with_adapter(plan) for plan in early]
         in_prompts = sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms())
         self._idle_steps = 0 if scheduler_output.total_num_scheduled_tokens or self._loads else self._idle_steps + 1
@@ -253,6 +311,20 @@ class SchedulerSide:
         asked = [each.lookup.future for each in self._requests.values() if each.lookup is not None]
         wait([future for future in asked if future is not None and not future.done()], _IDLE_WAIT_S, FIRST_COMPLETED)
         return 0.0
+
+    def _with_adapter(self, plan: SavePlan) -> SavePlan:
+        tracked = self._requests.get(plan.engine_request_id)
+        if tracked is None or tracked.adapter is None:
+            return plan
+        return replace(plan, fingerprint=tracked.adapter.key(plan.fingerprint), adapter=tracked.adapter)
+
+    def take_asked_adapters(self) -> tuple[int, ...]:
+        """Return the numbers of adapters of which the workers have to say what they are."""
+        return self._adapters.take_asked()
+
+    def learn_adapters(self, words: Iterable[AdapterWord]) -> None:
+        """Take the workers' words on adapters."""
+        self._adapters.learn(words)
 
     def _is_loading(self, request_id: str) -> bool:
         tracked = self._requests.get(request_id)
@@ -306,7 +378,7 @@ class SchedulerSide:
         self._tracer.close()
 
     def _verified(self, request: Any) -> KVTransfer | None:
-        """Return what the turn middleware signed, or None: no token, a forged one, or a request we do not carry."""
+        """Return what the turn middleware signed, or None: no token, or a forged one."""
         params = request.kv_transfer_params
         token = params.get(KV_TRANSFER_KEY) if isinstance(params, dict) else None
         if not isinstance(token, str):
@@ -316,11 +388,6 @@ class SchedulerSide:
         except ForgedIdentity:
             self.counters.add("forged_tokens")
             log.warning("kv transfer token refused")
-            return None
-        if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
-            # Token ids alone do not say what was computed.
-            self.counters.add("unsupported_requests")
-            self._abandon(request, transfer, "unsupported_request")
             return None
         return transfer
 
@@ -345,8 +412,14 @@ class SchedulerSide:
     def _save_plan(self, request: Any, tracked: _Tracked, block_ids: Sequence[Sequence[int]]) -> SavePlan | None:
         again = self._lost_ref(tracked)
         cache_ref, facts = tracked.transfer.save or again, self._facts
-        if cache_ref is None or facts is None:
+        if cache_ref is None or facts is None or tracked.uncarried:
             return None
+        if tracked.adapter is None and request.lora_request is not None:
+            found = self._adapters.find(request.lora_request, facts.world_size)
+            if not isinstance(found, Adapter):
+                self._leave_out(tracked, found or UNKNOWN)
+                return None
+            tracked.adapter = found
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if again is not None:
             num_tokens = min(num_tokens, tracked.transfer.save_again_tokens)
@@ -370,8 +443,9 @@ class SchedulerSide:
             token_ids=tuple(request.all_token_ids[:num_tokens]),
             groups=facts.groups,
             block_ids=_kept_ids(facts, num_tokens, block_ids),
-            fingerprint=facts.fingerprint,
+            fingerprint=_facts_with(facts, tracked.adapter).fingerprint,
             traceparent=tracked.transfer.traceparent,
+            adapter=tracked.adapter,
         )
 
     def _abandon(self, request: Any, transfer: KVTransfer, reason: str) -> None:
@@ -387,6 +461,11 @@ class SchedulerSide:
         first = transfer.load[0]
         # Turns like this one run in parallel; all have missed it, one brings it back.
         return first if first in found.missing and first not in self._saved_again else None
+
+
+def _facts_with(facts: RankFacts, adapter: Adapter | None) -> RankFacts:
+    """Return what KV of requests with an adapter is under."""
+    return facts if adapter is None else replace(facts, fingerprint=adapter.key(facts.fingerprint))
 
 
 def _size_bytes(manifest: Manifest, num_tokens: int) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
+from vllm_plugin.connector.adapters import CHANGED, LoadedAdapters
 from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
@@ -57,6 +58,9 @@ class WorkerSide:
         self._settings = settings
         self._clock = clock
         self.counters = Counters()
+        self.adapters = LoadedAdapters(
+            vllm_config.parallel_config.rank, getattr(vllm_config, "lora_config", None) if groups else None
+        )
         self._tracer = connector_tracer(settings, self.counters)
         self._results = ResultBox()
         self._sidecar = LazySidecar(connect, timeout_s=settings.prepare_deadline_ms / 1000)
@@ -171,6 +175,9 @@ class WorkerSide:
         if NULL_BLOCK in load.plan.block_ids:
             loader.fail(load, "null_block")
             return
+        if load.plan.adapter is not None and not self.adapters.is_loaded(load.plan.adapter):
+            loader.fail(load, CHANGED)
+            return
         future = self._load_pool.try_submit(lambda: loader.run(load))
         if future is None:
             loader.fail(load, "queue_full")
@@ -180,6 +187,9 @@ class WorkerSide:
     def _start_save(self, saver: Saver, save: Save) -> None:
         if not self._link.is_worth_trying():
             saver.skip(save, "sidecar_unavailable")
+            return
+        if save.plan.adapter is not None and not self.adapters.holds(save.plan.adapter):
+            saver.skip(save, CHANGED)
             return
         future = self._save_pool.try_submit(lambda: saver.run(save))
         if future is None:
@@ -256,6 +266,7 @@ class WorkerSide:
         if self._saver is not None:
             self._saver.close()
         closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
+        closers.append(self.adapters.close)
         if self._saver is not None:
             closers.append(self._saver.hand_over.close)
         ended = [close(max(ends_at_ms - self._clock.now_ms(), 0) / 1000) for close in closers]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import ManualClock
-from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
+from contextcache.errors import CacheRefNotFound, CacheRefPending, FingerprintMismatch, InvalidRequest
 from contextcache.model import KVGroup, new_cache_ref, plain_group
 from kv_sidecar.pulling import Reply, Wanted
 from kv_sidecar.saves import NewSave
@@ -90,6 +90,18 @@ async def test_a_pulled_context_is_the_peers_byte_for_byte(pair: Pair) -> None:
     assert pair.pulls("pulled") == 1
     assert pair.here.counted("pull_seconds_count") == 1
     assert pair.peer.num_open == 0
+
+
+async def test_kv_of_an_adapter_is_pulled_and_served_to_the_same_adapter_alone(pair: Pair) -> None:
+    new = new_save(PROMPT, now_ms=pair.clock.now_ms(), fingerprint=f"{FINGERPRINT}+{'a' * 48}")
+    await pair.there.send_all(new)
+    await pair.there.catalog.seal(new.cache_ref, 0)
+    await pair.pull(new.cache_ref)
+
+    assert await pair.here.load(new) == ["peer"] * 3
+    for other in (FINGERPRINT, f"{FINGERPRINT}+{'b' * 48}"):
+        with pytest.raises(FingerprintMismatch):
+            await pair.here.load(replace(new, fingerprint=other))
 
 
 async def test_the_first_load_after_a_pull_names_the_peer_and_later_ones_do_not(pair: Pair) -> None:
@@ -189,8 +201,8 @@ async def test_a_peer_without_any_of_it_ends_the_pull(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"fingerprint": "e" * 64}, {"world_size": 2}, {"groups": (SMALLER,)}],
-    ids=["fingerprint", "world_size", "block_tokens"],
+    [{"fingerprint": "e" * 64}, {"fingerprint": f"{'e' * 64}+{'a' * 48}"}, {"world_size": 2}, {"groups": (SMALLER,)}],
+    ids=["fingerprint", "adapter", "world_size", "block_tokens"],
 )
 async def test_kv_of_another_engine_moves_no_byte(pair: Pair, change: dict[str, object]) -> None:
     new = await pair.there.save(PROMPT)

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -36,11 +37,17 @@ PROMPT = list(range(1, 101))
 
 
 def config(
-    *, policy: str = "recompute", encoder_decoder: bool = False, attention: str = "decoder", **parallel: int
+    *,
+    policy: str = "recompute",
+    encoder_decoder: bool = False,
+    attention: str = "decoder",
+    calculate_kv_scales: bool = False,
+    **parallel: int,
 ) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
         model_config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        cache_config=SimpleNamespace(calculate_kv_scales=calculate_kv_scales),
         parallel_config=SimpleNamespace(**parallel),
         compilation_config=SimpleNamespace(static_forward_context={"l0": SimpleNamespace(attn_type=attention)}),
     )
@@ -55,6 +62,7 @@ def groups(*specs: Any, **fields: Any) -> Any:
     [
         FULL,
         LATENT,
+        replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
         # As vLLM spells them with its hybrid manager off: blocks of all tokens are kept.
         replace(FULL, sliding_window=32),
         replace(FULL, attention_chunk_size=32),
@@ -83,6 +91,9 @@ def test_groups_of_windows_states_and_full_attention_are_carried_together() -> N
         (config(decode_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(prefill_context_parallel_size=2), groups(FULL), "context_parallel"),
         (config(pipeline_parallel_size=2), groups(FULL), "pipeline_parallel"),
+        (config(calculate_kv_scales=True), groups(FULL), "kv_dtype"),
+        (config(), groups(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)), "kv_dtype"),
+        (config(), groups(replace(SLIDING, kv_quant_mode=KVQuantMode.NVFP4)), "kv_dtype"),
         (config(), groups(), "no_layers"),
         (config(), groups(ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32)), "unsupported_layers"),
         (config(), groups(FULL, replace(STATE, mamba_cache_mode="all")), "unsupported_layers"),

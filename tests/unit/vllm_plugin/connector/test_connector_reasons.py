@@ -9,12 +9,17 @@ from pathlib import Path
 import vllm_plugin.connector
 from kv_sidecar.saves import counted_reason
 
-MODULES = ("engine_check", "layout", "scheduler_side", "worker_side", "saving", "hand_over")
+MODULES = ("engine_check", "layout", "adapters", "scheduler_side", "worker_side", "saving", "hand_over")
 """Those that give saves up, or leave engines alone."""
 SAYS_WHY = {"UncarriedEngine": 0, "GivenUp": 0, "leave_alone": 0, "give_up": 1, "skip": 1, "_abandon": 2}
+SAYS_WHY |= {"_leave_out": 1}
 """Calls that take such a word, and at which place."""
-WORDS = {"fault", "reason", "_WEIGHTS_CHANGED"}
+WORDS = {"fault", "reason", "_WEIGHTS_CHANGED", "UNKNOWN", "CHANGED"}
 """Variables that hold one."""
+
+
+def names_in(targets: list[ast.expr]) -> list[str]:
+    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
 
 def said_in(tree: ast.AST) -> Iterator[str]:
@@ -23,7 +28,7 @@ def said_in(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             found = node.args[SAYS_WHY[name] :][:1] if name in SAYS_WHY else []
-        elif isinstance(node, ast.Assign) and WORDS & {getattr(target, "id", "") for target in node.targets}:
+        elif isinstance(node, ast.Assign) and WORDS & set(names_in(node.targets)):
             found = [node.value]
         elif isinstance(node, ast.FunctionDef) and node.name == "_obstacle":
             found = [part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value is not None]
@@ -45,5 +50,7 @@ def test_every_reason_the_connector_gives_is_a_label_of_the_sidecars() -> None:
         "staging_full",
         "not_computed",
         "null_block",
+        "adapter_changed",
+        "multimodal",
     }
     assert {word for word in words if counted_reason(word) == "other"} == set()
