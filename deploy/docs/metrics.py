@@ -17,7 +17,7 @@ from injector.metrics import InjectorMetrics
 from kv_sidecar.metrics import SidecarMetrics
 from vllm_plugin.turn.metrics import TurnMetrics
 
-_CONNECTOR = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "stats.py"
+_CONNECTOR = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "telemetry.py"
 PARTS: Mapping[str, Callable[[CollectorRegistry], object]] = {
     "gateway": GatewayMetrics,
     "manager": ManagerMetrics,

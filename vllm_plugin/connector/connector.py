@@ -33,7 +33,7 @@ from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, MonotonicClock
-from vllm_plugin.connector.stats import ConnectorPromMetrics, ConnectorStats, hit_source
+from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
 

@@ -3,21 +3,23 @@
 Equal on all ranks of an engine, because a manifest has one. Left out on purpose: the physical layout but for the order
 of bytes in a page, ranks, ports, and vLLM's block hash seed and algorithm (we match token ids, never vLLM's hashes).
 KV of requests with a LoRA adapter is under this fingerprint and the adapter's own (adapters.py): what stands under
-this one alone is the base model's.
+this one alone is the base model's. The scheduler's half decides which one the engine's KV goes under now.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import vllm
 
 from vllm_plugin.connector.engine_check import LayerGroup
-from vllm_plugin.connector.metadata import EngineGroup
+from vllm_plugin.connector.metadata import EngineGroup, RankFacts
 from vllm_plugin.connector.pages import LayerShape
 
 FORMAT_VERSION = 1
@@ -132,3 +134,58 @@ def _machine() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return f"cpu/{torch.backends.cpu.get_cpu_capability()}"
+
+
+_WEIGHTS = "weights"
+_EPOCH = "weights_epoch"
+
+
+class EngineIdentity:
+    """The fingerprint an engine's KV goes under now: learned from its ranks, moved when its weights may have changed.
+
+    The scheduler's half alone decides it; workers adopt what they are told. A moved fingerprint holds a random epoch:
+    KV made under it is never mixed up with any other, and dies with the engine. After a restart the weights are those
+    of the files again, and so is the fingerprint. Not thread-safe: the engine's thread alone.
+    """
+
+    def __init__(self) -> None:
+        self.facts: RankFacts | None = None
+        """None: the ranks are not known, or do not agree. Then nothing is loaded or saved."""
+        self.are_weights_known = True
+        self._first_epoch = ""
+        self._news = ""
+
+    def learn(self, ranks: Iterable[RankFacts]) -> bool:
+        """Take what the workers are; return whether they agree.
+
+        Weights that one of them could not look into are new weights: the epoch moves.
+        """
+        known = list(ranks)
+        documents = [json.loads(rank.fingerprint_json) for rank in known]
+        weights = {document.pop(_WEIGHTS, None) for document in documents}
+        self.are_weights_known = None not in weights
+        agree = bool(known) and len({canonical_json(document) for document in documents}) == 1
+        if not agree or len(weights - {None}) > 1:
+            self.facts = None
+            return False
+        self.facts, self._first_epoch = known[0], documents[0].get(_EPOCH, "")
+        if not self.are_weights_known:
+            self.move()
+        return True
+
+    def move(self) -> None:
+        """Let nothing that was saved before be loaded, by a fingerprint nobody has."""
+        if self.facts is None:
+            return
+        document = json.loads(self.facts.fingerprint_json)
+        document[_EPOCH] = f"{self._first_epoch}/{secrets.token_hex(16)}"
+        if not self.are_weights_known:
+            document[_WEIGHTS] = None
+        spelled = canonical_json(document)
+        self.facts = replace(self.facts, fingerprint=fingerprint(spelled), fingerprint_json=spelled)
+        self._news = spelled
+
+    def take_news(self) -> str:
+        """Return the JSON that workers have to adopt; empty: nothing new since the last call."""
+        news, self._news = self._news, ""
+        return news

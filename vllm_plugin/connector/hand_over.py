@@ -23,12 +23,12 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import BlockFileWriter
-from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import SavePlan
 from vllm_plugin.connector.pages import Fence
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, LazySidecar, RankLink
+from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import ResultBox, StagingBudget, TransferPool
 from vllm_plugin.crash_points import AFTER_SEAL, BEFORE_HAND_OVER, BEFORE_SEAL, BETWEEN_HANDED_BLOCKS
 

@@ -9,14 +9,20 @@ that a page is one stretch wherever a block is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from kv_sidecar.client import populate
 from vllm_plugin.connector.cpu_copies import HostLayers
 from vllm_plugin.connector.cuda_copies import CudaDriver, DeviceLayers
 from vllm_plugin.connector.engine_check import UncarriedEngine
 from vllm_plugin.connector.pages import LOGICAL, LayerShape, PagedLayers
+
+log = logging.getLogger(__name__)
 
 
 def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: Sequence[Sequence[str]]) -> PagedLayers:
@@ -70,3 +76,18 @@ def _in_memory(view: torch.Tensor) -> list[int]:
     long = [axis for axis in range(1, view.dim()) if view.shape[axis] > 1]
     by_stride = iter(sorted(long, key=lambda axis: -view.stride(axis)))
     return [next(by_stride) if axis in long else axis for axis in range(1, view.dim())]
+
+
+def prefault(tensors: Iterable[torch.Tensor], *, stopping: threading.Event) -> int:
+    """Touch the memory behind a CPU engine's KV once, a step at a time until `stopping`; return the bytes touched.
+
+    The operating system hands such memory out page by page at first touch: on a virtual machine 133 MB took 170 to
+    190 ms, as long as all else in restoring 5 800 tokens; cold prompts pay it too. Contents stay as they are.
+    Meant for a thread of its own: seconds for some GiB, without the interpreter's lock. Raises nothing.
+    """
+    begun_s = time.monotonic()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.is_cpu}
+    touched_bytes = sum(populate(address, storage.nbytes(), stopping=stopping) for address, storage in storages.items())
+    duration_ms = round((time.monotonic() - begun_s) * 1000)
+    log.info("KV memory touched", extra={"size_bytes": touched_bytes, "duration_ms": duration_ms})
+    return touched_bytes

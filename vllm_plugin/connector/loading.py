@@ -25,12 +25,12 @@ from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer, fail
 from kv_sidecar.client import check_head, new_checksum, parse_block_file
-from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import LoadPlan, Piece
 from vllm_plugin.connector.pages import Fence, PageCopy, PagedLayers, page_bytes
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, RankLink, Terms
+from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import ResultBox
 from vllm_plugin.crash_points import BEFORE_LOAD, BETWEEN_LOADED_BLOCKS
 

@@ -21,10 +21,10 @@ from contextcache.model import CacheRef, Manifest, prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from vllm_plugin.connector.checkpoints import has_checkpoints
-from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal, restorable_tokens
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import LazySidecar
+from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import TransferPool
 
 _ASK_AGAIN_S = 0.01

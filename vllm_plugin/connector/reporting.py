@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 from contextcache.errors import ContextCacheError
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, LazySidecar
+from vllm_plugin.connector.telemetry import Counters
 from vllm_plugin.connector.transfer import TransferPool
 
 

@@ -19,8 +19,8 @@ from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
 from contextcache.model import KVGroup, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from vllm_plugin.connector.counters import Counters
 from vllm_plugin.connector.metadata import RankFacts
+from vllm_plugin.connector.telemetry import Counters
 
 log = logging.getLogger(__name__)
 

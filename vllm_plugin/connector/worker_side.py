@@ -18,19 +18,18 @@ import torch
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
 from vllm_plugin.connector.adapters import CHANGED, LoadedAdapters
-from vllm_plugin.connector.counters import Counters, connector_tracer
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
 from vllm_plugin.connector.hand_over import HandOver, Save
-from vllm_plugin.connector.layout import open_layers
+from vllm_plugin.connector.layout import open_layers, prefault
 from vllm_plugin.connector.loading import Load, Loader
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.pages import page_orders
-from vllm_plugin.connector.prefault import prefault
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saving import Saver
 from vllm_plugin.connector.settings import WEIGHTS_UNNAMED, ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, Connect, LazySidecar, OpenArena, RankLink
+from vllm_plugin.connector.telemetry import Counters, connector_tracer
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
 from vllm_plugin.connector.weights import weights_identity
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,22 @@ MANY = tuple(range(40))
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[BlockKey]:
+def gate() -> threading.Event:
+    """Reading from disk waits for it."""
+    opened = threading.Event()
+    opened.set()
+    return opened
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[BlockKey]:
     """The files that are read from disk into slots."""
     found: list[BlockKey] = []
     read_into = DiskStore.read_into
 
     def counted(self: DiskStore, key: BlockKey, room: memoryview) -> None:
         found.append(key)
+        gate.wait(30)
         read_into(self, key, room)
 
     monkeypatch.setattr(DiskStore, "read_into", counted)
@@ -86,14 +96,18 @@ async def test_another_tenant_has_nothing_read_ahead(tmp_path: Path, reads: list
         assert reads == []
 
 
-async def test_reading_ahead_that_is_given_up_leaves_nothing_behind(tmp_path: Path, reads: list[BlockKey]) -> None:
+async def test_reading_ahead_that_is_given_up_leaves_nothing_behind(
+    tmp_path: Path, reads: list[BlockKey], gate: threading.Event
+) -> None:
     ref = await saved(tmp_path)
     async with SidecarUnderTest(tmp_path) as kv:
         new = new_save(MANY, now_ms=kv.clock.now_ms(), cache_ref=ref)
+        gate.clear()
         reading = asyncio.create_task(kv.catalog.read_ahead(new.tenant, [ref]))
         await until(lambda: bool(reads), what="it has begun")
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
+        gate.set()
 
         assert len(reads) < 10
         assert await kv.load(new) == ["disk"] * 10

@@ -1,10 +1,12 @@
-"""The connector's counts as vLLM's `KVConnectorStats`, and as Prometheus counters on vLLM's /metrics.
+"""What the connector did, counted in the objects and shown through vLLM's own /metrics. Knows no request.
 
-vLLM carries the stats from workers and scheduler to the API server, which owns the registry; nothing is counted here.
+The counts of workers and scheduler travel to the API server, which owns the registry, as vLLM's `KVConnectorStats`.
+Names and reasons are short fixed phrases, so they are safe as labels.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter as CountOf
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +16,45 @@ from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tracing import Tracer, open_tracer
+from vllm_plugin.connector.settings import ConnectorSettings
+
+
+class Counters:
+    """Thread-safe counts by (name, reason)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total: CountOf[tuple[str, str]] = CountOf()
+        self._fresh: CountOf[tuple[str, str]] = CountOf()
+
+    def add(self, name: str, reason: str = "", amount: int = 1) -> None:
+        """Count `amount` more of `name`, for `reason` when there is one."""
+        with self._lock:
+            self._total[name, reason] += amount
+            self._fresh[name, reason] += amount
+
+    def get(self, name: str, reason: str | None = None) -> int:
+        """Return the count since the start, of one reason or of all."""
+        with self._lock:
+            return sum(count for (key, why), count in self._total.items() if key == name and reason in (None, why))
+
+    def take_fresh(self) -> dict[tuple[str, str], int]:
+        """Return what was added since the last call."""
+        with self._lock:
+            fresh, self._fresh = self._fresh, CountOf()
+        return dict(fresh)
+
+
+def connector_tracer(settings: ConnectorSettings, counters: Counters) -> Tracer:
+    """Return the tracer of one half of the connector; traces are continued only, none begins here."""
+    return open_tracer(
+        settings.traces_endpoint,
+        part="connector",
+        sample_ratio=0,
+        on_lost=lambda num_spans: counters.add("lost_spans", amount=num_spans),
+    )
+
 
 _SEPARATOR = "/"
 BYTES = "loaded_bytes"
