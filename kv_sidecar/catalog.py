@@ -47,8 +47,6 @@ Result = TypeVar("Result")
 
 _FRESH_MS = 600_000
 """How long a pulled context that nobody loads still counts as its peer's."""
-_READ_AHEAD_MAX = 4
-"""Contexts at once; one more is read when its load asks for it."""
 NOT_FOUND = "no KV under this cache_ref"
 """One message for absent, expired, deleted and another tenant's."""
 
@@ -98,7 +96,7 @@ class ContextCatalog:
             keep_ms=_FRESH_MS, max_names=limits.max_tombstones
         )
         """Ranks of pulled contexts that nobody has loaded here yet."""
-        self._num_read_ahead = 0
+        self._reads_ahead = False
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
 
@@ -285,7 +283,7 @@ class ContextCatalog:
         if (manifest.cache_ref, 0) in self._pulled:
             return "peer"
         keys = rank_keys(manifest, 0)
-        in_memory = sum(map(self._tiers.is_in_memory, keys))
+        in_memory = sum(self._tiers.memory.size_bytes(key) is not None for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
 
     async def load(
@@ -309,8 +307,8 @@ class ContextCatalog:
         files = num_files(manifest)
         if not 0 <= rank < manifest.world_size or not all(0 <= index < files for index in block_indices):
             raise InvalidRequest("there is no such block in this context", param="block_indices")
-        if len(block_indices) > files:
-            raise InvalidRequest("more blocks asked for than there are", param="block_indices")
+        if len(set(block_indices)) != len(block_indices):
+            raise InvalidRequest("a block is asked for once", param="block_indices")
         wanted = list(block_indices)
         leased = None
         if lease is not None:
@@ -336,15 +334,15 @@ class ContextCatalog:
         """
         records = (self._live(tenant, cache_ref) for cache_ref in cache_refs)
         record = next((record for record in records if record is not None), None)
-        if record is None or self._num_read_ahead >= _READ_AHEAD_MAX:
-            return
-        self._num_read_ahead += 1
+        if record is None or self._reads_ahead:
+            return  # of two at once the second is read when its load asks
+        self._reads_ahead = True
         try:
             manifest = await self._manifests.read(record)
             if manifest is not None:
                 await self._tiers.read_ahead(manifest)
         finally:
-            self._num_read_ahead -= 1
+            self._reads_ahead = False
 
     async def end_load(self, lease_id: str) -> None:
         """End a load's lease, and free what was deleted meanwhile. Idempotent."""

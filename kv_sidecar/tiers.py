@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
 """Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
 
-_TOGETHER_BYTES = 4 << 20
-"""Files that one thread reads in one go."""
+_TOGETHER_BYTES, _TOGETHER_FILES = 4 << 20, 64
+"""What one thread reads in one go."""
 
 TierName: TypeAlias = Literal["host", "disk", "peer"]
 
@@ -67,6 +67,13 @@ def _wanted(manifest: Manifest, block_index: int, rank: int) -> _Wanted:
     return _Wanted(block_index, meta, vouched)
 
 
+async def _next(found: deque[FetchedBlock | asyncio.Task[FetchedBlock]]) -> FetchedBlock:
+    """Take the first, once it is there."""
+    first = found.popleft()
+    fetched = first if isinstance(first, FetchedBlock) else await first
+    return replace(fetched, is_followed=bool(found) and isinstance(found[0], FetchedBlock))
+
+
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
@@ -96,10 +103,6 @@ class Tiers:
         self._brought: set[BlockKey] = set()
         """Blocks that were read into memory and not handed out since."""
         self._checksums: dict[BlockKey, str] = {}
-
-    def is_in_memory(self, key: BlockKey) -> bool:
-        """Return whether a block is in memory, and not only because a load of it is about to begin."""
-        return key not in self._brought and self.memory.size_bytes(key) is not None
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the block is on disk and stays there."""
@@ -185,14 +188,20 @@ class Tiers:
     async def _in_slots(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int], pins: Pins
     ) -> AsyncGenerator[FetchedBlock, None]:
-        async with aclosing(self._bring(manifest, rank, block_indices)) as groups:
-            async for group in groups:
-                found = [self._at_hand(manifest, index, rank, pins) for index in group]
-                for index, block, after in zip(group, found, [*found[1:], None], strict=True):
-                    if block is None:
-                        yield await self._fetch(_wanted(manifest, index, rank), pins, in_slots=True)
-                    else:
-                        yield replace(block, is_followed=after is not None)
+        found: deque[FetchedBlock | asyncio.Task[FetchedBlock]] = deque()
+        try:
+            async with aclosing(self._bring(manifest, rank, block_indices)) as groups:
+                async for group in groups:
+                    for index in group:
+                        at_hand = self._at_hand(manifest, index, rank, pins)
+                        found.append(at_hand or self._begin(_wanted(manifest, index, rank), pins, in_slots=True))
+                    # What there is no room for comes in frames, read while the next ones are brought.
+                    while found and (isinstance(found[0], FetchedBlock) or len(found) > self._prefetch_blocks):
+                        yield await _next(found)
+            while found:
+                yield await _next(found)
+        finally:
+            await _end([each for each in found if isinstance(each, asyncio.Task)])
 
     async def _in_frames(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int], pins: Pins
@@ -202,14 +211,16 @@ class Tiers:
         try:
             while waiting or ahead:
                 while waiting and len(ahead) <= self._prefetch_blocks:
-                    wanted = _wanted(manifest, waiting.popleft(), rank)
-                    ahead.append(asyncio.create_task(self._fetch(wanted, pins, in_slots=False)))
+                    ahead.append(self._begin(_wanted(manifest, waiting.popleft(), rank), pins, in_slots=False))
                 yield await ahead.popleft()
         finally:
             await _end(ahead)
 
     async def read_ahead(self, manifest: Manifest) -> None:
-        """Bring what loads of a context will ask for from disk into memory, as much as half of that holds."""
+        """Bring what loads of a context will ask for from disk into memory, as much as half of that holds.
+
+        One group at a time: nobody waits for it yet, and others wait for the disk and the cores.
+        """
         limit_bytes = self.memory.limit_bytes // 2
         for rank in range(manifest.world_size):
             indices = range(num_files(manifest))
@@ -226,9 +237,10 @@ class Tiers:
         """
         ahead: deque[tuple[Sequence[int], asyncio.Task[None] | None]] = deque()
         groups = self._groups(manifest, rank, block_indices, limit_bytes)
+        most_ahead = self._prefetch_blocks if limit_bytes is None else 0
         try:
             while True:
-                while len(ahead) <= self._prefetch_blocks and (group := next(groups, None)) is not None:
+                while len(ahead) <= most_ahead and (group := next(groups, None)) is not None:
                     missing = [i for i in group if self.memory.size_bytes(block_key(manifest, i, rank)) is None]
                     wanted = [_wanted(manifest, index, rank) for index in missing]
                     ahead.append((group, asyncio.create_task(self._read(wanted)) if wanted else None))
@@ -252,7 +264,7 @@ class Tiers:
             all_bytes += file_bytes
             if limit_bytes is not None and all_bytes > limit_bytes:
                 break
-            if group and size_bytes + file_bytes > _TOGETHER_BYTES:
+            if group and (size_bytes + file_bytes > _TOGETHER_BYTES or len(group) >= _TOGETHER_FILES):
                 yield group
                 group, size_bytes = [], 0
             group.append(index)
@@ -278,9 +290,9 @@ class Tiers:
                     await uses.enter_async_context(self._use_of(it.expected.key))
                 self._brought.update(await self._threads.run(self._read_files, mine))
         finally:
-            for it in mine:
-                del self._filling[it.expected.key]
             over.set()
+            for it in mine:
+                self._filling.pop(it.expected.key, None)
         for other in others:
             await other.wait()
 
@@ -368,12 +380,16 @@ class Tiers:
         self._metrics.hits.labels(tier).inc()
         return FetchedBlock(block_index, tier, slot=slot, vouched=block_checksum(manifest, block_index, rank))
 
+    def _begin(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> asyncio.Task[FetchedBlock]:
+        return asyncio.create_task(self._fetch(wanted, pins, in_slots=in_slots))
+
     async def _fetch(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         """Read one block to the end, whoever still waits: what lands in memory must be looked at again afterwards."""
         return await self._threads.finish(self._read_checked(wanted, pins, in_slots=in_slots))
 
     async def _read_checked(self, wanted: _Wanted, pins: Pins, *, in_slots: bool) -> FetchedBlock:
         key = wanted.expected.key
+        self._brought.discard(key)
         if not self.is_stored(key):
             raise CacheRefNotFound("a block of this cache_ref is gone")
         # As a write: what is freed meanwhile is freed after this, with what this puts into memory.

@@ -75,6 +75,7 @@ class LoadedAdapters:
         """By name: the digest of all that was loaded under it, or why its requests are left alone."""
         self._num_reading: Counter[str] = Counter()
         self._news: set[int] = set()
+        self._is_blind = False
         self._pool = TransferPool("adapters", threads=1, queue_limit=_QUEUE_LIMIT)
         if lora_config is not None:
             _watch(self)
@@ -100,7 +101,16 @@ class LoadedAdapters:
                 return
             self._num_reading[name] += 1
         if self._pool.try_submit(functools.partial(self._read, adapter_id, load, adapter)) is None:
-            self._end_reading(adapter_id, load, "")
+            with self._lock:
+                # The next step tries again; until then it is one that was never seen.
+                self._num_reading[name] -= 1
+                self._loads.pop(adapter_id, None)
+
+    def give_up(self) -> None:
+        """Know nothing of any adapter from now on: one was used and not seen."""
+        with self._lock:
+            self._is_blind = True
+            self._news.update(self._loads)
 
     def ask(self, adapter_ids: Iterable[int]) -> None:
         """Say with the next words what is known of these."""
@@ -120,7 +130,8 @@ class LoadedAdapters:
         with self._lock:
             load = self._loads.get(adapter.adapter_id)
             is_it = load is not None and (load.name, load.digest) == (adapter.name, adapter.digest)
-            return is_it and self._contents.get(adapter.name) == adapter.digest and not self._num_reading[adapter.name]
+            is_read = not self._is_blind and not self._num_reading[adapter.name]
+            return is_it and is_read and self._contents.get(adapter.name) == adapter.digest
 
     def is_loaded(self, adapter: Adapter) -> bool:
         """Return whether what `holds` is also in vLLM's memory now: else its file is read again, whatever is there."""
@@ -135,9 +146,9 @@ class LoadedAdapters:
 
     def _word(self, adapter_id: int) -> AdapterWord:
         load = self._loads.get(adapter_id)
-        if load is None:
+        if load is None or self._is_blind:
             return AdapterWord(self._rank, adapter_id, "", reason=UNKNOWN)
-        content = self._contents.get(load.name, "")
+        content = self._contents.get(load.name, "" if self._num_reading[load.name] else UNKNOWN)
         if content in (UNKNOWN, CHANGED):
             return AdapterWord(self._rank, adapter_id, load.name, reason=content)
         return AdapterWord(self._rank, adapter_id, load.name, load.digest)
@@ -164,7 +175,9 @@ class LoadedAdapters:
 
     def _spoil(self, reason: str, *names: str) -> None:
         for name in names:
-            if self._contents.get(name) not in (UNKNOWN, CHANGED):
+            if self._contents.get(name) not in (UNKNOWN, CHANGED) and (
+                name in self._contents or len(self._contents) < _MOST_NAMES
+            ):
                 log.warning("an adapter's requests are left alone from now on", extra={"reason": reason})
                 self._contents[name] = reason
         self._news.update(adapter_id for adapter_id, load in self._loads.items() if load.name in names)
@@ -179,14 +192,19 @@ class KnownAdapters:
         self._spoiled: set[str] = set()
         """Names that share a number: vLLM computes with whichever was loaded first."""
         self._asked: set[int] = set()
+        self._is_full = False
+        """Whether more names were spoiled than are remembered: then all are."""
 
     def observe(self, lora_request: Any) -> None:
         """Look at the adapter of any request, also of those that are none of ours."""
+        if self._is_full:
+            return
         adapter_id, name = int(lora_request.lora_int_id), str(lora_request.lora_name)
         if adapter_id not in self._names and len(self._names) < _MOST_NAMES:
             self._names[adapter_id] = name
         if self._names.get(adapter_id) != name:
             self._spoiled |= {name, self._names.get(adapter_id, name)}
+        self._is_full = self._is_full or len(self._spoiled) > _MOST_NAMES
 
     def learn(self, words: Iterable[AdapterWord]) -> None:
         """Take the workers' words."""
@@ -198,7 +216,7 @@ class KnownAdapters:
     def find(self, lora_request: Any, world_size: int) -> Adapter | str | None:
         """Return a request's adapter, or why it cannot be told, or None: the workers have been asked."""
         adapter_id, name = int(lora_request.lora_int_id), str(lora_request.lora_name)
-        if name in self._spoiled or lora_request.load_inplace:
+        if self._is_full or name in self._spoiled or lora_request.load_inplace:
             return CHANGED
         words = self._words.get(adapter_id, {})
         if len(words) < world_size:
@@ -262,10 +280,14 @@ def are_mixed_up(vllm_config: Any) -> bool:
     """
     if getattr(vllm_config, "lora_config", None) is None or vllm_config.device_config.device_type != "cpu":
         return False
-    from vllm.lora.ops.torch_ops import bgmv_expand
+    try:
+        from vllm.lora.ops.torch_ops import bgmv_expand
 
-    output = torch.zeros(1, 1)
-    bgmv_expand(torch.ones(1, 1), torch.ones(1, 1, 1), output, torch.tensor([-1]))
+        output = torch.zeros(1, 1)
+        bgmv_expand(torch.ones(1, 1), torch.ones(1, 1, 1), output, torch.tensor([-1]))
+    except Exception:
+        log.exception("vLLM's kernel for adapters is another than the one that is known")
+        return True
     return bool(output.any())
 
 
@@ -288,11 +310,16 @@ def _watched(add: Callable[..., bool], seer: weakref.ref[LoadedAdapters]) -> Cal
     def add_adapter(manager: Any, adapter_request: Any) -> bool:
         was_added = add(manager, adapter_request)
         if (adapters := seer()) is not None:
-            model_manager = manager._adapter_manager  # noqa: SLF001  # vLLM has no other way
-            held = model_manager.get_adapter(adapter_request.lora_int_id)
-            # Before vLLM minded its slots a request got another's adapter at times (vllm-project/vllm#47724).
-            if held is not None and hasattr(model_manager, "_last_slot_layout"):
-                adapters.seen(adapter_request, held)
+            try:
+                model_manager = manager._adapter_manager  # noqa: SLF001  # vLLM has no other way
+                held = model_manager.get_adapter(adapter_request.lora_int_id)
+                # Before vLLM minded its slots a request got another's adapter at times (vllm-project/vllm#47724).
+                if held is not None and hasattr(model_manager, "_last_slot_layout"):
+                    adapters.seen(adapter_request, held)
+            except Exception:
+                # The engine's step must not end with us.
+                log.exception("adapters cannot be watched: their requests are left alone from now on")
+                adapters.give_up()
         return was_added
 
     return add_adapter

@@ -115,6 +115,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 clock=self.clock,
                 device=device,
                 mixes_adapters=are_mixed_up(vllm_config),
+                may_idle=_is_alone(vllm_config),
             )
             if self._uncarried is not None:
                 self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
@@ -336,6 +337,15 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         results = self.worker_side.take_results()
         self._ended_saves |= results.ended_saves
         return results
+
+
+def _is_alone(vllm_config: Any) -> bool:
+    """Return whether a step that computes nothing holds up no other: none is ordered behind it, no other rank waits.
+
+    vLLM 0.32: `max_concurrent_batches` (async scheduling), `DPEngineCoreProc.run_busy_loop` (experts in parallel).
+    """
+    in_flight = getattr(vllm_config, "max_concurrent_batches", 2)
+    return bool(in_flight == 1 and vllm_config.parallel_config.data_parallel_size == 1)
 
 
 def _read_secret(settings: ConnectorSettings) -> bytes:

@@ -29,6 +29,8 @@ class HostLayers(PagedLayers):
     def __init__(self, shapes: tuple[tuple[LayerShape, ...], ...], views: Sequence[Sequence[torch.Tensor]]) -> None:
         """Take the layers' tensors, by group, as uint8 `[B, …]`."""
         self.shapes = shapes
+        self._held = views
+        """A band keeps the memory of its first layer alone from being freed."""
         self._bands = [_bands([view.numpy() for view in own]) for own in views]
 
     @override

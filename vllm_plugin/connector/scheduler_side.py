@@ -40,8 +40,8 @@ _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
 _IDLE_WAIT_S = 0.004
 """In a step without work: a new request waits no longer than this for its own."""
-_STEPS_IN_FLIGHT = 2
-"""vLLM orders a step while the one before is computed: after so many idle ones nothing is."""
+_IDLE_STEPS = 2
+"""In a row, before the engine is taken to have nothing to compute."""
 
 
 @dataclass(slots=True)
@@ -92,9 +92,14 @@ class SchedulerSide:
         clock: Clock,
         device: str = "cpu",
         mixes_adapters: bool = False,
+        may_idle: bool = False,
     ) -> None:
-        """`device`: what the engine computes on, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`."""
+        """`device`: what the engine computes on, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`.
+
+        `may_idle`: whether a step that computes nothing may take a moment.
+        """
         self._mixes_adapters = mixes_adapters
+        self._may_idle = may_idle
         self._settings = settings
         self._sends_ahead = settings.sends_ahead(device)
         self._secret = secret
@@ -304,7 +309,7 @@ class SchedulerSide:
         An engine that computes nothing asks all over again, some 600 times a second, and each time keeps the threads
         that it waits for from running: it stands still for a moment instead. 0 while anything is, or may be, computed.
         """
-        if self._idle_steps <= _STEPS_IN_FLIGHT:
+        if not self._may_idle or self._idle_steps <= _IDLE_STEPS:
             return 0.0
         if any(tracked.loading is not None for tracked in self._requests.values()):
             return _IDLE_WAIT_S

@@ -135,8 +135,8 @@ class WorkerSide:
         self._greet()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for something to end; 0: not at all. Only for a step that computes nothing."""
-        if timeout_s:
+        """Wait for a load to end, where one is under way; 0: not at all. Only for a step that computes nothing."""
+        if timeout_s and any(not (future.done() or load.end.is_claimed) for load, future in self._loads):
             self._results.wait(timeout_s)
 
     def start(self, loads: Sequence[LoadPlan], saves: Sequence[SavePlan], overtaken: Collection[str] = ()) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, nullcontext
 from pathlib import Path
@@ -18,6 +19,8 @@ from contextcache.errors import (
 )
 from contextcache.model import CacheRef, Manifest, new_cache_ref
 from kv_sidecar import tiers
+from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
 from kv_sidecar.reclaim import Removed
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
@@ -480,6 +483,45 @@ async def test_blocks_stay_in_memory_until_their_reader_has_gone(tmp_path: Path,
         await reading.aclose()
         await kv.load(other)
         assert set(kv.memory.keys()) & set(rank_keys(kv.plan(other), 0))
+
+
+async def test_a_block_that_is_asked_for_twice_is_refused_and_holds_nothing_up(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    """Seen hanging: the second reading of a file forgot the first one's, and whoever waited for it waited for ever."""
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        new = await kv.save(PROMPT)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        manifest = await kv.catalog.open(TENANT, new.cache_ref)
+        with pytest.raises(InvalidRequest):
+            await anext(kv.catalog.load(manifest, new.fingerprint, 0, [0, 0, 1], in_slots=True))
+
+        assert await kv.load(new) == ["disk"] * 3
+
+
+async def test_what_a_full_arena_has_no_room_for_is_read_ahead_too(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing when such files are read when it is their turn: nobody meets at the barrier."""
+    two, read, reading = threading.Barrier(2, timeout=10), DiskStore.read, list[BlockKey]()
+
+    def met(self: DiskStore, key: BlockKey) -> memoryview | None:
+        reading.append(key)
+        if len(reading) <= 2:
+            two.wait()
+        return read(self, key)
+
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        first, second = await kv.save(tuple(range(40))), await kv.save(tuple(range(50, 90)), session_id="ctx_2")
+    async with SidecarUnderTest(tmp_path, clock=clock, memory_limit_bytes=10 * FILE_BYTES, prefetch_blocks=2) as kv:
+        manifest = await kv.catalog.open(TENANT, first.cache_ref)
+        holding = kv.catalog.load(manifest, first.fingerprint, 0, range(10), in_slots=True)
+        for _ in range(10):
+            await anext(holding)
+        monkeypatch.setattr(DiskStore, "read", met)
+
+        assert await kv.load(second) == ["disk"] * 10
+        await holding.aclose()
 
 
 @pytest.mark.parametrize("together_bytes", [1, tiers._TOGETHER_BYTES], ids=["one by one", "together"])

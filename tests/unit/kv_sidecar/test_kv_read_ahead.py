@@ -58,7 +58,7 @@ async def test_what_was_read_ahead_is_loaded_without_the_disk_and_is_told_as_the
         await kv.catalog.read_ahead(new.tenant, ["ref_" + "0" * 32, ref])
         assert len(reads) == len(set(reads)) == 10
         manifest = await kv.catalog.open(new.tenant, ref)
-        assert kv.catalog.tier_of(manifest) == "disk"
+        assert kv.catalog.tier_of(manifest) == "host"
 
         assert await kv.load(new) == ["disk"] * 10
         assert await kv.load(new) == ["host"] * 10

@@ -114,6 +114,30 @@ def test_a_name_that_has_meant_something_else_is_spoilt_for_good(loaded: LoadedA
     assert not loaded.holds(found)
 
 
+def test_after_one_was_used_and_not_seen_no_adapter_is_known(loaded: LoadedAdapters) -> None:
+    held = adapter()
+    loaded.seen(request(), held)
+    known = Adapter(1, "a", word_of(loaded).digest)
+    assert loaded.holds(known)
+    loaded.give_up()
+
+    assert not loaded.holds(known)
+    assert word_of(loaded).reason == "adapter_unknown"
+
+
+def test_an_adapter_that_no_thread_had_time_for_is_read_when_it_is_used_again(
+    loaded: LoadedAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = adapter()
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded._pool, "try_submit", lambda _: None)
+        loaded.seen(request(), held)
+    assert word_of(loaded).reason == "adapter_unknown"
+    loaded.seen(request(), held)
+
+    assert wait_until(lambda: word_of(loaded), is_so=lambda word: bool(word.digest), what="it is read")
+
+
 def test_an_adapter_is_known_when_all_ranks_say_the_same() -> None:
     known = KnownAdapters()
     assert known.find(request(), 2) is None
