@@ -21,6 +21,7 @@ from tests.kit.connector_rank import BLOCK_BYTES, BLOCK_TOKENS, HEAD_BYTES, Rank
 from tests.kit.process_memory import arenas_of
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.until import wait_until
+from vllm_plugin.connector.pages import PageCopy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -131,11 +132,11 @@ def test_what_was_written_over_under_an_engine_that_stood_still_is_not_taken_for
         layers: Any = stopped.side._layers
         scatter = layers.scatter
 
-        def late(group: int, ids: Any, pages: Any, **more: Any) -> None:
+        def late(copy: PageCopy, **more: Any) -> None:
             if not going_on.is_set():
-                held.append((pages, bytes(pages)))
+                held.append((copy.pages, bytes(copy.pages)))
                 assert going_on.wait(120)
-            scatter(group, ids, pages, **more)
+            scatter(copy, **more)
 
         layers.scatter = late
         loading = pool.submit(comes_back, stopped, manifest)
