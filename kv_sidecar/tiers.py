@@ -282,17 +282,19 @@ class Tiers:
         """
         others = [self._filling[it.expected.key] for it in wanted if it.expected.key in self._filling]
         mine = [it for it in wanted if it.expected.key not in self._filling and self.is_stored(it.expected.key)]
-        over = asyncio.Event()
-        self._filling |= dict.fromkeys((it.expected.key for it in mine), over)
+        over, keys = asyncio.Event(), {it.expected.key for it in mine}
+        self._filling |= dict.fromkeys(keys, over)
+        # Before they are read: a load that takes one from memory the moment after is to find it among these.
+        self._brought |= keys
         try:
             async with AsyncExitStack() as uses:
                 for it in mine:
                     await uses.enter_async_context(self._use_of(it.expected.key))
-                self._brought.update(await self._threads.run(self._read_files, mine))
+                self._brought -= keys.difference(await self._threads.run(self._read_files, mine))
         finally:
             over.set()
-            for it in mine:
-                self._filling.pop(it.expected.key, None)
+            for key in keys:
+                self._filling.pop(key, None)
         for other in others:
             await other.wait()
 
