@@ -145,9 +145,9 @@ class TurnStory:
         turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
         async with self._lease(turn):
             crash_point(BEGUN)
-            self._read_ahead(session)
             if session.model_id != request.model:
                 raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
+            self._read_ahead(session)
             transcript = Transcript(segments)
             mode = request.context_mode or identity.context_mode or ContextMode.AUTO
             found = match(transcript, request.prompt, mode=mode, threshold=self._settings.replay_threshold)

@@ -102,6 +102,8 @@ async def test_kv_is_read_ahead_for_the_first_turn_here_of_a_context_from_elsewh
 
     session, _ = await pod.transcript(session_id)
     pod.story._served.clear()  # as a process that has just begun
+    assert (await pod.ask(session_id, prompt=" and more", model="another")).status == 400
+    assert pod.sidecar.read == []  # nothing is read for a turn that is refused
     for _ in range(2):
         await pod.ask(session_id, prompt=" and more")
     assert pod.sidecar.read == [session.cache_refs]
