@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
 from contextcache.model import (
     CACHE_REF_PATTERN,
+    KEPT_PREFIX,
     SESSION_ID_PATTERN,
     TENANT_PATTERN,
     CacheRef,
@@ -69,6 +70,11 @@ class NewSave:
     early: bool = False
     """Whether these are files ahead of the save itself: its tokens begin with these."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of a plain request; `session_id` is its group then."""
+        return self.session_id.startswith(KEPT_PREFIX)
+
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
@@ -122,6 +128,11 @@ class SaveInFlight:
     """Whether only files ahead of it were announced so far: it cannot be sealed, and its end is nobody's loss."""
     dropped: bool = False
     """Set when it ends without a manifest: what still comes in for it is removed again."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of a plain request."""
+        return self.manifest.session_id.startswith(KEPT_PREFIX)
 
     @property
     def is_complete(self) -> bool:

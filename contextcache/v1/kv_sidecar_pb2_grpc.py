@@ -80,6 +80,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
+        self.MatchPrefix = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/MatchPrefix',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixResponse.FromString,
+                _registered_method=True)
         self.LoadBlocks = channel.unary_stream(
                 '/contextcache.v1.KVSidecarService/LoadBlocks',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.SerializeToString,
@@ -124,6 +129,11 @@ class KVSidecarServiceStub(object):
                 '/contextcache.v1.KVSidecarService/GetTenantUsage',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.FromString,
+                _registered_method=True)
+        self.ListKept = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/ListKept',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptResponse.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/Stats',
@@ -203,6 +213,14 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MatchPrefix(self, request, context):
+        """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
+        for a minute, so that a load finds it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadBlocks(self, request, context):
         """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
         or, with a lease, until EndLoad or the end of its time: a slot named in a stream says nothing of what was copied.
@@ -270,6 +288,13 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListKept(self, request, context):
+        """ListKept shows the KV of a tenant's plain requests, by conversation, what was used last first, at most 1 000.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Stats counts contexts, blocks and bytes by tier.
         """
@@ -325,6 +350,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.SerializeToString,
             ),
+            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchPrefix,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixResponse.SerializeToString,
+            ),
             'LoadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.LoadBlocks,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.FromString,
@@ -369,6 +399,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.GetTenantUsage,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.SerializeToString,
+            ),
+            'ListKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKept,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -631,6 +666,33 @@ class KVSidecarService(object):
             _registered_method=True)
 
     @staticmethod
+    def MatchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/MatchPrefix',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def LoadBlocks(request,
             target,
             options=(),
@@ -863,6 +925,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/GetTenantUsage',
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKept(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/ListKept',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,11 @@ class ConnectorSettings:
     """Longest time for one load, plus the allowance of the next field; then the request is computed instead."""
     load_bytes_per_ms_min: int = 100_000
     """Slowest rate a load may have: each so many bytes allow one more ms (100 MB/s, a slow disk)."""
+    match_tokens_min: int = 64
+    """Tokens that KV of anything else of the tenant's must bring beyond what a turn names, for it to be looked for: two
+    prompts of one template always share a few."""
+    match_prefix: bool = True
+    """Start new contexts, and those whose own KV is gone, from whatever the tenant has."""
     min_load_tokens: int = 1
     """Tokens a load must bring beyond the engine's own prefix cache; raise it where computing is cheaper."""
     lookup_threads: int = 16

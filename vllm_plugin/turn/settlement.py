@@ -97,7 +97,7 @@ class Settlement:
     async def settle(self, engine: Engine, turn: Turn, result: AnswerResult) -> Closing:
         """End the turn for the session, whatever the session says, and return what the client is told."""
         with within(turn.trace):
-            await self._take_load_report(turn)
+            await self._take_load_report(turn, has_cached=result.cached_tokens > 0)
             outcome = await self._commit(engine, turn, result)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
@@ -211,8 +211,9 @@ class Settlement:
         generation = turn.session.generation + (1 if turn.lease_id else 0)
         return self._receipt(turn, usage, generation=generation, expires_at_ms=turn.session.expires_at_ms)
 
-    async def _take_load_report(self, turn: Turn) -> None:
-        if turn.loaded is not None or not turn.session.cache_refs:
+    async def _take_load_report(self, turn: Turn, *, has_cached: bool = False) -> None:
+        # Nothing was named for a create: the engine tells where it started from only if it was from something.
+        if turn.loaded is not None or not (turn.session.cache_refs or has_cached):
             return
         with suppress(ContextCacheError):
             turn.loaded = await self._sidecar.load_report(turn.request_id, timeout_ms=self._settings.report_deadline_ms)
