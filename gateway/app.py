@@ -221,6 +221,8 @@ def _rules(settings: GatewaySettings) -> GatewayRules:
         ),
         removed_headers=removed,
         salts_stateless=settings.salt_stateless,
+        plain_max=settings.plain_max,
+        label_headers=settings.label_headers,
     )
 
 

@@ -11,6 +11,7 @@ from contextcache.claim import FORBIDDEN_KEYS
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     DEFAULT_TTL_S,
+    KEPT_PREFIX,
     MAX_METADATA_KEYS,
     SESSION_ID_PATTERN,
     ContextMode,
@@ -148,6 +149,8 @@ def _template_fields(body: dict[str, Any]) -> dict[str, Any]:
 def _new_id(named: Any) -> SessionId:
     if named is None:
         return new_session_id()
+    if isinstance(named, str) and named.startswith(KEPT_PREFIX):
+        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
     if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
         raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
     return named

@@ -1,0 +1,187 @@
+"""Clients that know nothing of contexts: what they resend is found again by its tokens, in each dialect.
+
+Greedy and in float32. The cold answer is that of a tenant whose requests are not kept: it shares no prefix cache with
+any that are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import pytest
+
+from kv_sidecar.format.manifest import decode_manifest
+from tests.kit.caller import Caller
+from tests.kit.stack import KEEPING_KEY, KEY, MODEL
+from tests.kit.until import wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+ASKS = ["Name a river.", "And a lake?", "And a sea?", "Which of them is the largest?"]
+
+
+class Agent:
+    """A client that resends its whole conversation each turn, as its SDK does."""
+
+    def __init__(self, stack, path, *, key=KEEPING_KEY, head="", headers=None):
+        self.path = path
+        self.http = Caller(stack, key).http
+        self.headers = headers or {}
+        self.system = f"{head} You are a geographer. " + " ".join(f"Rule {i}: be brief and exact." for i in range(40))
+        self.turns: list[tuple[str, str]] = []
+
+    def body(self, ask):
+        sampling = {"model": MODEL, "temperature": 0}
+        said = [(role, text) for turn in self.turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+        messages = [{"role": role, "content": text} for role, text in [*said, ("user", ask)]]
+        match self.path:
+            case "/v1/completions":
+                text = self.system + "".join(f"\n{role}: {text}" for role, text in [*said, ("user", ask)])
+                return sampling | {"prompt": text + "\nassistant:", "max_tokens": 16}
+            case "/v1/chat/completions":
+                return sampling | {
+                    "messages": [{"role": "system", "content": self.system}, *messages],
+                    "max_tokens": 16,
+                }
+            case "/v1/messages":
+                return sampling | {"system": self.system, "messages": messages, "max_tokens": 16}
+            case _:
+                return sampling | {"instructions": self.system, "input": messages, "max_output_tokens": 16}
+
+    def ask(self, ask, **headers):
+        """Return the answer's text, the prompt's tokens, those that were cached, and the headers."""
+        response = self.http.post(self.path, json=self.body(ask), headers=self.headers | headers)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        usage = answer["usage"]
+        match self.path:
+            case "/v1/completions":
+                text, cached = answer["choices"][0]["text"], usage["prompt_tokens_details"]
+            case "/v1/chat/completions":
+                text, cached = answer["choices"][0]["message"]["content"], usage["prompt_tokens_details"]
+            case "/v1/messages":
+                text, cached = answer["content"][0]["text"], {"cached_tokens": usage.get("cache_read_input_tokens")}
+            case _:
+                text, cached = answer["output"][-1]["content"][0]["text"], usage["input_tokens_details"]
+        self.turns.append((ask, text))
+        return text, (cached or {}).get("cached_tokens") or 0, response.headers
+
+
+def kill_and_start(stack):
+    stack.kill("engine")
+    stack.kill("sidecar")
+    stack.mend()
+
+
+@pytest.fixture
+def whole(stack):
+    stack.mend()
+    yield stack
+    stack.mend()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_conversation_that_is_resent_goes_on_warm_after_engine_and_sidecar_were_killed(whole, path):
+    head = secrets.token_hex(8)
+    agent, plain = Agent(whole, path, head=head), Agent(whole, path, key=KEY, head=head)
+    for ask in ASKS[:3]:
+        agent.ask(ask)
+        plain.ask(ask)
+    sizes = stored_tokens(whole)
+    kill_and_start(whole)
+
+    text, cached, headers = agent.ask(ASKS[3])
+    expected, _, _ = plain.ask(ASKS[3])
+
+    assert agent.turns == plain.turns
+    assert text == expected
+    assert headers["x-context-cache"] == "hit"
+    assert headers["x-context-source"] == "disk"
+    assert int(headers["x-context-cached-tokens"]) >= sizes - 1
+    assert cached >= sizes - 1
+
+
+def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manager_and_redis_dead(whole):
+    agent = Agent(whole, "/v1/chat/completions", head=secrets.token_hex(8))
+    agent.ask(ASKS[0])
+    sizes = stored_tokens(whole)
+    Caller(whole).forget_prefixes()
+    for part in ("manager", "redis"):
+        whole.kill(part)
+
+    body = agent.body(ASKS[1]) | {"stream": True, "stream_options": {"include_usage": True}}
+    with agent.http.stream("POST", agent.path, json=body) as response:
+        assert response.status_code == 200
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+    assert response.headers["x-context-cache"] == "hit"
+    assert int(response.headers["x-context-cached-tokens"]) >= sizes - 1
+    assert json.loads(events[-2])["usage"]["prompt_tokens_details"]["cached_tokens"] >= sizes - 1
+    assert events[-1] == "[DONE]"
+
+
+def test_nobody_else_s_text_is_found_and_what_is_opted_out_is_neither_kept_nor_found(whole):
+    head = secrets.token_hex(8)
+    somebody = Caller(whole, KEY)
+    somebody.wait_sealed(
+        somebody.create(prompt=Agent(whole, PATHS[0], head=head).body(ASKS[0])["prompt"])["session_id"]
+    )
+    agent = Agent(whole, PATHS[0], head=head)
+
+    _, cached, headers = agent.ask(ASKS[0], **{"x-context-keep": "off"})
+    assert (cached, "x-context-cache" in headers) == (0, False)
+    agent.turns.clear()
+    _, cached, headers = agent.ask(ASKS[0])
+    assert (cached, headers["x-context-cache"]) == (0, "miss")
+
+
+def test_a_kept_conversation_that_becomes_a_context_starts_warm_and_so_does_a_second_context_over_its_document(whole):
+    agent = Agent(whole, PATHS[0], head=secrets.token_hex(8))
+    agent.ask(ASKS[0])
+    sizes = stored_tokens(whole)
+    keeper = Caller(whole, KEEPING_KEY)
+    keeper.forget_prefixes()
+
+    created = keeper.create(prompt=agent.body(ASKS[1])["prompt"])
+    total = created["usage"]["prompt_tokens"] + created["usage"]["context"]["cached_tokens"]
+    assert created["usage"]["context"]["source"] in {"host", "disk"}
+    assert created["usage"]["prompt_tokens"] <= total - sizes + 1
+
+    keeper.wait_sealed(created["session_id"])
+    keeper.forget_prefixes()
+    second = keeper.create(prompt=agent.body(ASKS[1])["prompt"] + " Well,")
+    assert second["usage"]["context"]["cached_tokens"] >= total - 1
+
+
+def test_what_is_kept_is_listed_and_a_delete_leaves_nothing_to_be_found(whole):
+    agent = Agent(whole, PATHS[1], head=secrets.token_hex(8), headers={"x-session-id": secrets.token_hex(8)})
+    agent.ask(ASKS[0])
+    sizes = stored_tokens(whole)
+    listed = agent.http.get("/v1/context", params={"kind": "kept"}).json()["data"]
+    newest = listed[0]
+    assert newest["tokens"] == sizes
+    assert newest["bytes"] > 0
+
+    assert agent.http.delete(f"/v1/context/{newest['id']}").json()["status"] == "success"
+    Caller(whole).forget_prefixes()
+    _, cached, headers = agent.ask(ASKS[1])
+    assert (cached, headers["x-context-cache"]) == (0, "miss")
+
+
+def stored_tokens(stack):
+    """Return how many tokens the keeper's longest kept conversation has, once it is sealed."""
+    found = []
+
+    def is_sealed():
+        found[:] = kept_tokens(stack)
+        return bool(found)
+
+    wait_until(is_sealed, what="kept KV on disk")
+    return max(found)
+
+
+def kept_tokens(stack):
+    manifests = (decode_manifest(file.read_bytes()) for file in (stack.data() / "manifests").glob("*/*.safetensors"))
+    return [len(manifest.token_ids) for manifest in manifests if manifest.session_id.startswith("kept_")]
