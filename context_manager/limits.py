@@ -5,16 +5,13 @@ Tenant and ids end up in Redis keys, so their patterns are what keeps one tenant
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     CACHE_REF_PATTERN,
     MAX_LIST_LIMIT,
-    MAX_METADATA_KEY_CHARS,
-    MAX_METADATA_KEYS,
-    MAX_METADATA_VALUE_CHARS,
     MAX_TTL_S,
     MIN_TTL_S,
     SESSION_ID_PATTERN,
@@ -23,6 +20,7 @@ from contextcache.model import (
     NewSession,
     TurnCommit,
 )
+from contextcache.terms import check_metadata
 
 MAX_LEASE_ID_CHARS = 128
 MAX_LEASE_TTL_MS = 3_600_000
@@ -68,19 +66,6 @@ def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
         raise InvalidRequest(f"lease_id must be 1 to {MAX_LEASE_ID_CHARS} printable characters", param="lease_id")
     if lease_ttl_ms is not None and not 1 <= lease_ttl_ms <= MAX_LEASE_TTL_MS:
         raise InvalidRequest(f"lease_ttl_ms must be 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
-
-
-def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise InvalidRequest for more or longer metadata than OpenAI allows."""
-    if len(metadata) > MAX_METADATA_KEYS:
-        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
-    for key, text in metadata.items():
-        if not 1 <= len(key) <= MAX_METADATA_KEY_CHARS:
-            raise InvalidRequest(f"metadata keys have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
-        if len(text) > MAX_METADATA_VALUE_CHARS:
-            raise InvalidRequest(
-                f"metadata values have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
-            )
 
 
 def check_new_session(new: NewSession, bounds: TtlBounds) -> None:

@@ -17,7 +17,6 @@ from context_manager.limits import (
     check_held,
     check_holder,
     check_lease,
-    check_metadata,
     check_new_session,
     check_page,
     check_session,
@@ -36,6 +35,7 @@ from contextcache.model import (
     TtlPolicy,
     TurnCommit,
 )
+from contextcache.terms import check_metadata
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from contextcache.errors import ContextNotFound
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
 from contextcache.model import (
     MAX_LIST_LIMIT,
-    SESSION_ID_PATTERN,
     CacheSessionMetadata,
     ContextMode,
     ModelId,
@@ -36,6 +35,7 @@ from contextcache.model import (
     TenantId,
 )
 from contextcache.requests import LargeBodies
+from gateway.contexts import Contexts, check_id, not_found
 from gateway.metrics import Metrics
 from gateway.paths import COMPLETION_PATHS, Kind, kind_of
 from gateway.pods.routing import (
@@ -148,6 +148,8 @@ class Gateway:
         self._directory = directory
         self._endpoints = endpoints
         self._holders = holders
+        self.contexts = Contexts(directory, holders)
+        """Changes what is there."""
         self._clock = clock
         self._rules = rules
         self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=rules.engine_paths)
@@ -226,11 +228,11 @@ class Gateway:
 
     async def read(self, tenant: TenantId, session_id: SessionId) -> tuple[CacheSessionMetadata, KVState]:
         """Return a context and its KV. Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar."""
-        _check_id(session_id)
+        check_id(session_id)
         try:
             session = await self._directory.get_session_metadata(tenant, session_id)
         except ContextNotFound as exc:
-            raise _not_found() from exc
+            raise not_found() from exc
         return session, await self._holders.kv_state(session)
 
     async def list_contexts(
@@ -248,11 +250,11 @@ class Gateway:
 
         A sidecar that cannot be reached collects by TTL. Raises ContextNotFound, ContextExpired, StoreUnavailable.
         """
-        _check_id(session_id)
+        check_id(session_id)
         try:
             session = await self._directory.unregister_session_cache(tenant, session_id)
         except ContextNotFound as exc:
-            raise _not_found() from exc
+            raise not_found() from exc
         await self._holders.delete(session)
 
     async def is_serving(self) -> bool:
@@ -271,11 +273,11 @@ class Gateway:
 
         With the store down a turn is refused: an answer without its context would be wrong.
         """
-        _check_id(session_id)
+        check_id(session_id)
         try:
             session = await self._directory.locate(admission.tenant, session_id)
         except ContextNotFound as exc:
-            raise _not_found() from exc
+            raise not_found() from exc
         query = RouteQuery(
             model=session.model_id,
             holder=session.holder,
@@ -335,13 +337,3 @@ class Gateway:
         if self._choices:
             self._choices[choice.reason].inc()
         return choice
-
-
-def _check_id(session_id: SessionId) -> None:
-    if not SESSION_ID_PATTERN.fullmatch(session_id):
-        raise _not_found()
-
-
-def _not_found() -> ContextNotFound:
-    # One text for absent, deleted and foreign ids: the answers must not differ in a byte.
-    return ContextNotFound("no context has this session_id", param="session_id")

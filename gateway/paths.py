@@ -107,7 +107,7 @@ def _context_kind(method: str, path: str) -> Kind:
         return Kind.CREATE if method == "POST" else _allowed(Kind.CONTROL, method, "GET, POST")
     if not path.startswith(CONTEXT_PATH + "/") or path.count("/") > 3:
         raise PathNotFound("no such path")
-    return _allowed(Kind.CONTROL, method, "GET, DELETE")
+    return _allowed(Kind.CONTROL, method, "GET, PATCH, DELETE")
 
 
 def _allowed(kind: Kind, method: str, allow: str) -> Kind:

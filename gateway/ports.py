@@ -21,6 +21,7 @@ from contextcache.model import (
     SessionId,
     SessionPage,
     TenantId,
+    TtlPolicy,
 )
 
 
@@ -111,6 +112,21 @@ class SessionDirectory(Protocol):
         """Add a pod to those that may have KV of the session. Raises ContextNotFound, ContextExpired."""
         ...
 
+    async def touch(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        ttl_s: int | None = None,
+        ttl_policy: TtlPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> CacheSessionMetadata:
+        """Change what is given; `ttl_s` starts the life again from now.
+
+        Raises ContextNotFound, ContextExpired, TtlOutOfRange, InvalidRequest, ContextBusy while it is being created.
+        """
+        ...
+
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """Remove the session for good and return the row as it was. Raises ContextNotFound, ContextExpired."""
         ...
@@ -129,6 +145,10 @@ class KVSidecar(Protocol):
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
         """Return whether the KV is durable, or becomes so within the time, and if it never will, why."""
+        ...
+
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of a session's unexpired KV; return how many generations have some. Idempotent."""
         ...
 
     async def delete_context(

@@ -87,6 +87,18 @@ class CreateFromMessages(_Create):
     prompt: None = None
 
 
+class ContextPatch(TypedDict, total=False):
+    """What is to change of a context; what is not there stays. null is as if a field were not there, but for `ttl`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
+    ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="A new life from now, in seconds.")]
+    ttl_policy: Literal["fixed", "sliding"] | None
+    metadata: Annotated[
+        dict[MetadataKey, MetadataValue] | None,
+        Field(max_length=MAX_METADATA_KEYS, description="Takes the place of all there was."),
+    ]
+
+
 class _Turn(_Answered):
     session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
     context_mode: Literal["auto", "append", "replay"] | None = "auto"

@@ -12,8 +12,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import TypeAdapter
 
+from contextcache.claim import read_object
 from contextcache.model import MAX_LIST_LIMIT, TenantId
+from contextcache.terms import read_only_fields, read_terms
 from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
@@ -23,6 +26,7 @@ from gateway.http.models import (
     ContextDeleted,
     ContextList,
     ContextObject,
+    ContextPatch,
     CreateFromMessages,
     CreateFromPrompt,
     Error,
@@ -71,6 +75,7 @@ _CARRIED: dict[str, Any] = {
     # What can be done with the context that the answer names.
     "links": {
         "read_context": {"operationId": "read_context", **_CALL},
+        "patch_context": {"operationId": "patch_context", **_CALL},
         "delete_context": {"operationId": "delete_context", **_CALL},
         "completion": {"operationId": "completion", **_TURN},
         "chat_completion": {"operationId": "chat_completion", **_TURN},
@@ -109,8 +114,20 @@ def _tenant(request: Request) -> TenantId:
     return tenant
 
 
+async def _fields(request: Request) -> dict[str, Any]:
+    """Return the body, an object. Raises InvalidRequest with line and column."""
+    return read_object(request.state.body)
+
+
+def _body(schema: Any, *, required: bool = True) -> dict[str, Any]:
+    """Return what the document says of a body that is read here, and not by FastAPI: our words, line and column."""
+    content = {"application/json": {"schema": TypeAdapter(schema).json_schema()}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
 AskedGateway = Annotated[Gateway, Depends(_gateway)]
 Tenant = Annotated[TenantId, Depends(_tenant)]
+Fields = Annotated[dict[str, Any], Depends(_fields)]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
 contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
@@ -156,6 +173,18 @@ async def list_contexts(
 async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject:
     """Describe one context, its KV included."""
     return context_object(*await gateway.read(tenant, session_id))
+
+
+@contexts.patch(
+    "/v1/context/{session_id}",
+    operation_id="patch_context",
+    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503),
+    openapi_extra=_body(ContextPatch),
+)
+async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields) -> ContextObject:
+    """Change a context's ttl, policy or metadata, also while a turn runs."""
+    read_only_fields(said, frozenset(ContextPatch.__annotations__))
+    return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
 
 
 @contexts.delete("/v1/context/{session_id}", operation_id="delete_context", responses=_answers(401, 404, 410, 429, 503))

@@ -210,6 +210,10 @@ class Holders:
         self._metrics.freed_bytes.inc(sum(freed))
         log.info("context deleted", extra={"session_id": session.session_id, "freed_bytes": sum(freed)})
 
+    async def touch(self, session: CacheSessionMetadata) -> None:
+        """Have every sidecar that may have KV of a context keep it as long as the context lives. Never raises."""
+        await asyncio.gather(*(self._touch_at(name, session) for name in self._may_have(session)))
+
     def _may_have(self, session: CacheSessionMetadata) -> list[str]:
         """Return the sidecars to ask. All, where the row does not know, and where it knows no name that is listed.
 
@@ -218,6 +222,14 @@ class Holders:
         """
         known = [name for name in session.holders or () if name in self._sidecars]
         return known or list(self._sidecars)
+
+    async def _touch_at(self, name: str, session: CacheSessionMetadata) -> None:
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                await self._sidecars[name].touch_context(session.tenant, session.session_id, session.expires_at_ms)
+        except (ContextCacheError, TimeoutError) as exc:
+            fields = {"session_id": session.session_id, "endpoint": name, "error": type(exc).__name__}
+            log.warning("KV keeps the end it had", extra=fields)
 
     async def _sealed_state(self, sidecar: KVSidecar, session: CacheSessionMetadata) -> KVState:
         is_coming, reason = False, ""

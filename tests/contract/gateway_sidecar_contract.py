@@ -49,6 +49,17 @@ class GatewaySidecarContract:
         assert await sidecar.delete_context("other", session_id="ctx_1", cache_refs=(ref,)) == 0
         assert await sidecar.get_manifest("demo", ref)
 
+    async def test_a_touch_moves_the_end_of_a_sessions_kv_and_of_no_other(self, sidecar, keep):
+        ref, other = await keep("ctx_1", "demo"), await keep("ctx_2", "demo")
+        before, _ = await sidecar.get_manifest("demo", other)
+        end_ms = before.expires_at_ms + 5000
+
+        assert await sidecar.touch_context("demo", "ctx_1", end_ms) == 1
+        assert await sidecar.touch_context("foreign", "ctx_1", end_ms + 1) == 0
+        assert await sidecar.touch_context("demo", "ctx_none", end_ms) == 0
+        assert (await sidecar.get_manifest("demo", ref))[0].expires_at_ms == end_ms
+        assert (await sidecar.get_manifest("demo", other))[0] == before
+
     async def test_a_pull_of_what_is_here_already_is_told_as_such(self, sidecar, keep):
         ref = await keep("ctx_1", "demo")
 
@@ -70,5 +81,7 @@ class GatewaySidecarContract:
             await sidecar.delete_context("demo", session_id="ctx_1")
         with pytest.raises(SidecarUnavailable):
             await sidecar.pull_context("demo", (ref,), peer="127.0.0.1:1")
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.touch_context("demo", "ctx_1", 2_000_000_000_000)
         with pytest.raises(SidecarUnavailable):
             await sidecar.stats()

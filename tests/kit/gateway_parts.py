@@ -44,6 +44,10 @@ class Directory(ContextCacheManager):
         self._check_up(operation)
         return await super()._get(operation, tenant, session_id)
 
+    async def touch(self, tenant, session_id, **terms):
+        self._check_up("touch")
+        return await super().touch(tenant, session_id, **terms)
+
     async def unregister_session_cache(self, tenant, session_id):
         self._check_up("unregister")
         return await super().unregister_session_cache(tenant, session_id)

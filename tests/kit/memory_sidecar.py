@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, SaveOutcome, SessionId, TenantId
@@ -48,6 +49,18 @@ class MemorySidecar:
         if found is not None and found[0].tenant == tenant:
             return SaveOutcome(is_sealed=True)
         return SaveOutcome(is_sealed=False, reason=self._failed.get((tenant, cache_ref), ""))
+
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of the session's manifests; return how many. None expires by itself here."""
+        self._check_up()
+        found = [
+            (ref, manifest, tier)
+            for ref, (manifest, tier) in self._kept.items()
+            if (manifest.tenant, manifest.session_id) == (tenant, session_id)
+        ]
+        for ref, manifest, tier in found:
+            self._kept[ref] = (replace(manifest, expires_at_ms=expires_at_ms), tier)
+        return len(found)
 
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()

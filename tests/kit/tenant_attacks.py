@@ -185,7 +185,7 @@ _ATTACKS: dict[str, tuple[str, str, int, dict[str, Any] | None]] = {
     "read with a query": ("GET", "/v1/context/{id}?limit=1&after={id}&tenant=red", 404, None),
     "head": ("HEAD", "/v1/context/{id}", 405, None),
     "delete": ("DELETE", "/v1/context/{id}", 404, None),
-    "patch": ("PATCH", "/v1/context/{id}", 405, {"ttl": 600}),
+    "patch": ("PATCH", "/v1/context/{id}", 404, {"ttl": 600}),
     "put": ("PUT", "/v1/context/{id}", 405, {}),
     "post": ("POST", "/v1/context/{id}", 405, {}),
     "fork": ("POST", "/v1/context/{id}/fork", 404, {"generation": 1}),

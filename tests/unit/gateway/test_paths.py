@@ -27,6 +27,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
         ("GET", "/v1/context", Kind.CONTROL),
         ("GET", "/v1/context/ctx_1", Kind.CONTROL),
         ("DELETE", "/v1/context/ctx_1", Kind.CONTROL),
+        ("PATCH", "/v1/context/ctx_1", Kind.CONTROL),
         ("POST", "/v1/completions", Kind.COMPLETION),
         ("POST", "/v1/chat/completions", Kind.COMPLETION),
         ("GET", "/v1/models", Kind.STATELESS),
@@ -59,8 +60,8 @@ def test_tricks_and_unknown_paths_are_not_found(path):
 @pytest.mark.parametrize(
     ("method", "path", "allow"),
     [
-        ("PATCH", "/v1/context/ctx_1", "GET, DELETE"),
-        ("POST", "/v1/context/ctx_1", "GET, DELETE"),
+        ("PUT", "/v1/context/ctx_1", "GET, PATCH, DELETE"),
+        ("POST", "/v1/context/ctx_1", "GET, PATCH, DELETE"),
         ("DELETE", "/v1/context", "GET, POST"),
         ("POST", "/readyz", "GET"),
     ],

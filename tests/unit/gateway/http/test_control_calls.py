@@ -141,7 +141,7 @@ async def test_without_a_key_nothing_is_told(client, method, path, headers):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("PATCH", "/v1/context/ctx_1"), ("PUT", "/v1/context"), ("POST", "/healthz")]
+    ("method", "path"), [("PUT", "/v1/context/ctx_1"), ("PATCH", "/v1/context"), ("POST", "/healthz")]
 )
 async def test_a_wrong_method_is_typed_and_names_the_right_ones(client, method, path):
     answer = await client.request(method, path, headers=AUTH)
@@ -277,7 +277,8 @@ async def test_the_openapi_document_has_every_call(client):
 
     assert calls == {
         ("get", "/v1/context"), ("post", "/v1/context"), ("get", "/v1/context/{session_id}"),
-        ("delete", "/v1/context/{session_id}"), ("post", "/v1/completions"), ("post", "/v1/chat/completions"),
+        ("patch", "/v1/context/{session_id}"), ("delete", "/v1/context/{session_id}"),
+        ("post", "/v1/completions"), ("post", "/v1/chat/completions"),
         ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics"),
     }  # fmt: skip
     assert "HTTPValidationError" not in json.dumps(document)
