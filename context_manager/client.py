@@ -179,6 +179,21 @@ class ContextManagerClient:
         )
         return self._committed(reply.session, commit)
 
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None
+    ) -> CacheSessionMetadata:
+        """See ContextCacheManager.rewind."""
+        reply = await self._call(
+            lambda stub: stub.RewindSession,
+            lambda: pb.RewindSessionRequest(
+                tenant=tenant,
+                session_id=session_id,
+                generation=generation,
+                expected_generation=expected_generation,
+            ),
+        )
+        return session_from_pb(reply.session)
+
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """See ContextCacheManager.abort_turn."""
         self._memory.ended(lease_id)

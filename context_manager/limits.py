@@ -29,7 +29,8 @@ MAX_NAME_CHARS = 256
 """Longest model id and holder."""
 MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
-
+MAX_GENERATION = 10**15
+"""What a row's numbers may be."""
 MAX_HELD_REFS = 500
 """In one question of a sidecar: one round trip, and a few ms of Redis' time."""
 
@@ -91,6 +92,12 @@ def check_commit(commit: TurnCommit) -> None:
         raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
     if commit.holder:
         check_holder(commit.holder)
+
+
+def check_generation(generation: int) -> None:
+    """Raise InvalidRequest for what can be no generation of a context that was created."""
+    if not 1 <= generation < MAX_GENERATION:
+        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
 
 
 def check_holder(holder: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from context_manager.limits import (
     TtlBounds,
     check_commit,
+    check_generation,
     check_held,
     check_holder,
     check_lease,
@@ -141,6 +142,25 @@ class ContextCacheManager:
             session = await self._store.commit_turn(commit, now_ms=self._clock.now_ms())
         self._metrics.turns_committed.inc()
         self._log("turn committed", session)
+        return session
+
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None
+    ) -> CacheSessionMetadata:
+        """Take a session back to an earlier generation, as a new one; one that stands there already stays as it is.
+
+        Raises ContextBusy, GenerationMismatch, GenerationGone for what was replaced since.
+        """
+        check_session(tenant, session_id)
+        check_generation(generation)
+        with self._metrics.store_call("rewind"):
+            session = await self._store.rewind(
+                SessionKey(tenant, session_id),
+                generation=generation,
+                expected_generation=expected_generation,
+                now_ms=self._clock.now_ms(),
+            )
+        self._log("session rewound", session)
         return session
 
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:

@@ -6,7 +6,7 @@ Cluster. Connections are opened in redis_connection.py. What the rules are: stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -157,6 +157,16 @@ class RedisSessionStore(SessionStore):
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
     @override
+    async def rewind(
+        self, key: SessionKey, *, generation: int, expected_generation: int | None, now_ms: int
+    ) -> CacheSessionMetadata:
+        expected = "" if expected_generation is None else expected_generation
+        answer = await self._change(
+            "rewind", key, now_ms, generation, expected, new_mark(), MARKS_CHARS_MAX, durable=True
+        )
+        return row_of_reply(key, answer[1]).metadata_at(now_ms)
+
+    @override
     async def abort_turn(self, key: SessionKey, *, lease_id: str, now_ms: int) -> None:
         await self._change("abort", key, now_ms, lease_id, more_keys=[place_key(key)])
 
@@ -285,14 +295,8 @@ class RedisSessionStore(SessionStore):
 
 
 def _refusal(code: str, number: int) -> ContextCacheError:
-    if code == "busy":
-        return refusals.busy(number)
-    if code == "generation":
-        return refusals.generation_mismatch(number)
-    if code == "keep":
-        return refusals.keeps_too_much(number)
-    if code == "quota":
-        return refusals.too_many_contexts(number)
+    if code in _COUNTED:
+        return _COUNTED[code](number)
     plain = {
         "absent": refusals.not_found,
         "expired": refusals.expired,
@@ -301,3 +305,14 @@ def _refusal(code: str, number: int) -> ContextCacheError:
         "damaged": refusals.damaged,
     }
     return plain[code]()
+
+
+_COUNTED: dict[str, Callable[[int], ContextCacheError]] = {
+    "busy": refusals.busy,
+    "generation": refusals.generation_mismatch,
+    "ahead": refusals.generation_ahead,
+    "gone": refusals.generation_gone,
+    "keep": refusals.keeps_too_much,
+    "quota": refusals.too_many_contexts,
+}
+"""Scripts' refusals that come with a number."""

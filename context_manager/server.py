@@ -93,6 +93,16 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
         return pb.CommitTurnResponse(session=session_to_pb(session))
 
     @override
+    async def RewindSession(self, request: pb.RewindSessionRequest, context: Context) -> pb.RewindSessionResponse:
+        session = await self._manager.rewind(
+            request.tenant,
+            request.session_id,
+            generation=request.generation,
+            expected_generation=request.expected_generation if request.HasField("expected_generation") else None,
+        )
+        return pb.RewindSessionResponse(session=session_to_pb(session))
+
+    @override
     async def AbortTurn(self, request: pb.AbortTurnRequest, context: Context) -> pb.AbortTurnResponse:
         await self._manager.abort_turn(request.tenant, request.session_id, lease_id=request.lease_id)
         return pb.AbortTurnResponse()

@@ -161,6 +161,17 @@ class SessionStore(Protocol):
         """
         ...
 
+    async def rewind(
+        self, key: SessionKey, *, generation: int, expected_generation: int | None, now_ms: int
+    ) -> CacheSessionMetadata:
+        """Cut the transcript to what it was at `generation`, as a generation of its own; a sliding life starts again.
+
+        A session that stands there already stays as it is, so that a repeat changes nothing. The KV it names stays
+        too: of a longer conversation, it serves the beginning. Raises ContextBusy while a turn runs,
+        GenerationMismatch, GenerationGone, InvalidRequest for a generation still to come.
+        """
+        ...
+
     async def abort_turn(self, key: SessionKey, *, lease_id: str, now_ms: int) -> None:
         """Release the caller's lease, or remove its CREATING row. Raises nothing when there is none of either."""
         ...

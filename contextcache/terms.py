@@ -24,6 +24,8 @@ from contextcache.model import (
 _MAX_INTEGER = 2**53
 """Integers beyond it are not exact in JSON implementations, and no field needs them."""
 
+_MAX_DIGITS = 15
+
 ChoiceT = TypeVar("ChoiceT", bound=Enum)
 
 
@@ -65,6 +67,16 @@ def read_generation(body: Mapping[str, Any]) -> int | None:
     if generation is None or not 1 <= generation <= _MAX_INTEGER:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
     return generation
+
+
+def read_if_match(header: str | None) -> int | None:
+    """Return the generation that a request is for; None: any. Raises InvalidRequest."""
+    if header is None:
+        return None
+    digits = header.strip().strip('"')
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
+        raise InvalidRequest("If-Match must hold a generation number", param="If-Match")
+    return int(digits)
 
 
 def read_choice(body: Mapping[str, Any], key: str, choices: type[ChoiceT]) -> ChoiceT | None:

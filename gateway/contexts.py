@@ -1,4 +1,4 @@
-"""Contexts that are there, changed: their terms. No pod is asked, and no engine.
+"""Contexts that are there, changed: other terms, or back to an earlier turn. No pod is asked, and no engine.
 
 The manager's word is the change; what sidecars hold follows it, best effort: one that cannot be reached has KV that
 ends at its own time, which costs a recompute at the worst.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from contextcache.errors import ContextNotFound
-from contextcache.model import SESSION_ID_PATTERN, CacheSessionMetadata, SessionId, TenantId
+from contextcache.model import SESSION_ID_PATTERN, CacheSessionMetadata, SessionId, TenantId, TtlPolicy
 from contextcache.terms import Terms
 from gateway.pods.sidecars import Holders, KVState
 from gateway.ports import SessionDirectory
@@ -44,6 +44,25 @@ class Contexts:
         if terms.ttl_s is not None:
             await self._holders.touch(session)
         log.info("context patched", extra={"session_id": session_id, "tenant": tenant})
+        return session, await self._holders.kv_state(session)
+
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None
+    ) -> tuple[CacheSessionMetadata, KVState]:
+        """Take a context back to what it was at `generation`; the next turn goes on from there.
+
+        Its KV stays: what is stored of a longer conversation serves the beginning of it. Raises ContextBusy while a
+        turn runs, GenerationMismatch, GenerationGone for what was replaced since, InvalidRequest.
+        """
+        check_id(session_id)
+        try:
+            session = await self._directory.rewind(
+                tenant, session_id, generation=generation, expected_generation=expected_generation
+            )
+        except ContextNotFound as exc:
+            raise not_found() from exc
+        if session.ttl_policy is TtlPolicy.SLIDING:
+            await self._holders.touch(session)
         return session, await self._holders.kv_state(session)
 
 

@@ -127,6 +127,15 @@ class SessionDirectory(Protocol):
         """
         ...
 
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None
+    ) -> CacheSessionMetadata:
+        """Take a session back to an earlier generation, as a new one; one that stands there already stays as it is.
+
+        Raises ContextNotFound, ContextExpired, ContextBusy, GenerationMismatch, GenerationGone, InvalidRequest.
+        """
+        ...
+
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """Remove the session for good and return the row as it was. Raises ContextNotFound, ContextExpired."""
         ...

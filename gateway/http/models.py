@@ -99,6 +99,13 @@ class ContextPatch(TypedDict, total=False):
     ]
 
 
+class ContextRewind(TypedDict):
+    """Where to go back to."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
+    generation: Annotated[int, Field(ge=1, le=2**53, description="As `generation` and `X-Context-Generation` told it.")]
+
+
 class _Turn(_Answered):
     session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
     context_mode: Literal["auto", "append", "replay"] | None = "auto"

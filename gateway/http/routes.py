@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import TypeAdapter
 
 from contextcache.claim import read_object
+from contextcache.errors import InvalidRequest
 from contextcache.model import MAX_LIST_LIMIT, TenantId
-from contextcache.terms import read_only_fields, read_terms
+from contextcache.terms import read_generation, read_if_match, read_only_fields, read_terms
 from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
@@ -27,6 +28,7 @@ from gateway.http.models import (
     ContextList,
     ContextObject,
     ContextPatch,
+    ContextRewind,
     CreateFromMessages,
     CreateFromPrompt,
     Error,
@@ -47,7 +49,7 @@ _ERRORS = {
     404: "context_not_found, model_not_found, not_found",
     405: "method_not_allowed",
     408: "upload_too_slow",
-    409: "context_busy, context_exists, generation_mismatch, lease_lost",
+    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost",
     410: "context_expired",
     413: "body_too_large",
     429: "rate_limit_exceeded, too_many_in_flight, endpoints_saturated, context_quota_exceeded",
@@ -76,6 +78,7 @@ _CARRIED: dict[str, Any] = {
     "links": {
         "read_context": {"operationId": "read_context", **_CALL},
         "patch_context": {"operationId": "patch_context", **_CALL},
+        "rewind_context": {"operationId": "rewind_context", **_CALL},
         "delete_context": {"operationId": "delete_context", **_CALL},
         "completion": {"operationId": "completion", **_TURN},
         "chat_completion": {"operationId": "chat_completion", **_TURN},
@@ -128,6 +131,12 @@ def _body(schema: Any, *, required: bool = True) -> dict[str, Any]:
 AskedGateway = Annotated[Gateway, Depends(_gateway)]
 Tenant = Annotated[TenantId, Depends(_tenant)]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
+IfMatch = Annotated[
+    str | None,
+    Header(
+        description="A generation: nothing happens on another.", json_schema_extra={"pattern": r'^"?[0-9]{1,15}"?$'}
+    ),
+]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
 contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
@@ -185,6 +194,24 @@ async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessi
     """Change a context's ttl, policy or metadata, also while a turn runs."""
     read_only_fields(said, frozenset(ContextPatch.__annotations__))
     return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
+
+
+@contexts.post(
+    "/v1/context/{session_id}/rewind",
+    operation_id="rewind_context",
+    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503),
+    openapi_extra=_body(ContextRewind),
+)
+async def rewind_context(
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
+) -> ContextObject:
+    """Take a context back to an earlier turn. One that stands there already stays as it is."""
+    read_only_fields(said, frozenset(ContextRewind.__annotations__))
+    generation, expected = read_generation(said), read_if_match(if_match)
+    if generation is None:
+        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
+    rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
+    return context_object(*await rewound)
 
 
 @contexts.delete("/v1/context/{session_id}", operation_id="delete_context", responses=_answers(401, 404, 410, 429, 503))

@@ -48,6 +48,10 @@ class Directory(ContextCacheManager):
         self._check_up("touch")
         return await super().touch(tenant, session_id, **terms)
 
+    async def rewind(self, tenant, session_id, **where):
+        self._check_up("rewind")
+        return await super().rewind(tenant, session_id, **where)
+
     async def unregister_session_cache(self, tenant, session_id):
         self._check_up("unregister")
         return await super().unregister_session_cache(tenant, session_id)

@@ -190,6 +190,7 @@ _ATTACKS: dict[str, tuple[str, str, int, dict[str, Any] | None]] = {
     "post": ("POST", "/v1/context/{id}", 405, {}),
     "fork": ("POST", "/v1/context/{id}/fork", 404, {"generation": 1}),
     "rewind": ("POST", "/v1/context/{id}/rewind", 404, {"generation": 1}),
+    "read a rewind": ("GET", "/v1/context/{id}/rewind", 405, None),
     "read a fork": ("GET", "/v1/context/{id}/fork", 404, None),
     "list after the id": ("GET", "/v1/context?after={id}", 400, None),
     "turn": ("POST", "/v1/completions", 404, {"session_id": "{id}"}),

@@ -19,7 +19,7 @@ from contextcache.model import (
     TtlPolicy,
     new_session_id,
 )
-from contextcache.terms import read_choice, read_session_id, read_terms, whole
+from contextcache.terms import read_choice, read_if_match, read_session_id, read_terms, whole
 
 CONTEXT_PATH = "/v1/context"
 COMPLETIONS_PATH = "/v1/completions"
@@ -100,7 +100,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         openai_usage=headers.get("x-usage-format", "").lower() == "openai",
         context_mode=read_choice(body, "context_mode", ContextMode),
         commit=_flag(body, "context_commit", default=True),
-        expected_generation=_if_match(headers.get("if-match")),
+        expected_generation=read_if_match(headers.get("if-match")),
         template_fields=_template_fields(body),
     )
 
@@ -204,15 +204,6 @@ def _flag(body: dict[str, Any], key: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{key} must be true or false", param=key)
     return value
-
-
-def _if_match(header: str | None) -> int | None:
-    if header is None:
-        return None
-    try:
-        return int(header.strip().strip('"'))
-    except ValueError:
-        raise InvalidRequest("If-Match must hold a generation number", param="If-Match") from None
 
 
 def messages_json(messages: tuple[dict[str, Any], ...]) -> str:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from tests.kit.fake_vllm import encode
 from tests.kit.fronts import code_of, only_http
 from tests.kit.manager_process import running_manager_process
 from tests.kit.turn_pod import MODEL, running_turn_pod
@@ -100,3 +101,66 @@ async def test_patches_and_turns_at_once_have_one_serial_order(front):
     assert last["generation"] == 13
     assert list(last["metadata"].values()) == ["11"]
     assert last["ttl"] >= 600
+
+
+def rewind(front, session_id: str, generation: int, *, headers=None):
+    return front.post(f"/v1/context/{session_id}/rewind", {"generation": generation}, headers=headers)
+
+
+async def test_a_rewound_context_goes_on_from_where_it_was(front, pod):
+    """The engine sees what the client took back no more."""
+    session_id = await created(front)
+    await told(turn(front, session_id, " one"))
+    await told(turn(front, session_id, " two"))
+    rewound = await told(rewind(front, session_id, 2))
+    async with turn(front, session_id, " three") as answer:
+        again = await answer.json()
+        generation = answer.headers["x-context-generation"]
+
+    assert (rewound["generation"], rewound["turns"], generation) == (4, 3, "5")
+    assert again["usage"]["context"]["context_tokens"] == rewound["tokens"]
+    assert pod.engine.generations()[-1]["prompt"] == encode("Hello! one! three")
+    async with rewind(front, session_id, 3) as answer:
+        assert await code_of(answer) == (409, "generation_gone")
+    async with rewind(front, session_id, 1, headers={"If-Match": "3"}) as answer:
+        assert await code_of(answer) == (409, "generation_mismatch")
+    async with rewind(front, session_id, 9) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
+
+
+@only_http
+async def test_a_turn_that_runs_keeps_a_rewind_out(front, pod):
+    session_id = await created(front)
+    pod.engine.pause = asyncio.Event()
+    pod.engine.answer = lambda ids: "abc"
+    async with turn(front, session_id, stream=True) as running:
+        await running.content.readuntil(b"\n\n")
+        async with rewind(front, session_id, 1) as answer:
+            assert await code_of(answer) == (409, "context_busy")
+            assert answer.headers["retry-after"]
+        pod.engine.pause.set()
+        assert (await running.content.read()).endswith(b"data: [DONE]\n\n")
+
+    assert (await told(rewind(front, session_id, 1)))["generation"] == 3
+
+
+@only_http
+async def test_rewinds_and_turns_at_once_have_one_serial_order(front, pod):
+    """Whatever order they took: each turn saw what the ones before it left, and nothing that was taken back."""
+    session_id = await created(front)
+
+    async def one(number: int) -> int:
+        asking = rewind(front, session_id, 1) if number % 3 == 0 else turn(front, session_id, f" {number}")
+        async with asking as answer:
+            await answer.read()
+            return answer.status
+
+    statuses = await asyncio.gather(*(one(number) for number in range(30)))
+    last = await told(front.get(f"/v1/context/{session_id}"))
+    await told(turn(front, session_id, " end"))
+    prompt = pod.engine.generations()[-1]["prompt"]
+
+    assert set(statuses) <= {200, 409}
+    assert last["state"] == "ready"
+    assert len(prompt) == last["tokens"] + len(encode(" end"))
+    assert prompt[: len(encode("Hello!"))] == encode("Hello!")

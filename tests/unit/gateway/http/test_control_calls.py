@@ -159,7 +159,8 @@ async def test_a_wrong_method_is_typed_and_names_the_right_ones(client, method, 
         "/v1/context%2F",
         "/V1/context",
         "/nowhere",
-        "/v1/context/ctx_1/fork",
+        "/v1/context/ctx_1/forks",
+        "/v1/context/ctx_1/rewind/",
     ],
 )
 async def test_tricks_and_unknown_paths_are_typed(client, path):
@@ -276,11 +277,11 @@ async def test_the_openapi_document_has_every_call(client):
     calls = {(method, path) for path, operations in document["paths"].items() for method in operations}
 
     assert calls == {
-        ("get", "/v1/context"), ("post", "/v1/context"), ("get", "/v1/context/{session_id}"),
-        ("patch", "/v1/context/{session_id}"), ("delete", "/v1/context/{session_id}"),
-        ("post", "/v1/completions"), ("post", "/v1/chat/completions"),
-        ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics"),
-    }  # fmt: skip
+        *((method, "/v1/context") for method in ("get", "post")),
+        *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
+        *(("post", path) for path in ("/v1/context/{session_id}/rewind", "/v1/completions", "/v1/chat/completions")),
+        *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
+    }
     assert "HTTPValidationError" not in json.dumps(document)
 
 
