@@ -194,6 +194,16 @@ class ContextManagerClient:
         )
         return session_from_pb(reply.session)
 
+    async def fork(
+        self, source_id: SessionId, *, generation: int | None = None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """See ContextCacheManager.fork."""
+        reply = await self._call(
+            lambda stub: stub.ForkSession,
+            lambda: pb.ForkSessionRequest(source_id=source_id, generation=generation, commit=commit_to_pb(commit)),
+        )
+        return session_from_pb(reply.session)
+
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """See ContextCacheManager.abort_turn."""
         self._memory.ended(lease_id)

@@ -163,6 +163,27 @@ class ContextCacheManager:
         self._log("session rewound", session)
         return session
 
+    async def fork(
+        self, source_id: SessionId, *, generation: int | None = None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """Commit a reserved session with the transcript that another one of its tenant has, or had at `generation`.
+
+        `commit` says whose, under which lease, and which KV it has; it brings no segments. Raises GenerationGone,
+        ContextBusy while the source is being created, and as `commit_turn`.
+        """
+        check_session(commit.tenant, source_id)
+        check_commit(commit)
+        if generation is not None:
+            check_generation(generation)
+        if commit.segments or commit.expected_generation or commit.keep_segments:
+            raise InvalidRequest("a fork brings no segments", param="segments")
+        with self._metrics.store_call("fork"):
+            session = await self._store.fork(
+                SessionKey(commit.tenant, source_id), generation=generation, commit=commit, now_ms=self._clock.now_ms()
+            )
+        self._log("session forked", session)
+        return session
+
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """Release the caller's lease and change nothing else; a CREATING row is removed. Silent when there is none."""
         check_session(tenant, session_id)

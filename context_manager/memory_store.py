@@ -126,8 +126,19 @@ class MemorySessionStore(SessionStore):
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
+        return self._commit(commit, [pack_segment(segment) for segment in commit.segments], now_ms)
+
+    @override
+    async def fork(
+        self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
+    ) -> CacheSessionMetadata:
+        row = self._committed(source, now_ms)
+        packed = self._whole_transcript(source, row)[: row.segments_at(generation)]
+        self._rows[source] = _life_restarted_if_sliding(row, now_ms)
+        return self._commit(commit, packed, now_ms)
+
+    def _commit(self, commit: TurnCommit, added: list[bytes], now_ms: int) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
-        added = [pack_segment(segment) for segment in commit.segments]
         row = self._existing(key, now_ms)
         generation = commit.expected_generation + 1
         if row.committed_lease_id == commit.lease_id and row.session.generation == generation:

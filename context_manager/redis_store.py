@@ -27,7 +27,7 @@ from context_manager.redis_layout import (
     tenant_key,
 )
 from context_manager.redis_listing import SessionLister, ShardSweeper
-from context_manager.segments import pack_segment
+from context_manager.segments import num_tokens_of, pack_segment
 from context_manager.session_row import (
     MARKS_CHARS_MAX,
     existing_row,
@@ -138,6 +138,18 @@ class RedisSessionStore(SessionStore):
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
+        packed = [pack_segment(segment) for segment in commit.segments]
+        return await self._commit(commit, packed, now_ms)
+
+    @override
+    async def fork(
+        self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
+    ) -> CacheSessionMetadata:
+        _, flat, _, packed = await self._change("begin", source, now_ms, commit.lease_id, 0, 1, "", "")
+        row = row_of_reply(source, flat)
+        return await self._commit(commit, packed[: row.segments_at(generation)], now_ms)
+
+    async def _commit(self, commit: TurnCommit, packed: Sequence[bytes], now_ms: int) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
         answer = await self._change(
             "commit",
@@ -148,10 +160,10 @@ class RedisSessionStore(SessionStore):
             commit.keep_segments,
             commit.cache_ref,
             commit.holder,
-            sum(segment.num_tokens for segment in commit.segments),
+            sum(map(num_tokens_of, packed)),
             new_mark(),
             MARKS_CHARS_MAX,
-            *(pack_segment(segment) for segment in commit.segments),
+            *packed,
             durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)

@@ -84,12 +84,14 @@ class SessionRow:
             return Standing.EXPIRED if now_ms < expires_at_ms + tombstone_ms else Standing.ABSENT
         return Standing.CREATING if creating else Standing.LIVE
 
-    def segments_at(self, generation: int) -> int:
-        """Return how many leading segments of the transcript a generation was.
+    def segments_at(self, generation: int | None) -> int:
+        """Return how many leading segments of the transcript a generation was; None: the current one.
 
         Raises InvalidRequest for one that is still to come, GenerationGone for one that is not there any more.
         """
         current = self.session.generation
+        if generation is None:
+            return self.num_segments
         if generation > current:
             raise refusals.generation_ahead(current)
         found = self.num_segments if generation == current else segments_at(self.runs, generation)

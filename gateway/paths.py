@@ -18,7 +18,7 @@ from typing import ClassVar
 from contextcache.errors import ContextCacheError
 
 CONTEXT_PATH = "/v1/context"
-CONTEXT_CHANGES = ("rewind",)
+CONTEXT_CHANGES = ("fork", "rewind")
 """What can be done to one context: the last segment of the path."""
 COMPLETION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})

@@ -17,11 +17,13 @@ from contextcache.model import (
     ContextMode,
     Manifest,
     ModelId,
+    NewSession,
     SaveOutcome,
     SessionId,
     SessionPage,
     TenantId,
     TtlPolicy,
+    TurnCommit,
 )
 
 
@@ -136,6 +138,26 @@ class SessionDirectory(Protocol):
         """
         ...
 
+    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+        """Create a session that dies with the lease unless it is committed.
+
+        Raises InvalidRequest, TtlOutOfRange, ContextExists, ContextQuotaExceeded.
+        """
+        ...
+
+    async def fork(
+        self, source_id: SessionId, *, generation: int | None = None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """Commit a reserved session with the transcript of another one of its tenant. May be repeated.
+
+        Raises ContextNotFound, ContextExpired, ContextBusy, GenerationGone, LeaseLost, InvalidRequest.
+        """
+        ...
+
+    async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
+        """Take a reservation back; silent when there is none."""
+        ...
+
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """Remove the session for good and return the row as it was. Raises ContextNotFound, ContextExpired."""
         ...
@@ -158,6 +180,21 @@ class KVSidecar(Protocol):
 
     async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
         """Move the expiry of a session's unexpired KV; return how many generations have some. Idempotent."""
+        ...
+
+    async def fork_context(
+        self,
+        tenant: TenantId,
+        sources: Sequence[CacheRef],
+        *,
+        session_id: SessionId,
+        cache_ref: CacheRef,
+        expires_at_ms: int,
+    ) -> bool:
+        """Give a new context the KV of the first source that is there, the same bytes; False: none is.
+
+        Raises ContextDeleted, StorageFull.
+        """
         ...
 
     async def delete_context(

@@ -165,6 +165,21 @@ _ContextManagerServiceRewindSessionType = typing_extensions.TypeVar(
     ],
 )
 
+_ContextManagerServiceForkSessionType = typing_extensions.TypeVar(
+    '_ContextManagerServiceForkSessionType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
+    ],
+)
+
 _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceAbortTurnType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -240,7 +255,7 @@ _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
-class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
+class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceForkSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
     """ContextManagerService is the only writer of session state. Every state change is atomic and idempotent
     for the same lease_id.
     """
@@ -282,6 +297,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.RewindSessionRequest,
             contextcache.v1.context_manager_pb2.RewindSessionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.ForkSessionRequest,
+            contextcache.v1.context_manager_pb2.ForkSessionResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.AbortTurnRequest,
@@ -344,6 +363,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.RewindSessionResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.ForkSessionRequest,
+            contextcache.v1.context_manager_pb2.ForkSessionResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.AbortTurnRequest,
             contextcache.v1.context_manager_pb2.AbortTurnResponse,
         ],
@@ -395,6 +418,9 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
 
     RewindSession: _ContextManagerServiceRewindSessionType
     """RewindSession cuts a session to what it was at an earlier generation, as a new one. ABORTED context_busy while a turn runs."""
+
+    ForkSession: _ContextManagerServiceForkSessionType
+    """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY."""
 
     AbortTurn: _ContextManagerServiceAbortTurnType
     """AbortTurn releases the lease and changes nothing else. A CREATING row is removed. Idempotent."""
@@ -451,6 +477,10 @@ ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServ
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RewindSessionRequest,
         contextcache.v1.context_manager_pb2.RewindSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
@@ -554,6 +584,14 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.context_manager_pb2.RewindSessionResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.RewindSessionResponse]]:
         """RewindSession cuts a session to what it was at an earlier generation, as a new one. ABORTED context_busy while a turn runs."""
+
+    @abc.abstractmethod
+    def ForkSession(
+        self,
+        request: contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.ForkSessionResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.ForkSessionResponse]]:
+        """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY."""
 
     @abc.abstractmethod
     def AbortTurn(

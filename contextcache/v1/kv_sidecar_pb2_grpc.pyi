@@ -211,6 +211,21 @@ _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceForkContextType = typing_extensions.TypeVar(
+    '_KVSidecarServiceForkContextType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+    ],
+)
+
 _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceDeleteContextType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -316,7 +331,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -368,6 +383,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
             contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+            contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
@@ -450,6 +469,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+            contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
             contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
         ],
@@ -524,6 +547,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
 
     TouchContext: _KVSidecarServiceTouchContextType
     """TouchContext moves the expiry of all manifests of a session."""
+
+    ForkContext: _KVSidecarServiceForkContextType
+    """ForkContext gives a new context the KV of another one of the tenant's: a manifest of its own over the same files.
+    Waits a moment for KV that is being saved. No byte of KV is copied, and what both have stays until both are deleted.
+    """
 
     DeleteContext: _KVSidecarServiceDeleteContextType
     """DeleteContext removes manifests, then frees every block and tail that no other manifest holds, in all tiers,
@@ -600,6 +628,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
@@ -739,6 +771,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.TouchContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.TouchContextResponse]]:
         """TouchContext moves the expiry of all manifests of a session."""
+
+    @abc.abstractmethod
+    def ForkContext(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ForkContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ForkContextResponse]]:
+        """ForkContext gives a new context the KV of another one of the tenant's: a manifest of its own over the same files.
+        Waits a moment for KV that is being saved. No byte of KV is copied, and what both have stays until both are deleted.
+        """
 
     @abc.abstractmethod
     def DeleteContext(

@@ -99,6 +99,17 @@ class ContextPatch(TypedDict, total=False):
     ]
 
 
+class ContextFork(TypedDict, total=False):
+    """What is another of the fork; what is not there is as of the context forked from."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
+    generation: Annotated[int | None, Field(ge=1, le=2**53, description="Where it begins; the newest when absent.")]
+    session_id: Annotated[SessionId | None, Field(description="The client's own name for it; minted when absent.")]
+    ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")]
+    ttl_policy: Literal["fixed", "sliding"] | None
+    metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=MAX_METADATA_KEYS)]
+
+
 class ContextRewind(TypedDict):
     """Where to go back to."""
 

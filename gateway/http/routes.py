@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 from contextcache.claim import read_object
 from contextcache.errors import InvalidRequest
 from contextcache.model import MAX_LIST_LIMIT, TenantId
-from contextcache.terms import read_generation, read_if_match, read_only_fields, read_terms
+from contextcache.terms import read_generation, read_if_match, read_only_fields, read_session_id, read_terms
+from gateway.contexts import NewFork
 from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
@@ -25,6 +26,7 @@ from gateway.http.models import (
     ChatCompletion,
     Completion,
     ContextDeleted,
+    ContextFork,
     ContextList,
     ContextObject,
     ContextPatch,
@@ -79,6 +81,7 @@ _CARRIED: dict[str, Any] = {
         "read_context": {"operationId": "read_context", **_CALL},
         "patch_context": {"operationId": "patch_context", **_CALL},
         "rewind_context": {"operationId": "rewind_context", **_CALL},
+        "fork_context": {"operationId": "fork_context", **_CALL},
         "delete_context": {"operationId": "delete_context", **_CALL},
         "completion": {"operationId": "completion", **_TURN},
         "chat_completion": {"operationId": "chat_completion", **_TURN},
@@ -86,8 +89,8 @@ _CARRIED: dict[str, Any] = {
 }
 
 
-def _answers(*statuses: int, **more: Any) -> dict[int | str, dict[str, Any]]:
-    """Return what a call answers: 200 with `more` said of it, and errors of these statuses."""
+def _answers(*statuses: int, success: int = 200, **more: Any) -> dict[int | str, dict[str, Any]]:
+    """Return what a call answers: `success` with `more` said of it, and errors of these statuses."""
     refusals: dict[int | str, dict[str, Any]] = {
         status: {
             "model": Error,
@@ -96,7 +99,7 @@ def _answers(*statuses: int, **more: Any) -> dict[int | str, dict[str, Any]]:
         }
         for status in statuses
     }
-    return {200: {"headers": _REQUEST_ID, **more}, **refusals}
+    return {success: {"headers": _REQUEST_ID, **more}, **refusals}
 
 
 def _turn_answers() -> dict[int | str, dict[str, Any]]:
@@ -122,6 +125,11 @@ async def _fields(request: Request) -> dict[str, Any]:
     return read_object(request.state.body)
 
 
+async def _fields_or_none(request: Request) -> dict[str, Any]:
+    """Return the body as `_fields`; without one, an empty object."""
+    return await _fields(request) if request.state.body else {}
+
+
 def _body(schema: Any, *, required: bool = True) -> dict[str, Any]:
     """Return what the document says of a body that is read here, and not by FastAPI: our words, line and column."""
     content = {"application/json": {"schema": TypeAdapter(schema).json_schema()}}
@@ -131,6 +139,7 @@ def _body(schema: Any, *, required: bool = True) -> dict[str, Any]:
 AskedGateway = Annotated[Gateway, Depends(_gateway)]
 Tenant = Annotated[TenantId, Depends(_tenant)]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
+FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 IfMatch = Annotated[
     str | None,
     Header(
@@ -194,6 +203,22 @@ async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessi
     """Change a context's ttl, policy or metadata, also while a turn runs."""
     read_only_fields(said, frozenset(ContextPatch.__annotations__))
     return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
+
+
+@contexts.post(
+    "/v1/context/{session_id}/fork",
+    operation_id="fork_context",
+    status_code=201,
+    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503, success=201),
+    openapi_extra=_body(ContextFork, required=False),
+)
+async def fork_context(
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: FieldsOrNone
+) -> ContextObject:
+    """Make a context that begins as this one does, without copying its KV."""
+    read_only_fields(said, frozenset(ContextFork.__annotations__))
+    fork = NewFork(read_generation(said), read_session_id(said.get("session_id")), read_terms(said))
+    return context_object(*await gateway.contexts.fork(tenant, session_id, fork))
 
 
 @contexts.post(

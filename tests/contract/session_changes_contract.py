@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from context_manager.store import SessionStore
+from context_manager.store import SessionKey, SessionStore
 from contextcache.errors import (
     ContextBusy,
     ContextCacheError,
@@ -19,7 +19,7 @@ from contextcache.errors import (
     InvalidRequest,
     LeaseLost,
 )
-from contextcache.model import CacheSessionMetadata, Segment, SegmentKind, SessionState, TtlPolicy
+from contextcache.model import CacheSessionMetadata, Segment, SegmentKind, SessionState, TtlPolicy, TurnCommit
 from tests.contract.session_store_contract import (
     ANSWER,
     KEY,
@@ -29,6 +29,7 @@ from tests.contract.session_store_contract import (
     PROMPT,
     REF_1,
     REF_2,
+    REF_3,
     TTL_MS,
     SessionStoreContract,
     turn_commit,
@@ -210,6 +211,115 @@ class SessionChangesContract(SessionStoreContract):
             at[generation] = now
 
             assert await self.transcript(store) == now
+
+    # Forking.
+
+    FORK = SessionKey(KEY.tenant, "ctx_fork")
+
+    async def fork(
+        self, store: SessionStore, generation: int | None = None, *, lease_id: str = "fork", now_ms: int = NOW
+    ) -> CacheSessionMetadata:
+        await self.reserve(store, replace(NEW, session_id=self.FORK.session_id), lease_id=lease_id, now_ms=now_ms)
+        return await store.fork(KEY, generation=generation, commit=self.first_of_fork(lease_id), now_ms=now_ms)
+
+    def first_of_fork(self, lease_id: str = "fork") -> TurnCommit:
+        return TurnCommit(self.FORK.tenant, self.FORK.session_id, lease_id, 0, 0, (), REF_3, "pod-1")
+
+    async def forked_transcript(self, store: SessionStore) -> tuple[Segment, ...]:
+        begun = await store.begin_turn(
+            self.FORK,
+            lease_id="reader",
+            lease_ttl_ms=LEASE_MS,
+            read_only=True,
+            expected_generation=None,
+            now_ms=NOW,
+        )
+        return begun.transcript()
+
+    async def test_a_fork_begins_with_what_its_source_is_or_was(self, store: SessionStore) -> None:
+        at = await self.converse(store, 3)
+        source = await store.get(KEY, now_ms=NOW)
+        for generation, expected in ((None, at[4]), (4, at[4]), (2, at[2])):
+            forked = await self.fork(store, generation)
+
+            assert (forked.state, forked.generation, forked.num_turns) == (SessionState.READY, 1, 1)
+            assert (forked.cache_ref, forked.previous_cache_ref, forked.holders) == (REF_3, "", ("pod-1",))
+            assert forked.num_tokens == sum(segment.num_tokens for segment in expected)
+            assert await self.forked_transcript(store) == expected
+            await store.unregister(self.FORK, now_ms=NOW)
+        assert await store.get(KEY, now_ms=NOW) == source
+        assert await self.transcript(store) == at[4]
+
+    async def test_a_fork_and_its_source_go_on_apart(self, store: SessionStore) -> None:
+        at = await self.converse(store, 1)
+        await self.fork(store)
+        await self.turn(store, 2, keep=4, segments=said(8))
+        await store.unregister(KEY, now_ms=NOW)
+
+        assert await self.forked_transcript(store) == at[2]
+        with pytest.raises(ContextNotFound):
+            await self.transcript(store)
+
+    async def test_a_fork_has_what_was_before_it_as_one_generation(self, store: SessionStore) -> None:
+        await self.converse(store, 2)
+        await self.fork(store)
+        with pytest.raises(InvalidRequest):
+            await store.rewind(self.FORK, generation=2, expected_generation=None, now_ms=NOW)
+
+        assert (await store.rewind(self.FORK, generation=1, expected_generation=None, now_ms=NOW)).generation == 1
+
+    async def test_a_fork_that_is_committed_again_is_the_same(self, store: SessionStore) -> None:
+        await self.converse(store, 1)
+        first = await self.fork(store)
+        await self.turn(store, 2, keep=4, segments=said(8))
+        again = await store.fork(KEY, generation=None, commit=self.first_of_fork(), now_ms=NOW)
+
+        assert again == first
+
+    async def test_what_cannot_be_forked_leaves_the_reservation_to_be_taken_back(self, store: SessionStore) -> None:
+        await self.converse(store, 2)
+        await self.rewind(store, 1)
+        with pytest.raises(GenerationGone):
+            await self.fork(store, 2)
+        with pytest.raises(InvalidRequest):
+            await store.fork(KEY, generation=9, commit=self.first_of_fork(), now_ms=NOW)
+        with pytest.raises(LeaseLost):
+            await store.fork(KEY, generation=1, commit=self.first_of_fork("another"), now_ms=NOW)
+        await store.unregister(KEY, now_ms=NOW)
+        with pytest.raises(ContextNotFound):
+            await store.fork(KEY, generation=None, commit=self.first_of_fork(), now_ms=NOW)
+
+        assert (await store.get(self.FORK, now_ms=NOW)).state is SessionState.CREATING
+        await store.abort_turn(self.FORK, lease_id="fork", now_ms=NOW)
+        with pytest.raises(ContextNotFound):
+            await store.get(self.FORK, now_ms=NOW)
+
+    async def test_nothing_is_forked_of_what_is_being_created_and_what_is_busy_is_forked_as_it_was(
+        self, store: SessionStore
+    ) -> None:
+        await self.reserve(store)
+        with pytest.raises(ContextBusy):
+            await self.fork(store)
+        await store.commit_turn(replace(turn_commit("create", generation=0, keep=0), segments=said(1)), now_ms=NOW)
+        await self.begin(store)
+        await store.fork(KEY, generation=None, commit=self.first_of_fork(), now_ms=NOW)
+
+        assert await self.forked_transcript(store) == said(1)
+
+    async def test_a_reservation_whose_lease_has_ended_is_not_forked_into(self, store: SessionStore) -> None:
+        await self.converse(store, 1)
+        await self.reserve(store, replace(NEW, session_id=self.FORK.session_id), lease_id="fork")
+        with pytest.raises(ContextNotFound):
+            await store.fork(KEY, generation=None, commit=self.first_of_fork(), now_ms=NOW + LEASE_MS)
+
+    async def test_a_long_conversation_is_forked_whole(self, store: SessionStore) -> None:
+        """More segments than one commit of a client may bring."""
+        long = tuple(segment for number in range(600) for segment in said(number))
+        await self.reserve(store)
+        await store.commit_turn(replace(turn_commit("create", generation=0, keep=0), segments=long), now_ms=NOW)
+        await self.fork(store)
+
+        assert await self.forked_transcript(store) == long
 
     async def test_of_a_rewind_and_a_turn_at_once_one_is_told_to_wait_or_both_happen_in_order(
         self, store: SessionStore

@@ -62,6 +62,31 @@ class MemorySidecar:
             self._kept[ref] = (replace(manifest, expires_at_ms=expires_at_ms), tier)
         return len(found)
 
+    async def fork_context(
+        self,
+        tenant: TenantId,
+        sources: Sequence[CacheRef],
+        *,
+        session_id: SessionId,
+        cache_ref: CacheRef,
+        expires_at_ms: int,
+    ) -> bool:
+        """Hold the first source's manifest under another name too. Bytes are one's until it goes, then the other's."""
+        self._check_up()
+        for ref in sources:
+            found = self._kept.get(ref)
+            if found is not None and found[0].tenant == tenant:
+                manifest = replace(
+                    found[0],
+                    cache_ref=cache_ref,
+                    session_id=session_id,
+                    expires_at_ms=expires_at_ms,
+                    tail_ref=found[0].tail_ref or ref,
+                )
+                self._kept[cache_ref] = (manifest, found[1])
+                return True
+        return False
+
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
     ) -> int:
@@ -74,7 +99,9 @@ class MemorySidecar:
         ]
         for manifest in going:
             del self._kept[manifest.cache_ref]
-        return sum(manifest.size_bytes for manifest in going)
+        held = {_tails_of(manifest) for manifest, _ in self._kept.values()}
+        freed = {_tails_of(manifest): manifest.size_bytes for manifest in going}
+        return sum(size_bytes for tails, size_bytes in freed.items() if tails not in held)
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
         """Note what was asked for. Returns `present` when the first ref is here, else `started`."""
@@ -95,3 +122,8 @@ class MemorySidecar:
     def _check_up(self) -> None:
         if self.down:
             raise SidecarUnavailable("the sidecar is down")
+
+
+def _tails_of(manifest: Manifest) -> CacheRef:
+    """Return what all forks of one context have in common."""
+    return manifest.tail_ref or manifest.cache_ref

@@ -191,7 +191,7 @@ _ATTACKS: dict[str, tuple[str, str, int, dict[str, Any] | None]] = {
     "fork": ("POST", "/v1/context/{id}/fork", 404, {"generation": 1}),
     "rewind": ("POST", "/v1/context/{id}/rewind", 404, {"generation": 1}),
     "read a rewind": ("GET", "/v1/context/{id}/rewind", 405, None),
-    "read a fork": ("GET", "/v1/context/{id}/fork", 404, None),
+    "read a fork": ("GET", "/v1/context/{id}/fork", 405, None),
     "list after the id": ("GET", "/v1/context?after={id}", 400, None),
     "turn": ("POST", "/v1/completions", 404, {"session_id": "{id}"}),
     "turn in chat": ("POST", "/v1/chat/completions", 404, {"session_id": "{id}"}),

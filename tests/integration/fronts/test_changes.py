@@ -164,3 +164,48 @@ async def test_rewinds_and_turns_at_once_have_one_serial_order(front, pod):
     assert last["state"] == "ready"
     assert len(prompt) == last["tokens"] + len(encode(" end"))
     assert prompt[: len(encode("Hello!"))] == encode("Hello!")
+
+
+def fork(front, source_id: str, **body):
+    return front.post(f"/v1/context/{source_id}/fork", body)
+
+
+async def test_a_fork_and_its_source_go_on_apart(front, pod):
+    session_id = await created(front)
+    await told(turn(front, session_id, " one"))
+    whole = await told(fork(front, session_id), 201)
+    early = await told(fork(front, session_id, generation=1, ttl=900, metadata={"a": "b"}), 201)
+    of_fork = await told(fork(front, whole["session_id"]), 201)
+    await told(front.delete(f"/v1/context/{session_id}"))
+    for context, expected in ((whole, "Hello! one! x"), (early, "Hello! x"), (of_fork, "Hello! one! x")):
+        again = await told(turn(front, context["session_id"], " x"))
+
+        assert again["usage"]["context"]["context_tokens"] == context["tokens"]
+        assert pod.engine.generations()[-1]["prompt"] == encode(expected)
+    assert (early["ttl"], early["metadata"], whole["generation"]) == (900, {"a": "b"}, 1)
+    async with fork(front, session_id) as answer:
+        assert await code_of(answer) == (404, "context_not_found")
+    async with fork(front, whole["session_id"], session_id=early["session_id"]) as answer:
+        assert await code_of(answer) == (409, "context_exists")
+
+
+@only_http
+async def test_forks_and_a_delete_of_their_source_at_once_are_whole_contexts_or_none(front):
+    for _ in range(4):
+        session_id = await created(front)
+
+        async def one(source: str = session_id) -> tuple[int, dict]:
+            async with fork(front, source) as answer:
+                return answer.status, await answer.json()
+
+        async def gone(source: str = session_id) -> tuple[int, dict]:
+            async with front.delete(f"/v1/context/{source}") as answer:
+                return answer.status, {}
+
+        outcomes = await asyncio.gather(one(), one(), gone(), one(), one())
+
+        assert {status for status, _ in outcomes} <= {200, 201, 404}
+        for status, context in outcomes:
+            if status == 201:
+                found = await told(turn(front, context["session_id"]))
+                assert found["usage"]["context"]["context_tokens"] == context["tokens"]

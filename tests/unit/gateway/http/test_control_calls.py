@@ -279,7 +279,8 @@ async def test_the_openapi_document_has_every_call(client):
     assert calls == {
         *((method, "/v1/context") for method in ("get", "post")),
         *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
-        *(("post", path) for path in ("/v1/context/{session_id}/rewind", "/v1/completions", "/v1/chat/completions")),
+        *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
+        *(("post", path) for path in ("/v1/completions", "/v1/chat/completions")),
         *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
     }
     assert "HTTPValidationError" not in json.dumps(document)

@@ -1,33 +1,11 @@
 """Rewind over the whole HTTP front."""
 
-import httpx
 import pytest
 
 from contextcache.model import Segment, SegmentKind, TurnCommit
-from gateway.fronts import ReadyState
-from gateway.http.app import HttpFront
-from gateway.tenants.limits import FrontLimits
-from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, manifest_of
+from tests.kit.gateway_parts import REF, manifest_of
 
-AUTH = {"authorization": f"Bearer {KEY}"}
 TURN = (Segment(SegmentKind.PROMPT, (4, 5), text="more"), Segment(SegmentKind.ANSWER, (6,), text="!"))
-
-
-@pytest.fixture
-async def client(parts):
-    front = HttpFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        carrier=None,
-        ready_state=ReadyState(parts.gateway, parts.endpoints),
-        tenants=parts.tenants,
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(front), base_url="http://gateway", headers=AUTH
-    ) as client:
-        yield client
 
 
 @pytest.fixture
@@ -112,8 +90,8 @@ async def test_while_a_turn_runs_the_context_is_busy(client, three, parts):
     assert answer.headers["retry-after"] == "5"
 
 
-async def test_absent_and_foreign_contexts_answer_alike_and_expired_ones_are_gone(client, three, parts):
-    foreign = await client.post(three, json={"generation": 1}, headers={"authorization": f"Bearer {OTHER_KEY}"})
+async def test_absent_and_foreign_contexts_answer_alike_and_expired_ones_are_gone(client, three, parts, other):
+    foreign = await client.post(three, json={"generation": 1}, headers=other)
     absent = await client.post("/v1/context/ctx_none/rewind", json={"generation": 1})
     impossible = await client.post("/v1/context/a:b/rewind", json={"generation": 1})
     parts.clock.advance(s=601)
