@@ -23,7 +23,7 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.clock import Clock
-from contextcache.errors import ContextNotFound
+from contextcache.errors import ContextExpired, ContextNotFound
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
 from contextcache.model import (
     MAX_LIST_LIMIT,
@@ -201,8 +201,7 @@ class Gateway:
         """
         if admission.kind is Kind.CREATE:
             asked = await self._large_bodies.read(read_strict_claims, body)
-            query = self._query(admission, asked, affinity=prompt_affinity(admission.tenant, asked))
-            return self._forward(Kind.CREATE, asked.changed(), query, headers=self._identity_header(admission, None))
+            return self._create_forward(admission, asked, None)
         claims = None
         if body and not is_opaque(admission.headers.get("content-type", "")):
             claims = await self._large_bodies.read(read_claims, body)
@@ -276,7 +275,11 @@ class Gateway:
         check_id(session_id)
         try:
             session = await self._directory.locate(admission.tenant, session_id)
-        except ContextNotFound as exc:
+        except (ContextNotFound, ContextExpired) as exc:
+            if claims is not None and claims.creates_if_missing():
+                return self._create_forward(admission, claims, session_id)
+            if isinstance(exc, ContextExpired):
+                raise
             raise not_found() from exc
         query = RouteQuery(
             model=session.model_id,
@@ -287,6 +290,12 @@ class Gateway:
         headers = self._identity_header(admission, session.session_id)
         body = None if claims is None else claims.changed()
         return await self._with_kv(self._forward(Kind.TURN, body, query, headers=headers, session=session))
+
+    def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
+        """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
+        query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims))
+        headers = self._identity_header(admission, session_id)
+        return self._forward(Kind.CREATE, claims.changed(), query, headers=headers)
 
     async def _with_kv(self, forward: Forward) -> Forward:
         """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""

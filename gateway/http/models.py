@@ -65,12 +65,17 @@ class _Answered(BaseModel):
     stream: bool | None = False
 
 
-class _Create(_Answered):
+class _Termed(_Answered):
+    """What a create says of the life of a context."""
+
     ttl: int = Field(DEFAULT_TTL_S, ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")
     ttl_policy: Literal["fixed", "sliding"] | None = "fixed"
     mode: Literal["session", "prefix"] | None = "session"
-    session_id: SessionId | None = Field(None, description="The client's own name for the context; minted when absent.")
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA_KEYS)
+
+
+class _Create(_Termed):
+    session_id: SessionId | None = Field(None, description="The client's own name for the context; minted when absent.")
 
 
 class CreateFromPrompt(_Create):
@@ -117,10 +122,13 @@ class ContextRewind(TypedDict):
     generation: Annotated[int, Field(ge=1, le=2**53, description="As `generation` and `X-Context-Generation` told it.")]
 
 
-class _Turn(_Answered):
+class _Turn(_Termed):
     session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
     context_mode: Literal["auto", "append", "replay"] | None = "auto"
     context_commit: bool | None = True
+    context_create: Literal["if_missing"] | None = Field(
+        None, description="Create the context where there is none: ttl, ttl_policy, mode and metadata count then."
+    )
 
 
 class Completion(_Turn):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from contextcache.claim import FORBIDDEN_KEYS
+from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
     DEFAULT_TTL_S,
@@ -25,7 +25,9 @@ CONTEXT_PATH = "/v1/context"
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
 
-_OURS = frozenset({"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit"})
+_OURS = frozenset(
+    {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
+)
 """Body fields the engine never sees."""
 _NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
@@ -70,6 +72,8 @@ class TurnRequest:
     commit: bool
     expected_generation: int | None
     """From `If-Match`."""
+    creates_if_missing: bool = False
+    """The context is to be created where there is none."""
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     """What rendering chat messages depends on besides the messages."""
 
@@ -101,6 +105,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         context_mode=read_choice(body, "context_mode", ContextMode),
         commit=_flag(body, "context_commit", default=True),
         expected_generation=read_if_match(headers.get("if-match")),
+        creates_if_missing=_creates_if_missing(path, body),
         template_fields=_template_fields(body),
     )
 
@@ -195,6 +200,16 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise InvalidRequest("a context's turn always asks for an answer", param="add_generation_prompt")
     if body.get("include_reasoning") is False:
         raise InvalidRequest("hidden reasoning cannot be kept in a context", param="include_reasoning")
+
+
+def _creates_if_missing(path: str, body: dict[str, Any]) -> bool:
+    asked = body.get("context_create")
+    if asked is None:
+        return False
+    if asked != IF_MISSING or path == CONTEXT_PATH:
+        told = "is for turns" if path == CONTEXT_PATH else f"must be {IF_MISSING}"
+        raise InvalidRequest(f"context_create {told}", param="context_create")
+    return True
 
 
 def _flag(body: dict[str, Any], key: str, *, default: bool) -> bool:

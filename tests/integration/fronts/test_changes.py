@@ -209,3 +209,37 @@ async def test_forks_and_a_delete_of_their_source_at_once_are_whole_contexts_or_
             if status == 201:
                 found = await told(turn(front, context["session_id"]))
                 assert found["usage"]["context"]["context_tokens"] == context["tokens"]
+
+
+async def test_a_call_creates_the_context_it_names_where_there_is_none(front, pod):
+    asked = {"context_create": "if_missing", "ttl": 900, "metadata": {"a": "b"}}
+    first = await told(turn(front, "mine", "Hello", **asked))
+    second = await told(turn(front, "mine", " more", **asked))
+    found = await told(front.get("/v1/context/mine"))
+    async with turn(front, "other", "Hello", context_create="always") as answer:
+        assert await code_of(answer) == (404, "context_not_found")
+    body = {"model": MODEL, "prompt": "Hello", "context_create": "if_missing"}
+    async with front.post("/v1/completions", body) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
+    async with front.post("/v1/completions", body, headers={"X-Session-ID": "ctx_by_header"}) as answer:
+        assert (await answer.json())["session_id"] == "ctx_by_header"
+
+    assert (first["session_id"], second["session_id"]) == ("mine", "mine")
+    assert (found["generation"], found["ttl"], found["metadata"]) == (2, 900, {"a": "b"})
+    assert encode("Hello! more") in [body["prompt"] for body in pod.engine.generations()]
+
+
+async def test_of_many_calls_that_may_create_one_context_one_does(front, pod):
+    """Nobody's turn is lost, and nobody has a context of his own."""
+
+    async def one(number: int) -> tuple[int, str]:
+        async with turn(front, "mine", f" {number}", context_create="if_missing") as answer:
+            body = await answer.json()
+            return answer.status, body["error"]["code"] if answer.status != 200 else ""
+
+    outcomes = await asyncio.gather(*(one(number) for number in range(12)))
+    listed = await told(front.get("/v1/context"))
+
+    assert {outcome for outcome in outcomes if outcome[0] != 200} <= {(409, "context_busy")}
+    (context,) = listed["data"]
+    assert context["generation"] == sum(status == 200 for status, _ in outcomes) >= 1
