@@ -179,6 +179,31 @@ class ContextManagerClient:
         )
         return self._committed(reply.session, commit)
 
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None
+    ) -> CacheSessionMetadata:
+        """See ContextCacheManager.rewind."""
+        reply = await self._call(
+            lambda stub: stub.RewindSession,
+            lambda: pb.RewindSessionRequest(
+                tenant=tenant,
+                session_id=session_id,
+                generation=generation,
+                expected_generation=expected_generation,
+            ),
+        )
+        return session_from_pb(reply.session)
+
+    async def fork(
+        self, source_id: SessionId, *, generation: int | None = None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """See ContextCacheManager.fork."""
+        reply = await self._call(
+            lambda stub: stub.ForkSession,
+            lambda: pb.ForkSessionRequest(source_id=source_id, generation=generation, commit=commit_to_pb(commit)),
+        )
+        return session_from_pb(reply.session)
+
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """See ContextCacheManager.abort_turn."""
         self._memory.ended(lease_id)

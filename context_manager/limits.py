@@ -5,16 +5,13 @@ Tenant and ids end up in Redis keys, so their patterns are what keeps one tenant
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     CACHE_REF_PATTERN,
     MAX_LIST_LIMIT,
-    MAX_METADATA_KEY_CHARS,
-    MAX_METADATA_KEYS,
-    MAX_METADATA_VALUE_CHARS,
     MAX_TTL_S,
     MIN_TTL_S,
     SESSION_ID_PATTERN,
@@ -23,6 +20,7 @@ from contextcache.model import (
     NewSession,
     TurnCommit,
 )
+from contextcache.terms import check_metadata
 
 MAX_LEASE_ID_CHARS = 128
 MAX_LEASE_TTL_MS = 3_600_000
@@ -31,7 +29,8 @@ MAX_NAME_CHARS = 256
 """Longest model id and holder."""
 MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
-
+MAX_GENERATION = 10**15
+"""What a row's numbers may be."""
 MAX_HELD_REFS = 500
 """In one question of a sidecar: one round trip, and a few ms of Redis' time."""
 
@@ -70,19 +69,6 @@ def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
         raise InvalidRequest(f"lease_ttl_ms must be 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
 
 
-def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise InvalidRequest for more or longer metadata than OpenAI allows."""
-    if len(metadata) > MAX_METADATA_KEYS:
-        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
-    for key, text in metadata.items():
-        if not 1 <= len(key) <= MAX_METADATA_KEY_CHARS:
-            raise InvalidRequest(f"metadata keys have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
-        if len(text) > MAX_METADATA_VALUE_CHARS:
-            raise InvalidRequest(
-                f"metadata values have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
-            )
-
-
 def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
     check_session(new.tenant, new.session_id)
@@ -106,6 +92,12 @@ def check_commit(commit: TurnCommit) -> None:
         raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
     if commit.holder:
         check_holder(commit.holder)
+
+
+def check_generation(generation: int) -> None:
+    """Raise InvalidRequest for what can be no generation of a context that was created."""
+    if not 1 <= generation < MAX_GENERATION:
+        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
 
 
 def check_holder(holder: str) -> None:

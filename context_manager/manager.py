@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from context_manager.limits import (
     TtlBounds,
     check_commit,
+    check_generation,
     check_held,
     check_holder,
     check_lease,
-    check_metadata,
     check_new_session,
     check_page,
     check_session,
@@ -36,6 +36,7 @@ from contextcache.model import (
     TtlPolicy,
     TurnCommit,
 )
+from contextcache.terms import check_metadata
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,46 @@ class ContextCacheManager:
             session = await self._store.commit_turn(commit, now_ms=self._clock.now_ms())
         self._metrics.turns_committed.inc()
         self._log("turn committed", session)
+        return session
+
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None
+    ) -> CacheSessionMetadata:
+        """Take a session back to an earlier generation, as a new one; one that stands there already stays as it is.
+
+        Raises ContextBusy, GenerationMismatch, GenerationGone for what was replaced since.
+        """
+        check_session(tenant, session_id)
+        check_generation(generation)
+        with self._metrics.store_call("rewind"):
+            session = await self._store.rewind(
+                SessionKey(tenant, session_id),
+                generation=generation,
+                expected_generation=expected_generation,
+                now_ms=self._clock.now_ms(),
+            )
+        self._log("session rewound", session)
+        return session
+
+    async def fork(
+        self, source_id: SessionId, *, generation: int | None = None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """Commit a reserved session with the transcript that another one of its tenant has, or had at `generation`.
+
+        `commit` says whose, under which lease, and which KV it has; it brings no segments. Raises GenerationGone,
+        ContextBusy while the source is being created, and as `commit_turn`.
+        """
+        check_session(commit.tenant, source_id)
+        check_commit(commit)
+        if generation is not None:
+            check_generation(generation)
+        if commit.segments or commit.expected_generation or commit.keep_segments:
+            raise InvalidRequest("a fork brings no segments", param="segments")
+        with self._metrics.store_call("fork"):
+            session = await self._store.fork(
+                SessionKey(commit.tenant, source_id), generation=generation, commit=commit, now_ms=self._clock.now_ms()
+            )
+        self._log("session forked", session)
         return session
 
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:

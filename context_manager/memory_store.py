@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from context_manager import refusals
+from context_manager.generations import runs_after
 from context_manager.segments import pack_segment, unpack_segment
 from context_manager.session_row import (
     SessionRow,
@@ -125,8 +126,19 @@ class MemorySessionStore(SessionStore):
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
+        return self._commit(commit, [pack_segment(segment) for segment in commit.segments], now_ms)
+
+    @override
+    async def fork(
+        self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
+    ) -> CacheSessionMetadata:
+        row = self._committed(source, now_ms)
+        packed = self._whole_transcript(source, row)[: row.segments_at(generation)]
+        self._rows[source] = _life_restarted_if_sliding(row, now_ms)
+        return self._commit(commit, packed, now_ms)
+
+    def _commit(self, commit: TurnCommit, added: list[bytes], now_ms: int) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
-        added = [pack_segment(segment) for segment in commit.segments]
         row = self._existing(key, now_ms)
         generation = commit.expected_generation + 1
         if row.committed_lease_id == commit.lease_id and row.session.generation == generation:
@@ -138,30 +150,31 @@ class MemorySessionStore(SessionStore):
         stored = self._whole_transcript(key, row)
         if commit.keep_segments > len(stored):
             raise refusals.keeps_too_much(len(stored))
-        transcript = stored[: commit.keep_segments] + added
         session = replace(
             row.session,
             state=SessionState.READY,
-            generation=generation,
             cache_ref=commit.cache_ref,
             previous_cache_ref=row.session.cache_ref,
             holder=commit.holder,
             holders=with_holder(row.session.holders, commit.holder),
-            num_tokens=sum(unpack_segment(packed).num_tokens for packed in transcript),
             num_turns=row.session.num_turns + 1,
-            mark=new_mark(),
         )
-        marks = marks_after(row.marks, session.mark, keep_segments=commit.keep_segments, num_segments=len(transcript))
-        self._transcripts[key] = transcript
-        committed = SessionRow(
-            session,
-            committed_lease_id=commit.lease_id,
-            num_segments=len(transcript),
-            # As many as Redis keeps.
-            marks=marks_of(marks_field(marks, generation), generation),
-        )
-        self._rows[key] = _life_restarted_if_sliding(committed, now_ms)
-        return self._rows[key].session
+        row = replace(row, session=session, committed_lease_id=commit.lease_id)
+        return self._advance(key, row, stored[: commit.keep_segments], added, now_ms)
+
+    @override
+    async def rewind(
+        self, key: SessionKey, *, generation: int, expected_generation: int | None, now_ms: int
+    ) -> CacheSessionMetadata:
+        row = self._committed(key, now_ms)
+        if expected_generation is not None and row.session.generation != expected_generation:
+            raise refusals.generation_mismatch(row.session.generation)
+        if row.lease_lives(now_ms):
+            raise refusals.busy(row.lease_until_ms - now_ms)
+        stored, keep = self._whole_transcript(key, row), row.segments_at(generation)
+        if keep == len(stored):
+            return row.metadata_at(now_ms)
+        return self._advance(key, replace(row, committed_lease_id=""), stored[:keep], [], now_ms)
 
     @override
     async def abort_turn(self, key: SessionKey, *, lease_id: str, now_ms: int) -> None:
@@ -272,6 +285,28 @@ class MemorySessionStore(SessionStore):
     async def close(self) -> None:
         self._rows.clear()
         self._transcripts.clear()
+
+    def _advance(
+        self, key: SessionKey, row: SessionRow, kept: list[bytes], added: list[bytes], now_ms: int
+    ) -> CacheSessionMetadata:
+        """Write the next generation: its transcript, and what every new one changes."""
+        transcript, mark, generation = kept + added, new_mark(), row.session.generation + 1
+        marks = marks_after(row.marks, mark, keep_segments=len(kept), num_segments=len(transcript))
+        runs = runs_after(row.runs, generation, keep_segments=len(kept), num_segments=len(transcript))
+        num_tokens = sum(unpack_segment(packed).num_tokens for packed in transcript)
+        advanced = replace(
+            row,
+            session=replace(row.session, generation=generation, num_tokens=num_tokens, mark=mark),
+            lease_id="",
+            lease_until_ms=0,
+            num_segments=len(transcript),
+            # As many as Redis keeps.
+            marks=marks_of(marks_field(marks, generation), generation),
+            runs=runs,
+        )
+        self._transcripts[key] = transcript
+        self._rows[key] = _life_restarted_if_sliding(advanced, now_ms)
+        return self._rows[key].session
 
     def _created_at_ms(self, key: SessionKey, now_ms: int) -> int:
         if (row := self._rows.get(key)) is not None:

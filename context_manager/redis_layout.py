@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from context_manager import refusals
+from context_manager.generations import RUNS_MAX
 from context_manager.session_row import SessionRow, row_from_fields
 from context_manager.store import KEY_GRACE_MS, SessionKey, shard_of
 from contextcache.model import SESSION_ID_PATTERN, TENANT_PATTERN, TenantId
@@ -22,7 +23,7 @@ NAMING_FIELDS = (
 SWEEPER_KEY = "cc:sweeper"
 """There while one manager sweeps for all."""
 _SCRIPTS = (
-    *("reserve", "admit", "begin", "note_holder", "renew", "commit", "abort", "touch", "unregister"),
+    *("reserve", "admit", "begin", "note_holder", "renew", "commit", "rewind", "abort", "touch", "unregister"),
     *("sweep", "claim"),
 )
 CRASH_POINTS = tuple(f"manager.{script}.{when}" for script in _SCRIPTS for when in ("before", "after"))
@@ -121,7 +122,7 @@ class Script:
 def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
     """Return every script by name, `row.lua` in front of each; `grace_ms`: see KEY_GRACE_MS, 1 or more."""
     folder = resources.files("context_manager") / "scripts"
-    rules = f"local GRACE_MS = {grace_ms:d}\n" + (folder / "row.lua").read_text()
+    rules = f"local GRACE_MS, RUNS_MAX = {grace_ms:d}, {RUNS_MAX}\n" + (folder / "row.lua").read_text()
     texts = {name: rules + (folder / f"{name}.lua").read_text() for name in _SCRIPTS}
     # SHA-1 is Redis's name for a script, nothing is protected by it.
     return {

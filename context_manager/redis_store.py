@@ -6,7 +6,7 @@ Cluster. Connections are opened in redis_connection.py. What the rules are: stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -27,7 +27,7 @@ from context_manager.redis_layout import (
     tenant_key,
 )
 from context_manager.redis_listing import SessionLister, ShardSweeper
-from context_manager.segments import pack_segment
+from context_manager.segments import num_tokens_of, pack_segment
 from context_manager.session_row import (
     MARKS_CHARS_MAX,
     existing_row,
@@ -138,6 +138,18 @@ class RedisSessionStore(SessionStore):
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
+        packed = [pack_segment(segment) for segment in commit.segments]
+        return await self._commit(commit, packed, now_ms)
+
+    @override
+    async def fork(
+        self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
+    ) -> CacheSessionMetadata:
+        _, flat, _, packed = await self._change("begin", source, now_ms, commit.lease_id, 0, 1, "", "")
+        row = row_of_reply(source, flat)
+        return await self._commit(commit, packed[: row.segments_at(generation)], now_ms)
+
+    async def _commit(self, commit: TurnCommit, packed: Sequence[bytes], now_ms: int) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
         answer = await self._change(
             "commit",
@@ -148,11 +160,21 @@ class RedisSessionStore(SessionStore):
             commit.keep_segments,
             commit.cache_ref,
             commit.holder,
-            sum(segment.num_tokens for segment in commit.segments),
+            sum(map(num_tokens_of, packed)),
             new_mark(),
             MARKS_CHARS_MAX,
-            *(pack_segment(segment) for segment in commit.segments),
+            *packed,
             durable=True,
+        )
+        return row_of_reply(key, answer[1]).metadata_at(now_ms)
+
+    @override
+    async def rewind(
+        self, key: SessionKey, *, generation: int, expected_generation: int | None, now_ms: int
+    ) -> CacheSessionMetadata:
+        expected = "" if expected_generation is None else expected_generation
+        answer = await self._change(
+            "rewind", key, now_ms, generation, expected, new_mark(), MARKS_CHARS_MAX, durable=True
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
@@ -285,14 +307,8 @@ class RedisSessionStore(SessionStore):
 
 
 def _refusal(code: str, number: int) -> ContextCacheError:
-    if code == "busy":
-        return refusals.busy(number)
-    if code == "generation":
-        return refusals.generation_mismatch(number)
-    if code == "keep":
-        return refusals.keeps_too_much(number)
-    if code == "quota":
-        return refusals.too_many_contexts(number)
+    if code in _COUNTED:
+        return _COUNTED[code](number)
     plain = {
         "absent": refusals.not_found,
         "expired": refusals.expired,
@@ -301,3 +317,14 @@ def _refusal(code: str, number: int) -> ContextCacheError:
         "damaged": refusals.damaged,
     }
     return plain[code]()
+
+
+_COUNTED: dict[str, Callable[[int], ContextCacheError]] = {
+    "busy": refusals.busy,
+    "generation": refusals.generation_mismatch,
+    "ahead": refusals.generation_ahead,
+    "gone": refusals.generation_gone,
+    "keep": refusals.keeps_too_much,
+    "quota": refusals.too_many_contexts,
+}
+"""Scripts' refusals that come with a number."""

@@ -12,6 +12,7 @@ from contextcache.errors import (
     ContextExpired,
     ContextNotFound,
     ContextQuotaExceeded,
+    GenerationGone,
     GenerationMismatch,
     InvalidRequest,
     LeaseLost,
@@ -47,6 +48,18 @@ def busy(remaining_ms: int) -> ContextBusy:
 def generation_mismatch(current: int) -> GenerationMismatch:
     """Return the answer to a turn built on another generation than `current`."""
     return GenerationMismatch(f"the context is at generation {current}")
+
+
+def generation_ahead(current: int) -> InvalidRequest:
+    """Return the answer to going back to a generation that is still to come."""
+    return InvalidRequest(f"the context is at generation {current}", param="generation")
+
+
+def generation_gone(current: int) -> GenerationGone:
+    """Return the answer to going back to what was replaced, or is too long ago to be remembered."""
+    return GenerationGone(
+        f"that generation is no part of the context any more, which is at {current}", param="generation"
+    )
 
 
 def lease_lost() -> LeaseLost:

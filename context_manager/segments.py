@@ -98,6 +98,15 @@ def unpack_transcript(stored: Iterable[bytes]) -> tuple[PackedSegment, ...]:
         raise refusals.damaged() from exc
 
 
+def num_tokens_of(stored: bytes) -> int:
+    """Return the number of tokens of `pack_segment`'s bytes, read from their head. Raises ContextCacheError."""
+    head_bytes = _INTEGER_BYTES.get(stored[0], 1) if stored else 1
+    try:
+        return msgspec.msgpack.decode(stored[:head_bytes], type=int)
+    except ValueError as exc:
+        raise refusals.damaged() from exc
+
+
 def unpack_segment(stored: bytes) -> PackedSegment:
     """Return the segment of `pack_segment`'s bytes. Raises ValueError when they are anything else."""
     head_bytes = _INTEGER_BYTES.get(stored[0], 1) if stored else 1

@@ -93,6 +93,25 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
         return pb.CommitTurnResponse(session=session_to_pb(session))
 
     @override
+    async def RewindSession(self, request: pb.RewindSessionRequest, context: Context) -> pb.RewindSessionResponse:
+        session = await self._manager.rewind(
+            request.tenant,
+            request.session_id,
+            generation=request.generation,
+            expected_generation=request.expected_generation if request.HasField("expected_generation") else None,
+        )
+        return pb.RewindSessionResponse(session=session_to_pb(session))
+
+    @override
+    async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
+        session = await self._manager.fork(
+            request.source_id,
+            generation=request.generation if request.HasField("generation") else None,
+            commit=commit_from_pb(request.commit),
+        )
+        return pb.ForkSessionResponse(session=session_to_pb(session))
+
+    @override
     async def AbortTurn(self, request: pb.AbortTurnRequest, context: Context) -> pb.AbortTurnResponse:
         await self._manager.abort_turn(request.tenant, request.session_id, lease_id=request.lease_id)
         return pb.AbortTurnResponse()

@@ -23,6 +23,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from context_manager import refusals
+from context_manager.generations import Runs, runs_field, runs_of, segments_at
 from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, SessionMode, SessionState, TtlPolicy
 
 TOMBSTONE = "tombstone"
@@ -60,6 +61,8 @@ class SessionRow:
     """Length of the transcript: checked against the list before a turn is built on it."""
     marks: Marks = ()
     """Of the transcript."""
+    runs: Runs = ()
+    """Where in the transcript each generation ended."""
     is_tombstone: bool = False
 
     @property
@@ -80,6 +83,21 @@ class SessionRow:
         if self.is_tombstone or expires_at_ms <= now_ms:
             return Standing.EXPIRED if now_ms < expires_at_ms + tombstone_ms else Standing.ABSENT
         return Standing.CREATING if creating else Standing.LIVE
+
+    def segments_at(self, generation: int | None) -> int:
+        """Return how many leading segments of the transcript a generation was; None: the current one.
+
+        Raises InvalidRequest for one that is still to come, GenerationGone for one that is not there any more.
+        """
+        current = self.session.generation
+        if generation is None:
+            return self.num_segments
+        if generation > current:
+            raise refusals.generation_ahead(current)
+        found = self.num_segments if generation == current else segments_at(self.runs, generation)
+        if found is None:
+            raise refusals.generation_gone(current)
+        return found
 
     def names(self, cache_ref: CacheRef, *, now_ms: int, tombstone_ms: int) -> bool:
         """Return whether the session needs this KV, or may soon: one that a turn writes to names all saved for it.
@@ -162,6 +180,7 @@ def row_to_fields(row: SessionRow) -> dict[str, str]:
         "committed_lease_id": row.committed_lease_id,
         "num_segments": str(row.num_segments),
         "marks": marks_field(row.marks, session.generation),
+        "generations": runs_field(row.runs, session.generation),
     }
 
 
@@ -200,6 +219,7 @@ def row_from_fields(tenant: str, session_id: str, fields: Mapping[str, str]) -> 
         committed_lease_id=fields.get("committed_lease_id", ""),
         num_segments=_number(fields.get("num_segments", "0")),
         marks=marks,
+        runs=runs_of(fields.get("generations", ""), generation),
         is_tombstone=is_tombstone,
     )
 

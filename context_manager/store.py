@@ -161,6 +161,28 @@ class SessionStore(Protocol):
         """
         ...
 
+    async def rewind(
+        self, key: SessionKey, *, generation: int, expected_generation: int | None, now_ms: int
+    ) -> CacheSessionMetadata:
+        """Cut the transcript to what it was at `generation`, as a generation of its own; a sliding life starts again.
+
+        A session that stands there already stays as it is, so that a repeat changes nothing. The KV it names stays
+        too: of a longer conversation, it serves the beginning. Raises ContextBusy while a turn runs,
+        GenerationMismatch, GenerationGone, InvalidRequest for a generation still to come.
+        """
+        ...
+
+    async def fork(
+        self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
+    ) -> CacheSessionMetadata:
+        """Commit a reserved session with the transcript of another one, as it is, or was at `generation`.
+
+        Two steps, in this order: the source is read, as a turn that commits nothing reads it, and the fork committed.
+        `commit` has no segments. Raises as `begin_turn` of the source, GenerationGone, InvalidRequest, and as
+        `commit_turn`.
+        """
+        ...
+
     async def abort_turn(self, key: SessionKey, *, lease_id: str, now_ms: int) -> None:
         """Release the caller's lease, or remove its CREATING row. Raises nothing when there is none of either."""
         ...

@@ -27,6 +27,8 @@ MINTED_PREFIX = "ctx_"
 """What the ids begin with that we make. `X-Session-ID` claims such a context; any other is somebody's own label."""
 KEPT_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """Calls whose KV can be kept without a context: vLLM 0.32 takes a salt and our order in each."""
+IF_MISSING = "if_missing"
+"""What `context_create` says in a turn whose context may not be there yet."""
 FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
 """What only our own parts may tell the engine: whose prefix cache it may hit, which KV and which encoder's outputs to
 load, and from which machine."""
@@ -68,6 +70,7 @@ class _Fields(msgspec.Struct, gc=False):
     """What Codex calls a conversation."""
     vllm_xargs: msgspec.Raw = _UNSET
     """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
+    context_create: msgspec.Raw = _UNSET
     previous_response_id: msgspec.Raw = _UNSET
     """A response that vLLM keeps, where its store is on: it knows no tenants."""
 
@@ -110,6 +113,10 @@ class Claims:
     def text(self, key: str) -> str | None:
         """Return a short text that one of the fields is."""
         return _name(getattr(self.fields, key))
+
+    def creates_if_missing(self) -> bool:
+        """Return whether the context that is named is to be created where there is none."""
+        return _name(self.fields.context_create) == IF_MISSING
 
     def changed(self, *, salt: str = "", order: str = "") -> bytes | None:
         """Return the body with the tenant's salt and an order for the connector, and without forbidden keys.
@@ -180,6 +187,11 @@ def claimed_session(claims: Claims | None, header: str | None) -> SessionId | No
         return named
     if len(contexts) > 1:
         raise InvalidRequest("X-Session-ID is repeated and names different contexts", param="X-Session-ID")
+    if not contexts and claims is not None and bytes(claims.fields.context_create) not in (b"", _NULL):
+        raise InvalidRequest(
+            f"context_create needs a name: session_id, or an X-Session-ID that begins with {MINTED_PREFIX}",
+            param="session_id",
+        )
     return contexts.pop() if contexts else None
 
 

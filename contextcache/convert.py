@@ -194,6 +194,7 @@ def manifest_to_pb(manifest: Manifest) -> sidecar_pb.Manifest:
         size_bytes=manifest.size_bytes,
         block_checksums=manifest.block_checksums,
         groups=groups_to_pb(manifest.groups),
+        tail_ref=manifest.tail_ref,
     )
 
 
@@ -211,6 +212,7 @@ def manifest_from_pb(message: sidecar_pb.Manifest) -> Manifest:
         expires_at_ms=message.expires_at_ms,
         size_bytes=message.size_bytes,
         block_checksums=tuple(message.block_checksums),
+        tail_ref=message.tail_ref,
     )
 
 

@@ -114,6 +114,14 @@ class GenerationMismatch(ContextCacheError):
     grpc_status = "FAILED_PRECONDITION"
 
 
+class GenerationGone(ContextCacheError):
+    """The generation was replaced since, or is too long ago: nobody can go back to it."""
+
+    code = "generation_gone"
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+
+
 class LeaseLost(ContextCacheError):
     """The caller's lease ended and another turn may have begun: its commit is refused."""
 

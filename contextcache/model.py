@@ -260,7 +260,7 @@ class KVFile:
     kind: Literal["block", "tail"]
     """`block`: whole, named by its tokens and all before them, shared. `tail`: less, and of this context alone."""
     name: str
-    """Block id, or the cache_ref for a tail."""
+    """Block id, or for a tail the cache_ref it was saved under."""
     parent: str
     """Id of the block before it; empty for the first."""
     first_token: int
@@ -286,6 +286,8 @@ class Manifest:
     """Bytes of all its block files, all ranks."""
     block_checksums: tuple[str, ...] = ()
     """Checksum of each of those files, rank by rank, in the order of `files`; none at all: not vouched for."""
+    tail_ref: CacheRef = ""
+    """Whose tails it has; empty: its own. A fork has those of what it was forked from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,10 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.clock import Clock
-from contextcache.errors import ContextNotFound
+from contextcache.errors import ContextExpired, ContextNotFound
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
 from contextcache.model import (
     MAX_LIST_LIMIT,
-    SESSION_ID_PATTERN,
     CacheSessionMetadata,
     ContextMode,
     ModelId,
@@ -37,6 +36,7 @@ from contextcache.model import (
     TenantId,
 )
 from contextcache.requests import LargeBodies
+from gateway.contexts import Contexts, check_id, not_found
 from gateway.kept import KEEP_HEADER, KeptConversation, KeptPage, Plain, allowed, group_of, page_of
 from gateway.metrics import Metrics
 from gateway.paths import COMPLETION_PATHS, Kind, kind_of
@@ -156,6 +156,8 @@ class Gateway:
         self._directory = directory
         self._endpoints = endpoints
         self._holders = holders
+        self.contexts = Contexts(directory, holders)
+        """Changes what is there."""
         self._clock = clock
         self._rules = rules
         self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=rules.engine_paths)
@@ -210,8 +212,7 @@ class Gateway:
         """
         if admission.kind is Kind.CREATE:
             asked = await self._large_bodies.read(read_strict_claims, body)
-            query = self._query(admission, asked, affinity=prompt_affinity(admission.tenant, asked))
-            return self._forward(Kind.CREATE, asked.changed(), query, headers=self._identity_header(admission, None))
+            return self._create_forward(admission, asked, None)
         claims = None
         if body and not is_opaque(admission.headers.get("content-type", "")):
             claims = await self._large_bodies.read(read_claims, body)
@@ -239,11 +240,11 @@ class Gateway:
 
     async def read(self, tenant: TenantId, session_id: SessionId) -> tuple[CacheSessionMetadata, KVState]:
         """Return a context and its KV. Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar."""
-        _check_id(session_id)
+        check_id(session_id)
         try:
             session = await self._directory.get_session_metadata(tenant, session_id)
         except ContextNotFound as exc:
-            raise _not_found() from exc
+            raise not_found() from exc
         return session, await self._holders.kv_state(session)
 
     async def list_contexts(
@@ -269,7 +270,7 @@ class Gateway:
         found, unreachable = await self._holders.kept(tenant, group)
         page = page_of(found, unreachable, limit=1)
         if not page.conversations:
-            raise _not_found()
+            raise not_found()
         return page.conversations[0], unreachable
 
     async def delete_kept(self, tenant: TenantId, group: SessionId) -> Sequence[str]:
@@ -285,11 +286,11 @@ class Gateway:
 
         A sidecar that cannot be reached collects by TTL. Raises ContextNotFound, ContextExpired, StoreUnavailable.
         """
-        _check_id(session_id)
+        check_id(session_id)
         try:
             session = await self._directory.unregister_session_cache(tenant, session_id)
         except ContextNotFound as exc:
-            raise _not_found() from exc
+            raise not_found() from exc
         await self._holders.delete(session)
 
     async def is_serving(self) -> bool:
@@ -308,11 +309,15 @@ class Gateway:
 
         With the store down a turn is refused: an answer without its context would be wrong.
         """
-        _check_id(session_id)
+        check_id(session_id)
         try:
             session = await self._directory.locate(admission.tenant, session_id)
-        except ContextNotFound as exc:
-            raise _not_found() from exc
+        except (ContextNotFound, ContextExpired) as exc:
+            if claims is not None and claims.creates_if_missing():
+                return self._create_forward(admission, claims, session_id)
+            if isinstance(exc, ContextExpired):
+                raise
+            raise not_found() from exc
         query = RouteQuery(
             model=session.model_id,
             holder=session.holder,
@@ -331,6 +336,12 @@ class Gateway:
             return self._forward(Kind.STATELESS, claims.changed(salt=self._stateless_salt(admission)), query)
         headers = self._identity_header(admission, None, kept=group)
         return self._forward(Kind.STATELESS, claims.changed(), query, headers=headers)
+
+    def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
+        """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
+        query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims))
+        headers = self._identity_header(admission, session_id)
+        return self._forward(Kind.CREATE, claims.changed(), query, headers=headers)
 
     async def _with_kv(self, forward: Forward) -> Forward:
         """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""
@@ -384,13 +395,3 @@ class Gateway:
         if self._choices:
             self._choices[choice.reason].inc()
         return choice
-
-
-def _check_id(session_id: SessionId) -> None:
-    if not SESSION_ID_PATTERN.fullmatch(session_id):
-        raise _not_found()
-
-
-def _not_found() -> ContextNotFound:
-    # One text for absent, deleted and foreign ids: the answers must not differ in a byte.
-    return ContextNotFound("no context has this session_id", param="session_id")

@@ -18,6 +18,8 @@ from typing import ClassVar
 from contextcache.errors import ContextCacheError
 
 CONTEXT_PATH = "/v1/context"
+CONTEXT_CHANGES = ("fork", "rewind")
+"""What can be done to one context: the last segment of the path."""
 COMPLETION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 """Answered here, without a key."""
@@ -105,9 +107,10 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
 def _context_kind(method: str, path: str) -> Kind:
     if path == CONTEXT_PATH:
         return Kind.CREATE if method == "POST" else _allowed(Kind.CONTROL, method, "GET, POST")
-    if not path.startswith(CONTEXT_PATH + "/") or path.count("/") > 3:
+    _, _, change = path.removeprefix(CONTEXT_PATH + "/").partition("/")
+    if not path.startswith(CONTEXT_PATH + "/") or change not in {"", *CONTEXT_CHANGES} or path.endswith("/"):
         raise PathNotFound("no such path")
-    return _allowed(Kind.CONTROL, method, "GET, DELETE")
+    return _allowed(Kind.CONTROL, method, "POST" if change else "GET, PATCH, DELETE")
 
 
 def _allowed(kind: Kind, method: str, allow: str) -> Kind:

@@ -18,10 +18,13 @@ from contextcache.model import (
     KeptGroup,
     Manifest,
     ModelId,
+    NewSession,
     SaveOutcome,
     SessionId,
     SessionPage,
     TenantId,
+    TtlPolicy,
+    TurnCommit,
 )
 from gateway.kept import Plain
 
@@ -115,6 +118,50 @@ class SessionDirectory(Protocol):
         """Add a pod to those that may have KV of the session. Raises ContextNotFound, ContextExpired."""
         ...
 
+    async def touch(
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        *,
+        ttl_s: int | None = None,
+        ttl_policy: TtlPolicy | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> CacheSessionMetadata:
+        """Change what is given; `ttl_s` starts the life again from now.
+
+        Raises ContextNotFound, ContextExpired, TtlOutOfRange, InvalidRequest, ContextBusy while it is being created.
+        """
+        ...
+
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None
+    ) -> CacheSessionMetadata:
+        """Take a session back to an earlier generation, as a new one; one that stands there already stays as it is.
+
+        Raises ContextNotFound, ContextExpired, ContextBusy, GenerationMismatch, GenerationGone, InvalidRequest.
+        """
+        ...
+
+    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+        """Create a session that dies with the lease unless it is committed.
+
+        Raises InvalidRequest, TtlOutOfRange, ContextExists, ContextQuotaExceeded.
+        """
+        ...
+
+    async def fork(
+        self, source_id: SessionId, *, generation: int | None = None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """Commit a reserved session with the transcript of another one of its tenant. May be repeated.
+
+        Raises ContextNotFound, ContextExpired, ContextBusy, GenerationGone, LeaseLost, InvalidRequest.
+        """
+        ...
+
+    async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
+        """Take a reservation back; silent when there is none."""
+        ...
+
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """Remove the session for good and return the row as it was. Raises ContextNotFound, ContextExpired."""
         ...
@@ -133,6 +180,25 @@ class KVSidecar(Protocol):
 
     async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
         """Return whether the KV is durable, or becomes so within the time, and if it never will, why."""
+        ...
+
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of a session's unexpired KV; return how many generations have some. Idempotent."""
+        ...
+
+    async def fork_context(
+        self,
+        tenant: TenantId,
+        sources: Sequence[CacheRef],
+        *,
+        session_id: SessionId,
+        cache_ref: CacheRef,
+        expires_at_ms: int,
+    ) -> bool:
+        """Give a new context the KV of the first source that is there, the same bytes; False: none is.
+
+        Raises ContextDeleted, StorageFull.
+        """
         ...
 
     async def delete_context(

@@ -37,6 +37,7 @@ from contextcache.model import (
 )
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
+from kv_sidecar.forking import Forks, NewFork
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
 from kv_sidecar.index import ManifestRecord, RecentNames
@@ -85,6 +86,7 @@ class ContextCatalog:
         self._saving = Saving(
             tiers=tiers, manifests=manifests, clock=clock, limits=limits, metrics=metrics, free=self._free
         )
+        self._forks = Forks(manifests, self._saving, clock=clock)
         self._leases = Leases(
             tiers.memory.pins,
             clock=clock,
@@ -409,6 +411,13 @@ class ContextCatalog:
         self._saving.move_expiry(tenant, session_id, expires_at_ms)
         now_ms = self._clock.now_ms()
         return await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
+
+    async def fork(self, new: NewFork) -> ManifestRecord | None:
+        """Give a new context the KV of another one, byte for byte the same files; None: there is none. Idempotent.
+
+        Raises InvalidRequest, ContextDeleted, StorageFull.
+        """
+        return await self._finish(self._forks.make(new))
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         """Remove manifests of a session ("" for none) and of `cache_refs`, then all blocks nobody else holds.

@@ -103,6 +103,21 @@ class KVSidecarClient:
         answer = await self._call(self._stub().TouchContext, request, self._timeout_s)
         return answer.num_manifests
 
+    async def fork_context(
+        self,
+        tenant: TenantId,
+        sources: Sequence[CacheRef],
+        *,
+        session_id: SessionId,
+        cache_ref: CacheRef,
+        expires_at_ms: int,
+    ) -> bool:
+        """Give a new context the KV of the first source that is there; False: none is. Raises ContextDeleted."""
+        request = pb.ForkContextRequest(
+            tenant=tenant, sources=sources, session_id=session_id, cache_ref=cache_ref, expires_at_ms=expires_at_ms
+        )
+        return (await self._call(self._stub().ForkContext, request, self._timeout_s)).forked
+
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
     ) -> int:

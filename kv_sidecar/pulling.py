@@ -262,6 +262,7 @@ class Pulls:
             expires_at_ms=manifest.expires_at_ms,
             started_at_ms=started_at_ms,
             groups=manifest.groups,
+            tail_ref=manifest.tail_ref,
         )
         try:
             for rank in range(manifest.world_size):

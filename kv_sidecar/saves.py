@@ -69,6 +69,8 @@ class NewSave:
     """What the KV is of; none: a plain engine's, in blocks of the sidecar's size."""
     early: bool = False
     """Whether these are files ahead of the save itself: its tokens begin with these."""
+    tail_ref: CacheRef = ""
+    """Whose tails these are; empty: its own. Of a fork that comes from a peer."""
 
     @property
     def is_kept(self) -> bool:
@@ -107,6 +109,7 @@ class NewSave:
                 files=(),
                 world_size=self.world_size,
                 expires_at_ms=self.expires_at_ms,
+                tail_ref=self.tail_ref,
             )
         )
 

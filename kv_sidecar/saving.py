@@ -229,6 +229,18 @@ class Saving:
             for key in self._drop(save, ContextDeleted.code, is_final=True)
         ]
 
+    def check_not_deleted(
+        self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef, *, started_at_ms: int
+    ) -> None:
+        """Raise ContextDeleted for a name that was deleted, or whose session was after `started_at_ms`."""
+        now_ms = self._clock.now_ms()
+        refs = (cache_ref, prompt_ref(cache_ref))
+        deleted_at_ms = self._deleted.added_at_ms(("session", tenant, session_id), now_ms)
+        if (deleted_at_ms is not None and started_at_ms <= deleted_at_ms) or any(
+            self._deleted.added_at_ms(("ref", tenant, ref), now_ms) is not None for ref in refs
+        ):
+            raise ContextDeleted("the context was deleted")
+
     def drop_overdue(self) -> list[BlockKey]:
         """Drop the saves past their deadline; return the blocks they counted on."""
         now_ms = self._clock.now_ms()
@@ -238,8 +250,7 @@ class Saving:
     def _admit(self, new: NewSave, manifest: Manifest) -> SaveInFlight:
         """Return the save a rank belongs to, new or begun by another rank."""
         now_ms = self._clock.now_ms()
-        if self._is_deleted(new, now_ms):
-            raise ContextDeleted("the context was deleted")
+        self.check_not_deleted(new.tenant, new.session_id, new.cache_ref, started_at_ms=new.started_at_ms)
         if self._failed.is_over(new.cache_ref, new.started_at_ms, now_ms):
             raise ContextDeleted("another rank gave this save up")
         if new.expires_at_ms <= now_ms:
@@ -269,13 +280,6 @@ class Saving:
         if save.early and (not new.early or len(manifest.token_ids) > len(known.token_ids)):
             self._saves.become(save, manifest)
             save.early = new.early
-
-    def _is_deleted(self, new: NewSave, now_ms: int) -> bool:
-        refs = (new.cache_ref, prompt_ref(new.cache_ref))
-        if any(self._deleted.added_at_ms(("ref", new.tenant, ref), now_ms) is not None for ref in refs):
-            return True
-        deleted_at_ms = self._deleted.added_at_ms(("session", new.tenant, new.session_id), now_ms)
-        return deleted_at_ms is not None and new.started_at_ms <= deleted_at_ms
 
     def _no_save(self, cache_ref: CacheRef) -> ContextCacheError:
         if self._failed.get(cache_ref, self._clock.now_ms()) is not None:

@@ -18,6 +18,7 @@ from contextcache.wire.rpc import FRAME_BYTES
 from contextcache.wire.servers import GrpcServer
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import SERVICE_NAME
+from kv_sidecar.forking import NewFork
 from kv_sidecar.format.ids import check_fingerprint
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.frames import FrameAssembly
@@ -201,6 +202,20 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def TouchContext(self, request: pb.TouchContextRequest, context: Context) -> pb.TouchContextResponse:
         moved = await self._catalog.touch(request.tenant, request.session_id, request.expires_at_ms)
         return pb.TouchContextResponse(num_manifests=moved)
+
+    @override
+    async def ForkContext(self, request: pb.ForkContextRequest, context: Context) -> pb.ForkContextResponse:
+        new = NewFork(
+            tenant=request.tenant,
+            session_id=request.session_id,
+            cache_ref=request.cache_ref,
+            sources=tuple(request.sources),
+            expires_at_ms=request.expires_at_ms,
+        )
+        record = await self._catalog.fork(new)
+        if record is None:
+            return pb.ForkContextResponse()
+        return pb.ForkContextResponse(forked=True, num_tokens=record.num_tokens)
 
     @override
     async def DeleteContext(self, request: pb.DeleteContextRequest, context: Context) -> pb.DeleteContextResponse:

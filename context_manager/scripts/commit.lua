@@ -27,39 +27,9 @@ if keep > num_segments then
   return {'keep', num_segments}
 end
 
-local num_tokens = tonumber(row.num_tokens) + tonumber(ARGV[10])
-if keep < num_segments then
-  for _, dropped in ipairs(redis.call('LRANGE', KEYS[2], keep, -1)) do
-    local _, dropped_tokens = cmsgpack.unpack_one(dropped)
-    num_tokens = num_tokens - dropped_tokens
-  end
-  if keep == 0 then
-    redis.call('DEL', KEYS[2])
-  else
-    redis.call('LTRIM', KEYS[2], 0, keep - 1)
-  end
-end
-for i = 13, #ARGV do
-  redis.call('RPUSH', KEYS[2], ARGV[i])
-end
-num_segments = keep + #ARGV - 12
-local marks = integer(generation) .. ' ' .. ARGV[11] .. ':' .. integer(num_segments)
-for _, entry in ipairs(read_marks(row)) do
-  local longer = marks .. ' ' .. entry[1] .. ':' .. integer(math.min(entry[2], keep))
-  if #longer > tonumber(ARGV[12]) then
-    break
-  end
-  marks = longer
-end
-local expires_at_ms = row.expires_at_ms
-if row.ttl_policy == 'sliding' then
-  expires_at_ms = integer(now_ms + tonumber(row.ttl_s) * 1000)
-end
+advance(row, generation, keep, 13, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
 redis.call('HSET', KEYS[1],
-  'state', 'ready', 'generation', integer(generation), 'expires_at_ms', expires_at_ms,
-  'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
-  'holders', with_holder(row, ARGV[9]),
-  'num_tokens', integer(num_tokens), 'num_turns', integer(tonumber(row.num_turns) + 1),
-  'num_segments', integer(num_segments), 'marks', marks,
-  'lease_id', '', 'lease_until_ms', '0', 'committed_lease_id', ARGV[5])
+  'state', 'ready', 'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
+  'holders', with_holder(row, ARGV[9]), 'num_turns', integer(tonumber(row.num_turns) + 1),
+  'committed_lease_id', ARGV[5])
 return stored()

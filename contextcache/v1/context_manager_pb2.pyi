@@ -743,6 +743,110 @@ class CommitTurnResponse(google.protobuf.message.Message):
 Global___CommitTurnResponse: typing_extensions.TypeAlias = CommitTurnResponse
 
 @typing.final
+class RewindSessionRequest(google.protobuf.message.Message):
+    """RewindSessionRequest names the generation to go back to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    EXPECTED_GENERATION_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    session_id: builtins.str
+    """Session."""
+    generation: builtins.int
+    """What the transcript was; FAILED_PRECONDITION generation_gone when a later turn has replaced some of it."""
+    expected_generation: builtins.int
+    """When set, nothing happens (FAILED_PRECONDITION generation_mismatch) unless it is the current one."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        session_id: builtins.str = ...,
+        generation: builtins.int = ...,
+        expected_generation: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation", "generation", b"generation", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_expected_generation", b"_expected_generation"]) -> typing.Literal["expected_generation"] | None: ...
+
+Global___RewindSessionRequest: typing_extensions.TypeAlias = RewindSessionRequest
+
+@typing.final
+class RewindSessionResponse(google.protobuf.message.Message):
+    """RewindSessionResponse is the session afterwards."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___Session:
+        """State READY; generation + 1, or as it was when it stood there already."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___Session | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
+
+Global___RewindSessionResponse: typing_extensions.TypeAlias = RewindSessionResponse
+
+@typing.final
+class ForkSessionRequest(google.protobuf.message.Message):
+    """ForkSessionRequest names the session forked from, and commits the fork."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SOURCE_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    COMMIT_FIELD_NUMBER: builtins.int
+    source_id: builtins.str
+    """Session whose transcript is taken, of the commit's tenant."""
+    generation: builtins.int
+    """What it was at this generation; unset: what it is."""
+    @property
+    def commit(self) -> Global___TurnCommit:
+        """Of the fork, without segments; `expected_generation` and `keep_segments` are 0."""
+
+    def __init__(
+        self,
+        *,
+        source_id: builtins.str = ...,
+        generation: builtins.int | None = ...,
+        commit: Global___TurnCommit | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_generation", b"_generation", "commit", b"commit", "generation", b"generation"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_generation", b"_generation", "commit", b"commit", "generation", b"generation", "source_id", b"source_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_generation", b"_generation"]) -> typing.Literal["generation"] | None: ...
+
+Global___ForkSessionRequest: typing_extensions.TypeAlias = ForkSessionRequest
+
+@typing.final
+class ForkSessionResponse(google.protobuf.message.Message):
+    """ForkSessionResponse is the fork."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___Session:
+        """State READY, generation 1."""
+
+    def __init__(
+        self,
+        *,
+        session: Global___Session | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
+
+Global___ForkSessionResponse: typing_extensions.TypeAlias = ForkSessionResponse
+
+@typing.final
 class AbortTurnRequest(google.protobuf.message.Message):
     """AbortTurnRequest releases a lease."""
 

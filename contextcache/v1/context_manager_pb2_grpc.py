@@ -76,6 +76,16 @@ class ContextManagerServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.CommitTurnRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.CommitTurnResponse.FromString,
                 _registered_method=True)
+        self.RewindSession = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/RewindSession',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.RewindSessionRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.RewindSessionResponse.FromString,
+                _registered_method=True)
+        self.ForkSession = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/ForkSession',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.ForkSessionRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.ForkSessionResponse.FromString,
+                _registered_method=True)
         self.AbortTurn = channel.unary_unary(
                 '/contextcache.v1.ContextManagerService/AbortTurn',
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.AbortTurnRequest.SerializeToString,
@@ -166,6 +176,20 @@ class ContextManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RewindSession(self, request, context):
+        """RewindSession cuts a session to what it was at an earlier generation, as a new one. ABORTED context_busy while a turn runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkSession(self, request, context):
+        """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortTurn(self, request, context):
         """AbortTurn releases the lease and changes nothing else. A CREATING row is removed. Idempotent.
         """
@@ -245,6 +269,16 @@ def add_ContextManagerServiceServicer_to_server(servicer, server):
                     servicer.CommitTurn,
                     request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.CommitTurnRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_context__manager__pb2.CommitTurnResponse.SerializeToString,
+            ),
+            'RewindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewindSession,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.RewindSessionRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.RewindSessionResponse.SerializeToString,
+            ),
+            'ForkSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkSession,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.ForkSessionRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.ForkSessionResponse.SerializeToString,
             ),
             'AbortTurn': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortTurn,
@@ -490,6 +524,60 @@ class ContextManagerService(object):
             '/contextcache.v1.ContextManagerService/CommitTurn',
             contextcache_dot_v1_dot_context__manager__pb2.CommitTurnRequest.SerializeToString,
             contextcache_dot_v1_dot_context__manager__pb2.CommitTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RewindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/RewindSession',
+            contextcache_dot_v1_dot_context__manager__pb2.RewindSessionRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.RewindSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/ForkSession',
+            contextcache_dot_v1_dot_context__manager__pb2.ForkSessionRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.ForkSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -150,6 +150,36 @@ _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
     ],
 )
 
+_ContextManagerServiceRewindSessionType = typing_extensions.TypeVar(
+    '_ContextManagerServiceRewindSessionType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.RewindSessionRequest,
+        contextcache.v1.context_manager_pb2.RewindSessionResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.RewindSessionRequest,
+        contextcache.v1.context_manager_pb2.RewindSessionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.RewindSessionRequest,
+        contextcache.v1.context_manager_pb2.RewindSessionResponse,
+    ],
+)
+
+_ContextManagerServiceForkSessionType = typing_extensions.TypeVar(
+    '_ContextManagerServiceForkSessionType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
+    ],
+)
+
 _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceAbortTurnType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -225,7 +255,7 @@ _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
-class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
+class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceForkSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
     """ContextManagerService is the only writer of session state. Every state change is atomic and idempotent
     for the same lease_id.
     """
@@ -263,6 +293,14 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.CommitTurnRequest,
             contextcache.v1.context_manager_pb2.CommitTurnResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.RewindSessionRequest,
+            contextcache.v1.context_manager_pb2.RewindSessionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.ForkSessionRequest,
+            contextcache.v1.context_manager_pb2.ForkSessionResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.AbortTurnRequest,
@@ -321,6 +359,14 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.CommitTurnResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.RewindSessionRequest,
+            contextcache.v1.context_manager_pb2.RewindSessionResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.ForkSessionRequest,
+            contextcache.v1.context_manager_pb2.ForkSessionResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.AbortTurnRequest,
             contextcache.v1.context_manager_pb2.AbortTurnResponse,
         ],
@@ -369,6 +415,12 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
 
     CommitTurn: _ContextManagerServiceCommitTurnType
     """CommitTurn appends the turn, sets the new cache_ref, grows the generation by one and releases the lease, in one step."""
+
+    RewindSession: _ContextManagerServiceRewindSessionType
+    """RewindSession cuts a session to what it was at an earlier generation, as a new one. ABORTED context_busy while a turn runs."""
+
+    ForkSession: _ContextManagerServiceForkSessionType
+    """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY."""
 
     AbortTurn: _ContextManagerServiceAbortTurnType
     """AbortTurn releases the lease and changes nothing else. A CREATING row is removed. Idempotent."""
@@ -421,6 +473,14 @@ ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServ
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.RewindSessionRequest,
+        contextcache.v1.context_manager_pb2.RewindSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        contextcache.v1.context_manager_pb2.ForkSessionResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
@@ -516,6 +576,22 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.context_manager_pb2.CommitTurnResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.CommitTurnResponse]]:
         """CommitTurn appends the turn, sets the new cache_ref, grows the generation by one and releases the lease, in one step."""
+
+    @abc.abstractmethod
+    def RewindSession(
+        self,
+        request: contextcache.v1.context_manager_pb2.RewindSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.RewindSessionResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.RewindSessionResponse]]:
+        """RewindSession cuts a session to what it was at an earlier generation, as a new one. ABORTED context_busy while a turn runs."""
+
+    @abc.abstractmethod
+    def ForkSession(
+        self,
+        request: contextcache.v1.context_manager_pb2.ForkSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.ForkSessionResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.ForkSessionResponse]]:
+        """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY."""
 
     @abc.abstractmethod
     def AbortTurn(

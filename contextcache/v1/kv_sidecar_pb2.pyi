@@ -720,6 +720,7 @@ class Manifest(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     BLOCK_CHECKSUMS_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    TAIL_REF_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
     """KV."""
     tenant: builtins.str
@@ -738,6 +739,8 @@ class Manifest(google.protobuf.message.Message):
     """Unix time in ms."""
     size_bytes: builtins.int
     """Bytes of all its blocks and tails, all ranks."""
+    tail_ref: builtins.str
+    """cache_ref that its tails were saved under; empty: its own. Who does not read this finds tails that do not fit: a miss."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens that have KV."""
@@ -772,8 +775,9 @@ class Manifest(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         block_checksums: collections.abc.Iterable[builtins.str] | None = ...,
         groups: collections.abc.Iterable[Global___KVGroup] | None = ...,
+        tail_ref: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_checksums", b"block_checksums", "block_ids", b"block_ids", "block_tokens", b"block_tokens", "cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "groups", b"groups", "session_id", b"session_id", "size_bytes", b"size_bytes", "tail_ref", b"tail_ref", "tail_tokens", b"tail_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "world_size", b"world_size"]) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
 
@@ -1184,6 +1188,64 @@ class TouchContextResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_manifests", b"num_manifests"]) -> None: ...
 
 Global___TouchContextResponse: typing_extensions.TypeAlias = TouchContextResponse
+
+@typing.final
+class ForkContextRequest(google.protobuf.message.Message):
+    """ForkContextRequest names what to fork, and the fork."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner of both."""
+    session_id: builtins.str
+    """Session of the fork."""
+    cache_ref: builtins.str
+    """Name of its KV."""
+    expires_at_ms: builtins.int
+    """Unix time in ms from which it is not served."""
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """KV to take, the best first, at most 4."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        sources: collections.abc.Iterable[builtins.str] | None = ...,
+        session_id: builtins.str = ...,
+        cache_ref: builtins.str = ...,
+        expires_at_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expires_at_ms", b"expires_at_ms", "session_id", b"session_id", "sources", b"sources", "tenant", b"tenant"]) -> None: ...
+
+Global___ForkContextRequest: typing_extensions.TypeAlias = ForkContextRequest
+
+@typing.final
+class ForkContextResponse(google.protobuf.message.Message):
+    """ForkContextResponse says what became of it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FORKED_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    forked: builtins.bool
+    """False: none of the sources is here, and nothing was written."""
+    num_tokens: builtins.int
+    """Tokens that have KV."""
+    def __init__(
+        self,
+        *,
+        forked: builtins.bool = ...,
+        num_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forked", b"forked", "num_tokens", b"num_tokens"]) -> None: ...
+
+Global___ForkContextResponse: typing_extensions.TypeAlias = ForkContextResponse
 
 @typing.final
 class DeleteContextRequest(google.protobuf.message.Message):

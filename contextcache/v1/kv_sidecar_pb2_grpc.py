@@ -100,6 +100,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextResponse.FromString,
                 _registered_method=True)
+        self.ForkContext = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/ForkContext',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ForkContextRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ForkContextResponse.FromString,
+                _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/DeleteContext',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.DeleteContextRequest.SerializeToString,
@@ -243,6 +248,14 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForkContext(self, request, context):
+        """ForkContext gives a new context the KV of another one of the tenant's: a manifest of its own over the same files.
+        Waits a moment for KV that is being saved. No byte of KV is copied, and what both have stays until both are deleted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteContext(self, request, context):
         """DeleteContext removes manifests, then frees every block and tail that no other manifest holds, in all tiers,
         and refuses later saves under the same names.
@@ -369,6 +382,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.TouchContext,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextResponse.SerializeToString,
+            ),
+            'ForkContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkContext,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ForkContextRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ForkContextResponse.SerializeToString,
             ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
@@ -763,6 +781,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/TouchContext',
             contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.TouchContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkContext(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/ForkContext',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ForkContextRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ForkContextResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -226,6 +226,21 @@ _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceForkContextType = typing_extensions.TypeVar(
+    '_KVSidecarServiceForkContextType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+    ],
+)
+
 _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceDeleteContextType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -346,7 +361,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -402,6 +417,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
             contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+            contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
@@ -492,6 +511,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+            contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
             contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
         ],
@@ -576,6 +599,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     TouchContext: _KVSidecarServiceTouchContextType
     """TouchContext moves the expiry of all manifests of a session."""
 
+    ForkContext: _KVSidecarServiceForkContextType
+    """ForkContext gives a new context the KV of another one of the tenant's: a manifest of its own over the same files.
+    Waits a moment for KV that is being saved. No byte of KV is copied, and what both have stays until both are deleted.
+    """
+
     DeleteContext: _KVSidecarServiceDeleteContextType
     """DeleteContext removes manifests, then frees every block and tail that no other manifest holds, in all tiers,
     and refuses later saves under the same names.
@@ -658,6 +686,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
@@ -811,6 +843,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.TouchContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.TouchContextResponse]]:
         """TouchContext moves the expiry of all manifests of a session."""
+
+    @abc.abstractmethod
+    def ForkContext(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ForkContextResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ForkContextResponse]]:
+        """ForkContext gives a new context the KV of another one of the tenant's: a manifest of its own over the same files.
+        Waits a moment for KV that is being saved. No byte of KV is copied, and what both have stays until both are deleted.
+        """
 
     @abc.abstractmethod
     def DeleteContext(

@@ -11,7 +11,7 @@ from typing import Any
 
 from contextcache.claim import MINTED_PREFIX, SESSION_HEADER
 from deploy.envoy.settings import EnvoySettings, duration
-from gateway.paths import COMPLETION_PATHS, CONTEXT_PATH, ENGINE_CALLS
+from gateway.paths import COMPLETION_PATHS, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS
 
 PODS = "pods"
 """Cluster of the vLLM pods."""
@@ -100,7 +100,7 @@ _POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.st
 _NOT_POSTED = sorted(call for call in ENGINE_CALLS if not call.startswith("POST "))
 _CONTROL_MATCHES = [
     _path(CONTEXT_PATH),
-    _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}"),
+    _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}(?:/(?:{'|'.join(CONTEXT_CHANGES)}))?"),
 ]
 _RETRIES = {
     # Only what no server has begun to work on: a completion is never sent twice.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -32,6 +33,8 @@ from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 
 log = logging.getLogger(__name__)
 
+_CONTROL_BYTES_MAX = 256 << 10
+"""Of a control call's body: all metadata that there may be, each character escaped, are half of it."""
 _LATE_CONNECTS_MAX = 3
 """Times one request waits for a connection: the last pod may only be busy, and so may this gateway's loop."""
 
@@ -60,6 +63,7 @@ class HttpFront(FastAPI):
         self._carrier = carrier
         self._tenants = tenants
         self._limits = limits
+        self._control_limits = replace(limits, max_body_bytes=min(limits.max_body_bytes, _CONTROL_BYTES_MAX))
         self._tracer = tracer
         self._in_flight = 0
         for router in (routes.contexts, routes.turns, routes.operations):
@@ -114,14 +118,24 @@ class HttpFront(FastAPI):
             span.set_attribute("contextcache.request_id", exchange.minted_id)
             admission = self.gateway.admit(kind, exchange.headers, path=exchange.path, request_id=exchange.minted_id)
             if kind is Kind.CONTROL:
-                exchange.scope["state"] = {"tenant": admission.tenant, "request_id": exchange.request_id}
-                await super().__call__(exchange.scope, exchange.receive, exchange.send)
+                await self._control(admission, exchange)
             else:
                 await self._carry(admission, exchange)
             if exchange.status is not None:
                 span.set_attribute("http.response.status_code", exchange.status)
                 if exchange.status >= 500:
                     fail(span, str(exchange.status))
+
+    async def _control(self, admission: Admission, exchange: Exchange) -> None:
+        """Have a route answer, the small body that some calls have in its hand."""
+        with HeldBody(self._tenants, admission.tenant, self._control_limits) as held:
+            body = b""
+            if exchange.method in {"PATCH", "POST"}:
+                self._control_limits.check_size(exchange.declared_bytes)
+                body = await exchange.read_body(held)
+            state = {"tenant": admission.tenant, "request_id": exchange.request_id, "body": body}
+            exchange.scope["state"] = state
+            await super().__call__(exchange.scope, exchange.receive, exchange.send)
 
     async def _carry(self, admission: Admission, exchange: Exchange) -> None:
         """Take the body in, choose the pod, and carry there."""

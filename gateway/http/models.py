@@ -66,12 +66,17 @@ class _Answered(BaseModel):
     stream: bool | None = False
 
 
-class _Create(_Answered):
+class _Termed(_Answered):
+    """What a create says of the life of a context."""
+
     ttl: int = Field(DEFAULT_TTL_S, ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")
     ttl_policy: Literal["fixed", "sliding"] | None = "fixed"
     mode: Literal["session", "prefix"] | None = "session"
-    session_id: SessionId | None = Field(None, description="The client's own name for the context; minted when absent.")
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA_KEYS)
+
+
+class _Create(_Termed):
+    session_id: SessionId | None = Field(None, description="The client's own name for the context; minted when absent.")
 
 
 class CreateFromPrompt(_Create):
@@ -88,10 +93,43 @@ class CreateFromMessages(_Create):
     prompt: None = None
 
 
-class _Turn(_Answered):
+class ContextPatch(TypedDict, total=False):
+    """What is to change of a context; what is not there stays. null is as if a field were not there, but for `ttl`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
+    ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="A new life from now, in seconds.")]
+    ttl_policy: Literal["fixed", "sliding"] | None
+    metadata: Annotated[
+        dict[MetadataKey, MetadataValue] | None,
+        Field(max_length=MAX_METADATA_KEYS, description="Takes the place of all there was."),
+    ]
+
+
+class ContextFork(TypedDict, total=False):
+    """What is another of the fork; what is not there is as of the context forked from."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
+    generation: Annotated[int | None, Field(ge=1, le=2**53, description="Where it begins; the newest when absent.")]
+    session_id: Annotated[SessionId | None, Field(description="The client's own name for it; minted when absent.")]
+    ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")]
+    ttl_policy: Literal["fixed", "sliding"] | None
+    metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=MAX_METADATA_KEYS)]
+
+
+class ContextRewind(TypedDict):
+    """Where to go back to."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
+    generation: Annotated[int, Field(ge=1, le=2**53, description="As `generation` and `X-Context-Generation` told it.")]
+
+
+class _Turn(_Termed):
     session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
     context_mode: Literal["auto", "append", "replay"] | None = "auto"
     context_commit: bool | None = True
+    context_create: Literal["if_missing"] | None = Field(
+        None, description="Create the context where there is none: ttl, ttl_policy, mode and metadata count then."
+    )
 
 
 class Completion(_Turn):

@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import TypeAdapter
 
+from contextcache.claim import read_object
+from contextcache.errors import InvalidRequest
 from contextcache.model import KEPT_PREFIX, MAX_LIST_LIMIT, TenantId
+from contextcache.terms import read_generation, read_if_match, read_only_fields, read_session_id, read_terms
+from gateway.contexts import NewFork
 from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
@@ -21,8 +26,11 @@ from gateway.http.models import (
     ChatCompletion,
     Completion,
     ContextDeleted,
+    ContextFork,
     ContextList,
     ContextObject,
+    ContextPatch,
+    ContextRewind,
     CreateFromMessages,
     CreateFromPrompt,
     Error,
@@ -47,7 +55,7 @@ _ERRORS = {
     404: "context_not_found, model_not_found, not_found",
     405: "method_not_allowed",
     408: "upload_too_slow",
-    409: "context_busy, context_exists, generation_mismatch, lease_lost",
+    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost",
     410: "context_expired",
     413: "body_too_large",
     429: "rate_limit_exceeded, too_many_in_flight, endpoints_saturated, context_quota_exceeded",
@@ -75,6 +83,9 @@ _CARRIED: dict[str, Any] = {
     # What can be done with the context that the answer names.
     "links": {
         "read_context": {"operationId": "read_context", **_CALL},
+        "patch_context": {"operationId": "patch_context", **_CALL},
+        "rewind_context": {"operationId": "rewind_context", **_CALL},
+        "fork_context": {"operationId": "fork_context", **_CALL},
         "delete_context": {"operationId": "delete_context", **_CALL},
         "completion": {"operationId": "completion", **_TURN},
         "chat_completion": {"operationId": "chat_completion", **_TURN},
@@ -82,8 +93,8 @@ _CARRIED: dict[str, Any] = {
 }
 
 
-def _answers(*statuses: int, **more: Any) -> dict[int | str, dict[str, Any]]:
-    """Return what a call answers: 200 with `more` said of it, and errors of these statuses."""
+def _answers(*statuses: int, success: int = 200, **more: Any) -> dict[int | str, dict[str, Any]]:
+    """Return what a call answers: `success` with `more` said of it, and errors of these statuses."""
     refusals: dict[int | str, dict[str, Any]] = {
         status: {
             "model": Error,
@@ -92,7 +103,7 @@ def _answers(*statuses: int, **more: Any) -> dict[int | str, dict[str, Any]]:
         }
         for status in statuses
     }
-    return {200: {"headers": _REQUEST_ID, **more}, **refusals}
+    return {success: {"headers": _REQUEST_ID, **more}, **refusals}
 
 
 def _turn_answers() -> dict[int | str, dict[str, Any]]:
@@ -113,8 +124,32 @@ def _tenant(request: Request) -> TenantId:
     return tenant
 
 
+async def _fields(request: Request) -> dict[str, Any]:
+    """Return the body, an object. Raises InvalidRequest with line and column."""
+    return read_object(request.state.body)
+
+
+async def _fields_or_none(request: Request) -> dict[str, Any]:
+    """Return the body as `_fields`; without one, an empty object."""
+    return await _fields(request) if request.state.body else {}
+
+
+def _body(schema: Any, *, required: bool = True) -> dict[str, Any]:
+    """Return what the document says of a body that is read here, and not by FastAPI: our words, line and column."""
+    content = {"application/json": {"schema": TypeAdapter(schema).json_schema()}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
 AskedGateway = Annotated[Gateway, Depends(_gateway)]
 Tenant = Annotated[TenantId, Depends(_tenant)]
+Fields = Annotated[dict[str, Any], Depends(_fields)]
+FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
+IfMatch = Annotated[
+    str | None,
+    Header(
+        description="A generation: nothing happens on another.", json_schema_extra={"pattern": r'^"?[0-9]{1,15}"?$'}
+    ),
+]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
 contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
@@ -169,6 +204,52 @@ async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessio
         kept, unreachable = await gateway.read_kept(tenant, session_id)
         return {**kept_object(kept), "unreachable": list(unreachable)}
     return context_object(*await gateway.read(tenant, session_id))
+
+
+@contexts.patch(
+    "/v1/context/{session_id}",
+    operation_id="patch_context",
+    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503),
+    openapi_extra=_body(ContextPatch),
+)
+async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields) -> ContextObject:
+    """Change a context's ttl, policy or metadata, also while a turn runs."""
+    read_only_fields(said, frozenset(ContextPatch.__annotations__))
+    return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
+
+
+@contexts.post(
+    "/v1/context/{session_id}/fork",
+    operation_id="fork_context",
+    status_code=201,
+    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503, success=201),
+    openapi_extra=_body(ContextFork, required=False),
+)
+async def fork_context(
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: FieldsOrNone
+) -> ContextObject:
+    """Make a context that begins as this one does, without copying its KV."""
+    read_only_fields(said, frozenset(ContextFork.__annotations__))
+    fork = NewFork(read_generation(said), read_session_id(said.get("session_id")), read_terms(said))
+    return context_object(*await gateway.contexts.fork(tenant, session_id, fork))
+
+
+@contexts.post(
+    "/v1/context/{session_id}/rewind",
+    operation_id="rewind_context",
+    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503),
+    openapi_extra=_body(ContextRewind),
+)
+async def rewind_context(
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
+) -> ContextObject:
+    """Take a context back to an earlier turn. One that stands there already stays as it is."""
+    read_only_fields(said, frozenset(ContextRewind.__annotations__))
+    generation, expected = read_generation(said), read_if_match(if_match)
+    if generation is None:
+        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
+    rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
+    return context_object(*await rewound)
 
 
 @contexts.delete("/v1/context/{session_id}", operation_id="delete_context", responses=_answers(401, 404, 410, 429, 503))

@@ -160,11 +160,13 @@ class Holders:
         read_timeout_s: float = 0.5,
         delete_timeout_s: float = 5.0,
         pull_timeout_s: float = 0.2,
+        fork_timeout_s: float = 2.0,
     ) -> None:
         self._sidecars = sidecars
         self._endpoints = endpoints
         self._directory = directory
         self._pull_timeout_s = pull_timeout_s
+        self._fork_timeout_s = fork_timeout_s
         self._clock = clock
         self._metrics = metrics
         self._read_timeout_s = read_timeout_s
@@ -235,6 +237,32 @@ class Holders:
         self._metrics.freed_bytes.inc(freed_bytes)
         log.info("context deleted", extra={"session_id": session.session_id, "freed_bytes": freed_bytes})
 
+    async def touch(self, session: CacheSessionMetadata) -> None:
+        """Have every sidecar that may have KV of a context keep it as long as the context lives. Never raises."""
+        await asyncio.gather(*(self._touch_at(name, session) for name in self._may_have(session)))
+
+    async def fork(self, session: CacheSessionMetadata, child: CacheSessionMetadata, cache_ref: CacheRef) -> bool:
+        """Have the holder's sidecar give `child` the KV of `session`, under a name; return whether it did.
+
+        Of KV of more turns than the child has, the beginning serves it. Never raises.
+        """
+        sidecar = self._sidecars.get(session.holder)
+        if sidecar is None or not session.cache_refs:
+            return False
+        try:
+            async with asyncio.timeout(self._fork_timeout_s):
+                return await sidecar.fork_context(
+                    session.tenant,
+                    session.cache_refs,
+                    session_id=child.session_id,
+                    cache_ref=cache_ref,
+                    expires_at_ms=child.expires_at_ms,
+                )
+        except (ContextCacheError, TimeoutError) as exc:
+            fields = {"session_id": child.session_id, "endpoint": session.holder, "error": type(exc).__name__}
+            log.warning("fork begins without KV", extra=fields)
+            return False
+
     def _may_have(self, session: CacheSessionMetadata) -> list[str]:
         """Return the sidecars to ask. All, where the row does not know, and where it knows no name that is listed.
 
@@ -243,6 +271,14 @@ class Holders:
         """
         known = [name for name in session.holders or () if name in self._sidecars]
         return known or list(self._sidecars)
+
+    async def _touch_at(self, name: str, session: CacheSessionMetadata) -> None:
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                await self._sidecars[name].touch_context(session.tenant, session.session_id, session.expires_at_ms)
+        except (ContextCacheError, TimeoutError) as exc:
+            fields = {"session_id": session.session_id, "endpoint": name, "error": type(exc).__name__}
+            log.warning("KV keeps the end it had", extra=fields)
 
     async def _sealed_state(self, sidecar: KVSidecar, session: CacheSessionMetadata) -> KVState:
         is_coming, reason = False, ""

@@ -58,9 +58,12 @@ def check_groups(groups: Sequence[KVGroup], num_tokens: int, *, block_tokens_min
 
 
 def context_files(
-    cache_ref: CacheRef, fingerprint: str, tenant: TenantId, token_ids: Sequence[int], groups: Sequence[KVGroup]
+    tail_ref: CacheRef, fingerprint: str, tenant: TenantId, token_ids: Sequence[int], groups: Sequence[KVGroup]
 ) -> tuple[KVFile, ...]:
-    """Return the files of one rank, group by group. `groups` are checked. Raises OverflowError for a token id."""
+    """Return the files of one rank, group by group. `groups` are checked. Raises OverflowError for a token id.
+
+    `tail_ref`: whose tails they are.
+    """
     chains = {
         size: chain_block_ids(fingerprint, tenant, token_ids, block_tokens=size)
         for size in {group.block_tokens for group in groups}
@@ -76,7 +79,7 @@ def context_files(
                 if stop - start == size and group.kind != "state":
                     files.append(KVFile(number, "block", chain[index], parent, start, stop))
                 else:
-                    files.append(KVFile(number, "tail", cache_ref, parent, start, stop))
+                    files.append(KVFile(number, "tail", tail_ref, parent, start, stop))
     return tuple(files)
 
 
@@ -84,12 +87,18 @@ def with_files(manifest: Manifest) -> Manifest:
     """Return a manifest that came without its files with them. Raises InvalidRequest."""
     check_groups(manifest.groups, len(manifest.token_ids))
     files = context_files(
-        manifest.cache_ref, manifest.fingerprint, manifest.tenant, manifest.token_ids, manifest.groups
+        manifest.tail_ref or manifest.cache_ref,
+        manifest.fingerprint,
+        manifest.tenant,
+        manifest.token_ids,
+        manifest.groups,
     )
     return replace(manifest, files=files)
 
 
 FORMAT = "context-cache-manifest-2"
+FORMAT_FORK = "context-cache-manifest-3"
+"""Of a fork: format 2, and whose tails it has. Its own name, so that nobody who knows none looks for others."""
 FORMAT_1 = "context-cache-manifest-1"
 """Read, never written: one group of full attention."""
 TENSOR = "token_ids"
@@ -161,7 +170,7 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
     tensor = bytes(view[start:])
     metadata = dict(header.metadata)
     is_ours = (header.tensor, header.dtype, len(header.shape)) == (TENSOR, "U32", 1)
-    if not is_ours or metadata.get("format") not in {FORMAT, FORMAT_1}:
+    if not is_ours or metadata.get("format") not in {FORMAT, FORMAT_FORK, FORMAT_1}:
         raise CorruptBlock("the file is no manifest of this version")
     checksum = metadata.pop("checksum", "")
     if manifest_checksum(metadata, tensor) != checksum:
@@ -172,7 +181,8 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
         again = read(manifest)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, InvalidRequest) as exc:
         raise CorruptBlock("the manifest's metadata is incomplete") from exc
-    if again != metadata or not CACHE_REF_PATTERN.fullmatch(manifest.cache_ref):
+    refs = [manifest.cache_ref, *([manifest.tail_ref] if metadata["format"] == FORMAT_FORK else [])]
+    if again != metadata or not all(map(CACHE_REF_PATTERN.fullmatch, refs)):
         raise CorruptBlock("the manifest's blocks are not those of its tokens")
     return replace(manifest, block_checksums=_block_checksums(dict(header.supplement), checksum, manifest))
 
@@ -202,7 +212,8 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
         | ({"window": group.window} if group.window else {})
         for group in manifest.groups
     ]
-    return {"format": FORMAT, **_names(manifest), "groups": json.dumps(groups, sort_keys=True, separators=(",", ":"))}
+    tails = {"format": FORMAT_FORK, "tail_ref": manifest.tail_ref} if manifest.tail_ref else {"format": FORMAT}
+    return {**tails, **_names(manifest), "groups": json.dumps(groups, sort_keys=True, separators=(",", ":"))}
 
 
 def _metadata_1(manifest: Manifest) -> dict[str, str]:
@@ -256,6 +267,7 @@ def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Man
             world_size=world_size,
             expires_at_ms=int(metadata["expires_at_ms"]),
             size_bytes=int(metadata["size_bytes"]),
+            tail_ref=metadata["tail_ref"] if metadata["format"] == FORMAT_FORK else "",
         )
     )
 

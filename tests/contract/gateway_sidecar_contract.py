@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
@@ -63,6 +65,57 @@ class GatewaySidecarContract:
         assert await sidecar.delete_context("demo", session_id="kept_1") > 0
         assert [group.group for group in await sidecar.list_kept("demo")] == ["kept_2"]
 
+    async def test_a_touch_moves_the_end_of_a_sessions_kv_and_of_no_other(self, sidecar, keep):
+        ref, other = await keep("ctx_1", "demo"), await keep("ctx_2", "demo")
+        before, _ = await sidecar.get_manifest("demo", other)
+        end_ms = before.expires_at_ms + 5000
+
+        assert await sidecar.touch_context("demo", "ctx_1", end_ms) == 1
+        assert await sidecar.touch_context("foreign", "ctx_1", end_ms + 1) == 0
+        assert await sidecar.touch_context("demo", "ctx_none", end_ms) == 0
+        assert (await sidecar.get_manifest("demo", ref))[0].expires_at_ms == end_ms
+        assert (await sidecar.get_manifest("demo", other))[0] == before
+
+    async def fork(self, sidecar, *sources, session_id="ctx_fork", tenant="demo", expires_at_ms=2_000_000_000_000):
+        """Fork, and return the fork's ref and whether there is KV under it."""
+        ref = new_cache_ref()
+        forked = await sidecar.fork_context(
+            tenant, sources, session_id=session_id, cache_ref=ref, expires_at_ms=expires_at_ms
+        )
+        return ref, forked
+
+    async def test_a_fork_has_the_same_kv_under_a_name_of_its_own(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        source, _ = await sidecar.get_manifest("demo", ref)
+        child, forked = await self.fork(sidecar, new_cache_ref(), ref)
+        manifest, _ = await sidecar.get_manifest("demo", child)
+
+        assert forked
+        assert manifest == replace(
+            source, cache_ref=child, session_id="ctx_fork", expires_at_ms=2_000_000_000_000, tail_ref=ref
+        )
+        assert (await sidecar.get_manifest("demo", ref))[0] == source
+
+    async def test_of_a_context_and_its_forks_the_last_to_go_frees_the_bytes(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        child, _ = await self.fork(sidecar, ref, session_id="ctx_2")
+        grandchild, _ = await self.fork(sidecar, child, session_id="ctx_3")
+
+        assert (await sidecar.get_manifest("demo", grandchild))[0].tail_ref == ref
+        assert await sidecar.delete_context("demo", session_id="ctx_1", cache_refs=(ref,)) == 0
+        assert await sidecar.get_manifest("demo", child)
+        assert await sidecar.delete_context("demo", session_id="ctx_2") == 0
+        assert await sidecar.get_manifest("demo", grandchild)
+        assert await sidecar.delete_context("demo", session_id="ctx_3") > 0
+
+    async def test_what_is_not_there_or_another_tenants_is_not_forked(self, sidecar, keep):
+        ref = await keep("ctx_1", "demo")
+        for tenant, source in (("demo", new_cache_ref()), ("other", ref)):
+            child, forked = await self.fork(sidecar, source, tenant=tenant)
+            assert not forked
+            with pytest.raises(CacheRefNotFound):
+                await sidecar.get_manifest(tenant, child)
+
     async def test_a_pull_of_what_is_here_already_is_told_as_such(self, sidecar, keep):
         ref = await keep("ctx_1", "demo")
 
@@ -84,5 +137,9 @@ class GatewaySidecarContract:
             await sidecar.delete_context("demo", session_id="ctx_1")
         with pytest.raises(SidecarUnavailable):
             await sidecar.pull_context("demo", (ref,), peer="127.0.0.1:1")
+        with pytest.raises(SidecarUnavailable):
+            await sidecar.touch_context("demo", "ctx_1", 2_000_000_000_000)
+        with pytest.raises(SidecarUnavailable):
+            await self.fork(sidecar, ref)
         with pytest.raises(SidecarUnavailable):
             await sidecar.stats()

@@ -3,10 +3,11 @@
 import pytest
 
 from context_manager.memory_store import MemorySessionStore
-from tests.contract.session_store_contract import KEY, TOMBSTONE_S, SessionStoreContract
+from tests.contract.session_changes_contract import SessionChangesContract
+from tests.contract.session_store_contract import KEY, TOMBSTONE_S
 
 
-class TestMemorySessionStore(SessionStoreContract):
+class TestMemorySessionStore(SessionChangesContract):
     @pytest.fixture
     def store(self) -> MemorySessionStore:
         return MemorySessionStore(tombstone_s=TOMBSTONE_S)

@@ -16,6 +16,7 @@ from context_manager.segments import pack_segment
 from context_manager.store import NUM_SHARDS, SessionKey, shard_of
 from contextcache.errors import ContextCacheError, ContextExpired, ContextQuotaExceeded, LeaseLost
 from contextcache.model import TtlPolicy
+from tests.contract.session_changes_contract import SessionChangesContract
 from tests.contract.session_store_contract import (
     ANSWER,
     KEY,
@@ -25,7 +26,6 @@ from tests.contract.session_store_contract import (
     PROMPT,
     TOMBSTONE_S,
     TTL_MS,
-    SessionStoreContract,
     first_commit,
     turn_commit,
 )
@@ -37,7 +37,7 @@ def connection_to(server: ValkeyServer, **options: float) -> RedisConnection:
     return RedisConnection(server.url, timeout_s=options.get("timeout_s", 10.0), max_connections=8)
 
 
-class RedisContract(SessionStoreContract):
+class RedisContract(SessionChangesContract):
     """The suite, and what only Redis can show."""
 
     @pytest.fixture

@@ -44,6 +44,22 @@ class Directory(ContextCacheManager):
         self._check_up(operation)
         return await super()._get(operation, tenant, session_id)
 
+    async def touch(self, tenant, session_id, **terms):
+        self._check_up("touch")
+        return await super().touch(tenant, session_id, **terms)
+
+    async def reserve(self, new, **lease):
+        self._check_up("reserve")
+        return await super().reserve(new, **lease)
+
+    async def fork(self, source_id, **how):
+        self._check_up("fork")
+        return await super().fork(source_id, **how)
+
+    async def rewind(self, tenant, session_id, **where):
+        self._check_up("rewind")
+        return await super().rewind(tenant, session_id, **where)
+
     async def unregister_session_cache(self, tenant, session_id):
         self._check_up("unregister")
         return await super().unregister_session_cache(tenant, session_id)
@@ -59,7 +75,8 @@ class Directory(ContextCacheManager):
         self, session_id: str, *, tenant="demo", holder="pod-a", model="stub-model", cache_ref=REF, ttl_s=600
     ):
         """A session with one committed turn."""
-        await self.reserve(NewSession(tenant, session_id, model, ttl_s=ttl_s), lease_id="l", lease_ttl_ms=1000)
+        new = NewSession(tenant, session_id, model, ttl_s=ttl_s)
+        await super().reserve(new, lease_id="l", lease_ttl_ms=1000)
         segment = Segment(SegmentKind.PROMPT, (1, 2, 3), text="hello")
         await self.commit_turn(TurnCommit(tenant, session_id, "l", 0, 0, (segment,), cache_ref, holder))
 

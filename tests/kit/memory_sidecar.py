@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
@@ -49,6 +50,43 @@ class MemorySidecar:
             return SaveOutcome(is_sealed=True)
         return SaveOutcome(is_sealed=False, reason=self._failed.get((tenant, cache_ref), ""))
 
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """Move the expiry of the session's manifests; return how many. None expires by itself here."""
+        self._check_up()
+        found = [
+            (ref, manifest, tier)
+            for ref, (manifest, tier) in self._kept.items()
+            if (manifest.tenant, manifest.session_id) == (tenant, session_id)
+        ]
+        for ref, manifest, tier in found:
+            self._kept[ref] = (replace(manifest, expires_at_ms=expires_at_ms), tier)
+        return len(found)
+
+    async def fork_context(
+        self,
+        tenant: TenantId,
+        sources: Sequence[CacheRef],
+        *,
+        session_id: SessionId,
+        cache_ref: CacheRef,
+        expires_at_ms: int,
+    ) -> bool:
+        """Hold the first source's manifest under another name too. Bytes are one's until it goes, then the other's."""
+        self._check_up()
+        for ref in sources:
+            found = self._kept.get(ref)
+            if found is not None and found[0].tenant == tenant:
+                manifest = replace(
+                    found[0],
+                    cache_ref=cache_ref,
+                    session_id=session_id,
+                    expires_at_ms=expires_at_ms,
+                    tail_ref=found[0].tail_ref or ref,
+                )
+                self._kept[cache_ref] = (manifest, found[1])
+                return True
+        return False
+
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
     ) -> int:
@@ -61,7 +99,9 @@ class MemorySidecar:
         ]
         for manifest in going:
             del self._kept[manifest.cache_ref]
-        return sum(manifest.size_bytes for manifest in going)
+        held = {_tails_of(manifest) for manifest, _ in self._kept.values()}
+        freed = {_tails_of(manifest): manifest.size_bytes for manifest in going}
+        return sum(size_bytes for tails, size_bytes in freed.items() if tails not in held)
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
         """Note what was asked for. Returns `present` when the first ref is here, else `started`."""
@@ -104,3 +144,8 @@ def _group_of(name: SessionId, manifests: Sequence[Manifest]) -> KeptGroup:
         used_at_ms=0,
         num_manifests=len(manifests),
     )
+
+
+def _tails_of(manifest: Manifest) -> CacheRef:
+    """Return what all forks of one context have in common."""
+    return manifest.tail_ref or manifest.cache_ref

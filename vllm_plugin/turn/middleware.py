@@ -44,6 +44,7 @@ from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
+from vllm_plugin.turn.if_missing import continue_or_create
 from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.request import (
     CHAT_PATH,
@@ -184,8 +185,13 @@ class TurnMiddleware:
                 await self._admission.check_quota(identity.tenant)
                 await self._story.create(engine, request, new, identity, client)
             return
+        if not request.creates_if_missing:
+            with self._admission.turn(identity.tenant):
+                await self._story.continue_turn(engine, request, named, identity, client)
+            return
+        new = read_new_session(body, tenant=identity.tenant, model=request.model, session_id=named)
         with self._admission.turn(identity.tenant):
-            await self._story.continue_turn(engine, request, named, identity, client)
+            await continue_or_create(self._story, self._admission, engine, request, new, identity, client)
 
     def _single_tenant(self, headers: dict[str, str]) -> Identity:
         request_id = headers.get("x-request-id", "direct")

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from contextcache.claim import FORBIDDEN_KEYS
-from contextcache.errors import InvalidRequest, TtlOutOfRange
+from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
+from contextcache.errors import InvalidRequest
 from contextcache.model import (
     DEFAULT_TTL_S,
-    KEPT_PREFIX,
-    MAX_METADATA_KEYS,
-    SESSION_ID_PATTERN,
     ContextMode,
     NewSession,
     SessionId,
@@ -22,12 +19,15 @@ from contextcache.model import (
     TtlPolicy,
     new_session_id,
 )
+from contextcache.terms import read_choice, read_if_match, read_session_id, read_terms, whole
 
 CONTEXT_PATH = "/v1/context"
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
 
-_OURS = frozenset({"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit"})
+_OURS = frozenset(
+    {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
+)
 """Body fields the engine never sees."""
 _NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
@@ -38,8 +38,6 @@ _REFUSED: Mapping[str, str] = {
     "continue_final_message": "the answer must be a message of its own",
     "suffix": "a context only grows at its end",
 }
-_MAX_INTEGER = 2**53
-"""Integers beyond it are not exact in JSON implementations, and no field needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,8 @@ class TurnRequest:
     commit: bool
     expected_generation: int | None
     """From `If-Match`."""
+    creates_if_missing: bool = False
+    """The context is to be created where there is none."""
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     """What rendering chat messages depends on besides the messages."""
 
@@ -102,31 +102,30 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         wants_token_ids=body.get("return_token_ids") is True,
         wants_usage_chunk=stream_options.get("include_usage") is True,
         openai_usage=headers.get("x-usage-format", "").lower() == "openai",
-        context_mode=_choice(body, "context_mode", ContextMode, None),
+        context_mode=read_choice(body, "context_mode", ContextMode),
         commit=_flag(body, "context_commit", default=True),
-        expected_generation=_if_match(headers.get("if-match")),
+        expected_generation=read_if_match(headers.get("if-match")),
+        creates_if_missing=_creates_if_missing(path, body),
         template_fields=_template_fields(body),
     )
 
 
-def read_new_session(body: dict[str, Any], *, tenant: TenantId, model: str) -> NewSession:
+def read_new_session(
+    body: dict[str, Any], *, tenant: TenantId, model: str, session_id: SessionId | None = None
+) -> NewSession:
     """Read what a create says about its session. Raises InvalidRequest, TtlOutOfRange.
 
-    The deployment's own ttl bounds are the manager's to check; here only what cannot be a ttl at all is refused.
+    `session_id`: its name where the body need not say it; the body's own, or a new one, else.
     """
-    ttl_s = _whole(body.get("ttl", DEFAULT_TTL_S))
-    if ttl_s is None:
-        raise InvalidRequest("ttl must be a whole number of seconds", param="ttl")
-    if not 0 < ttl_s <= _MAX_INTEGER:
-        raise TtlOutOfRange("ttl is out of range", param="ttl")
+    terms = read_terms(body)
     return NewSession(
         tenant=tenant,
-        session_id=_new_id(body.get("session_id")),
+        session_id=session_id or read_session_id(body.get("session_id")) or new_session_id(),
         model_id=model,
-        mode=_choice(body, "mode", SessionMode, SessionMode.SESSION),
-        ttl_s=ttl_s,
-        ttl_policy=_choice(body, "ttl_policy", TtlPolicy, TtlPolicy.FIXED),
-        metadata=_metadata(body.get("metadata")),
+        mode=read_choice(body, "mode", SessionMode) or SessionMode.SESSION,
+        ttl_s=DEFAULT_TTL_S if terms.ttl_s is None else terms.ttl_s,
+        ttl_policy=terms.ttl_policy or TtlPolicy.FIXED,
+        metadata=terms.metadata or {},
     )
 
 
@@ -144,26 +143,6 @@ def _template_fields(body: dict[str, Any]) -> dict[str, Any]:
         thinks = {"enable_thinking": told["reasoning_effort"] != "none"} if "reasoning_effort" in told else {}
         fields["chat_template_kwargs"] = thinks | given | told
     return fields
-
-
-def _new_id(named: Any) -> SessionId:
-    if named is None:
-        return new_session_id()
-    if isinstance(named, str) and named.startswith(KEPT_PREFIX):
-        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
-    if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
-        raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
-    return named
-
-
-def _metadata(given: Any) -> dict[str, str]:
-    if given is None:
-        return {}
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise InvalidRequest("metadata must be an object of strings", param="metadata")
-    if len(given) > MAX_METADATA_KEYS:
-        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
-    return given
 
 
 def _prompt(path: str, body: dict[str, Any]) -> Prompt:
@@ -190,17 +169,10 @@ def _token_ids(prompt: list[Any]) -> tuple[int, ...]:
     kinds = set(map(type, prompt))
     if kinds & {str, list}:
         raise InvalidRequest("one context takes one prompt, not several", param="prompt")
-    ids = prompt if kinds == {int} else [_whole(item) for item in prompt]
+    ids = prompt if kinds == {int} else [whole(item) for item in prompt]
     if None in ids or min(ids) < 0 or max(ids) >= 2**32:
         raise InvalidRequest("token ids must be whole numbers, 0 or more", param="prompt")
     return tuple(ids)
-
-
-def _whole(value: Any) -> int | None:
-    """Return a whole number, which JSON may write as 5.0 too, or None. `true` is none."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if type(value) is int else None
 
 
 def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
@@ -230,6 +202,16 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise InvalidRequest("hidden reasoning cannot be kept in a context", param="include_reasoning")
 
 
+def _creates_if_missing(path: str, body: dict[str, Any]) -> bool:
+    asked = body.get("context_create")
+    if asked is None:
+        return False
+    if asked != IF_MISSING or path == CONTEXT_PATH:
+        told = "is for turns" if path == CONTEXT_PATH else f"must be {IF_MISSING}"
+        raise InvalidRequest(f"context_create {told}", param="context_create")
+    return True
+
+
 def _flag(body: dict[str, Any], key: str, *, default: bool) -> bool:
     value = body.get(key)
     if value is None:
@@ -237,26 +219,6 @@ def _flag(body: dict[str, Any], key: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{key} must be true or false", param=key)
     return value
-
-
-def _choice(body: dict[str, Any], key: str, choices: type[Any], default: Any) -> Any:
-    value = body.get(key)
-    if value is None:
-        return default
-    try:
-        return choices(value)
-    except ValueError:
-        names = ", ".join(choice.value for choice in choices)
-        raise InvalidRequest(f"{key} must be one of {names}", param=key) from None
-
-
-def _if_match(header: str | None) -> int | None:
-    if header is None:
-        return None
-    try:
-        return int(header.strip().strip('"'))
-    except ValueError:
-        raise InvalidRequest("If-Match must hold a generation number", param="If-Match") from None
 
 
 def messages_json(messages: tuple[dict[str, Any], ...]) -> str:

@@ -192,11 +192,12 @@ class Settlement:
         turn.timings_ms["seal"] = self._clock.now_ms() - begun_ms
 
     def _after_commit(self, turn: Turn, committed: CacheSessionMetadata) -> None:
-        """Tidy up beside the answer: the KV of two generations ago, and a sliding context's new expiry."""
+        """Tidy up beside the answer: the KV of two generations ago, and an expiry that moved since the turn began."""
         before = turn.session
         if before.previous_cache_ref:
             self._background.start(self._sidecar.delete_context(before.tenant, cache_refs=(before.previous_cache_ref,)))
-        if committed.ttl_policy is TtlPolicy.SLIDING:
+        was_patched = committed.expires_at_ms != before.expires_at_ms
+        if was_patched or committed.ttl_policy is TtlPolicy.SLIDING:
             self._background.start(
                 self._sidecar.touch_context(before.tenant, before.session_id, committed.expires_at_ms)
             )

@@ -91,6 +91,40 @@ async def test_a_create_is_signed_without_a_session(parts):
     assert parts.directory.calls == []
 
 
+async def test_a_turn_that_may_create_its_context_goes_to_any_pod_under_its_name(parts):
+    body = {"model": "stub-model", "prompt": "x", "session_id": "mine", "context_create": "if_missing"}
+    missing = await route(parts, body)
+    await parts.directory.add("mine", holder="pod-b", ttl_s=600)
+    there = await route(parts, body)
+    foreign = await route(parts, body, key=OTHER_KEY)
+    signed = [identity_of(parts, found) for found in (missing, there, foreign)]
+    parts.clock.advance(s=601)
+    expired = await route(parts, body)
+
+    assert [found.kind for found in (missing, there, foreign, expired)] == [
+        Kind.CREATE,
+        Kind.TURN,
+        Kind.CREATE,
+        Kind.CREATE,
+    ]
+    assert there.endpoint.name == "pod-b"
+    assert [(one.tenant, one.session_id) for one in signed] == [("demo", "mine"), ("demo", "mine"), ("other", "mine")]
+    assert identity_of(parts, expired).session_id == "mine"
+
+
+@pytest.mark.parametrize("said", [None, "always", True, "if\u005fmissing "])
+async def test_a_turn_that_says_anything_else_creates_nothing(parts, said):
+    with pytest.raises(ContextNotFound):
+        await route(parts, {"prompt": "x", "session_id": "mine", "context_create": said})
+
+
+async def test_a_call_that_may_create_a_context_and_names_none_is_refused(parts):
+    for headers in ({}, {"x-session-id": "agent-run-7"}):
+        with pytest.raises(InvalidRequest) as refused:
+            await route(parts, {"prompt": "x", "context_create": "if_missing"}, headers=headers)
+        assert refused.value.param == "session_id"
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
 async def test_a_turn_goes_to_the_holder_with_one_look_up(parts, path):
     await parts.directory.add("ctx_1", holder="pod-b")

@@ -27,6 +27,9 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
         ("GET", "/v1/context", Kind.CONTROL),
         ("GET", "/v1/context/ctx_1", Kind.CONTROL),
         ("DELETE", "/v1/context/ctx_1", Kind.CONTROL),
+        ("PATCH", "/v1/context/ctx_1", Kind.CONTROL),
+        ("POST", "/v1/context/ctx_1/rewind", Kind.CONTROL),
+        ("POST", "/v1/context/ctx_1/fork", Kind.CONTROL),
         ("POST", "/v1/completions", Kind.COMPLETION),
         ("POST", "/v1/chat/completions", Kind.COMPLETION),
         ("GET", "/v1/models", Kind.STATELESS),
@@ -46,8 +49,9 @@ def test_every_call_has_its_kind(method, path, kind):
         "/", "", "v1/context", "*", "//v1/context", "/v1//context", "/v1/context/", "/v1/context//x", "/v1/./context",
         "/v1/x/../context", "/v1/context/..", "/V1/context", "/v1/Context", "/v1/CONTEXT/ctx_1", "/v1/context%2f",
         "/v1\\context", "/v1/context\x00", "/v1/conte\u00dft", "/v1/context/a/b/c", "/v1/completions/",
-        "/v1/models/a", "/v1/tokenize", "/version/", "/v1/context/ctx_1/fork",
-        "/v1/context/ctx_1/rewind", "/reset_prefix_cache", "/sleep", "/V1/completions",
+        "/v1/models/a", "/v1/tokenize", "/version/", "/v1/context/ctx_1/forks",
+        "/v1/context/ctx_1/rewind/", "/v1/context/rewind/", "/v1/context/ctx_1/Rewind",
+        "/reset_prefix_cache", "/sleep", "/V1/completions",
     ],
 )  # fmt: skip
 def test_tricks_and_unknown_paths_are_not_found(path):
@@ -59,8 +63,9 @@ def test_tricks_and_unknown_paths_are_not_found(path):
 @pytest.mark.parametrize(
     ("method", "path", "allow"),
     [
-        ("PATCH", "/v1/context/ctx_1", "GET, DELETE"),
-        ("POST", "/v1/context/ctx_1", "GET, DELETE"),
+        ("PUT", "/v1/context/ctx_1", "GET, PATCH, DELETE"),
+        ("POST", "/v1/context/ctx_1", "GET, PATCH, DELETE"),
+        ("GET", "/v1/context/ctx_1/rewind", "POST"),
         ("DELETE", "/v1/context", "GET, POST"),
         ("POST", "/readyz", "GET"),
     ],

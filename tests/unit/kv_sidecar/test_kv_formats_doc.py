@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contextcache.model import KVGroup
+from contextcache.model import KVGroup, new_cache_ref
+from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import FORMAT as BLOCK_FORMAT
 from kv_sidecar.format.block_file import FORMAT_1 as BLOCK_FORMAT_1
 from kv_sidecar.format.manifest import FORMAT as MANIFEST_FORMAT
 from kv_sidecar.format.manifest import FORMAT_1 as MANIFEST_FORMAT_1
-from kv_sidecar.format.manifest import block_key, block_meta, rank_keys
+from kv_sidecar.format.manifest import FORMAT_FORK, block_key, block_meta, rank_keys
 from tests.kit import first_format
 from tests.kit.kv_blocks import (
     ENGINE_BLOCKS,
@@ -87,6 +88,22 @@ def test_the_printed_reader_reads_the_first_format(tmp_path: Path, reader: dict[
     assert [set(pages) for *_, pages in files] == [{index} for index in range(len(plan.files))]
 
 
+@pytest.mark.parametrize("groups", [(), GROUPS])
+async def test_the_printed_reader_reads_a_fork(tmp_path: Path, reader: dict[str, Any], groups: Any) -> None:
+    """Seen to fail with the reader of format 2: it says so, and looks for no tails."""
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(tuple(range(18)), groups=groups)
+        fork = NewFork(new.tenant, "ctx_fork", new_cache_ref(), (new.cache_ref,), new.expires_at_ms)
+        await kv.catalog.fork(fork)
+        await kv.catalog.delete(new.tenant, new.session_id, ())
+        plan = kv.plan(new)
+    files = list(reader["read_pages"](tmp_path / "data", fork.cache_ref))
+
+    assert [set(pages) for *_, pages in files] == [
+        {fill_of(block_meta(plan, index, 0))} for index in range(len(plan.files))
+    ]
+
+
 def test_the_page_s_example_of_a_window_has_the_files_that_it_says() -> None:
     assert "has a block of the tokens 0 to 255, a tail of 256 to 299" in " ".join(DOCUMENT.read_text().split())
     group = KVGroup("sliding_window", 256, ((0, 300), (900, 1100)), 128, "b0" * 8)
@@ -139,6 +156,7 @@ def test_the_page_names_the_formats_that_are_written() -> None:
 
     assert f"`{BLOCK_FORMAT}`" in text
     assert f"`{MANIFEST_FORMAT}`" in text
+    assert f"`{FORMAT_FORK}`" in text
 
 
 def test_the_page_names_the_formats_that_are_read() -> None:

@@ -141,7 +141,7 @@ async def test_without_a_key_nothing_is_told(client, method, path, headers):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("PATCH", "/v1/context/ctx_1"), ("PUT", "/v1/context"), ("POST", "/healthz")]
+    ("method", "path"), [("PUT", "/v1/context/ctx_1"), ("PATCH", "/v1/context"), ("POST", "/healthz")]
 )
 async def test_a_wrong_method_is_typed_and_names_the_right_ones(client, method, path):
     answer = await client.request(method, path, headers=AUTH)
@@ -159,7 +159,8 @@ async def test_a_wrong_method_is_typed_and_names_the_right_ones(client, method, 
         "/v1/context%2F",
         "/V1/context",
         "/nowhere",
-        "/v1/context/ctx_1/fork",
+        "/v1/context/ctx_1/forks",
+        "/v1/context/ctx_1/rewind/",
     ],
 )
 async def test_tricks_and_unknown_paths_are_typed(client, path):
@@ -276,10 +277,12 @@ async def test_the_openapi_document_has_every_call(client):
     calls = {(method, path) for path, operations in document["paths"].items() for method in operations}
 
     assert calls == {
-        ("get", "/v1/context"), ("post", "/v1/context"), ("get", "/v1/context/{session_id}"),
-        ("delete", "/v1/context/{session_id}"), ("post", "/v1/completions"), ("post", "/v1/chat/completions"),
-        ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics"),
-    }  # fmt: skip
+        *((method, "/v1/context") for method in ("get", "post")),
+        *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
+        *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
+        *(("post", path) for path in ("/v1/completions", "/v1/chat/completions")),
+        *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
+    }
     assert "HTTPValidationError" not in json.dumps(document)
 
 

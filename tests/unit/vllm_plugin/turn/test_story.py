@@ -513,6 +513,22 @@ async def test_a_sliding_context_moves_the_expiry_of_its_kv_with_its_own(pod):
     assert pod.sidecar.touched == [(session_id, expires_at_ms)]
 
 
+async def test_a_life_that_was_changed_while_a_turn_ran_is_that_of_its_kv(pod):
+    """Seen to fail: KV of a turn that was begun before the change kept the end the context had then."""
+    session_id = await created(pod, ttl=600)
+    pod.sidecar.touched.clear()
+
+    async def changing(scope, receive, send):
+        if scope["path"] == "/v1/completions":
+            await pod.manager.touch("demo", session_id, ttl_s=7200)
+        await generate(scope, receive, send)
+
+    generate, pod.app._app = pod.app._app, changing
+    await pod.ask(session_id, prompt=" x")
+
+    assert pod.sidecar.touched == [(session_id, pod.clock.now_ms() + 7_200_000)]
+
+
 async def test_requests_without_an_identity_pass_untouched(pod):
     body = json.dumps({"model": "m", "prompt": "x", "session_id": "s", "kv_transfer_params": {"a": 1}}).encode()
 

@@ -1,0 +1,32 @@
+-- ARGV[5] generation to go back to, ARGV[6] expected generation or '', ARGV[7] mark of the transcript as it is then,
+-- ARGV[8] characters of marks that are kept at most. A context that stands there already stays as it is.
+local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
+local row = read_row(KEYS[1])
+local where = standing(row, now_ms, tombstone_ms)
+if not is_there(where) then
+  return {where}
+end
+if where == 'live' and ARGV[6] ~= '' and row.generation ~= ARGV[6] then
+  return {'generation', row.generation}
+end
+if where == 'creating' or lease_lives(row, now_ms) then
+  return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
+end
+local generation, num_segments = tonumber(ARGV[5]), redis.call('LLEN', KEYS[2])
+if num_segments ~= tonumber(row.num_segments) then
+  return {'damaged'}
+end
+if generation > tonumber(row.generation) then
+  return {'ahead', row.generation}
+end
+local keep = segments_at(row, generation)
+if not keep then
+  return {'gone', row.generation}
+end
+if keep == num_segments then
+  return {'ok', redis.call('HGETALL', KEYS[1])}
+end
+advance(row, tonumber(row.generation) + 1, keep, #ARGV + 1, 0, ARGV[7], tonumber(ARGV[8]))
+-- The KV that is named stays: of a longer conversation, it serves the beginning.
+redis.call('HSET', KEYS[1], 'committed_lease_id', '')
+return stored()

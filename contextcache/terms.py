@@ -1,0 +1,134 @@
+"""What a client says of a context's life and of what it carries along, read and checked in one place. Pure.
+
+A create says all of it, a PATCH and a fork some. Bounds of a deployment are the manager's to check; what cannot be a
+ttl, a policy or metadata at all is refused here, before anybody is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from contextcache.errors import InvalidRequest, TtlOutOfRange
+from contextcache.model import (
+    KEPT_PREFIX,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_KEYS,
+    MAX_METADATA_VALUE_CHARS,
+    SESSION_ID_PATTERN,
+    SessionId,
+    TtlPolicy,
+)
+
+_MAX_INTEGER = 2**53
+"""Integers beyond it are not exact in JSON implementations, and no field needs them."""
+
+_MAX_DIGITS = 15
+
+ChoiceT = TypeVar("ChoiceT", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is said; None: nothing is said of it."""
+
+    ttl_s: int | None = None
+    ttl_policy: TtlPolicy | None = None
+    metadata: Mapping[str, str] | None = None
+
+
+def read_terms(body: Mapping[str, Any]) -> Terms:
+    """Read `ttl`, `ttl_policy` and `metadata`. Raises InvalidRequest, TtlOutOfRange naming the field."""
+    return Terms(_ttl_s(body), read_choice(body, "ttl_policy", TtlPolicy), _metadata(body.get("metadata")))
+
+
+def read_only_fields(body: Mapping[str, Any], fields: frozenset[str]) -> None:
+    """Raise InvalidRequest when a body says anything but `fields`."""
+    for name in body:
+        if name not in fields:
+            raise InvalidRequest(f"only {', '.join(sorted(fields))} can be given here", param=name[:64])
+
+
+def read_session_id(named: Any) -> SessionId | None:
+    """Return the name that a client gives a new context; None: it gives none. Raises InvalidRequest."""
+    if named is None:
+        return None
+    if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
+        raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+    if named.startswith(KEPT_PREFIX):
+        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
+    return named
+
+
+def read_generation(body: Mapping[str, Any]) -> int | None:
+    """Return the generation that a body names; None: it names none. Raises InvalidRequest."""
+    if body.get("generation") is None:
+        return None
+    generation = whole(body["generation"])
+    if generation is None or not 1 <= generation <= _MAX_INTEGER:
+        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
+    return generation
+
+
+def read_if_match(header: str | None) -> int | None:
+    """Return the generation that a request is for; None: any. Raises InvalidRequest."""
+    if header is None:
+        return None
+    digits = header.strip().strip('"')
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
+        raise InvalidRequest("If-Match must hold a generation number", param="If-Match")
+    return int(digits)
+
+
+def read_choice(body: Mapping[str, Any], key: str, choices: type[ChoiceT]) -> ChoiceT | None:
+    """Return which of `choices` a field names; None: it is not there. Raises InvalidRequest."""
+    value = body.get(key)
+    if value is None:
+        return None
+    try:
+        return choices(value)
+    except ValueError:
+        names = ", ".join(choice.value for choice in choices)
+        raise InvalidRequest(f"{key} must be one of {names}", param=key) from None
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number, which JSON may write as 5.0 too, or None. `true` is none."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _ttl_s(body: Mapping[str, Any]) -> int | None:
+    if "ttl" not in body:
+        return None
+    ttl_s = whole(body["ttl"])
+    if ttl_s is None:
+        raise InvalidRequest("ttl must be a whole number of seconds", param="ttl")
+    if not 0 < ttl_s <= _MAX_INTEGER:
+        raise TtlOutOfRange("ttl is out of range", param="ttl")
+    return ttl_s
+
+
+def _metadata(given: Any) -> Mapping[str, str] | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise InvalidRequest("metadata must be an object of strings", param="metadata")
+    check_metadata(given)
+    return given
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise InvalidRequest for more or longer metadata than OpenAI allows."""
+    if len(metadata) > MAX_METADATA_KEYS:
+        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
+    for key, text in metadata.items():
+        if not 1 <= len(key) <= MAX_METADATA_KEY_CHARS:
+            raise InvalidRequest(f"metadata keys have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
+        if len(text) > MAX_METADATA_VALUE_CHARS:
+            raise InvalidRequest(
+                f"metadata values have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
+            )

@@ -1,0 +1,167 @@
+"""Contexts that are there, changed or forked: other terms, back to an earlier turn, a second one that begins alike.
+
+No pod is asked, and no engine.
+
+The manager's word is the change; what sidecars hold follows it, best effort: one that cannot be reached has KV that
+ends at its own time, which costs a recompute at the worst.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
+from contextcache.model import (
+    SESSION_ID_PATTERN,
+    CacheSessionMetadata,
+    NewSession,
+    SessionId,
+    TenantId,
+    TtlPolicy,
+    TurnCommit,
+    new_cache_ref,
+    new_session_id,
+)
+from contextcache.terms import Terms
+from gateway.pods.sidecars import Holders, KVState
+from gateway.ports import SessionDirectory
+
+log = logging.getLogger(__name__)
+
+_LEASE_MS = 10_000
+"""Of a fork on its way: its row dies after so long when this process ends in the middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFork:
+    """What a client says of a fork; what it does not say is as of the context forked from."""
+
+    generation: int | None = None
+    """Of the context forked from; None: the newest."""
+    session_id: SessionId | None = None
+    """None: one is minted."""
+    terms: Terms = field(default_factory=Terms)
+
+
+class Contexts:
+    """Changes contexts for their tenants.
+
+    Every method raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar.
+    """
+
+    def __init__(self, directory: SessionDirectory, holders: Holders) -> None:
+        self._directory = directory
+        self._holders = holders
+
+    async def patch(
+        self, tenant: TenantId, session_id: SessionId, terms: Terms
+    ) -> tuple[CacheSessionMetadata, KVState]:
+        """Change what is said; a ttl starts the life again from now. A turn that is running goes on.
+
+        Raises TtlOutOfRange, InvalidRequest, ContextBusy while the context is being created.
+        """
+        check_id(session_id)
+        try:
+            session = await self._directory.touch(
+                tenant, session_id, ttl_s=terms.ttl_s, ttl_policy=terms.ttl_policy, metadata=terms.metadata
+            )
+        except ContextNotFound as exc:
+            raise not_found() from exc
+        if terms.ttl_s is not None:
+            await self._holders.touch(session)
+        log.info("context patched", extra={"session_id": session_id, "tenant": tenant})
+        return session, await self._holders.kv_state(session)
+
+    async def rewind(
+        self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None
+    ) -> tuple[CacheSessionMetadata, KVState]:
+        """Take a context back to what it was at `generation`; the next turn goes on from there.
+
+        Its KV stays: what is stored of a longer conversation serves the beginning of it. Raises ContextBusy while a
+        turn runs, GenerationMismatch, GenerationGone for what was replaced since, InvalidRequest.
+        """
+        check_id(session_id)
+        try:
+            session = await self._directory.rewind(
+                tenant, session_id, generation=generation, expected_generation=expected_generation
+            )
+        except ContextNotFound as exc:
+            raise not_found() from exc
+        if session.ttl_policy is TtlPolicy.SLIDING:
+            await self._holders.touch(session)
+        return session, await self._holders.kv_state(session)
+
+    async def fork(
+        self, tenant: TenantId, session_id: SessionId, fork: NewFork
+    ) -> tuple[CacheSessionMetadata, KVState]:
+        """Make a context that begins as another one does, over the same KV: none is copied, nor is the other changed.
+
+        Reserved, then its KV named, then committed: a crash leaves a row that dies with its lease, and names that no
+        row knows. Without the holder's sidecar the fork begins cold. A delete of the other at the same time comes
+        before it, and there is nothing to fork, or after it, and takes nothing from it.
+        Raises GenerationGone, ContextExists, TtlOutOfRange, ContextQuotaExceeded, ContextBusy while the other is being
+        created, InvalidRequest.
+        """
+        check_id(session_id)
+        try:
+            source = await self._directory.get_session_metadata(tenant, session_id)
+            child = await self._forked(source, fork)
+        except ContextNotFound as exc:
+            raise not_found() from exc
+        return child, await self._holders.kv_state(child)
+
+    async def _forked(self, source: CacheSessionMetadata, fork: NewFork) -> CacheSessionMetadata:
+        terms, lease_id, cache_ref = fork.terms, secrets.token_hex(16), new_cache_ref()
+        new = NewSession(
+            tenant=source.tenant,
+            session_id=fork.session_id or new_session_id(),
+            model_id=source.model_id,
+            mode=source.mode,
+            ttl_s=source.ttl_s if terms.ttl_s is None else terms.ttl_s,
+            ttl_policy=terms.ttl_policy or source.ttl_policy,
+            metadata=source.metadata if terms.metadata is None else terms.metadata,
+        )
+        reserved = await self._directory.reserve(new, lease_id=lease_id, lease_ttl_ms=_LEASE_MS)
+        has_kv = await self._holders.fork(source, reserved, cache_ref)
+        commit = TurnCommit(
+            tenant=source.tenant,
+            session_id=reserved.session_id,
+            lease_id=lease_id,
+            expected_generation=0,
+            keep_segments=0,
+            segments=(),
+            cache_ref=cache_ref if has_kv else "",
+            # Its first turn goes there without KV too: the engine may have it.
+            holder=source.holder,
+        )
+        try:
+            return await self._committed(source.session_id, fork.generation, commit)
+        except ContextCacheError as exc:
+            with suppress(ContextCacheError):
+                await self._directory.abort_turn(source.tenant, reserved.session_id, lease_id=lease_id)
+            if has_kv and exc.http_status < 500:  # else it may have been committed, and its row names the KV
+                await self._holders.delete(replace(reserved, cache_ref=cache_ref, holders=(source.holder,)))
+            raise
+
+    async def _committed(
+        self, source_id: SessionId, generation: int | None, commit: TurnCommit
+    ) -> CacheSessionMetadata:
+        """Commit; once more when no answer came, because the first may have been made durable all the same."""
+        try:
+            return await self._directory.fork(source_id, generation=generation, commit=commit)
+        except StoreUnavailable:
+            return await self._directory.fork(source_id, generation=generation, commit=commit)
+
+
+def check_id(session_id: SessionId) -> None:
+    """Raise ContextNotFound for what no context can be called."""
+    if not SESSION_ID_PATTERN.fullmatch(session_id):
+        raise not_found()
+
+
+def not_found() -> ContextNotFound:
+    """Return one text for absent, deleted and foreign ids: the answers must not differ in a byte."""
+    return ContextNotFound("no context has this session_id", param="session_id")

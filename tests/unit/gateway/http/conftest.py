@@ -1,0 +1,34 @@
+"""A client of the whole HTTP front that has no pods to carry to: for control calls, without a socket."""
+
+import httpx
+import pytest
+
+from gateway.fronts import ReadyState
+from gateway.http.app import HttpFront
+from gateway.tenants.limits import FrontLimits
+from tests.kit.gateway_parts import KEY, OTHER_KEY
+
+AUTH = {"authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture
+async def client(parts):
+    front = HttpFront(
+        gateway=parts.gateway,
+        endpoints=parts.endpoints,
+        carrier=None,
+        ready_state=ReadyState(parts.gateway, parts.endpoints),
+        tenants=parts.tenants,
+        limits=FrontLimits(),
+        metrics=parts.metrics,
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(front), base_url="http://gateway", headers=AUTH
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def other():
+    """Headers of another tenant."""
+    return {"authorization": f"Bearer {OTHER_KEY}"}
