@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,10 +16,13 @@ from kv_sidecar.format.manifest import decode_manifest
 from tests.kit.caller import Caller
 from tests.kit.stack import KEEPING_KEY, KEY, MODEL
 from tests.kit.until import wait_until
+from tests.kit.vllm_answers import ids_of_length
 
 pytestmark = pytest.mark.timeout(900)
 
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+BLOCK_TOKENS = 32
+"""Of the engine."""
 ASKS = ["Name a river.", "And a lake?", "And a sea?", "Which of them is the largest?"]
 
 
@@ -168,6 +172,30 @@ def test_what_is_kept_is_listed_and_a_delete_leaves_nothing_to_be_found(whole):
     Caller(whole).forget_prefixes()
     _, cached, headers = agent.ask(ASKS[1])
     assert (cached, headers["x-context-cache"]) == (0, "miss")
+
+
+def test_thirty_readers_of_one_document_compute_their_question_after_a_restart(whole):
+    document = Agent(whole, PATHS[0], head=secrets.token_hex(8)).system
+    keeper = Caller(whole, KEEPING_KEY)
+    keeper.complete(prompt=f"{document} What is it about?")
+    known = stored_tokens(whole)
+    kill_and_start(whole)
+
+    for number in range(30):
+        usage = keeper.complete(prompt=f"{document} Question {number}: why?", max_tokens=1)["usage"]
+        computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert computed <= usage["prompt_tokens"] - known + BLOCK_TOKENS + 8
+
+
+def test_many_requests_at_once_with_the_same_ids_are_one_prefill(whole):
+    ids = ids_of_length(600, seed=int.from_bytes(secrets.token_bytes(4)))
+    keeper = Caller(whole, KEEPING_KEY)
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda _: keeper.complete(prompt=ids, max_tokens=1)["usage"], range(32)))
+
+    computed = [usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] for usage in answers]
+    assert sum(computed) <= len(ids) + 31 * BLOCK_TOKENS
+    assert wait_until(lambda: kept_tokens(whole).count(len(ids)) == 1, what="equal requests are kept once")
 
 
 def stored_tokens(stack):
