@@ -37,7 +37,7 @@ class Keeping:
         size_bytes: Callable[[BlockKey], int | None],
     ) -> None:
         """`is_wanted`: whether somebody is loading it, or about to. `size_bytes` is of a file on disk."""
-        self._size_bytes = lambda key: size_bytes(key) or 0
+        self._size_bytes = size_bytes
         self._manifests = manifests
         self._clock = clock
         self._is_wanted = is_wanted
@@ -83,7 +83,7 @@ class Keeping:
         return [self._shown(tenant, name, records) for name, records in found if records]
 
     def _shown(self, tenant: TenantId, name: SessionId, records: list[ManifestRecord]) -> KeptGroup:
-        sizes = {key: self._size_bytes(key) for record in records for key in record.keys}
+        sizes = {key: self._size_bytes(key) or 0 for record in records for key in record.keys}
         return KeptGroup(
             group=name,
             num_tokens=max(record.num_tokens for record in records),

@@ -14,7 +14,7 @@ import pytest
 
 from kv_sidecar.format.manifest import decode_manifest
 from tests.kit.caller import Caller
-from tests.kit.stack import KEEPING_KEY, KEY, MODEL
+from tests.kit.stack import KEEPING_KEY, MODEL
 from tests.kit.until import wait_until
 from tests.kit.vllm_answers import ids_of_length
 
@@ -29,12 +29,14 @@ ASKS = ["Name a river.", "And a lake?", "And a sea?", "Which of them is the larg
 class Agent:
     """A client that resends its whole conversation each turn, as its SDK does."""
 
-    def __init__(self, stack, path, *, key=KEEPING_KEY, head="", headers=None):
+    def __init__(self, caller, path, *, head="", headers=None):
         self.path = path
-        self.http = Caller(stack, key).http
+        self.http = caller.http
         self.headers = headers or {}
         self.system = f"{head} You are a geographer. " + " ".join(f"Rule {i}: be brief and exact." for i in range(40))
         self.turns: list[tuple[str, str]] = []
+        self.num_tokens = 0
+        """Of its last request and answer."""
 
     def body(self, ask):
         sampling = {"model": MODEL, "temperature": 0}
@@ -70,6 +72,8 @@ class Agent:
             case _:
                 text, cached = answer["output"][-1]["content"][0]["text"], usage["input_tokens_details"]
         self.turns.append((ask, text))
+        told = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        self.num_tokens = usage.get("total_tokens") or sum(usage.get(name) or 0 for name in told)
         return text, (cached or {}).get("cached_tokens") or 0, response.headers
 
 
@@ -80,21 +84,27 @@ def kill_and_start(stack):
 
 
 @pytest.fixture
-def whole(stack):
+def keeper(stack):
+    """A caller whose plain requests are kept; nothing is kept of it before."""
     stack.mend()
-    yield stack
+    caller = Caller(stack, KEEPING_KEY)
+    for kept in caller.http.get("/v1/context", params={"kind": "kept", "limit": 100}).json()["data"]:
+        assert caller.http.delete(f"/v1/context/{kept['id']}").json()["status"] == "success"
+    assert kept_tokens(stack) == []
+    yield caller
+    caller.close()
     stack.mend()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_conversation_that_is_resent_goes_on_warm_after_engine_and_sidecar_were_killed(whole, path):
+def test_a_conversation_that_is_resent_goes_on_warm_after_engine_and_sidecar_were_killed(stack, keeper, client, path):
     head = secrets.token_hex(8)
-    agent, plain = Agent(whole, path, head=head), Agent(whole, path, key=KEY, head=head)
+    agent, plain = Agent(keeper, path, head=head), Agent(client, path, head=head)
     for ask in ASKS[:3]:
         agent.ask(ask)
         plain.ask(ask)
-    sizes = stored_tokens(whole)
-    kill_and_start(whole)
+    sizes = stored_tokens(stack, agent)
+    kill_and_start(stack)
 
     text, cached, headers = agent.ask(ASKS[3])
     expected, _, _ = plain.ask(ASKS[3])
@@ -107,13 +117,13 @@ def test_a_conversation_that_is_resent_goes_on_warm_after_engine_and_sidecar_wer
     assert cached >= sizes - 1
 
 
-def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manager_and_redis_dead(whole):
-    agent = Agent(whole, "/v1/chat/completions", head=secrets.token_hex(8))
+def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manager_and_redis_dead(stack, keeper):
+    agent = Agent(keeper, "/v1/chat/completions", head=secrets.token_hex(8))
     agent.ask(ASKS[0])
-    sizes = stored_tokens(whole)
-    Caller(whole).forget_prefixes()
+    sizes = stored_tokens(stack, agent)
+    keeper.forget_prefixes()
     for part in ("manager", "redis"):
-        whole.kill(part)
+        stack.kill(part)
 
     body = agent.body(ASKS[1]) | {"stream": True, "stream_options": {"include_usage": True}}
     with agent.http.stream("POST", agent.path, json=body) as response:
@@ -126,13 +136,10 @@ def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manage
     assert events[-1] == "[DONE]"
 
 
-def test_nobody_else_s_text_is_found_and_what_is_opted_out_is_neither_kept_nor_found(whole):
+def test_nobody_else_s_text_is_found_and_what_is_opted_out_is_neither_kept_nor_found(keeper, client):
     head = secrets.token_hex(8)
-    somebody = Caller(whole, KEY)
-    somebody.wait_sealed(
-        somebody.create(prompt=Agent(whole, PATHS[0], head=head).body(ASKS[0])["prompt"])["session_id"]
-    )
-    agent = Agent(whole, PATHS[0], head=head)
+    agent = Agent(keeper, PATHS[0], head=head)
+    client.wait_sealed(client.create(prompt=agent.body(ASKS[0])["prompt"])["session_id"])
 
     _, cached, headers = agent.ask(ASKS[0], **{"x-context-keep": "off"})
     assert (cached, "x-context-cache" in headers) == (0, False)
@@ -141,11 +148,12 @@ def test_nobody_else_s_text_is_found_and_what_is_opted_out_is_neither_kept_nor_f
     assert (cached, headers["x-context-cache"]) == (0, "miss")
 
 
-def test_a_kept_conversation_that_becomes_a_context_starts_warm_and_so_does_a_second_context_over_its_document(whole):
-    agent = Agent(whole, PATHS[0], head=secrets.token_hex(8))
+def test_a_kept_conversation_that_becomes_a_context_starts_warm_and_so_does_a_second_context_over_its_document(
+    stack, keeper
+):
+    agent = Agent(keeper, PATHS[0], head=secrets.token_hex(8))
     agent.ask(ASKS[0])
-    sizes = stored_tokens(whole)
-    keeper = Caller(whole, KEEPING_KEY)
+    sizes = stored_tokens(stack, agent)
     keeper.forget_prefixes()
 
     created = keeper.create(prompt=agent.body(ASKS[1])["prompt"])
@@ -159,27 +167,26 @@ def test_a_kept_conversation_that_becomes_a_context_starts_warm_and_so_does_a_se
     assert second["usage"]["context"]["cached_tokens"] >= total - 1
 
 
-def test_what_is_kept_is_listed_and_a_delete_leaves_nothing_to_be_found(whole):
-    agent = Agent(whole, PATHS[1], head=secrets.token_hex(8), headers={"x-session-id": secrets.token_hex(8)})
+def test_what_is_kept_is_listed_and_a_delete_leaves_nothing_to_be_found(stack, keeper):
+    agent = Agent(keeper, PATHS[1], head=secrets.token_hex(8), headers={"x-session-id": secrets.token_hex(8)})
     agent.ask(ASKS[0])
-    sizes = stored_tokens(whole)
+    sizes = stored_tokens(stack, agent)
     listed = agent.http.get("/v1/context", params={"kind": "kept"}).json()["data"]
     newest = listed[0]
     assert newest["tokens"] == sizes
     assert newest["bytes"] > 0
 
     assert agent.http.delete(f"/v1/context/{newest['id']}").json()["status"] == "success"
-    Caller(whole).forget_prefixes()
+    keeper.forget_prefixes()
     _, cached, headers = agent.ask(ASKS[1])
     assert (cached, headers["x-context-cache"]) == (0, "miss")
 
 
-def test_thirty_readers_of_one_document_compute_their_question_after_a_restart(whole):
-    document = Agent(whole, PATHS[0], head=secrets.token_hex(8)).system
-    keeper = Caller(whole, KEEPING_KEY)
+def test_thirty_readers_of_one_document_compute_their_question_after_a_restart(stack, keeper):
+    document = Agent(keeper, PATHS[0], head=secrets.token_hex(8)).system
     keeper.complete(prompt=f"{document} What is it about?")
-    known = stored_tokens(whole)
-    kill_and_start(whole)
+    known = stored_tokens(stack)
+    kill_and_start(stack)
 
     for number in range(30):
         usage = keeper.complete(prompt=f"{document} Question {number}: why?", max_tokens=1)["usage"]
@@ -187,27 +194,22 @@ def test_thirty_readers_of_one_document_compute_their_question_after_a_restart(w
         assert computed <= usage["prompt_tokens"] - known + BLOCK_TOKENS + 8
 
 
-def test_many_requests_at_once_with_the_same_ids_are_one_prefill(whole):
+def test_many_requests_at_once_with_the_same_ids_are_one_prefill(stack, keeper):
     ids = ids_of_length(600, seed=int.from_bytes(secrets.token_bytes(4)))
-    keeper = Caller(whole, KEEPING_KEY)
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda _: keeper.complete(prompt=ids, max_tokens=1)["usage"], range(32)))
 
     computed = [usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] for usage in answers]
     assert sum(computed) <= len(ids) + 31 * BLOCK_TOKENS
-    assert wait_until(lambda: kept_tokens(whole).count(len(ids)) == 1, what="equal requests are kept once")
+    assert wait_until(lambda: kept_tokens(stack).count(len(ids)) == 1, what="equal requests are kept once")
 
 
-def stored_tokens(stack):
-    """Return how many tokens the keeper's longest kept conversation has, once it is sealed."""
-    found = []
-
-    def is_sealed():
-        found[:] = kept_tokens(stack)
-        return bool(found)
-
-    wait_until(is_sealed, what="kept KV on disk")
-    return max(found)
+def stored_tokens(stack, agent=None):
+    """Return how many tokens are kept of what was asked last, once that is sealed; its last token never has KV."""
+    least = 1 if agent is None else agent.num_tokens - 1
+    return wait_until(
+        lambda: max(kept_tokens(stack), default=0), what="kept KV on disk", is_so=lambda found: found >= least
+    )
 
 
 def kept_tokens(stack):
