@@ -18,8 +18,10 @@ from contextcache.model import (
     TENANT_PATTERN,
     HeldCacheRef,
     NewSession,
+    Repeatable,
     TurnCommit,
 )
+from contextcache.repeats import DIGEST_PATTERN
 from contextcache.terms import check_metadata
 
 MAX_LEASE_ID_CHARS = 128
@@ -29,6 +31,8 @@ MAX_NAME_CHARS = 256
 """Longest model id and holder."""
 MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
+MAX_ANSWER_BYTES = 256 << 10
+"""Of one answer that is kept, packed."""
 MAX_GENERATION = 10**15
 """What a row's numbers may be."""
 MAX_HELD_REFS = 500
@@ -92,6 +96,17 @@ def check_commit(commit: TurnCommit) -> None:
         raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
     if commit.holder:
         check_holder(commit.holder)
+    check_repeatable(commit.repeatable)
+    if len(commit.answer) > MAX_ANSWER_BYTES:
+        raise InvalidRequest(f"an answer of {MAX_ANSWER_BYTES} bytes at most is kept", param="answer")
+
+
+def check_repeatable(repeatable: Repeatable | None) -> None:
+    """Raise InvalidRequest for digests that are none."""
+    if repeatable is not None and not all(
+        DIGEST_PATTERN.fullmatch(digest) for digest in (repeatable.key, repeatable.request)
+    ):
+        raise InvalidRequest("a repeatable request is named by two digests", param="repeatable")
 
 
 def check_generation(generation: int) -> None:

@@ -6,6 +6,7 @@ The not-found message is one fixed sentence: absent, deleted and another tenant'
 from __future__ import annotations
 
 from contextcache.errors import (
+    AlreadyAnswered,
     ContextBusy,
     ContextCacheError,
     ContextExists,
@@ -14,10 +15,13 @@ from contextcache.errors import (
     ContextQuotaExceeded,
     GenerationGone,
     GenerationMismatch,
+    IdempotencyKeyReused,
     InvalidRequest,
     LeaseLost,
     StoreUnavailable,
 )
+
+_KEY = "Idempotency-Key"
 
 
 def not_found() -> ContextNotFound:
@@ -60,6 +64,21 @@ def generation_gone(current: int) -> GenerationGone:
     return GenerationGone(
         f"that generation is no part of the context any more, which is at {current}", param="generation"
     )
+
+
+def already_answered() -> AlreadyAnswered:
+    """Return the answer to a request that was committed before: what it was answered is kept."""
+    return AlreadyAnswered("a request under this key was answered before", param=_KEY, retry_after_s=1)
+
+
+def key_reused() -> IdempotencyKeyReused:
+    """Return the answer to another request under the same key."""
+    return IdempotencyKeyReused("this key was used for another request", param=_KEY)
+
+
+def too_many_answers() -> ContextQuotaExceeded:
+    """Return the answer to one request more whose answer would have to be kept."""
+    return ContextQuotaExceeded("the tenant has as many answers kept for repeats as it may", param=_KEY)
 
 
 def lease_lost() -> LeaseLost:

@@ -51,9 +51,11 @@ _ERRORS = {
     404: "context_not_found, model_not_found, not_found",
     405: "method_not_allowed",
     408: "upload_too_slow",
-    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost",
+    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost, idempotency_key_in_use, "
+    "answer_not_kept",
     410: "context_expired",
     413: "body_too_large",
+    422: "idempotency_key_reused",
     429: "rate_limit_exceeded, too_many_in_flight, endpoints_saturated, context_quota_exceeded",
     502: "engine_error",
     503: "no_ready_endpoint, store_unavailable; behind Envoy gateway_unavailable, deadline_exceeded",
@@ -146,6 +148,15 @@ IfMatch = Annotated[
         description="A generation: nothing happens on another.", json_schema_extra={"pattern": r'^"?[0-9]{1,15}"?$'}
     ),
 ]
+RepeatKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        description="The client's name for this request: sent again within a day, it is answered again and not run.",
+    ),
+]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
 contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
@@ -154,17 +165,17 @@ operations = APIRouter(tags=["operations"])
 
 
 @contexts.post("/v1/context", operation_id="create_context", responses=_answers(*_ERRORS, **_CARRIED))
-async def create_context(body: CreateFromPrompt | CreateFromMessages) -> None:
+async def create_context(body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = None) -> None:
     """Create a context and answer its first prompt."""
 
 
 @turns.post("/v1/completions", operation_id="completion", responses=_turn_answers())
-async def complete(body: Completion) -> None:
+async def complete(body: Completion, key: RepeatKey = None) -> None:
     """Complete a prompt; with `session_id`, continue a context."""
 
 
 @turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
-async def complete_chat(body: ChatCompletion) -> None:
+async def complete_chat(body: ChatCompletion, key: RepeatKey = None) -> None:
     """Answer messages; with `session_id`, continue a context."""
 
 
