@@ -22,6 +22,7 @@ NAMING_FIELDS = (
 
 SWEEPER_KEY = "cc:sweeper"
 """There while one manager sweeps for all."""
+_RULES = ("row", "transcript", "answers")
 _SCRIPTS = (
     *("reserve", "admit", "begin", "note_holder", "renew", "commit", "rewind", "abort", "touch", "unregister"),
     *("sweep", "claim"),
@@ -126,12 +127,10 @@ class Script:
 
 
 def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
-    """Return every script by name, `row.lua` in front of each; `grace_ms`: see KEY_GRACE_MS, 1 or more."""
+    """Return every script by name, the rules in front of each; `grace_ms`: see KEY_GRACE_MS, 1 or more."""
     folder = resources.files("context_manager") / "scripts"
-    rules = (
-        f"local GRACE_MS, RUNS_MAX, ANSWER_KEPT_MS = {grace_ms:d}, {RUNS_MAX}, {ANSWER_KEPT_MS}\n"
-        + (folder / "row.lua").read_text()
-    )
+    numbers = f"local GRACE_MS, RUNS_MAX, ANSWER_KEPT_MS = {grace_ms:d}, {RUNS_MAX}, {ANSWER_KEPT_MS}\n"
+    rules = numbers + "".join((folder / f"{name}.lua").read_text() for name in _RULES)
     texts = {name: rules + (folder / f"{name}.lua").read_text() for name in _SCRIPTS}
     # SHA-1 is Redis's name for a script, nothing is protected by it.
     return {
