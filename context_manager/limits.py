@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     CACHE_REF_PATTERN,
+    MAX_GENERATION,
     MAX_LIST_LIMIT,
     MAX_TTL_S,
     MIN_TTL_S,
@@ -33,8 +34,6 @@ MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
 MAX_ANSWER_BYTES = 256 << 10
 """Of one answer that is kept, packed."""
-MAX_GENERATION = 10**15
-"""What a row's numbers may be."""
 MAX_HELD_REFS = 500
 """In one question of a sidecar: one round trip, and a few ms of Redis' time."""
 
@@ -111,7 +110,7 @@ def check_repeatable(repeatable: Repeatable | None) -> None:
 
 def check_generation(generation: int) -> None:
     """Raise InvalidRequest for what can be no generation of a context that was created."""
-    if not 1 <= generation < MAX_GENERATION:
+    if not 1 <= generation <= MAX_GENERATION:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
 
 

@@ -377,7 +377,6 @@ def _refusal(code: str, number: int) -> ContextCacheError:
 _COUNTED: dict[str, Callable[[int], ContextCacheError]] = {
     "busy": refusals.busy,
     "generation": refusals.generation_mismatch,
-    "ahead": refusals.generation_ahead,
     "gone": refusals.generation_gone,
     "keep": refusals.keeps_too_much,
     "quota": refusals.too_many_contexts,

@@ -54,16 +54,9 @@ def generation_mismatch(current: int) -> GenerationMismatch:
     return GenerationMismatch(f"the context is at generation {current}")
 
 
-def generation_ahead(current: int) -> InvalidRequest:
-    """Return the answer to going back to a generation that is still to come."""
-    return InvalidRequest(f"the context is at generation {current}", param="generation")
-
-
 def generation_gone(current: int) -> GenerationGone:
-    """Return the answer to going back to what was replaced, or is too long ago to be remembered."""
-    return GenerationGone(
-        f"that generation is no part of the context any more, which is at {current}", param="generation"
-    )
+    """Return the answer to going back to what was replaced, is too long ago to be remembered, or is still to come."""
+    return GenerationGone(f"that generation is no part of the context, which is at {current}", param="generation")
 
 
 def already_answered() -> AlreadyAnswered:

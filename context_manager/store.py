@@ -193,7 +193,7 @@ class SessionStore(Protocol):
 
         A session that stands there already stays as it is, so that a repeat changes nothing. The KV it names stays
         too: of a longer conversation, it serves the beginning. Raises ContextBusy while a turn runs,
-        GenerationMismatch, GenerationGone, InvalidRequest for a generation still to come.
+        GenerationMismatch, GenerationGone.
         """
         ...
 

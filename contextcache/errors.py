@@ -115,7 +115,7 @@ class GenerationMismatch(ContextCacheError):
 
 
 class GenerationGone(ContextCacheError):
-    """The generation was replaced since, or is too long ago: nobody can go back to it."""
+    """The generation was replaced since, is too long ago, or is still to come: nobody can go back to it."""
 
     code = "generation_gone"
     http_status = 409

@@ -37,6 +37,8 @@ MAX_METADATA_KEYS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_LIST_LIMIT = 100
+MAX_GENERATION = 10**15 - 1
+"""What a row's numbers may be."""
 
 
 class SessionState(Enum):

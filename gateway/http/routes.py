@@ -143,17 +143,16 @@ Tenant = Annotated[TenantId, Depends(_tenant)]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
 FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 IfMatch = Annotated[
-    str | None,
+    str,
     Header(
         description="A generation: nothing happens on another.", json_schema_extra={"pattern": r'^"?[0-9]{1,15}"?$'}
     ),
 ]
 RepeatKey = Annotated[
-    str | None,
+    str,
     Header(
         alias="Idempotency-Key",
-        min_length=1,
-        max_length=255,
+        pattern=r"^[!-~]([ -~]{0,253}[!-~])?$",
         description="The client's name for this request: sent again within a day, it is answered again and not run.",
     ),
 ]
@@ -165,17 +164,17 @@ operations = APIRouter(tags=["operations"])
 
 
 @contexts.post("/v1/context", operation_id="create_context", responses=_answers(*_ERRORS, **_CARRIED))
-async def create_context(body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = None) -> None:
+async def create_context(body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = "") -> None:
     """Create a context and answer its first prompt."""
 
 
 @turns.post("/v1/completions", operation_id="completion", responses=_turn_answers())
-async def complete(body: Completion, key: RepeatKey = None) -> None:
+async def complete(body: Completion, key: RepeatKey = "") -> None:
     """Complete a prompt; with `session_id`, continue a context."""
 
 
 @turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
-async def complete_chat(body: ChatCompletion, key: RepeatKey = None) -> None:
+async def complete_chat(body: ChatCompletion, key: RepeatKey = "") -> None:
     """Answer messages; with `session_id`, continue a context."""
 
 
@@ -239,11 +238,11 @@ async def fork_context(
     openapi_extra=_body(ContextRewind),
 )
 async def rewind_context(
-    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = ""
 ) -> ContextObject:
     """Take a context back to an earlier turn. One that stands there already stays as it is."""
     read_only_fields(said, frozenset(ContextRewind.__annotations__))
-    generation, expected = read_generation(said), read_if_match(if_match)
+    generation, expected = read_generation(said), read_if_match(if_match or None)
     if generation is None:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
     rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
