@@ -11,7 +11,7 @@ the gateway (their cost: bench_front.py), for the same prompts, never seen befor
   completion of as many tokens.
 
 Each is compared with what was taken right before or after it: the median of those ratios, with its bootstrap interval.
-Round 0 is not counted: the first answers of a process are slow. A round has one pair of steps and three of all others.
+Round 0 is not counted: the first answers of a process are slow. A round has one pair of steps and two of all others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STACK_DIRECTORY = ROOT / ".build" / "bench-stack"
 BARS = {"ttft": 1.02, "request": 1.02, "token": None, "burst": 1.02, "step": 1.05, "longest step": None}
 """The largest ratio of each."""
-TIMES_PLAIN = 3
+TIMES_PLAIN = 2
 REQUEST_TOKENS, REQUEST_ANSWER = 1200, 64
 BURST_REQUESTS, BURST_TOKENS, BURST_ANSWER = 8, 150, 32
 SAVED_TOKENS, SAVED_ANSWER = 5800, 16
