@@ -56,7 +56,10 @@ async def serve(
             on_error=lambda name: metrics.redis_errors.labels(name).inc(),
         )
         store = RedisSessionStore(
-            connection, tombstone_s=settings.tombstone_s, tenant_contexts_max=settings.tenant_contexts_max
+            connection,
+            tombstone_s=settings.tombstone_s,
+            tenant_contexts_max=settings.tenant_contexts_max,
+            tenant_answers_bytes_max=settings.tenant_answers_bytes_max,
         )
         stack.push_async_callback(store.close)
         clock = StoreClock(store.read_clock, metrics=metrics, wall=wall)

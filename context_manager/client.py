@@ -21,14 +21,17 @@ from contextcache.convert import (
     held_to_pb,
     mode_to_pb,
     policy_to_pb,
+    repeatable_to_pb,
     segments_from_pb,
     session_from_pb,
 )
-from contextcache.errors import ContextBusy, ContextCacheError, InvalidRequest, StoreUnavailable
+from contextcache.errors import AlreadyAnswered, ContextBusy, ContextCacheError, InvalidRequest, StoreUnavailable
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KeptAnswer,
     NewSession,
+    Repeatable,
     Segment,
     SessionId,
     SessionPage,
@@ -76,7 +79,9 @@ class ContextManagerClient:
         self._connection = Connection(address, tls=tls)
         self._timeout_s = timeout_s
 
-    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+    async def reserve(
+        self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, repeatable: Repeatable | None = None
+    ) -> CacheSessionMetadata:
         """See ContextCacheManager.reserve."""
         reply = await self._call(
             lambda stub: stub.ReserveSession,
@@ -90,6 +95,7 @@ class ContextManagerClient:
                 metadata=new.metadata,
                 lease_id=lease_id,
                 lease_ttl_ms=lease_ttl_ms,
+                repeatable=repeatable_to_pb(repeatable),
             ),
         )
         return session_from_pb(reply.session)
@@ -125,6 +131,7 @@ class ContextManagerClient:
         lease_ttl_ms: int,
         read_only: bool = False,
         expected_generation: int | None = None,
+        repeatable: Repeatable | None = None,
     ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
         """See ContextCacheManager.begin_turn; the transcript is whole, whatever of it was sent."""
         known = self._memory.find(tenant, session_id)
@@ -140,13 +147,14 @@ class ContextManagerClient:
                     expected_generation=expected_generation,
                     takes_packed=True,
                     known_mark=known.mark,
+                    repeatable=repeatable_to_pb(repeatable),
                 ),
             )
             sent = unpack_transcript(reply.packed) or tuple(map(packed, segments_from_pb(reply.transcript)))
             session, transcript = session_from_pb(reply.session), known.head(reply.known_segments).grown(sent)
             if transcript.num_tokens != session.num_tokens:
                 raise refusals.damaged()
-        except (ContextBusy, StoreUnavailable):
+        except (AlreadyAnswered, ContextBusy, StoreUnavailable):
             raise
         except ContextCacheError:
             # Gone, or not what it should be, and were it for our memory: the next turn reads everything.
@@ -178,6 +186,14 @@ class ContextManagerClient:
             lambda stub: stub.CommitTurn, lambda: pb.CommitTurnRequest(commit=commit_to_pb(commit))
         )
         return self._committed(reply.session, commit)
+
+    async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
+        """See ContextCacheManager.find_answer."""
+        reply = await self._call(
+            lambda stub: stub.GetAnswer,
+            lambda: pb.GetAnswerRequest(tenant=tenant, session_id=session_id, key=repeat_key),
+        )
+        return KeptAnswer(reply.answer, reply.generation, reply.expires_at_ms, reply.request) if reply.found else None
 
     async def rewind(
         self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None

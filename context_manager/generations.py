@@ -6,7 +6,7 @@ takes it away for good. Nearly every commit adds as many segments as the one bef
 2 more, and 7 after 6. The oldest runs go when there are too many. A manager of the release before commits without:
 what was written at another generation than the row's says nothing any more.
 
-`scripts/row.lua` states the same rules for Redis.
+`scripts/transcript.lua` states the same rules for Redis.
 """
 
 from __future__ import annotations

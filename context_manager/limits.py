@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     CACHE_REF_PATTERN,
+    MAX_GENERATION,
     MAX_LIST_LIMIT,
     MAX_TTL_S,
     MIN_TTL_S,
@@ -18,8 +19,10 @@ from contextcache.model import (
     TENANT_PATTERN,
     HeldCacheRef,
     NewSession,
+    Repeatable,
     TurnCommit,
 )
+from contextcache.repeats import DIGEST_PATTERN
 from contextcache.terms import check_metadata
 
 MAX_LEASE_ID_CHARS = 128
@@ -29,8 +32,8 @@ MAX_NAME_CHARS = 256
 """Longest model id and holder."""
 MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
-MAX_GENERATION = 10**15
-"""What a row's numbers may be."""
+MAX_ANSWER_BYTES = 256 << 10
+"""Of one answer that is kept, packed."""
 MAX_HELD_REFS = 500
 """In one question of a sidecar: one round trip, and a few ms of Redis' time."""
 
@@ -92,11 +95,22 @@ def check_commit(commit: TurnCommit) -> None:
         raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
     if commit.holder:
         check_holder(commit.holder)
+    check_repeatable(commit.repeatable)
+    if len(commit.answer) > MAX_ANSWER_BYTES:
+        raise InvalidRequest(f"an answer of {MAX_ANSWER_BYTES} bytes at most is kept", param="answer")
+
+
+def check_repeatable(repeatable: Repeatable | None) -> None:
+    """Raise InvalidRequest for digests that are none."""
+    if repeatable is not None and not all(
+        DIGEST_PATTERN.fullmatch(digest) for digest in (repeatable.key, repeatable.request)
+    ):
+        raise InvalidRequest("a repeatable request is named by two digests", param="repeatable")
 
 
 def check_generation(generation: int) -> None:
     """Raise InvalidRequest for what can be no generation of a context that was created."""
-    if not 1 <= generation < MAX_GENERATION:
+    if not 1 <= generation <= MAX_GENERATION:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
 
 

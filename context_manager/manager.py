@@ -20,6 +20,7 @@ from context_manager.limits import (
     check_lease,
     check_new_session,
     check_page,
+    check_repeatable,
     check_session,
 )
 from context_manager.metrics import ManagerMetrics
@@ -29,7 +30,9 @@ from contextcache.errors import InvalidRequest
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KeptAnswer,
     NewSession,
+    Repeatable,
     SessionId,
     SessionPage,
     TenantId,
@@ -56,16 +59,24 @@ class ContextCacheManager:
         self._metrics = metrics
         self._ttl_bounds = ttl_bounds or TtlBounds()
 
-    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
+    async def reserve(
+        self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, repeatable: Repeatable | None = None
+    ) -> CacheSessionMetadata:
         """Create a session in state CREATING that dies with the lease.
 
-        Raises ContextExists, TtlOutOfRange, ContextQuotaExceeded.
+        `repeatable`: the request, if it may come again. Raises ContextExists, TtlOutOfRange, ContextQuotaExceeded,
+        AlreadyAnswered for a request that was committed before, IdempotencyKeyReused for another one under its key.
         """
         check_new_session(new, self._ttl_bounds)
         check_lease(lease_id, lease_ttl_ms)
+        check_repeatable(repeatable)
         with self._metrics.store_call("reserve"):
             session = await self._store.reserve(
-                new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms, now_ms=self._clock.now_ms()
+                new,
+                lease_id=lease_id,
+                lease_ttl_ms=lease_ttl_ms,
+                repeatable=repeatable,
+                now_ms=self._clock.now_ms(),
             )
         self._metrics.sessions_reserved.inc()
         self._log("session reserved", session)
@@ -85,7 +96,7 @@ class ContextCacheManager:
         """Return the row, its TTL checked now."""
         return await self._get("get", tenant, session_id)
 
-    async def begin_turn(
+    async def begin_turn(  # noqa: PLR0913  # what a turn begins with, by name
         self,
         tenant: TenantId,
         session_id: SessionId,
@@ -95,16 +106,19 @@ class ContextCacheManager:
         read_only: bool = False,
         expected_generation: int | None = None,
         known_mark: str = "",
+        repeatable: Repeatable | None = None,
     ) -> BegunTurn:
         """Take the lease and return session and transcript; neither `read_only` nor mode PREFIX takes one.
 
         `known_mark`: `CacheSessionMetadata.mark` of the transcript as the caller has it; what it still has of it is not
         sent again. A mark that says nothing any more is no error: the whole transcript is sent.
 
-        Raises ContextBusy (`retry_after_s`: when the other lease ends), GenerationMismatch.
+        Raises ContextBusy (`retry_after_s`: when the other lease ends), GenerationMismatch, and for `repeatable` as
+        `reserve`.
         """
         check_session(tenant, session_id)
         check_lease(lease_id, lease_ttl_ms)
+        check_repeatable(repeatable)
         with self._metrics.store_call("begin_turn"):
             return await self._store.begin_turn(
                 SessionKey(tenant, session_id),
@@ -113,6 +127,7 @@ class ContextCacheManager:
                 read_only=read_only,
                 expected_generation=expected_generation,
                 known_mark=known_mark,
+                repeatable=repeatable,
                 now_ms=self._clock.now_ms(),
             )
 
@@ -143,6 +158,14 @@ class ContextCacheManager:
         self._metrics.turns_committed.inc()
         self._log("turn committed", session)
         return session
+
+    async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
+        """Return what is kept of a request that was committed, also when its session is gone; None: nothing is."""
+        check_session(tenant, session_id)
+        check_repeatable(Repeatable(repeat_key, repeat_key))
+        with self._metrics.store_call("find_answer"):
+            key = SessionKey(tenant, session_id)
+            return await self._store.find_answer(key, repeat_key=repeat_key, now_ms=self._clock.now_ms())
 
     async def rewind(
         self, tenant: TenantId, session_id: SessionId, *, generation: int, expected_generation: int | None = None

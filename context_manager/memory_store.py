@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from context_manager import refusals
 from context_manager.generations import runs_after
+from context_manager.memory_answers import MemoryAnswers
 from context_manager.segments import pack_segment, unpack_segment
 from context_manager.session_row import (
     SessionRow,
@@ -27,6 +28,7 @@ from context_manager.session_row import (
 )
 from context_manager.store import (
     LIST_ROWS_MAX,
+    TENANT_ANSWERS_BYTES_MAX,
     BegunTurn,
     Fate,
     SessionKey,
@@ -39,7 +41,9 @@ from contextcache.clock import SystemClock
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KeptAnswer,
     NewSession,
+    Repeatable,
     SessionId,
     SessionMode,
     SessionPage,
@@ -53,25 +57,43 @@ from contextcache.model import (
 class MemorySessionStore(SessionStore):
     """Sessions in dictionaries, transcripts as the same bytes that Redis would hold."""
 
-    def __init__(self, *, tombstone_s: int = 3600, tenant_contexts_max: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        tombstone_s: int = 3600,
+        tenant_contexts_max: int = 0,
+        tenant_answers_bytes_max: int = TENANT_ANSWERS_BYTES_MAX,
+    ) -> None:
         """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
 
-        `tenant_contexts_max`: 0 for no limit.
+        `tenant_contexts_max`: 0 for no limit. `tenant_answers_bytes_max`: in each shard.
         """
         self._tenant_contexts_max = tenant_contexts_max
         self._tombstone_ms = tombstone_s * 1000
         self._rows: dict[SessionKey, SessionRow] = {}
         self._transcripts: dict[SessionKey, list[bytes]] = {}
+        self._answers = MemoryAnswers(bytes_max=tenant_answers_bytes_max)
         self._places: dict[SessionKey, tuple[int, int]] = {}
         """Of those removed: when they were created, and until when that is remembered."""
 
     @override
-    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
+    async def reserve(
+        self,
+        new: NewSession,
+        *,
+        lease_id: str,
+        lease_ttl_ms: int,
+        repeatable: Repeatable | None = None,
+        now_ms: int,
+    ) -> CacheSessionMetadata:
         key = SessionKey(new.tenant, new.session_id)
+        self._answers.check(key, repeatable, now_ms)
         row = self._rows.get(key)
         standing = Standing.ABSENT if row is None else row.standing(now_ms, self._tombstone_ms)
         if row is not None and standing is Standing.CREATING and row.lease_id == lease_id:
             return row.session
+        if row is not None and standing is Standing.CREATING and repeatable is not None:
+            raise refusals.busy(row.lease_until_ms - now_ms)
         if standing in (Standing.CREATING, Standing.LIVE):
             raise refusals.exists()
         if 0 < self._tenant_contexts_max <= self._count_others(key):
@@ -95,8 +117,10 @@ class MemorySessionStore(SessionStore):
         read_only: bool,
         expected_generation: int | None,
         known_mark: str = "",
+        repeatable: Repeatable | None = None,
         now_ms: int,
     ) -> BegunTurn:
+        self._answers.check(key, repeatable, now_ms)
         row = self._committed(key, now_ms)
         if expected_generation is not None and row.session.generation != expected_generation:
             raise refusals.generation_mismatch(row.session.generation)
@@ -160,7 +184,13 @@ class MemorySessionStore(SessionStore):
             num_turns=row.session.num_turns + 1,
         )
         row = replace(row, session=session, committed_lease_id=commit.lease_id)
-        return self._advance(key, row, stored[: commit.keep_segments], added, now_ms)
+        committed = self._advance(key, row, stored[: commit.keep_segments], added, now_ms)
+        self._answers.keep(key, commit, committed, now_ms)
+        return committed
+
+    @override
+    async def find_answer(self, key: SessionKey, *, repeat_key: str, now_ms: int) -> KeptAnswer | None:
+        return self._answers.find(key, repeat_key, now_ms)
 
     @override
     async def rewind(

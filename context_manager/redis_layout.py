@@ -11,7 +11,7 @@ from typing import Any
 from context_manager import refusals
 from context_manager.generations import RUNS_MAX
 from context_manager.session_row import SessionRow, row_from_fields
-from context_manager.store import KEY_GRACE_MS, SessionKey, shard_of
+from context_manager.store import ANSWER_KEPT_MS, KEY_GRACE_MS, SessionKey, shard_of
 from contextcache.model import SESSION_ID_PATTERN, TENANT_PATTERN, TenantId
 
 NAMING_FIELDS = (
@@ -22,6 +22,7 @@ NAMING_FIELDS = (
 
 SWEEPER_KEY = "cc:sweeper"
 """There while one manager sweeps for all."""
+_RULES = ("row", "transcript", "answers")
 _SCRIPTS = (
     *("reserve", "admit", "begin", "note_holder", "renew", "commit", "rewind", "abort", "touch", "unregister"),
     *("sweep", "claim"),
@@ -46,6 +47,12 @@ def transcript_key(key: SessionKey) -> str:
 def place_key(key: SessionKey) -> str:
     """Return the name of what is remembered of a removed session: where it was in the lists."""
     return f"{_tag(shard_of(key.tenant, key.session_id))}:place:{member(key)}"
+
+
+def answer_keys(key: SessionKey, repeat_key: str) -> list[str]:
+    """Return the names of what a repeated request is answered, and of its tenant's bytes by the hour."""
+    tag = _tag(shard_of(key.tenant, key.session_id))
+    return [f"{tag}:answer:{member(key)}:{repeat_key}", f"{tag}:answers:{key.tenant}"]
 
 
 def expiry_key(shard: int) -> str:
@@ -120,9 +127,10 @@ class Script:
 
 
 def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
-    """Return every script by name, `row.lua` in front of each; `grace_ms`: see KEY_GRACE_MS, 1 or more."""
+    """Return every script by name, the rules in front of each; `grace_ms`: see KEY_GRACE_MS, 1 or more."""
     folder = resources.files("context_manager") / "scripts"
-    rules = f"local GRACE_MS, RUNS_MAX = {grace_ms:d}, {RUNS_MAX}\n" + (folder / "row.lua").read_text()
+    numbers = f"local GRACE_MS, RUNS_MAX, ANSWER_KEPT_MS = {grace_ms:d}, {RUNS_MAX}, {ANSWER_KEPT_MS}\n"
+    rules = numbers + "".join((folder / f"{name}.lua").read_text() for name in _RULES)
     texts = {name: rules + (folder / f"{name}.lua").read_text() for name in _SCRIPTS}
     # SHA-1 is Redis's name for a script, nothing is protected by it.
     return {

@@ -16,6 +16,7 @@ from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import (
     NAMING_FIELDS,
     SWEEPER_KEY,
+    answer_keys,
     expiry_key,
     load_scripts,
     member,
@@ -36,12 +37,23 @@ from context_manager.session_row import (
     new_row,
     row_to_fields,
 )
-from context_manager.store import KEY_GRACE_MS, NUM_SHARDS, BegunTurn, SessionKey, SessionStore, Swept, shard_of
+from context_manager.store import (
+    KEY_GRACE_MS,
+    NUM_SHARDS,
+    TENANT_ANSWERS_BYTES_MAX,
+    BegunTurn,
+    SessionKey,
+    SessionStore,
+    Swept,
+    shard_of,
+)
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KeptAnswer,
     NewSession,
+    Repeatable,
     SessionId,
     SessionPage,
     TenantId,
@@ -60,13 +72,16 @@ class RedisSessionStore(SessionStore):
         *,
         tombstone_s: int,
         tenant_contexts_max: int = 0,
+        tenant_answers_bytes_max: int = TENANT_ANSWERS_BYTES_MAX,
         grace_ms: int = KEY_GRACE_MS,
     ) -> None:
         """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
 
+        `tenant_answers_bytes_max`: in each shard.
         `tenant_contexts_max`: 0 for no limit, which costs nothing. `grace_ms`: see KEY_GRACE_MS.
         """
         self._tenant_contexts_max = tenant_contexts_max
+        self._tenant_answers_bytes_max = tenant_answers_bytes_max
         self._redis = connection
         self._tombstone_ms = tombstone_s * 1000
         self._scripts = load_scripts(grace_ms=grace_ms)
@@ -74,7 +89,15 @@ class RedisSessionStore(SessionStore):
         self._sweeper = ShardSweeper(connection, self._scripts["sweep"], tombstone_ms=self._tombstone_ms)
 
     @override
-    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
+    async def reserve(
+        self,
+        new: NewSession,
+        *,
+        lease_id: str,
+        lease_ttl_ms: int,
+        repeatable: Repeatable | None = None,
+        now_ms: int,
+    ) -> CacheSessionMetadata:
         key = SessionKey(new.tenant, new.session_id)
         row = new_row(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms, now_ms=now_ms)
         fields = row_to_fields(row)
@@ -86,7 +109,10 @@ class RedisSessionStore(SessionStore):
             own = shard_of(new.tenant, new.session_id)
             elsewhere = [tenant_key(shard, new.tenant) for shard in range(NUM_SHARDS) if shard != own]
         pairs = [part for pair in fields.items() for part in pair]
-        answer = await self._change("reserve", key, now_ms, lease_id, limit, *pairs, more_keys=elsewhere)
+        keys, arguments = self._repeat(key, repeatable)
+        answer = await self._change(
+            "reserve", key, now_ms, lease_id, limit, *arguments, *pairs, more_keys=[*keys, *elsewhere]
+        )
         if b"pending" in answer[1][::2]:
             answer = await self._admit(key, lease_id, now_ms)
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
@@ -113,8 +139,10 @@ class RedisSessionStore(SessionStore):
         read_only: bool,
         expected_generation: int | None,
         known_mark: str = "",
+        repeatable: Repeatable | None = None,
         now_ms: int,
     ) -> BegunTurn:
+        keys, arguments = self._repeat(key, repeatable)
         answer = await self._change(
             "begin",
             key,
@@ -124,6 +152,8 @@ class RedisSessionStore(SessionStore):
             int(read_only),
             "" if expected_generation is None else expected_generation,
             known_mark,
+            *arguments,
+            more_keys=keys,
         )
         row, known_segments, packed = answer[1:]
         return BegunTurn(row_of_reply(key, row).metadata_at(now_ms), known_segments, tuple(packed))
@@ -145,7 +175,7 @@ class RedisSessionStore(SessionStore):
     async def fork(
         self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
     ) -> CacheSessionMetadata:
-        _, flat, _, packed = await self._change("begin", source, now_ms, commit.lease_id, 0, 1, "", "")
+        _, flat, _, packed = await self._change("begin", source, now_ms, commit.lease_id, 0, 1, "", "", "", 0)
         row = row_of_reply(source, flat)
         return await self._commit(commit, packed[: row.segments_at(generation)], now_ms)
 
@@ -163,10 +193,32 @@ class RedisSessionStore(SessionStore):
             sum(map(num_tokens_of, packed)),
             new_mark(),
             MARKS_CHARS_MAX,
+            "" if commit.repeatable is None else commit.repeatable.request,
+            commit.answer,
             *packed,
+            more_keys=[] if commit.repeatable is None else answer_keys(key, commit.repeatable.key),
             durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
+
+    @override
+    async def find_answer(self, key: SessionKey, *, repeat_key: str, now_ms: int) -> KeptAnswer | None:
+        record, _ = answer_keys(key, repeat_key)
+        (values,) = await self._redis.batch([("HMGET", record, "answer", "generation", "expires_at_ms", "request")])
+        told: Sequence[Any] = values or (None,) * 4
+        answer, generation, expires_at_ms, request = told
+        if answer is None:
+            return None
+        try:
+            return KeptAnswer(bytes(answer), int(generation), int(expires_at_ms), request.decode())
+        except (AttributeError, TypeError, ValueError) as exc:
+            raise refusals.damaged() from exc
+
+    def _repeat(self, key: SessionKey, repeatable: Repeatable | None) -> tuple[list[str], tuple[str, int]]:
+        """Return the keys and arguments by which a script knows whether a request was answered before."""
+        if repeatable is None:
+            return [], ("", 0)
+        return answer_keys(key, repeatable.key), (repeatable.request, self._tenant_answers_bytes_max)
 
     @override
     async def rewind(
@@ -315,6 +367,9 @@ def _refusal(code: str, number: int) -> ContextCacheError:
         "exists": refusals.exists,
         "lease_lost": refusals.lease_lost,
         "damaged": refusals.damaged,
+        "answered": refusals.already_answered,
+        "key_reused": refusals.key_reused,
+        "answers": refusals.too_many_answers,
     }
     return plain[code]()
 
@@ -322,7 +377,6 @@ def _refusal(code: str, number: int) -> ContextCacheError:
 _COUNTED: dict[str, Callable[[int], ContextCacheError]] = {
     "busy": refusals.busy,
     "generation": refusals.generation_mismatch,
-    "ahead": refusals.generation_ahead,
     "gone": refusals.generation_gone,
     "keep": refusals.keeps_too_much,
     "quota": refusals.too_many_contexts,

@@ -6,6 +6,7 @@ The not-found message is one fixed sentence: absent, deleted and another tenant'
 from __future__ import annotations
 
 from contextcache.errors import (
+    AlreadyAnswered,
     ContextBusy,
     ContextCacheError,
     ContextExists,
@@ -14,10 +15,13 @@ from contextcache.errors import (
     ContextQuotaExceeded,
     GenerationGone,
     GenerationMismatch,
+    IdempotencyKeyReused,
     InvalidRequest,
     LeaseLost,
     StoreUnavailable,
 )
+
+_KEY = "Idempotency-Key"
 
 
 def not_found() -> ContextNotFound:
@@ -50,16 +54,24 @@ def generation_mismatch(current: int) -> GenerationMismatch:
     return GenerationMismatch(f"the context is at generation {current}")
 
 
-def generation_ahead(current: int) -> InvalidRequest:
-    """Return the answer to going back to a generation that is still to come."""
-    return InvalidRequest(f"the context is at generation {current}", param="generation")
-
-
 def generation_gone(current: int) -> GenerationGone:
-    """Return the answer to going back to what was replaced, or is too long ago to be remembered."""
-    return GenerationGone(
-        f"that generation is no part of the context any more, which is at {current}", param="generation"
-    )
+    """Return the answer to going back to what was replaced, is too long ago to be remembered, or is still to come."""
+    return GenerationGone(f"that generation is no part of the context, which is at {current}", param="generation")
+
+
+def already_answered() -> AlreadyAnswered:
+    """Return the answer to a request that was committed before: what it was answered is kept."""
+    return AlreadyAnswered("a request under this key was answered before", param=_KEY, retry_after_s=1)
+
+
+def key_reused() -> IdempotencyKeyReused:
+    """Return the answer to another request under the same key."""
+    return IdempotencyKeyReused("this key was used for another request", param=_KEY)
+
+
+def too_many_answers() -> ContextQuotaExceeded:
+    """Return the answer to one request more whose answer would have to be kept."""
+    return ContextQuotaExceeded("the tenant has as many answers kept for repeats as it may", param=_KEY)
 
 
 def lease_lost() -> LeaseLost:

@@ -13,6 +13,7 @@ from contextcache.convert import (
     held_from_pb,
     new_session_from_pb,
     policy_from_pb,
+    repeatable_from_pb,
     segment_to_pb,
     session_to_pb,
 )
@@ -36,7 +37,10 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
     @override
     async def ReserveSession(self, request: pb.ReserveSessionRequest, context: Context) -> pb.ReserveSessionResponse:
         session = await self._manager.reserve(
-            new_session_from_pb(request), lease_id=request.lease_id, lease_ttl_ms=request.lease_ttl_ms
+            new_session_from_pb(request),
+            lease_id=request.lease_id,
+            lease_ttl_ms=request.lease_ttl_ms,
+            repeatable=repeatable_from_pb(request.repeatable),
         )
         return pb.ReserveSessionResponse(session=session_to_pb(session))
 
@@ -69,6 +73,7 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
             read_only=request.read_only,
             expected_generation=request.expected_generation if request.HasField("expected_generation") else None,
             known_mark=request.known_mark if request.takes_packed else "",
+            repeatable=repeatable_from_pb(request.repeatable),
         )
         session = session_to_pb(begun.session)
         if not request.takes_packed:  # a pod of the release before
@@ -138,6 +143,19 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
     async def CheckCacheRefs(self, request: pb.CheckCacheRefsRequest, context: Context) -> pb.CheckCacheRefsResponse:
         orphans = await self._manager.check_cache_refs([held_from_pb(one) for one in request.held])
         return pb.CheckCacheRefsResponse(orphans=orphans)
+
+    @override
+    async def GetAnswer(self, request: pb.GetAnswerRequest, context: Context) -> pb.GetAnswerResponse:
+        kept = await self._manager.find_answer(request.tenant, request.session_id, repeat_key=request.key)
+        if kept is None:
+            return pb.GetAnswerResponse()
+        return pb.GetAnswerResponse(
+            found=True,
+            answer=kept.answer,
+            generation=kept.generation,
+            expires_at_ms=kept.expires_at_ms,
+            request=kept.request,
+        )
 
     @override
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:

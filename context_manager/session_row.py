@@ -10,7 +10,7 @@ Segments are never changed in their place: whoever was told a mark has the leadi
 whatever happened since. A row has the marks of its last commits, and beside them the generation they were written at:
 a manager of the release before commits without them, and they then say nothing any more.
 
-`scripts/row.lua` and `scripts/commit.lua` state the same rules for Redis.
+`scripts/row.lua` and `scripts/transcript.lua` state the same rules for Redis.
 """
 
 from __future__ import annotations
@@ -87,14 +87,12 @@ class SessionRow:
     def segments_at(self, generation: int | None) -> int:
         """Return how many leading segments of the transcript a generation was; None: the current one.
 
-        Raises InvalidRequest for one that is still to come, GenerationGone for one that is not there any more.
+        Raises GenerationGone for one that is not there, any more or yet.
         """
         current = self.session.generation
-        if generation is None:
+        if generation is None or generation == current:
             return self.num_segments
-        if generation > current:
-            raise refusals.generation_ahead(current)
-        found = self.num_segments if generation == current else segments_at(self.runs, generation)
+        found = segments_at(self.runs, generation)
         if found is None:
             raise refusals.generation_gone(current)
         return found

@@ -40,6 +40,11 @@ class ManagerSettings(TlsSettings, TracingSettings):
     tenant_contexts_max: int = Field(
         0, ge=0, description="contexts one tenant may have; one more is 429 context_quota_exceeded; 0: no limit"
     )
+    tenant_answers_bytes_max: int = Field(
+        16 << 20,
+        gt=0,
+        description="bytes of answers kept a day for one tenant's Idempotency-Keys, in each of 64 shards; then 429",
+    )
     redis_max_connections: int = Field(
         32, ge=1, description="connections to each Redis node; calls beyond them wait within the timeout"
     )

@@ -12,7 +12,9 @@ from context_manager.segments import unpack_transcript
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KeptAnswer,
     NewSession,
+    Repeatable,
     Segment,
     SessionId,
     SessionPage,
@@ -28,6 +30,10 @@ SWEEP_BATCH = 100
 LIST_ROWS_MAX = 400
 """Rows one call of a list reads at most: with a filter that matches few a page is short, or empty, and says where to go
 on. Some 30 ms of a manager's time."""
+ANSWER_KEPT_MS = 86_400_000
+"""A day: for so long a request that was committed is not run again."""
+TENANT_ANSWERS_BYTES_MAX = 16 << 20
+"""Of answers kept for one tenant in one shard: some ten thousand short ones."""
 KEY_GRACE_MS = 86_400_000
 """A day: how long Redis keeps a key after the end of what is in it and the time of its tombstone, in case all managers
 are away. Then it goes by itself (ADR 0029)."""
@@ -101,6 +107,8 @@ class SessionStore(Protocol):
     | cc:{s17}:tenant:<tenant>          | sorted set of <id>          | score: created_at_ms; for list and quota   |
     | cc:sweeper                        | hash                        | there while one manager sweeps for all     |
     | cc:{s17}:place:<tenant>:<id>      | hash                        | created_at_ms of one removed, for lists    |
+    | cc:{s17}:answer:<tenant>:<id>:<key> | hash                      | what a repeated request is answered        |
+    | cc:{s17}:answers:<tenant>         | hash of hour -> bytes       | of answers kept, for the tenant's limit    |
 
     The expiry score of a CREATING row is the end of its lease, of any other row the end of its life. A tombstone is
     a hash with `state`, `created_at_ms` and `expires_at_ms` alone, in neither sorted set.
@@ -114,9 +122,19 @@ class SessionStore(Protocol):
     same, so a caller whose reply was lost may repeat it.
     """
 
-    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> CacheSessionMetadata:
+    async def reserve(
+        self,
+        new: NewSession,
+        *,
+        lease_id: str,
+        lease_ttl_ms: int,
+        repeatable: Repeatable | None = None,
+        now_ms: int,
+    ) -> CacheSessionMetadata:
         """Create a CREATING row; a tombstone or a CREATING row whose lease ended is replaced.
 
+        `repeatable`: a request that was committed before under this key raises AlreadyAnswered, another one
+        IdempotencyKeyReused, one more than may be kept ContextQuotaExceeded; ContextBusy while the row is CREATING.
         Raises ContextExists, and ContextQuotaExceeded for one more than the tenant may have: a row counts until it is
         removed or swept, a tombstone does not. No race lets more be reserved than that; in a Cluster, where nobody
         sees all shards at one moment, calls racing for the last places may all be refused.
@@ -127,7 +145,7 @@ class SessionStore(Protocol):
         """Return the row; one read, no transcript."""
         ...
 
-    async def begin_turn(
+    async def begin_turn(  # noqa: PLR0913  # what a turn begins with, by name
         self,
         key: SessionKey,
         *,
@@ -136,12 +154,14 @@ class SessionStore(Protocol):
         read_only: bool,
         expected_generation: int | None,
         known_mark: str = "",
+        repeatable: Repeatable | None = None,
         now_ms: int,
     ) -> BegunTurn:
         """Take the lease and read the transcript behind what `known_mark` stands for; a sliding life starts again.
 
         An empty mark, and one that is none of the row's last ones, stands for nothing: the whole transcript is read.
-        `read_only` and sessions of mode PREFIX take no lease. Raises GenerationMismatch, ContextBusy.
+        `read_only` and sessions of mode PREFIX take no lease. `repeatable` is looked up first, also where there is no
+        session any more, and raises as in `reserve`. Raises GenerationMismatch, ContextBusy.
         """
         ...
 
@@ -156,9 +176,14 @@ class SessionStore(Protocol):
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
         """Replace the transcript behind `keep_segments`, grow the generation by one, release the lease.
 
+        What `commit.repeatable` is answered is kept for ANSWER_KEPT_MS in the same step.
         A lease that ended and that nobody else took still commits, except the first one: a CREATING row is gone with
         its lease. Raises LeaseLost, GenerationMismatch, InvalidRequest (keep_segments).
         """
+        ...
+
+    async def find_answer(self, key: SessionKey, *, repeat_key: str, now_ms: int) -> KeptAnswer | None:
+        """Return what is kept of a request that was committed; None: nothing. Never raises not found."""
         ...
 
     async def rewind(
@@ -168,7 +193,7 @@ class SessionStore(Protocol):
 
         A session that stands there already stays as it is, so that a repeat changes nothing. The KV it names stays
         too: of a longer conversation, it serves the beginning. Raises ContextBusy while a turn runs,
-        GenerationMismatch, GenerationGone, InvalidRequest for a generation still to come.
+        GenerationMismatch, GenerationGone.
         """
         ...
 

@@ -12,6 +12,7 @@ from contextcache.model import (
     KVGroup,
     Manifest,
     NewSession,
+    Repeatable,
     Segment,
     SegmentKind,
     SessionMode,
@@ -143,6 +144,16 @@ def segments_from_pb(messages: Iterable[pb.Segment]) -> tuple[Segment, ...]:
     return tuple(segment_from_pb(message) for message in messages)
 
 
+def repeatable_to_pb(repeatable: Repeatable | None) -> pb.Repeatable | None:
+    """Return the message of a request that may come again; None of none."""
+    return None if repeatable is None else pb.Repeatable(key=repeatable.key, request=repeatable.request)
+
+
+def repeatable_from_pb(message: pb.Repeatable) -> Repeatable | None:
+    """Return the request of a message; None of one that is not set."""
+    return Repeatable(message.key, message.request) if message.key else None
+
+
 def commit_to_pb(commit: TurnCommit) -> pb.TurnCommit:
     """Return the message of a commit."""
     return pb.TurnCommit(
@@ -154,6 +165,8 @@ def commit_to_pb(commit: TurnCommit) -> pb.TurnCommit:
         segments=[segment_to_pb(segment) for segment in commit.segments],
         cache_ref=commit.cache_ref,
         holder=commit.holder,
+        repeatable=repeatable_to_pb(commit.repeatable),
+        answer=commit.answer,
     )
 
 
@@ -168,6 +181,8 @@ def commit_from_pb(message: pb.TurnCommit) -> TurnCommit:
         segments=segments_from_pb(message.segments),
         cache_ref=message.cache_ref,
         holder=message.holder,
+        repeatable=repeatable_from_pb(message.repeatable),
+        answer=message.answer,
     )
 
 

@@ -115,11 +115,35 @@ class GenerationMismatch(ContextCacheError):
 
 
 class GenerationGone(ContextCacheError):
-    """The generation was replaced since, or is too long ago: nobody can go back to it."""
+    """The generation was replaced since, is too long ago, or is still to come: nobody can go back to it."""
 
     code = "generation_gone"
     http_status = 409
     grpc_status = "FAILED_PRECONDITION"
+
+
+class AlreadyAnswered(ContextCacheError):
+    """A request under this idempotency key was answered before: its answer is given again, nothing is run."""
+
+    code = "idempotency_key_in_use"
+    http_status = 409
+    grpc_status = "ALREADY_EXISTS"
+
+
+class AnswerNotKept(ContextCacheError):
+    """A request was answered and committed before, and its answer was too large to be kept."""
+
+    code = "answer_not_kept"
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class IdempotencyKeyReused(ContextCacheError):
+    """The idempotency key stands for another request."""
+
+    code = "idempotency_key_reused"
+    http_status = 422
+    grpc_status = "INVALID_ARGUMENT"
 
 
 class LeaseLost(ContextCacheError):

@@ -40,6 +40,8 @@ MAX_METADATA_KEYS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_LIST_LIMIT = 100
+MAX_GENERATION = 10**15 - 1
+"""What a row's numbers may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,30 @@ class NewSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeatable:
+    """A request that may come again (repeats.py)."""
+
+    key: str
+    """Digest of what the client calls it, 32 hex digits."""
+    request: str
+    """Digest of the request itself, 32 hex digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What is kept of a request that was answered and committed."""
+
+    answer: bytes
+    """As the pod packed it; empty: it was too large to be kept."""
+    generation: int
+    """That it committed."""
+    expires_at_ms: int
+    """Of the context, after it."""
+    request: str
+    """Digest of the request, 32 hex digits."""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnCommit:
     """One turn, ready to be made durable in one step."""
 
@@ -210,6 +236,10 @@ class TurnCommit:
     cache_ref: CacheRef
     """KV saved by this turn; empty when nothing was saved."""
     holder: str
+    repeatable: Repeatable | None = None
+    """The request, if it may come again: its answer is kept with the commit."""
+    answer: bytes = b""
+    """What is kept of it; empty: it was too large."""
 
 
 @dataclass(frozen=True, slots=True)

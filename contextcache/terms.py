@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     KEPT_PREFIX,
+    MAX_GENERATION,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_KEYS,
     MAX_METADATA_VALUE_CHARS,
@@ -67,7 +68,7 @@ def read_generation(body: Mapping[str, Any]) -> int | None:
     if body.get("generation") is None:
         return None
     generation = whole(body["generation"])
-    if generation is None or not 1 <= generation <= _MAX_INTEGER:
+    if generation is None or not 1 <= generation <= MAX_GENERATION:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
     return generation
 

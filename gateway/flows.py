@@ -35,6 +35,7 @@ from contextcache.model import (
     SessionPage,
     TenantId,
 )
+from contextcache.repeats import IDEMPOTENCY_HEADER
 from contextcache.requests import LargeBodies
 from gateway.contexts import Contexts, check_id, not_found
 from gateway.kept import KEEP_HEADER, KeptConversation, KeptPage, Plain, allowed, group_of, page_of
@@ -197,7 +198,7 @@ class Gateway:
                 return None
             try:
                 return await self._turn_forward(admission, None, named)
-            except ContextNotFound:
+            except (ContextNotFound, ContextExpired):
                 if is_large:
                     raise
                 return None  # the body may say what is wrong, as it does where it is read first
@@ -313,7 +314,8 @@ class Gateway:
         try:
             session = await self._directory.locate(admission.tenant, session_id)
         except (ContextNotFound, ContextExpired) as exc:
-            if claims is not None and claims.creates_if_missing():
+            # The pod creates it, or gives an answer again that outlived its context.
+            if claims is not None and (claims.creates_if_missing() or IDEMPOTENCY_HEADER in admission.headers):
                 return self._create_forward(admission, claims, session_id)
             if isinstance(exc, ContextExpired):
                 raise

@@ -1,6 +1,10 @@
 -- ARGV[5] lease_id, ARGV[6] lease_until_ms, ARGV[7] '1' for read only, ARGV[8] expected generation or '',
--- ARGV[9] mark of the transcript as the caller knows it, or ''. Answers {'ok', row, segments the caller knows, the others}
+-- ARGV[9] mark of the transcript as the caller knows it, or '', ARGV[10] and ARGV[11] as in reserve.lua 7 and 8. Answers {'ok', row, segments the caller knows, the others}
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
+local refused = answered(ARGV[10], tonumber(ARGV[11]), now_ms)
+if refused then
+  return {refused}
+end
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
 if not is_there(where) then

@@ -12,14 +12,11 @@ end
 if where == 'creating' or lease_lives(row, now_ms) then
   return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
 end
-local generation, num_segments = tonumber(ARGV[5]), redis.call('LLEN', KEYS[2])
+local num_segments = redis.call('LLEN', KEYS[2])
 if num_segments ~= tonumber(row.num_segments) then
   return {'damaged'}
 end
-if generation > tonumber(row.generation) then
-  return {'ahead', row.generation}
-end
-local keep = segments_at(row, generation)
+local keep = segments_at(row, tonumber(ARGV[5]))
 if not keep then
   return {'gone', row.generation}
 end

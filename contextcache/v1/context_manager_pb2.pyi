@@ -299,6 +299,7 @@ class ReserveSessionRequest(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     LEASE_TTL_MS_FIELD_NUMBER: builtins.int
+    REPEATABLE_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -319,6 +320,12 @@ class ReserveSessionRequest(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Client's metadata."""
 
+    @property
+    def repeatable(self) -> Global___Repeatable:
+        """When set, the request may come again: ALREADY_EXISTS idempotency_key_in_use when it was committed before,
+        INVALID_ARGUMENT idempotency_key_reused when another one was.
+        """
+
     def __init__(
         self,
         *,
@@ -331,10 +338,35 @@ class ReserveSessionRequest(google.protobuf.message.Message):
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         lease_id: builtins.str = ...,
         lease_ttl_ms: builtins.int = ...,
+        repeatable: Global___Repeatable | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "session_id", b"session_id", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "repeatable", b"repeatable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "repeatable", b"repeatable", "session_id", b"session_id", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_repeatable", b"_repeatable"]) -> typing.Literal["repeatable"] | None: ...
 
 Global___ReserveSessionRequest: typing_extensions.TypeAlias = ReserveSessionRequest
+
+@typing.final
+class Repeatable(google.protobuf.message.Message):
+    """Repeatable is a request that a client may send again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Digest of the client's key, 32 hex digits."""
+    request: builtins.str
+    """Digest of the request, 32 hex digits."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        request: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "request", b"request"]) -> None: ...
+
+Global___Repeatable: typing_extensions.TypeAlias = Repeatable
 
 @typing.final
 class ReserveSessionResponse(google.protobuf.message.Message):
@@ -499,6 +531,7 @@ class BeginTurnRequest(google.protobuf.message.Message):
     EXPECTED_GENERATION_FIELD_NUMBER: builtins.int
     TAKES_PACKED_FIELD_NUMBER: builtins.int
     KNOWN_MARK_FIELD_NUMBER: builtins.int
+    REPEATABLE_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -515,6 +548,10 @@ class BeginTurnRequest(google.protobuf.message.Message):
     """The caller reads `packed`; without it the transcript comes as messages, whole."""
     known_mark: builtins.str
     """Mark of the transcript as the caller has it; empty, or none of the session's last ones: it is sent whole."""
+    @property
+    def repeatable(self) -> Global___Repeatable:
+        """As of ReserveSessionRequest."""
+
     def __init__(
         self,
         *,
@@ -526,10 +563,14 @@ class BeginTurnRequest(google.protobuf.message.Message):
         expected_generation: builtins.int | None = ...,
         takes_packed: builtins.bool = ...,
         known_mark: builtins.str = ...,
+        repeatable: Global___Repeatable | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "expected_generation", b"expected_generation", "known_mark", b"known_mark", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "read_only", b"read_only", "session_id", b"session_id", "takes_packed", b"takes_packed", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "_repeatable", b"_repeatable", "expected_generation", b"expected_generation", "repeatable", b"repeatable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_generation", b"_expected_generation", "_repeatable", b"_repeatable", "expected_generation", b"expected_generation", "known_mark", b"known_mark", "lease_id", b"lease_id", "lease_ttl_ms", b"lease_ttl_ms", "read_only", b"read_only", "repeatable", b"repeatable", "session_id", b"session_id", "takes_packed", b"takes_packed", "tenant", b"tenant"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_generation", b"_expected_generation"]) -> typing.Literal["expected_generation"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repeatable", b"_repeatable"]) -> typing.Literal["repeatable"] | None: ...
 
 Global___BeginTurnRequest: typing_extensions.TypeAlias = BeginTurnRequest
 
@@ -628,6 +669,8 @@ class TurnCommit(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     CACHE_REF_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
+    REPEATABLE_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -642,9 +685,15 @@ class TurnCommit(google.protobuf.message.Message):
     """Name of the KV saved by this turn; empty when nothing was saved."""
     holder: builtins.str
     """Endpoint whose sidecar has it."""
+    answer: builtins.bytes
+    """What a repeated request is answered, as the caller packed it; empty: it was too large."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]:
         """Segments to append after those."""
+
+    @property
+    def repeatable(self) -> Global___Repeatable:
+        """When set, `answer` is kept for a day, in the same step."""
 
     def __init__(
         self,
@@ -657,8 +706,12 @@ class TurnCommit(google.protobuf.message.Message):
         segments: collections.abc.Iterable[Global___Segment] | None = ...,
         cache_ref: builtins.str = ...,
         holder: builtins.str = ...,
+        repeatable: Global___Repeatable | None = ...,
+        answer: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "repeatable", b"repeatable"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "answer", b"answer", "cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "repeatable", b"repeatable", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_repeatable", b"_repeatable"]) -> typing.Literal["repeatable"] | None: ...
 
 Global___TurnCommit: typing_extensions.TypeAlias = TurnCommit
 
@@ -1026,6 +1079,66 @@ class UnregisterSessionCacheResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
 
 Global___UnregisterSessionCacheResponse: typing_extensions.TypeAlias = UnregisterSessionCacheResponse
+
+@typing.final
+class GetAnswerRequest(google.protobuf.message.Message):
+    """GetAnswerRequest names a request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    session_id: builtins.str
+    """Session."""
+    key: builtins.str
+    """Digest of the client's key, 32 hex digits."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        session_id: builtins.str = ...,
+        key: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+
+Global___GetAnswerRequest: typing_extensions.TypeAlias = GetAnswerRequest
+
+@typing.final
+class GetAnswerResponse(google.protobuf.message.Message):
+    """GetAnswerResponse is what was kept, all of it unset when nothing is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    found: builtins.bool
+    """False: nothing is kept under this key, any more or ever."""
+    answer: builtins.bytes
+    """As the caller of the commit packed it; empty: it was too large."""
+    generation: builtins.int
+    """Generation that it committed."""
+    expires_at_ms: builtins.int
+    """End of the session's life after it, Unix time in ms."""
+    request: builtins.str
+    """Digest of the request, 32 hex digits."""
+    def __init__(
+        self,
+        *,
+        found: builtins.bool = ...,
+        answer: builtins.bytes = ...,
+        generation: builtins.int = ...,
+        expires_at_ms: builtins.int = ...,
+        request: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "expires_at_ms", b"expires_at_ms", "found", b"found", "generation", b"generation", "request", b"request"]) -> None: ...
+
+Global___GetAnswerResponse: typing_extensions.TypeAlias = GetAnswerResponse
 
 @typing.final
 class ListSessionsRequest(google.protobuf.message.Message):

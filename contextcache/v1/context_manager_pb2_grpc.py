@@ -106,6 +106,11 @@ class ContextManagerServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsResponse.FromString,
                 _registered_method=True)
+        self.GetAnswer = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/GetAnswer',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.GetAnswerRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.GetAnswerResponse.FromString,
+                _registered_method=True)
         self.ListSessions = channel.unary_unary(
                 '/contextcache.v1.ContextManagerService/ListSessions',
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.ListSessionsRequest.SerializeToString,
@@ -220,6 +225,13 @@ class ContextManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAnswer(self, request, context):
+        """GetAnswer returns what is kept of a request that was committed under an idempotency key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSessions(self, request, context):
         """ListSessions pages through a tenant's live sessions, newest first.
         """
@@ -299,6 +311,11 @@ def add_ContextManagerServiceServicer_to_server(servicer, server):
                     servicer.CheckCacheRefs,
                     request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsResponse.SerializeToString,
+            ),
+            'GetAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAnswer,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.GetAnswerRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.GetAnswerResponse.SerializeToString,
             ),
             'ListSessions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSessions,
@@ -686,6 +703,33 @@ class ContextManagerService(object):
             '/contextcache.v1.ContextManagerService/CheckCacheRefs',
             contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsRequest.SerializeToString,
             contextcache_dot_v1_dot_context__manager__pb2.CheckCacheRefsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/GetAnswer',
+            contextcache_dot_v1_dot_context__manager__pb2.GetAnswerRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.GetAnswerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -240,6 +240,21 @@ _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
     ],
 )
 
+_ContextManagerServiceGetAnswerType = typing_extensions.TypeVar(
+    '_ContextManagerServiceGetAnswerType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetAnswerRequest,
+        contextcache.v1.context_manager_pb2.GetAnswerResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetAnswerRequest,
+        contextcache.v1.context_manager_pb2.GetAnswerResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetAnswerRequest,
+        contextcache.v1.context_manager_pb2.GetAnswerResponse,
+    ],
+)
+
 _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     '_ContextManagerServiceListSessionsType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -255,7 +270,7 @@ _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
-class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceForkSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceListSessionsType]):
+class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceForkSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceGetAnswerType, _ContextManagerServiceListSessionsType]):
     """ContextManagerService is the only writer of session state. Every state change is atomic and idempotent
     for the same lease_id.
     """
@@ -317,6 +332,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
             contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.GetAnswerRequest,
+            contextcache.v1.context_manager_pb2.GetAnswerResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.ListSessionsRequest,
@@ -383,6 +402,10 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.GetAnswerRequest,
+            contextcache.v1.context_manager_pb2.GetAnswerResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.context_manager_pb2.ListSessionsRequest,
             contextcache.v1.context_manager_pb2.ListSessionsResponse,
         ],
@@ -437,6 +460,9 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
     """CheckCacheRefs says which of these KVs no session names any more, so that a sidecar can free what a lost delete or a
     crash left behind. A KV whose session is being created, or has a turn in flight, counts as named.
     """
+
+    GetAnswer: _ContextManagerServiceGetAnswerType
+    """GetAnswer returns what is kept of a request that was committed under an idempotency key."""
 
     ListSessions: _ContextManagerServiceListSessionsType
     """ListSessions pages through a tenant's live sessions, newest first."""
@@ -497,6 +523,10 @@ ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServ
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetAnswerRequest,
+        contextcache.v1.context_manager_pb2.GetAnswerResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
@@ -628,6 +658,14 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         """CheckCacheRefs says which of these KVs no session names any more, so that a sidecar can free what a lost delete or a
         crash left behind. A KV whose session is being created, or has a turn in flight, counts as named.
         """
+
+    @abc.abstractmethod
+    def GetAnswer(
+        self,
+        request: contextcache.v1.context_manager_pb2.GetAnswerRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.GetAnswerResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.GetAnswerResponse]]:
+        """GetAnswer returns what is kept of a request that was committed under an idempotency key."""
 
     @abc.abstractmethod
     def ListSessions(

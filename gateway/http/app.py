@@ -180,7 +180,8 @@ class HttpFront(FastAPI):
             for unused in ("HTTPValidationError", "ValidationError"):
                 document["components"]["schemas"].pop(unused, None)
             for operation in (found for path in document["paths"].values() for found in path.values()):
-                operation["responses"].pop("422", None)
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]
         return self.openapi_schema or {}
 
 

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from contextcache.model import (
     DEFAULT_TTL_S,
+    MAX_GENERATION,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_KEYS,
     MAX_METADATA_VALUE_CHARS,
@@ -109,7 +110,9 @@ class ContextFork(TypedDict, total=False):
     """What is another of the fork; what is not there is as of the context forked from."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
-    generation: Annotated[int | None, Field(ge=1, le=2**53, description="Where it begins; the newest when absent.")]
+    generation: Annotated[
+        int | None, Field(ge=1, le=MAX_GENERATION, description="Where it begins; the newest when absent.")
+    ]
     session_id: Annotated[SessionId | None, Field(description="The client's own name for it; minted when absent.")]
     ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")]
     ttl_policy: Literal["fixed", "sliding"] | None
@@ -120,7 +123,9 @@ class ContextRewind(TypedDict):
     """Where to go back to."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
-    generation: Annotated[int, Field(ge=1, le=2**53, description="As `generation` and `X-Context-Generation` told it.")]
+    generation: Annotated[
+        int, Field(ge=1, le=MAX_GENERATION, description="As `generation` and `X-Context-Generation` told it.")
+    ]
 
 
 class _Turn(_Termed):

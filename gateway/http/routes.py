@@ -55,9 +55,11 @@ _ERRORS = {
     404: "context_not_found, model_not_found, not_found",
     405: "method_not_allowed",
     408: "upload_too_slow",
-    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost",
+    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost, idempotency_key_in_use, "
+    "answer_not_kept",
     410: "context_expired",
     413: "body_too_large",
+    422: "idempotency_key_reused",
     429: "rate_limit_exceeded, too_many_in_flight, endpoints_saturated, context_quota_exceeded",
     502: "engine_error",
     503: "no_ready_endpoint, store_unavailable; behind Envoy gateway_unavailable, deadline_exceeded",
@@ -145,9 +147,17 @@ Tenant = Annotated[TenantId, Depends(_tenant)]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
 FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 IfMatch = Annotated[
-    str | None,
+    str,
     Header(
         description="A generation: nothing happens on another.", json_schema_extra={"pattern": r'^"?[0-9]{1,15}"?$'}
+    ),
+]
+RepeatKey = Annotated[
+    str,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r"^[!-~]([ -~]{0,253}[!-~])?$",
+        description="The client's name for this request: sent again within a day, it is answered again and not run.",
     ),
 ]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
@@ -158,17 +168,17 @@ operations = APIRouter(tags=["operations"])
 
 
 @contexts.post("/v1/context", operation_id="create_context", responses=_answers(*_ERRORS, **_CARRIED))
-async def create_context(body: CreateFromPrompt | CreateFromMessages) -> None:
+async def create_context(body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = "") -> None:
     """Create a context and answer its first prompt."""
 
 
 @turns.post("/v1/completions", operation_id="completion", responses=_turn_answers())
-async def complete(body: Completion) -> None:
+async def complete(body: Completion, key: RepeatKey = "") -> None:
     """Complete a prompt; with `session_id`, continue a context."""
 
 
 @turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
-async def complete_chat(body: ChatCompletion) -> None:
+async def complete_chat(body: ChatCompletion, key: RepeatKey = "") -> None:
     """Answer messages; with `session_id`, continue a context."""
 
 
@@ -241,11 +251,11 @@ async def fork_context(
     openapi_extra=_body(ContextRewind),
 )
 async def rewind_context(
-    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = ""
 ) -> ContextObject:
     """Take a context back to an earlier turn. One that stands there already stays as it is."""
     read_only_fields(said, frozenset(ContextRewind.__annotations__))
-    generation, expected = read_generation(said), read_if_match(if_match)
+    generation, expected = read_generation(said), read_if_match(if_match or None)
     if generation is None:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
     rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)

@@ -16,5 +16,9 @@ class TestMemorySessionStore(SessionChangesContract):
     def limited(self) -> MemorySessionStore:
         return MemorySessionStore(tombstone_s=TOMBSTONE_S, tenant_contexts_max=self.CONTEXTS_MAX)
 
+    @pytest.fixture
+    def frugal(self) -> MemorySessionStore:
+        return MemorySessionStore(tombstone_s=TOMBSTONE_S, tenant_answers_bytes_max=self.ANSWERS_BYTES_MAX)
+
     async def lose_last_segment(self, store: MemorySessionStore) -> None:
         store._transcripts[KEY].pop()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import SWEEPER_KEY, place_key, script_keys, tenant_key
+from context_manager.redis_layout import SWEEPER_KEY, answer_keys, place_key, script_keys, tenant_key
 from context_manager.redis_store import RedisSessionStore
 from context_manager.segments import pack_segment
-from context_manager.store import NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import ANSWER_KEPT_MS, NUM_SHARDS, SessionKey, shard_of
 from contextcache.errors import ContextCacheError, ContextExpired, ContextQuotaExceeded, LeaseLost
 from contextcache.model import TtlPolicy
 from tests.contract.session_changes_contract import SessionChangesContract
@@ -44,6 +44,15 @@ class RedisContract(SessionChangesContract):
     async def store(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
         server.command("FLUSHALL")
         store = RedisSessionStore(connection_to(server), tombstone_s=TOMBSTONE_S)
+        yield store
+        await store.close()
+
+    @pytest.fixture
+    async def frugal(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
+        server.command("FLUSHALL")
+        store = RedisSessionStore(
+            connection_to(server), tombstone_s=TOMBSTONE_S, tenant_answers_bytes_max=self.ANSWERS_BYTES_MAX
+        )
         yield store
         await store.close()
 
@@ -230,6 +239,20 @@ class RedisContract(SessionChangesContract):
         assert await self.known(store, later) == (4, ())
         await raw.call("HDEL", row, "marks")
         assert await self.known(store, later) == (0, (PROMPT, ANSWER, ANSWER, PROMPT))
+
+    async def test_what_is_kept_of_a_request_ends_by_itself(
+        self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
+    ) -> None:
+        """A day for the answer, an hour more for the count of bytes; hours that are over go with the next answer."""
+        await self.commit_kept(store)
+        record, by_hour = answer_keys(KEY, self.SAID.key)
+
+        assert ANSWER_KEPT_MS - 60_000 < await raw.call("PTTL", record) <= ANSWER_KEPT_MS
+        assert ANSWER_KEPT_MS < await raw.call("PTTL", by_hour) <= ANSWER_KEPT_MS + 3_600_000
+        await store.unregister(KEY, now_ms=NOW)
+        await raw.call("UNLINK", record)
+        await self.commit_kept(store, now_ms=NOW + ANSWER_KEPT_MS + 3_600_000)
+        assert len(await raw.call("HGETALL", by_hour)) == 1
 
     async def test_a_row_stays_in_one_compact_piece(self, store: RedisSessionStore, raw: RedisConnection) -> None:
         """Seen to fail with marks of more than 64 characters: the encoding became hashtable, twice the memory."""

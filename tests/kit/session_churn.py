@@ -1,4 +1,4 @@
-"""Sessions that are created, left, continued, aborted, touched, deleted and let expire, all at once; and what is left.
+"""Sessions that are created, left, continued, aborted, rewound, touched, deleted and let expire; and what is left.
 
 `SessionChurn` knows which sessions must be there at the end. `what_is_wrong` reads every key of a store and says which
 of them do not belong together.
@@ -84,6 +84,8 @@ class SessionChurn(TurnLoad):
         if chance() < 0.3:
             pod = f"pod-{self._random.randrange(9)}"
             await self._asked(lambda c: c.note_holder(TENANT, name, holder=pod))
+        if chance() < 0.3:
+            await self._asked(lambda c: c.rewind(TENANT, name, generation=1))
         if chance() < 0.3:
             await self._touched(name)
         if chance() < 0.5:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from contextcache.errors import ContextCacheError, EngineFailed
 from contextcache.process.crash_points import crash_point
@@ -16,11 +16,16 @@ from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message, Send, engine_error
 from vllm_plugin.turn.patience import Patience
+from vllm_plugin.turn.repeats import Recording
 from vllm_plugin.turn.request import TurnRequest
 
 _REFUSAL_BYTES_MAX = 1 << 20
 """Of an error's body; what is longer holds no message."""
 _REPLACED_HEADERS = frozenset({b"content-length", b"server-timing"})
+
+
+Render: TypeAlias = Callable[[dict[str, Any], dict[str, Any]], bytes]
+"""The end of an answer, or all of it, from its usage and its session fields. May be called more than once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,15 @@ class Delivery:
         send: Send,
         patience: Patience,
         receipt: Callable[[], Awaitable[list[tuple[str, str]]]],
-        settle: Callable[[AnswerResult], Awaitable[Closing]],
+        settle: Callable[[AnswerResult, Render], Awaitable[Closing]],
         abort: Callable[[], Awaitable[None]],
+        recording: Recording | None = None,
     ) -> None:
-        """`receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed."""
+        """`receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed.
+
+        `recording` is told what the client is sent, but for the end, which `settle` renders itself.
+        """
+        self._recording = recording
         self._request = request
         self._send = send
         self._patience = patience
@@ -81,6 +91,8 @@ class Delivery:
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
+            if self._recording is not None:
+                self._recording.content_type = _content_type(message)
             return
         if message["type"] != "http.response.body":
             with self._patience.with_client():
@@ -115,6 +127,8 @@ class Delivery:
         passing = answer.feed(body)
         if passing:
             await self._begin_stream()
+            if self._recording is not None:
+                self._recording.add(passing)
             await self._send_body(passing, more=True)
             crash_point(MID_STREAM)
         if more:
@@ -131,13 +145,16 @@ class Delivery:
 
     async def _settled(self, answer: JsonAnswer | SseAnswer) -> Closing:
         with self._patience.with_ourselves():
-            closing = await self._settle(answer.result)
+            closing = await self._settle(answer.result, answer.closing)
         crash_point(COMMITTED)
         return closing
 
     async def _begin_stream(self) -> None:
         if not self.started:
-            await self._send_start(200, await self._receipt())
+            headers = await self._receipt()
+            if self._recording is not None:
+                self._recording.begin(headers)
+            await self._send_start(200, headers)
 
     async def _send_start(self, status: int, headers: list[tuple[str, str]]) -> None:
         ours = [(name.encode(), value.encode()) for name, value in headers]
@@ -161,3 +178,8 @@ class Delivery:
             raise self._failure
         if not self.complete:
             raise EngineFailed(f"no patience left with the {lost_with}" if lost_with else "the engine broke off")
+
+
+def _content_type(start: Message) -> str:
+    found = (value for name, value in start.get("headers", []) if name.lower() == b"content-type")
+    return next(found, b"application/json").decode("latin-1")

@@ -30,7 +30,15 @@ ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 _TOKENIZE_DEADLINE_S = 30.0
 """A 32 MiB prompt takes seconds; anything longer is a stuck process."""
 _NOT_FORWARDED = frozenset(
-    {b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", b"x-context-identity", b"if-match"}
+    {
+        b"content-length",
+        b"content-type",
+        b"content-encoding",
+        b"transfer-encoding",
+        b"x-context-identity",
+        b"if-match",
+        b"idempotency-key",
+    }
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 from opentelemetry.trace import SpanKind
@@ -25,8 +26,10 @@ from contextcache.claim import (
 )
 from contextcache.clock import Clock, SystemClock
 from contextcache.errors import (
+    AlreadyAnswered,
     BodyTooLarge,
     ContextCacheError,
+    ContextQuotaExceeded,
     EngineFailed,
     InvalidRequest,
     NoReadyEndpoint,
@@ -34,9 +37,10 @@ from contextcache.errors import (
     error_headers,
 )
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
-from contextcache.model import SessionId
+from contextcache.model import NewSession, SessionId, TenantId
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
+from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import BodyInHand, LargeBodies, joined_headers
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
@@ -178,20 +182,44 @@ class TurnMiddleware:
             await self._pass(scope, raw, client)
             return
         body, request = await self._large_bodies.read(lambda whole: _read_turn(path, headers, whole, named), raw)
-        engine = Engine(self._app, scope)
-        if named is None:
-            new = read_new_session(body, tenant=identity.tenant, model=request.model)
-            with self._admission.turn(identity.tenant):
+        named_or_new = named or self._name_of_repeated(identity.tenant, body, request)
+        new: NewSession | None = None
+        if named is None or request.creates_if_missing:
+            new = read_new_session(body, tenant=identity.tenant, model=request.model, session_id=named_or_new)
+        try:
+            await self._run(Engine(self._app, scope), request, named, new, identity, client)
+        except (AlreadyAnswered, ContextQuotaExceeded):  # who is over a quota now was not, perhaps, the first time
+            session_id, said = named if new is None else new.session_id, request.repeatable
+            if said is None or session_id is None:
+                raise
+            if not await self._story.answer_again(identity.tenant, session_id, said, client):
+                raise
+
+    async def _run(
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        named: SessionId | None,
+        new: NewSession | None,
+        identity: Identity,
+        client: Client,
+    ) -> None:
+        """Run a create (`new` alone), a turn (`named` alone), or whichever it turns out to be (both)."""
+        with self._admission.turn(identity.tenant):
+            if named is None:
+                assert new is not None
                 await self._admission.check_quota(identity.tenant)
                 await self._story.create(engine, request, new, identity, client)
-            return
-        if not request.creates_if_missing:
-            with self._admission.turn(identity.tenant):
+            elif new is None:
                 await self._story.continue_turn(engine, request, named, identity, client)
-            return
-        new = read_new_session(body, tenant=identity.tenant, model=request.model, session_id=named)
-        with self._admission.turn(identity.tenant):
-            await continue_or_create(self._story, self._admission, engine, request, new, identity, client)
+            else:
+                await continue_or_create(self._story, self._admission, engine, request, new, identity, client)
+
+    def _name_of_repeated(self, tenant: TenantId, body: dict[str, Any], request: TurnRequest) -> SessionId | None:
+        """Return the id of what a create makes that names nothing and may come again; None: any."""
+        if request.repeatable is None or body.get("session_id") is not None:
+            return None
+        return session_id_of(tenant, request.repeatable.key, self._secret)
 
     def _single_tenant(self, headers: dict[str, str]) -> Identity:
         request_id = headers.get("x-request-id", "direct")
@@ -286,7 +314,12 @@ def _read_turn(
     if named is not None and body.get("session_id") not in (None, named):
         # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
         raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
-    return body, read_turn(path, body, headers)
+    request = read_turn(path, body, headers)
+    if IDEMPOTENCY_HEADER not in headers:
+        return body, request
+    said = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))
+    parts = (*(text.encode() for text in said), raw)
+    return body, replace(request, repeatable=read_repeatable(headers[IDEMPOTENCY_HEADER], parts))
 
 
 async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | None = None) -> bytes:

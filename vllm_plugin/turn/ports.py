@@ -8,7 +8,9 @@ from typing import Protocol
 from contextcache.model import (
     CacheRef,
     CacheSessionMetadata,
+    KeptAnswer,
     NewSession,
+    Repeatable,
     SaveOutcome,
     Segment,
     SessionId,
@@ -21,8 +23,10 @@ from vllm_plugin.turn.usage import LoadedKV
 class SessionDirectory(Protocol):
     """The context manager. Every failure is a ContextCacheError; every call has a deadline."""
 
-    async def reserve(self, new: NewSession, *, lease_id: str, lease_ttl_ms: int) -> CacheSessionMetadata:
-        """Create a session in state CREATING under a lease."""
+    async def reserve(
+        self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, repeatable: Repeatable | None = None
+    ) -> CacheSessionMetadata:
+        """Create a session in state CREATING under a lease. Raises AlreadyAnswered for a repeated request."""
         ...
 
     async def register_session_cache(self, commit: TurnCommit) -> CacheSessionMetadata:
@@ -38,8 +42,13 @@ class SessionDirectory(Protocol):
         lease_ttl_ms: int,
         read_only: bool = False,
         expected_generation: int | None = None,
+        repeatable: Repeatable | None = None,
     ) -> tuple[CacheSessionMetadata, tuple[Segment, ...]]:
-        """Take the lease and return the session and its transcript."""
+        """Take the lease and return the session and its transcript. Raises AlreadyAnswered for a repeated request."""
+        ...
+
+    async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
+        """Return what is kept of a request that was committed."""
         ...
 
     async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:

@@ -13,6 +13,7 @@ from contextcache.model import (
     DEFAULT_TTL_S,
     ContextMode,
     NewSession,
+    Repeatable,
     SessionId,
     SessionMode,
     TenantId,
@@ -74,6 +75,8 @@ class TurnRequest:
     """From `If-Match`."""
     creates_if_missing: bool = False
     """The context is to be created where there is none."""
+    repeatable: Repeatable | None = None
+    """What names the request, if it may come again."""
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     """What rendering chat messages depends on besides the messages."""
 

@@ -31,10 +31,11 @@ from vllm_plugin.turn.answer import AnswerResult
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import ComposedPrompt, answer_segment
 from vllm_plugin.turn.crash_points import BEFORE_ABORT, BEFORE_COMMIT
-from vllm_plugin.turn.delivery import Closing
+from vllm_plugin.turn.delivery import Closing, Render
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
+from vllm_plugin.turn.repeats import Recording
 from vllm_plugin.turn.request import TurnRequest
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.usage import CommitOutcome, LoadedKV, TurnUsage, receipt_headers, usage_object
@@ -69,6 +70,8 @@ class Turn:
     timings_ms: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
     """From the lease to the first token, of a stream."""
+    recording: Recording | None = None
+    """Of a request that may come again."""
     trace: Context = field(default_factory=get_current)
     """The turn's own span is in it; what ends a turn runs where the engine sends from."""
 
@@ -94,16 +97,22 @@ class Settlement:
         self._metrics = metrics
         self._background = background
 
-    async def settle(self, engine: Engine, turn: Turn, result: AnswerResult) -> Closing:
-        """End the turn for the session, whatever the session says, and return what the client is told."""
+    async def settle(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> Closing:
+        """End the turn for the session, whatever the session says, and return what the client is told.
+
+        `render` makes the end of the answer of it, for the commit to keep.
+        """
         with within(turn.trace):
             await self._take_load_report(turn, has_cached=result.cached_tokens > 0)
-            outcome = await self._commit(engine, turn, result)
+            outcome = await self._commit(engine, turn, result, render)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
         self._metrics.count_turn(usage, created=turn.is_create)
         self._metrics.time_turn(usage, created=turn.is_create, first_token_s=turn.first_token_s)
         _describe(get_current_span(turn.trace), usage, outcome)
+        return self._closing(turn, usage, outcome)
+
+    def _closing(self, turn: Turn, usage: TurnUsage, outcome: CommitOutcome) -> Closing:
         exists = outcome.committed or not turn.is_create
         session: dict[str, Any] = {
             "session_id": turn.session.session_id if exists else None,
@@ -115,7 +124,17 @@ class Settlement:
             headers=self._receipt(turn, usage, generation=outcome.generation, expires_at_ms=outcome.expires_at_ms),
         )
 
-    async def _commit(self, engine: Engine, turn: Turn, result: AnswerResult) -> CommitOutcome:
+    async def _kept(self, turn: Turn, result: AnswerResult, render: Render) -> bytes:
+        """Return the answer as it is given once it is committed, packed; empty: there is none to keep."""
+        if turn.recording is None:
+            return b""
+        usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
+        end_ms = turn.recording.expires_at_s * 1000
+        outcome = CommitOutcome(committed=True, generation=turn.session.generation + 1, expires_at_ms=end_ms)
+        closing = self._closing(turn, usage, outcome)
+        return await turn.recording.packed(closing.headers, render(closing.usage, closing.session))
+
+    async def _commit(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> CommitOutcome:
         session, prompt = turn.session, turn.prompt
         assert prompt is not None
         if not turn.lease_id:
@@ -124,6 +143,8 @@ class Settlement:
             )
         try:
             answer = await self._answer_segment(engine, turn, result)
+            if turn.is_create:
+                await self._wait_sealed(turn)
             commit = TurnCommit(
                 tenant=session.tenant,
                 session_id=session.session_id,
@@ -133,9 +154,9 @@ class Settlement:
                 segments=prompt.segments + ((answer,) if answer else ()),
                 cache_ref=turn.save_ref or "",
                 holder=self._settings.endpoint_name,
+                repeatable=turn.request.repeatable,
+                answer=await self._kept(turn, result, render),
             )
-            if turn.is_create:
-                await self._wait_sealed(turn)
             crash_point(BEFORE_COMMIT)
             committed = await self._commit_twice(turn, commit)
         except ContextCacheError as exc:

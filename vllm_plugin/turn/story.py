@@ -36,6 +36,7 @@ from contextcache.model import (
     CacheSessionMetadata,
     ContextMode,
     NewSession,
+    Repeatable,
     SessionId,
     SessionMode,
     TenantId,
@@ -52,6 +53,7 @@ from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
+from vllm_plugin.turn.repeats import Recording, give_again
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement, Turn
@@ -118,7 +120,9 @@ class TurnStory:
             raise InvalidRequest("a create always commits", param="context_commit")
         lease_id = secrets.token_hex(16)
         async with self._taking(new.tenant, new.session_id, lease_id):
-            session = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms)
+            session = await self._manager.reserve(
+                new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms, repeatable=request.repeatable
+            )
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
             crash_point(BEGUN)
@@ -140,6 +144,7 @@ class TurnStory:
                 lease_ttl_ms=self._settings.lease_ttl_ms,
                 read_only=not request.commit,
                 expected_generation=request.expected_generation,
+                repeatable=request.repeatable,
             )
         commits = request.commit and session.mode is SessionMode.SESSION
         turn = self._new_turn(request, session, identity, lease_id=lease_id if commits else "", is_create=False)
@@ -155,6 +160,16 @@ class TurnStory:
                 turn.prompt = await compose_turn(engine, request, transcript, found)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(engine, turn, client)
+
+    async def answer_again(self, tenant: TenantId, session_id: SessionId, said: Repeatable, client: Client) -> bool:
+        """Give the answer of a request that was committed before; False: nothing is kept of it, and nothing is sent.
+
+        Raises AnswerNotKept, IdempotencyKeyReused.
+        """
+        kept = await self._manager.find_answer(tenant, session_id, repeat_key=said.key)
+        if kept is not None:
+            await give_again(kept, said, client.send)
+        return kept is not None
 
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""
@@ -187,8 +202,9 @@ class TurnStory:
             send=client.send,
             patience=patience,
             receipt=lambda: self._settlement.stream_receipt(turn),
-            settle=lambda result: self._settlement.settle(engine, turn, result),
+            settle=lambda result, render: self._settlement.settle(engine, turn, result, render),
             abort=lambda: self._settlement.abort(turn),
+            recording=turn.recording,
         )
         try:
             with child_span("turn generate"):
@@ -279,6 +295,7 @@ class TurnStory:
             save_ref=new_cache_ref() if lease_id else None,
             is_create=is_create,
             started_ms=self._clock.now_ms(),
+            recording=Recording() if request.repeatable and lease_id else None,
         )
 
     @asynccontextmanager

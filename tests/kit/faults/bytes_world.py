@@ -340,7 +340,8 @@ class Player:
 
         A fault ends a call as it ends the real one; then the next one waits a moment.
         """
-        acts = [self.create] * 4 + [self.turn] * 6 + [self.delete] * 2 + [self.touch, self.pull, self.half_save]
+        acts = [self.create] * 4 + [self.turn] * 6 + [self.delete] * 2 + [self.fork] * 2
+        acts += [self.rewind, self.touch, self.pull, self.half_save]
         act = self._random.choice(acts)
         if self._any_session() is None:
             act = self.create
@@ -427,6 +428,53 @@ class Player:
         pod = self._random.choice(self._world.pods)
         if session.cache_refs and pod.name != session.holder:
             await self._pull(pod, session)
+
+    async def rewind(self) -> None:
+        """Take a session back to its first turn."""
+        session_id = self._any_session()
+        if session_id is None:
+            return  # somebody else has just deleted the last one
+        session = await self._manager.rewind(TENANT, session_id, generation=1)
+        self._ledger.give_life(session)
+        if session.ttl_policy is TtlPolicy.SLIDING:
+            await self._random.choice(self._world.pods).client.touch_context(TENANT, session_id, session.expires_at_ms)
+
+    async def fork(self) -> None:
+        """Reserve, fork the KV, commit, as the gateway; or vanish in between."""
+        source_id = self._any_session()
+        if source_id is None:
+            return  # somebody else has just deleted the last one
+        source = await self._manager.locate(TENANT, source_id)
+        pod = next(pod for pod in self._world.pods if pod.name == source.holder)
+        new = NewSession(TENANT, new_session_id(), "tiny", ttl_s=self._random.choice([SHORT_TTL_S, LONG_TTL_S]))
+        lease_id, ref = secrets.token_hex(16), new_cache_ref()
+        self._ledger.sessions[new.session_id] = Known()
+        reserved = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=LEASE_MS)
+        has_kv = False
+        with suppress(ContextCacheError):
+            has_kv = await pod.client.fork_context(
+                TENANT,
+                source.cache_refs,
+                session_id=new.session_id,
+                cache_ref=ref,
+                expires_at_ms=reserved.expires_at_ms,
+            )
+        if self._random.random() < 0.2:
+            return
+        commit = TurnCommit(TENANT, new.session_id, lease_id, 0, 0, (), ref if has_kv else "", pod.name)
+        try:
+            try:
+                forked = await self._manager.fork(source_id, commit=commit)
+            except StoreUnavailable:
+                forked = await self._manager.fork(source_id, commit=commit)
+        except ContextCacheError as exc:
+            if exc.http_status < 500:
+                await self._drop(pod, ref)
+            raise
+        self._ledger.give_life(forked)
+        if has_kv:
+            manifest, _ = await pod.client.get_manifest(TENANT, ref)
+            self._ledger.seal(pod.name, self._new_save(new.session_id, manifest.token_ids, ref, forked.expires_at_ms))
 
     async def half_save(self) -> None:
         """Save as an engine that dies before its seal: some blocks of a turn whose lease nobody ends."""

@@ -281,12 +281,13 @@ def _prepare(world: World, told: Told, point: str) -> None:
 
 
 def _steps(world: World, told: Told, doomed: Told) -> list[Callable[[], int]]:
-    """What a client does, in an order that passes every point of one pod: turn, create, touch, delete, read."""
+    """What a client does, in an order that passes every point of one pod."""
     return [
         lambda: world.turn(told, world.ids(5)).status,
         lambda: world.create().status,
         lambda: world.drop_stream(told),
         lambda: world.call("PATCH", f"/v1/context/{told.session_id}", {"ttl": 7200}).status,
+        lambda: world.call("POST", f"/v1/context/{doomed.session_id}/rewind", {"generation": 1}).status,
         lambda: world.call("DELETE", f"/v1/context/{doomed.session_id}").status,
         lambda: world.call("POST", f"/v1/context/{told.session_id}/fork", {}).status,
         lambda: world.call("GET", "/v1/context").status,

@@ -41,6 +41,8 @@ NO_WAITS = {
     "context_manager.redis_address._LOOK_INTERVAL_S": "how often",
     "context_manager.redis_address._RETRY_INTERVAL_S": "how often",
     "context_manager.store.KEY_GRACE_MS": "how long Redis keeps what nobody sweeps",
+    "context_manager.store.ANSWER_KEPT_MS": "how long something is kept",
+    "context_manager.memory_answers._HOUR_MS": "what bytes are counted by",
     "context_manager.store_clock._INTERVAL_S": "how often",
     "context_manager.transcript_memory.IDLE_S": "how long something is kept",
     "context_manager.transcript_memory._SWEEP_S": "how often",

@@ -112,6 +112,20 @@ async def test_a_turn_that_may_create_its_context_goes_to_any_pod_under_its_name
     assert identity_of(parts, expired).session_id == "mine"
 
 
+async def test_a_turn_that_may_have_been_answered_before_reaches_a_pod_although_its_context_is_gone(parts):
+    again = {"idempotency-key": "k"}
+    await parts.directory.add("ctx_1", ttl_s=600)
+    parts.clock.advance(s=601)
+    for name in ("ctx_1", "ctx_none"):
+        forward = await route(parts, {"model": "stub-model", "prompt": "x", "session_id": name}, headers=again)
+        assert (forward.kind, identity_of(parts, forward).session_id) == (Kind.CREATE, name)
+        with pytest.raises((ContextNotFound, ContextExpired)):
+            await route(parts, {"model": "stub-model", "prompt": "x", "session_id": name})
+        by_head = {"authorization": f"Bearer {KEY}", "x-session-id": name, **again}
+        admission = parts.gateway.admit(Kind.COMPLETION, by_head, path="/v1/completions", request_id="req_1")
+        assert await parts.gateway.route_by_head(admission, has_body=True) is None
+
+
 @pytest.mark.parametrize("said", [None, "always", True, "if\u005fmissing "])
 async def test_a_turn_that_says_anything_else_creates_nothing(parts, said):
     with pytest.raises(ContextNotFound):

@@ -12,6 +12,7 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, FingerprintMismatch, InvalidRequest
 from contextcache.model import KVGroup, new_cache_ref, plain_group
+from kv_sidecar.forking import NewFork
 from kv_sidecar.pulling import Reply, Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
@@ -90,6 +91,41 @@ async def test_a_pulled_context_is_the_peers_byte_for_byte(pair: Pair) -> None:
     assert pair.pulls("pulled") == 1
     assert pair.here.counted("pull_seconds_count") == 1
     assert pair.peer.num_open == 0
+
+
+async def test_forks_are_pulled_with_the_tail_of_what_they_were_forked_from_and_share_it_here_too(pair: Pair) -> None:
+    """Seen to fail with the tail expected under the fork's own name: nothing was pulled."""
+    save = await pair.there.save(PROMPT)
+    forks = [
+        NewFork(TENANT, f"fork_{number}", new_cache_ref(), (save.cache_ref,), save.expires_at_ms) for number in range(2)
+    ]
+    for fork in forks:
+        assert await pair.there.catalog.fork(fork)
+    await pair.there.catalog.delete(TENANT, SESSION, ())
+    for fork in forks:
+        await pair.pull(fork.cache_ref)
+        await pair.here.load(replace(save, cache_ref=fork.cache_ref, session_id=fork.session_id))
+
+    assert pair.here.block_files() == pair.there.block_files()
+    assert pair.pulls("pulled") == 2
+    await pair.here.catalog.delete(TENANT, forks[0].session_id, ())
+    await pair.here.load(replace(save, cache_ref=forks[1].cache_ref, session_id=forks[1].session_id))
+    await pair.here.catalog.delete(TENANT, forks[1].session_id, ())
+    assert pair.has_nothing()
+
+
+async def test_a_fork_is_pulled_beside_what_it_was_forked_from(pair: Pair) -> None:
+    save = await pair.there.save(PROMPT)
+    fork = NewFork(TENANT, "ctx_fork", new_cache_ref(), (save.cache_ref,), save.expires_at_ms)
+    await pair.there.catalog.fork(fork)
+    await pair.pull(save.cache_ref)
+    await pair.pull(fork.cache_ref)
+    for ref in (save.cache_ref, fork.cache_ref):
+        await pair.here.load(replace(save, cache_ref=ref))
+    await pair.here.catalog.delete(TENANT, SESSION, (save.cache_ref,))
+    await pair.here.load(replace(save, cache_ref=fork.cache_ref))
+
+    assert pair.here.block_files() == pair.there.block_files()
 
 
 async def test_kv_of_an_adapter_is_pulled_and_served_to_the_same_adapter_alone(pair: Pair) -> None:

@@ -84,7 +84,7 @@ async def _row(parts, session_id):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"generation": 3}, (400, "invalid_request", "generation")),
+        ({"generation": 3}, (409, "generation_gone", "generation")),
         ({"generation": 0}, (400, "invalid_request", "generation")),
         ({"generation": "1"}, (400, "invalid_request", "generation")),
         ({"session_id": "a:b"}, (400, "invalid_request", "session_id")),

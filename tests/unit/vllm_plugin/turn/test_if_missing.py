@@ -135,6 +135,23 @@ async def test_of_many_at_once_one_creates_and_none_is_lost(pod):
     assert sorted(segment.text for segment in segments[::2]) == sorted(f" {number}" for number in committed)
 
 
+async def test_who_finds_no_context_and_is_too_late_to_create_it_continues_it(pod, monkeypatch):
+    """Seen to fail: 409 context_exists, of a call that says that it may."""
+    begin_turn, looks = pod.manager.begin_turn, []
+
+    async def too_early(tenant, session_id, **how):
+        looks.append(session_id)
+        if len(looks) == 1:
+            await pod.ask("mine", prompt="Hello", **IF_MISSING)
+            raise ContextNotFound("not yet")
+        return await begin_turn(tenant, session_id, **how)
+
+    monkeypatch.setattr(pod.manager, "begin_turn", too_early)
+    answer = await pod.ask("mine", prompt=" more", **IF_MISSING)
+
+    assert (answer.status, answer.headers["x-context-generation"]) == (200, "2")
+
+
 async def test_a_create_that_breaks_off_leaves_no_context_and_the_next_one_creates(pod, engine):
     engine.break_off_after = 1
     broken = await pod.ask("mine", prompt="Hello", stream=True, **IF_MISSING)
