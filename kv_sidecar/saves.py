@@ -207,6 +207,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     HOLD_DEADLINE,
     "multimodal",
     "not_computed",
+    "not_finite",
     "null_block",
     "pipeline_parallel",
     "overtaken",
