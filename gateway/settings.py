@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
-from gateway.kept import Plain
 from gateway.ports import Endpoint
 
 EngineCall = Annotated[str, Field(pattern=r"^[A-Z]+ (/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+$")]
@@ -107,8 +106,8 @@ class GatewaySettings(TlsSettings, TracingSettings):
     tenant_buffered_bytes_max: int = Field(
         0, ge=0, description="bytes of one tenant's request bodies held at one time; more is 429; 0: no limit"
     )
-    plain_max: Plain = Field(
-        Plain.KEEP,
+    plain_max: Literal["off", "route", "keep"] = Field(
+        "keep",
         description='most that is done for requests without a context, whatever a key\'s "plain" says: off, route (a '
         "conversation goes to one pod) or keep (its KV is kept, and found again by its tokens)",
     )

@@ -6,10 +6,18 @@ import pytest
 
 from contextcache.claim import KEPT_PATHS
 from contextcache.identity import IDENTITY_HEADER, verify_identity
+from gateway.app import _rules
 from gateway.kept import LABEL_HEADERS, Plain
 from gateway.paths import Kind
 from gateway.ports import Caller
+from gateway.settings import GatewaySettings
 from tests.kit.gateway_parts import SECRET
+
+
+def settings(tmp_path, **fields):
+    (tmp_path / "secret").write_bytes(SECRET)
+    return GatewaySettings(endpoints=[{"name": "a", "url": "http://a:1"}], secret_file=tmp_path / "secret", **fields)
+
 
 CHAT = "/v1/chat/completions"
 HEAD = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Write a parser."}]
@@ -89,6 +97,17 @@ async def test_codex_names_its_conversation_in_the_body(parts):
     one = await route(parts, named | {"input": "a"}, path="/v1/responses")
     two = await route(parts, named | {"input": "b"}, path="/v1/responses")
     assert group(parts, one) == group(parts, two)
+
+
+async def test_an_operator_s_own_label_comes_before_those_of_known_clients(parts, tmp_path):
+    says(parts, Plain.KEEP)
+    found = settings(tmp_path, label_headers=["x-thread"], plain_max="route")
+    assert (_rules(found).label_headers, _rules(found).plain_max) == (("x-thread",), Plain.ROUTE)
+    object.__setattr__(parts.gateway._rules, "label_headers", ("x-thread",))
+    both = [await chat(parts, x_thread="t1", x_session_id=number) for number in ("s1", "s2")]
+    other = await chat(parts, x_thread="t2", x_session_id="s1")
+    assert len({group(parts, forward) for forward in both}) == 1
+    assert group(parts, both[0]) != group(parts, other)
 
 
 async def test_without_a_label_what_comes_up_to_the_first_words_of_the_user_decides(parts):
