@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from contextcache.process.background_threads import BackgroundThreads
 from kv_sidecar.format.ids import BlockKey
 
 log = logging.getLogger(__name__)
@@ -72,14 +71,13 @@ Arguments = ParamSpec("Arguments")
 class IoThreads:
     """Disk reads, hashing and fsync, off the event loop. Queued work is bounded by the calls a server admits.
 
-    What is written has threads of its own: a disk that takes its time holds up saves, not loads, and an engine on the
-    same cores goes first.
+    What is written has threads of its own: a disk that takes its time holds up saves, not loads.
     """
 
     def __init__(self, num_threads: int) -> None:
         """As many threads to read with, and as many to write with."""
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-read")
-        self._writers = BackgroundThreads(num_threads, thread_name_prefix="kv-write")
+        self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-write")
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
