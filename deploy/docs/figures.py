@@ -211,7 +211,7 @@ def _codec(result: Mapping[str, Any]) -> str:
             f"`{row['codec']}`",
             _spaced(row["bytes_a_token"]),
             _share(row["bytes_ratio"]),
-            f"{row['agree']:.1%} of {row['turns']}",
+            f"{row['agree']:.1%} of {row['turns']}, {row['restored']} of them restored",
             f"{row['same_tokens']:.1%}",
             *(f"{row[name]:.4f}" for name in ("logprob_off_mean", "logprob_off_p95")),
             *(f"{_spaced(row[name])} ms" for name in ("disk_ms", "memory_ms", "cold_ms")),
