@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     CACHE_REF_PATTERN,
+    KEPT_PREFIX,
     MAX_GENERATION,
     MAX_LIST_LIMIT,
     MAX_TTL_S,
@@ -75,6 +76,8 @@ def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
 def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
     check_session(new.tenant, new.session_id)
+    if new.session_id.startswith(KEPT_PREFIX):
+        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
     if not 1 <= len(new.model_id) <= MAX_NAME_CHARS:
         raise InvalidRequest(f"model must have 1 to {MAX_NAME_CHARS} characters", param="model")
     bounds.check(new.ttl_s)

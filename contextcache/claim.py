@@ -19,7 +19,7 @@ import msgspec
 
 from contextcache.errors import InvalidRequest
 from contextcache.identity import KV_TRANSFER_KEY
-from contextcache.model import SESSION_ID_PATTERN, SessionId
+from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SessionId
 from contextcache.requests import LARGE_BYTES
 
 SESSION_HEADER = "x-session-id"
@@ -104,6 +104,8 @@ class Claims:
         named = _name(spelled)
         if named is None or not SESSION_ID_PATTERN.fullmatch(named):
             raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+        if named.startswith(KEPT_PREFIX):
+            raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
         return named
 
     def model(self) -> str | None:

@@ -24,7 +24,7 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.clock import Clock
-from contextcache.errors import ContextExpired, ContextNotFound
+from contextcache.errors import ContextExpired, ContextNotFound, SidecarUnavailable
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
 from contextcache.model import (
     MAX_LIST_LIMIT,
@@ -267,20 +267,28 @@ class Gateway:
         return page_of(found, unreachable, limit=limit, after=after)
 
     async def read_kept(self, tenant: TenantId, group: SessionId) -> tuple[KeptConversation, Sequence[str]]:
-        """Return what is kept of one conversation, and the pods that did not say. Raises ContextNotFound."""
+        """Return what is kept of one conversation, and the pods that did not say.
+
+        Raises ContextNotFound where all say that they have none, SidecarUnavailable where not all say.
+        """
         found, unreachable = await self._holders.kept(tenant, group)
         page = page_of(found, unreachable, limit=1)
         if not page.conversations:
-            raise not_found()
+            raise (
+                SidecarUnavailable("not every pod says what it keeps", retry_after_s=1) if unreachable else not_found()
+            )
         return page.conversations[0], unreachable
 
     async def delete_kept(self, tenant: TenantId, group: SessionId) -> Sequence[str]:
         """Delete what is kept of one conversation, everywhere; return the pods that could not be reached.
 
-        Raises ContextNotFound where nobody has any.
+        Raises ContextNotFound where all say that they have none.
         """
-        await self.read_kept(tenant, group)
-        return await self._holders.delete_kept(tenant, group)
+        found, silent = await self._holders.kept(tenant, group)
+        unreachable = await self._holders.delete_kept(tenant, group)
+        if not any(found.values()) and not silent and not unreachable:
+            raise not_found()
+        return unreachable
 
     async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a context: first its row, so that nothing points at KV that is going, then its KV everywhere.

@@ -86,9 +86,10 @@ def _first_messages(spelled: bytes) -> list[bytes]:
             at += 1
         try:
             message, at = _JSON.raw_decode(text, at)
+            told = json.dumps(_told(message), sort_keys=True)[:_PREFIX_BYTES]
         except (ValueError, RecursionError):
             return [*found, text[at : at + _PREFIX_BYTES].encode(errors="replace")]  # it goes on
-        found.append(json.dumps(_told(message), sort_keys=True)[:_PREFIX_BYTES].encode())
+        found.append(told.encode())
         if isinstance(message, dict) and message.get("role") == "user":
             break
     return found

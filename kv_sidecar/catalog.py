@@ -24,6 +24,7 @@ from contextcache.errors import (
     CorruptBlock,
     InvalidRequest,
     SidecarUnavailable,
+    StorageFull,
 )
 from contextcache.model import (
     CACHE_REF_PATTERN,
@@ -140,7 +141,7 @@ class ContextCatalog:
             raise InvalidRequest("not a tenant", param="tenant")
         used, limit = self._tiers.disk.tenant_bytes(tenant)
         if limit and 2 * used > limit:
-            used -= self._retention.reclaimable_bytes(tenant)
+            used = max(used - self._manifests.index.kept_bytes(tenant), 0)
         return used, limit
 
     async def start(self) -> None:
@@ -156,7 +157,7 @@ class ContextCatalog:
         manifest = await self._threads.run(new.manifest, block_tokens=self._limits.block_tokens)
         if new.is_kept and not new.early:
             self._keeping.refuse_repetition(manifest)
-        await self._retention.make_share(new.tenant, 1)
+        await self._retention.make_share(new.tenant, 1, for_kept=new.is_kept)
         return self._saving.prepare(new, manifest)
 
     async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
@@ -324,14 +325,14 @@ class ContextCatalog:
             self._keeping.note_match(question, found[0].num_tokens if found else 0)
         return found
 
-    def kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
+    async def kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
         """Return the KV of a tenant's plain requests by conversation, what was used last first.
 
         Raises InvalidRequest.
         """
         if not TENANT_PATTERN.fullmatch(tenant):
             raise InvalidRequest("not a tenant", param="tenant")
-        return self._keeping.groups(tenant, group)
+        return await self._threads.run(self._keeping.shown, self._keeping.groups(tenant, group))
 
     def tier_of(self, manifest: Manifest) -> TierName:
         """Return the tier that would serve most blocks of rank 0 now; `peer` for what was pulled and not loaded yet."""
@@ -527,8 +528,6 @@ class ContextCatalog:
         await self._free(_keys_of(records))
 
     async def _collect(self) -> Removed:
-        for record, expires_at_ms in self._keeping.take_used():
-            await self._manifests.extend(record, expires_at_ms)
         replaced = await self._manifests.sweep(self._keeping.take_replaced)
         self._metrics.replaced.inc(len(replaced))
         now_ms = self._clock.now_ms()
@@ -539,6 +538,12 @@ class ContextCatalog:
         self._spared.forget_old(now_ms)
         orphans = await self._threads.run(self._orphans)
         freed = await self._free([*_keys_of(records), *_keys_of(replaced), *keys, *orphans])
+        # Last: a disk that is full takes nothing, and what is above frees it.
+        for record, expires_at_ms in self._keeping.take_used():
+            try:
+                await self._manifests.extend(record, expires_at_ms)
+            except (StorageFull, OSError):
+                self._keeping.use(record.cache_ref, expires_at_ms)
         return Removed(len(records) + len(replaced), freed)
 
     async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:

@@ -61,6 +61,11 @@ class ManifestIndex:
         self._records: dict[CacheRef, ManifestRecord] = {}
         self._sessions: dict[tuple[TenantId, SessionId], dict[CacheRef, None]] = {}
         self._holders: Counter[BlockKey] = Counter()
+        self._kept_holders: Counter[BlockKey] = Counter()
+        self._kept_alone: dict[BlockKey, int] = {}
+        """Blocks that only kept KV holds, each with about its bytes."""
+        self._kept_bytes: Counter[TenantId] = Counter()
+        """Of those, by tenant."""
         self.prefixes = PrefixIndex()
 
     def __len__(self) -> int:
@@ -76,6 +81,9 @@ class ManifestIndex:
         self._records[record.cache_ref] = record
         self._sessions.setdefault((record.tenant, record.session_id), {})[record.cache_ref] = None
         self._holders.update(record.keys)
+        if record.is_kept:
+            self._kept_holders.update(record.keys)
+        self._count_kept(record)
         self.prefixes.add(record.cache_ref, record.at)
 
     def use(self, cache_ref: CacheRef) -> None:
@@ -98,10 +106,26 @@ class ManifestIndex:
             del self._sessions[session]
         self.prefixes.remove(cache_ref, record.at)
         for key in record.keys:
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
+            _take_one(self._holders, key)
+            if record.is_kept:
+                _take_one(self._kept_holders, key)
+        self._count_kept(record)
         return record
+
+    def kept_bytes(self, tenant: TenantId) -> int:
+        """Return about how many bytes of a tenant only kept KV holds."""
+        return self._kept_bytes[tenant]
+
+    def _count_kept(self, record: ManifestRecord) -> None:
+        """Note which of a record's blocks are held by kept KV alone, now that it has come or gone."""
+        each_bytes = record.size_bytes // max(len(record.keys), 1)
+        for key in record.keys:
+            is_alone = 0 < self._holders[key] == self._kept_holders[key]
+            if is_alone and key not in self._kept_alone:
+                self._kept_alone[key] = each_bytes
+                self._kept_bytes[record.tenant] += each_bytes
+            elif not is_alone and key in self._kept_alone:
+                self._kept_bytes[record.tenant] -= self._kept_alone.pop(key)
 
     def move_expiry(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
         """Change when a record expires."""
@@ -139,6 +163,12 @@ class ManifestIndex:
     def holders(self, key: BlockKey) -> list[ManifestRecord]:
         """Return the records that hold a block; looks at all of them, for the rare corrupt block."""
         return [record for record in self._records.values() if key in record.keys]
+
+
+def _take_one(counts: Counter[BlockKey], key: BlockKey) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 Name = TypeVar("Name", bound=Hashable)

@@ -8,6 +8,7 @@ stay. What was used lives on; that is written down in the collector's pass, not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextExists
@@ -74,20 +75,26 @@ class Keeping:
             miss = KeptMiss(num_tokens, question.num_tokens, self._clock.now_ms())
             self._misses[question.tenant, question.group] = miss
 
-    def groups(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
-        """Return a tenant's groups, or one, what was used last first, `GROUPS_SHOWN` at most."""
+    def groups(self, tenant: TenantId, group: SessionId = "") -> list[tuple[KeptGroup, list[ManifestRecord]]]:
+        """Return a tenant's groups, or one, what was used last first, at most `GROUPS_SHOWN`; `shown` adds their bytes."""
         index = self._manifests.index
         names = [group] if group.startswith(KEPT_PREFIX) else [] if group else index.groups(tenant)
         names.sort(key=lambda name: self._used_at_ms.get((tenant, name), 0), reverse=True)
         found = ((name, index.of_session(tenant, name)) for name in names[:GROUPS_SHOWN])
-        return [self._shown(tenant, name, records) for name, records in found if records]
+        return [(self._described(tenant, name, records), records) for name, records in found if records]
 
-    def _shown(self, tenant: TenantId, name: SessionId, records: list[ManifestRecord]) -> KeptGroup:
-        sizes = {key: self._size_bytes(key) or 0 for record in records for key in record.keys}
+    def shown(self, groups: list[tuple[KeptGroup, list[ManifestRecord]]]) -> list[KeptGroup]:
+        """Return groups with their bytes. In a thread: there may be a million files."""
+        return [
+            replace(group, size_bytes=sum(self._size_bytes(key) or 0 for key in {k for r in records for k in r.keys}))
+            for group, records in groups
+        ]
+
+    def _described(self, tenant: TenantId, name: SessionId, records: list[ManifestRecord]) -> KeptGroup:
         return KeptGroup(
             group=name,
             num_tokens=max(record.num_tokens for record in records),
-            size_bytes=sum(sizes.values()),
+            size_bytes=0,
             expires_at_ms=max(record.expires_at_ms for record in records),
             used_at_ms=self._used_at_ms.get((tenant, name), 0),
             num_manifests=len(records),

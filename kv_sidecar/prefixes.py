@@ -22,6 +22,8 @@ from kv_sidecar.format.ids import TOKEN_BYTES, chain_block_ids, chain_packed
 
 ID_BYTES = 8
 """Of a block's id that count."""
+SHORTER = 64
+"""Blocks back that a whole context is looked for, where nothing else can be gone on from."""
 NEIGHBOURS = 8
 """Contexts that go on differently in the middle of a block, of which that block is looked into."""
 _LAST = b"\xff" * ID_BYTES
@@ -151,10 +153,10 @@ class PrefixIndex:
             self._uneven.discard(scope)
 
     def equals(self, at: Beginning) -> list[CacheRef]:
-        """Return the contexts of exactly these tokens."""
+        """Return contexts of exactly these tokens, not all of very many."""
         entries = self._scopes.get((at.tenant, at.fingerprint), {}).get(at.block_tokens, [])
         found, place = [], bisect_left(entries, (at.chain, at.tail, ""))
-        while place < len(entries) and entries[place][:2] == (at.chain, at.tail):
+        while place < len(entries) and len(found) < SHORTER and entries[place][:2] == (at.chain, at.tail):
             found.append(entries[place][2])
             place += 1
         return found
@@ -192,7 +194,7 @@ class _Search:
         depth = self._depth()
         yield from self._by_tail(depth)
         yield from self._by_next_block(depth)
-        for before in range(depth - 1, -1, -1) if with_whole else ():
+        for before in range(depth - 1, max(depth - 1 - SHORTER, -1), -1) if with_whole else ():
             # The longest context that the prompt begins with, all of it: a state, and perhaps a window, serves no less.
             shorter = [one for one in self._by_tail(before) if one.is_whole]
             yield from shorter

@@ -72,24 +72,24 @@ class Retention:
 
         `for_kept`: only kept KV goes. Raises StorageFull when that is too little.
         """
-        await self.make_share(tenant, size_bytes)
+        await self.make_share(tenant, size_bytes, for_kept=for_kept)
         await self._make(lambda: self._disk.missing_bytes(size_bytes), self._kept if for_kept else self._all, tenant)
         if for_kept and self._disk.missing_bytes(size_bytes) > 0:
             raise StorageFull("contexts have all the room there is")
 
-    async def make_share(self, tenant: TenantId, size_bytes: int) -> None:
-        """Remove kept KV of a tenant until so much more is within its limit, or none is left. Raises OSError."""
+    async def make_share(self, tenant: TenantId, size_bytes: int, *, for_kept: bool = False) -> None:
+        """Remove kept KV of a tenant until so much more is within its limit, or none is left. Raises OSError.
+
+        `for_kept`: not what somebody may be about to load.
+        """
+        if not self._manifests.index.kept_bytes(tenant):
+            return
+        candidates = self._kept if for_kept else self._all
         await self._make(
             lambda: self._over_limit(tenant, size_bytes),
-            lambda: [record for record in self._kept() if record.tenant == tenant],
+            lambda: [record for record in candidates() if record.tenant == tenant and record.is_kept],
             tenant,
         )
-
-    def reclaimable_bytes(self, tenant: TenantId) -> int:
-        """Return the bytes of a tenant that only its kept KV holds: they stand in no context's way."""
-        held = Counter(key for record in self._kept() if record.tenant == tenant for key in record.keys)
-        alone = (key for key, count in held.items() if count == self._manifests.index.num_holders(key))
-        return sum(self._disk.size_bytes(key) or 0 for key in alone)
 
     async def _make(
         self, missing_bytes: Callable[[], int], records: Callable[[], list[ManifestRecord]], tenant: TenantId
@@ -115,9 +115,9 @@ class Retention:
         return [record for record in self._manifests.index.records() if record.is_kept and not self._is_named(record)]
 
     def _all(self) -> list[ManifestRecord]:
-        """Return what may go for a context: kept KV first, even what somebody may be about to load."""
-        free = [record for record in self._manifests.index.records() if record.is_kept or not self._is_named(record)]
-        return sorted(free, key=lambda record: (not record.is_kept, self._is_named(record)))
+        """Return what may go for a context: kept KV first, and of both last what somebody may be about to load."""
+        records = self._manifests.index.records()
+        return sorted(records, key=lambda record: (not record.is_kept, self._is_named(record)))
 
     def _victims(self, missing_bytes: int, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
         """Return which of these to remove, the first ones first."""

@@ -251,7 +251,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ListKept(self, request: pb.ListKeptRequest, context: Context) -> pb.ListKeptResponse:
-        groups = self._catalog.kept(request.tenant, request.group)
+        groups = await self._catalog.kept(request.tenant, request.group)
         return pb.ListKeptResponse(groups=[kept_group_to_pb(group) for group in groups])
 
     @override

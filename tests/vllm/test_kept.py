@@ -219,7 +219,7 @@ def stored_tokens(stack, agent=None):
 
 
 def shared_tokens(stack, caller, body):
-    """Return how many tokens of a body are kept, as the engine cuts them: an answer that is sent again may be others."""
+    """Return how many tokens of a body are kept, as the engine cuts them: an answer sent again may be others."""
     said = {"prompt": body["prompt"]} if "prompt" in body else {"messages": as_chat(body)}
     answer = caller.engine.post("/tokenize", json={"model": MODEL, **said})
     ids = answer.json()["tokens"]

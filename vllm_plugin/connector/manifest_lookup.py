@@ -113,10 +113,14 @@ class Patience:
 class Lookup:
     """One request's question, being answered."""
 
-    def __init__(self, future: Future[None] | None, answer: list[Match], patience: Patience) -> None:
+    def __init__(
+        self, future: Future[None] | None, answer: list[Match], named: list[Match], patience: Patience
+    ) -> None:
         self.future = future
         """Done once the thread that asks has ended; None: there is none."""
         self._answer = answer
+        self._named = named
+        """The best of what the turn names, once that is known: it serves where the rest takes too long."""
         self._patience = patience
 
     def result(self, now_ms: int) -> Match | None:
@@ -129,6 +133,8 @@ class Lookup:
             # The thread may have answered between the two looks.
             return self._answer[0] if self._answer else Match(None, 0, "internal_error")
         if now_ms >= self._patience.ends_at_ms:
+            if self._named:
+                return self._named[0]
             return Match(None, 0, CacheRefPending.code if self._patience.is_pulling else "manifest_deadline")
         return None
 
@@ -171,27 +177,37 @@ class ManifestLookup:
             wait_ms = self._settings.own_save_wait_ms
         patience = Patience(self._clock.now_ms() + wait_ms)
         answer: list[Match] = []
+        named: list[Match] = []
 
         def look_up() -> None:
             with self._tracer.continued("connector lookup", parent=transfer.traceparent) as span:
-                found = self._best(transfer, token_ids, facts, patience)
+                found = self._best(transfer, token_ids, facts, patience, named)
                 span.set_attribute("contextcache.matched_tokens", found.num_tokens)
                 span.set_attribute("contextcache.reason", found.reason)
             answer.append(found)
 
-        return Lookup(self._pool.try_submit(look_up), answer, patience)
+        return Lookup(self._pool.try_submit(look_up), answer, named, patience)
 
     def close(self, timeout_s: float) -> bool:
         """End the threads; return whether they have ended in time."""
         self._stopping.set()
         return self._pool.close(timeout_s)
 
-    def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, patience: Patience) -> Match:
+    def _best(
+        self,
+        transfer: KVTransfer,
+        token_ids: Sequence[int],
+        facts: RankFacts,
+        patience: Patience,
+        named: list[Match],
+    ) -> Match:
         best = _Best(np.asarray(token_ids, dtype=np.int64), facts, self._counters)
         for cache_ref in self._candidates(transfer.load, facts, best.whole):
             if self._consider(best, transfer, cache_ref, patience):
                 return best.match
-        for cache_ref in self._like(best, transfer, facts):
+        if best.num_usable:
+            named.append(best.match)
+        for cache_ref in self._like(best, transfer, facts, patience):
             if cache_ref not in transfer.load and self._consider(best, transfer, cache_ref, patience):
                 break
         return best.match
@@ -206,21 +222,29 @@ class ManifestLookup:
             return False
         return best.take(cache_ref, manifest, tier)
 
-    def _like(self, best: _Best, transfer: KVTransfer, facts: RankFacts) -> Sequence[CacheRef]:
+    def _like(self, best: _Best, transfer: KVTransfer, facts: RankFacts, patience: Patience) -> Sequence[CacheRef]:
         """Return the names of whatever else of the tenant's begins like the prompt, and brings enough to matter."""
         tokens_min = best.num_usable + self._settings.match_tokens_min
         if not self._settings.match_prefix or len(best.prompt) <= tokens_min:
             return ()
+        wait_ms = self._settings.manifest_deadline_ms
         try:
-            return self._sidecar.get().match_prefix(
+            found = self._sidecar.get().match_prefix(
                 transfer.tenant,
                 facts.fingerprint,
                 best.prompt.astype("<u4").tobytes(),
                 tokens_min=tokens_min,
-                expires_at_ms=transfer.expires_at_ms,
+                # What is kept lives on for what uses it as such, not for as long as a context that begins like it.
+                expires_at_ms=transfer.expires_at_ms if transfer.is_kept else 0,
                 group=transfer.session_id if transfer.is_kept else "",
-                timeout_s=self._settings.manifest_deadline_ms / 1000,
+                timeout_s=(wait_ms // _SILENT_SHARE if best.num_usable else wait_ms) / 1000,
             )
+            self._is_silent = False
+            return found
+        except SidecarUnavailable as exc:
+            self._is_silent = self._is_silent or self._clock.now_ms() >= patience.answer_by_ms
+            self._counters.add("failed_matches", exc.code)
+            return ()
         except ContextCacheError as exc:
             self._counters.add("failed_matches", exc.code)
             return ()

@@ -7,6 +7,7 @@ request.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from contextlib import suppress
 
@@ -22,6 +23,8 @@ from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.usage import TIER_SOURCES, LoadedKV
 
 _REQUEST_ID_CHARS = 64
+_RESPONSES = "/v1/responses"
+"""vLLM 0.32 tells of a response before it asks the engine for it."""
 
 
 class KeptRequests:
@@ -36,7 +39,7 @@ class KeptRequests:
         self._clock = clock
         self._metrics = metrics
 
-    def begin(self, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
+    def begin(self, path: str, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
         """Return the body for the engine, and what to send its answer with."""
         # Of the gateway's making, and one of ours: retries of a proxy have the first in common.
         request_id = f"{identity.request_id[:_REQUEST_ID_CHARS]}-{secrets.token_hex(8)}"
@@ -52,13 +55,14 @@ class KeptRequests:
         salt = cache_salt(identity.tenant, ModelId(""), self._secret)
         body = claims.changed(salt=salt, order=sign_kv_transfer(order, self._secret))
         assert body is not None, "an order is a change"
-        return body, _Receipt(self, request_id, send)
+        return body, _Receipt(self, request_id, send, comes_first=path == _RESPONSES)
 
     async def receipt(self, request_id: str) -> list[tuple[bytes, bytes]]:
         """Return the headers that say what was reused, and count it. Waits for the connector's word, not for long."""
         report = None
-        with suppress(ContextCacheError):
-            report = await self._sidecar.load_report(request_id, timeout_ms=self._settings.report_deadline_ms)
+        with suppress(ContextCacheError, TimeoutError):
+            async with asyncio.timeout(self._settings.report_deadline_ms / 1000):
+                report = await self._sidecar.load_report(request_id, timeout_ms=self._settings.report_deadline_ms)
         verdict, cached, source = _verdict(report)
         self._metrics.count_kept(verdict, "" if report is None else report.reason)
         headers = [("x-context-cache", verdict), ("x-context-cached-tokens", str(cached)), ("x-context-source", source)]
@@ -70,22 +74,34 @@ class KeptRequests:
 class _Receipt:
     """Holds the head of an answer until its first bytes are there: by then the engine has said what it reused."""
 
-    def __init__(self, kept: KeptRequests, request_id: str, send: Send) -> None:
+    def __init__(self, kept: KeptRequests, request_id: str, send: Send, *, comes_first: bool) -> None:
+        """`comes_first`: a stream of this call begins before the engine is asked: it has no receipt, it is counted."""
         self._kept = kept
+        self._comes_first = comes_first
         self._request_id = request_id
         self._send = send
         self._head: Message | None = None
+        self._is_counted_late = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:  # OK
-            self._head = message
-            return
+            if not (self._comes_first and _is_stream(message)):
+                self._head = message
+                return
+            self._is_counted_late = True
         head, self._head = self._head, None
         if head is not None:
             await self._send(
                 {**head, "headers": [*head.get("headers", ()), *await self._kept.receipt(self._request_id)]}
             )
         await self._send(message)
+        if self._is_counted_late and message["type"] == "http.response.body" and not message.get("more_body"):
+            await self._kept.receipt(self._request_id)
+
+
+def _is_stream(head: Message) -> bool:
+    kinds = [value for name, value in head.get("headers", ()) if name.lower() == b"content-type"]
+    return any(kind.startswith(b"text/event-stream") for kind in kinds)
 
 
 def _verdict(report: LoadedKV | None) -> tuple[str, int, str]:

@@ -156,7 +156,14 @@ class TurnMiddleware:
         await self._app(scope, receive, told)
 
     async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
-        identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
+        try:
+            identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
+        except ContextCacheError:
+            if scope["path"] in _PATHS:
+                raise
+            # Nothing but an order to keep can be signed for these: without it they are plain requests.
+            await self._app(scope, client.receive, client.send)
+            return
         tenant = self._settings.single_tenant if identity is None else identity.tenant
         with self._admission.body(tenant) as held:
             raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
@@ -252,7 +259,7 @@ class TurnMiddleware:
         if claims is None or self._kept is None:
             await self._pass(scope, raw, client)
             return
-        body, send = self._kept.begin(identity, claims, client.send)
+        body, send = self._kept.begin(scope["path"], identity, claims, client.send)
         await self._pass(_with_length(scope, body), body, Client(client.receive, send))
 
     async def _pass(self, scope: Scope, raw: bytes, client: Client) -> None:

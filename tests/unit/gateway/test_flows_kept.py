@@ -5,9 +5,10 @@ import json
 import pytest
 
 from contextcache.claim import KEPT_PATHS
+from contextcache.errors import InvalidRequest
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.app import _rules
-from gateway.kept import LABEL_HEADERS, Plain
+from gateway.kept import LABEL_HEADERS, Plain, _first_messages
 from gateway.paths import Kind
 from gateway.ports import Caller
 from gateway.settings import GatewaySettings
@@ -174,3 +175,25 @@ async def test_what_a_client_says_to_the_engine_behind_our_back_is_gone(parts):
     changed = await route(parts, told)
     assert forward.body is None
     assert json.loads(changed.body) == told | {"cache_salt": None, "kv_transfer_params": None}
+
+
+@pytest.mark.parametrize("depth", [60, 95])
+async def test_a_message_nested_as_deep_as_a_body_may_be_has_a_group(parts, depth):
+    says(parts, Plain.KEEP)
+    deep = b'{"model": "m", "messages": [{"role": "user", "content": ' + b"[" * depth + b"]" * depth + b"}]}"
+    assert group(parts, await route(parts, deep)).startswith("kept_")
+
+
+def test_messages_too_deep_to_be_told_are_taken_as_they_are_spelled():
+    """Seen failing: a message of 600 levels was answered with 500."""
+    spelled = b'[{"role": "user", "content": ' + b"[" * 900 + b"]" * 900 + b"}]"
+    assert _first_messages(spelled)
+
+
+async def test_no_context_is_called_what_kept_conversations_are(parts):
+    says(parts, Plain.KEEP)
+    named = {"model": "stub-model", "prompt": "x", "session_id": "kept_" + "1" * 32, "context_create": "if_missing"}
+    with pytest.raises(InvalidRequest):
+        await route(parts, named, path="/v1/completions")
+    with pytest.raises(InvalidRequest):
+        await parts.directory.add("kept_1")

@@ -675,3 +675,20 @@ def test_a_new_request_starts_from_whatever_the_tenant_has_when_that_is_enough_t
         engine.loop.run_to_end("other")
 
         assert engine.counted("loads") == loads
+
+
+def test_a_question_for_anything_else_that_is_not_answered_costs_nothing_of_what_was_named(
+    start_engine: Callable[..., Engine],
+) -> None:
+    engine = start_engine()
+    engine.loop.add("first", PROMPT, params=transfer(save=A))
+    engine.loop.run_to_end("first")
+    engine.loop.forget_prefixes()
+    hang = engine.sidecar.hang["match_prefix"] = threading.Event()
+    engine.loop.add("again", [*PROMPT, *PROMPT], params=transfer(load=(A,)))
+    engine.sidecar.wait_for("match_prefix")
+    engine.clock.advance(ms=1_000)
+    engine.loop.run_to_end("again")
+    hang.set()
+
+    assert engine.counted("loads") == 1

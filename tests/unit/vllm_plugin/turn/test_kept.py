@@ -9,6 +9,7 @@ from contextcache.identity import KV_TRANSFER_KEY, cache_salt, verify_kv_transfe
 from contextcache.model import CACHE_REF_PATTERN
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
+from vllm_plugin.turn.kept import _Receipt
 from vllm_plugin.turn.usage import LoadedKV
 
 GROUP = "kept_" + "1" * 32
@@ -129,6 +130,35 @@ async def test_a_body_that_is_no_object_goes_to_the_engine_as_it_came(pod, kept)
         assert answer.status == 200
         assert "x-context-cache" not in answer.headers
         assert pod.engine.requests[-1][1] == BODIES["/v1/completions"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_an_order_that_cannot_be_trusted_leaves_a_plain_request(pod, path):
+    late = pod.identity(kept=GROUP)
+    pod.clock.advance(s=3600)
+    answer = await pod.post(path, json.dumps({"model": "m"}).encode(), late)
+    assert pod.engine.requests == [(path, {"model": "m"})]
+    assert "x-context-cache" not in answer.headers
+
+
+async def test_a_stream_that_begins_before_the_engine_is_asked_is_counted_and_not_held_up():
+    sent, asked = [], []
+
+    class Kept:
+        async def receipt(self, request_id):
+            asked.append(len(sent))
+            return [(b"x-context-cache", b"hit")]
+
+    async def send(message):
+        sent.append(message["type"])
+
+    receipt = _Receipt(Kept(), "r", send, comes_first=True)
+    stream = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+    await receipt(stream)
+    assert sent == ["http.response.start"]
+    await receipt({"type": "http.response.body", "body": b"x", "more_body": True})
+    await receipt({"type": "http.response.body", "body": b"", "more_body": False})
+    assert asked == [3]
 
 
 async def test_an_error_of_the_engine_has_no_receipt(pod):
