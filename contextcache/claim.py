@@ -18,12 +18,15 @@ from typing import Any
 import msgspec
 
 from contextcache.errors import InvalidRequest
+from contextcache.identity import KV_TRANSFER_KEY
 from contextcache.model import SESSION_ID_PATTERN, SessionId
 from contextcache.requests import LARGE_BYTES
 
 SESSION_HEADER = "x-session-id"
 MINTED_PREFIX = "ctx_"
 """What the ids begin with that we make. `X-Session-ID` claims such a context; any other is somebody's own label."""
+KEPT_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
+"""Calls whose KV can be kept without a context: vLLM 0.32 takes a salt and our order in each."""
 IF_MISSING = "if_missing"
 """What `context_create` says in a turn whose context may not be there yet."""
 FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
@@ -60,6 +63,11 @@ class _Fields(msgspec.Struct, gc=False):
     cache_salt: msgspec.Raw = _UNSET
     kv_transfer_params: msgspec.Raw = _UNSET
     ec_transfer_params: msgspec.Raw = _UNSET
+    system: msgspec.Raw = _UNSET
+    instructions: msgspec.Raw = _UNSET
+    input: msgspec.Raw = _UNSET
+    prompt_cache_key: msgspec.Raw = _UNSET
+    """What Codex calls a conversation."""
     vllm_xargs: msgspec.Raw = _UNSET
     """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
     context_create: msgspec.Raw = _UNSET
@@ -102,20 +110,27 @@ class Claims:
         """Return the model that is named, if one is."""
         return _name(self.fields.model)
 
+    def text(self, key: str) -> str | None:
+        """Return a short text that one of the fields is."""
+        return _name(getattr(self.fields, key))
+
     def creates_if_missing(self) -> bool:
         """Return whether the context that is named is to be created where there is none."""
         return _name(self.fields.context_create) == IF_MISSING
 
-    def changed(self, *, salt: str = "") -> bytes | None:
-        """Return the body with the tenant's salt, empty: none, and without forbidden keys; None: it can stay as it is.
+    def changed(self, *, salt: str = "", order: str = "") -> bytes | None:
+        """Return the body with the tenant's salt and an order for the connector, and without forbidden keys.
 
-        Of keys that repeat, the last one counts: what is put behind the rest takes the place of what a client says.
-        `salt` is letters and digits. Raises InvalidRequest for extra arguments that cannot be looked through.
+        Empty: no salt, no order. None: it can stay as it is. Of keys that repeat, the last one counts: what is put
+        behind the rest takes the place of what a client says. `salt` and `order` are letters, digits, `.`, `_`, `-`.
+        Raises InvalidRequest for extra arguments that cannot be looked through.
         """
         fields = self.fields
         ours = {key: _NULL for key in FORBIDDEN_KEYS if getattr(fields, key)}
         if salt:
             ours["cache_salt"] = b'"' + salt.encode() + b'"'
+        if order:
+            ours["kv_transfer_params"] = b'{"%b":"%b"}' % (KV_TRANSFER_KEY.encode(), order.encode())
         extra = _allowed_arguments(fields.vllm_xargs)
         if extra is not None:
             ours["vllm_xargs"] = extra

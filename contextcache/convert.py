@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from contextcache.model import (
     CacheSessionMetadata,
     HeldCacheRef,
+    KeptGroup,
+    KeptMiss,
     KVGroup,
     Manifest,
     NewSession,
@@ -254,4 +256,32 @@ def groups_from_pb(messages: Iterable[sidecar_pb.KVGroup]) -> tuple[KVGroup, ...
             digest=message.digest,
         )
         for message in messages
+    )
+
+
+def kept_group_to_pb(kept: KeptGroup) -> sidecar_pb.KeptGroup:
+    """Return the message."""
+    miss = kept.last_miss
+    return sidecar_pb.KeptGroup(
+        group=kept.group,
+        num_tokens=kept.num_tokens,
+        size_bytes=kept.size_bytes,
+        expires_at_ms=kept.expires_at_ms,
+        used_at_ms=kept.used_at_ms,
+        num_manifests=kept.num_manifests,
+        last_miss=None if miss is None else sidecar_pb.KeptMiss(matched=miss.matched, of=miss.of, at_ms=miss.at_ms),
+    )
+
+
+def kept_group_from_pb(message: sidecar_pb.KeptGroup) -> KeptGroup:
+    """Return the group."""
+    miss = message.last_miss
+    return KeptGroup(
+        group=message.group,
+        num_tokens=message.num_tokens,
+        size_bytes=message.size_bytes,
+        expires_at_ms=message.expires_at_ms,
+        used_at_ms=message.used_at_ms,
+        num_manifests=message.num_manifests,
+        last_miss=KeptMiss(miss.matched, miss.of, miss.at_ms) if message.HasField("last_miss") else None,
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.errors import ForgedIdentity
-from contextcache.model import CacheRef, ContextMode, ModelId, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, CacheRef, ContextMode, ModelId, SessionId, TenantId
 
 IDENTITY_HEADER = "x-context-identity"
 UNROUTED_HEADER = "x-context-unrouted"
@@ -43,6 +43,8 @@ class Identity:
     """The context to continue; None: the request creates one (`POST /v1/context`)."""
     context_mode: ContextMode | None = None
     """What the key says of requests that name no `context_mode` themselves; None: it says nothing."""
+    kept: SessionId = ""
+    """Group under which a plain request's KV is kept; empty: it is none, or is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class KVTransfer:
 
     tenant: TenantId
     session_id: SessionId
+    """Or the group of a request that is kept."""
     request_id: str
     load: tuple[CacheRef, ...]
     """KV to start from, best first; empty: load nothing."""
@@ -64,6 +67,11 @@ class KVTransfer:
     traceparent: str = ""
     """Span that the load and the save belong to (W3C Trace Context); empty: nobody traces this turn."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of a request without a context."""
+        return self.session_id.startswith(KEPT_PREFIX)
+
 
 def sign_identity(identity: Identity, secret: bytes) -> str:
     """Return the value of the `x-context-identity` header."""
@@ -75,6 +83,8 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
     }
     if identity.context_mode is not None:
         payload["context_mode"] = identity.context_mode.value
+    if identity.kept:
+        payload["kept"] = identity.kept
     return _sign(_IDENTITY, payload, secret)
 
 
@@ -88,6 +98,7 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             expires_at_ms=int(payload["expires_at_ms"]),
             session_id=None if payload["session_id"] is None else str(payload["session_id"]),
             context_mode=ContextMode(payload["context_mode"]) if "context_mode" in payload else None,
+            kept=str(payload.get("kept", "")),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the identity header lacks a field") from exc

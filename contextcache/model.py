@@ -28,6 +28,9 @@ SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 CACHE_REF_PATTERN = re.compile(r"ref_[0-9a-f]{32}")
 
+KEPT_PREFIX = "kept_"
+"""What the names of groups of kept KV begin with: they stand where KV of a context has its session, and are none."""
+
 DEFAULT_TTL_S = 3600
 """The EP's default life of a context."""
 MIN_TTL_S = 60
@@ -39,6 +42,33 @@ MAX_METADATA_VALUE_CHARS = 512
 MAX_LIST_LIMIT = 100
 MAX_GENERATION = 10**15 - 1
 """What a row's numbers may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMiss:
+    """Where a prompt left what was kept of its conversation."""
+
+    matched: int
+    """Tokens that something of the tenant's had of it."""
+    of: int
+    """Its tokens."""
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """The KV of plain requests that seem to be one conversation, at one sidecar."""
+
+    group: SessionId
+    num_tokens: int
+    """Of the longest."""
+    size_bytes: int
+    """Of all, each block once."""
+    expires_at_ms: int
+    used_at_ms: int
+    """When it was saved or found last; 0: not known."""
+    num_manifests: int
+    last_miss: KeptMiss | None = None
 
 
 class SessionState(Enum):

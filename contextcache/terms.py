@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
+    KEPT_PREFIX,
     MAX_GENERATION,
     MAX_METADATA_KEY_CHARS,
     MAX_METADATA_KEYS,
@@ -57,6 +58,8 @@ def read_session_id(named: Any) -> SessionId | None:
         return None
     if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
         raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+    if named.startswith(KEPT_PREFIX):
+        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
     return named
 
 

@@ -20,6 +20,7 @@ from gateway.flows import Gateway, GatewayRules
 from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
 from gateway.http.carrier import Carrier, carrier_session
+from gateway.kept import Plain
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import Source, WatchedEndpoints
 from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
@@ -221,6 +222,8 @@ def _rules(settings: GatewaySettings) -> GatewayRules:
         ),
         removed_headers=removed,
         salts_stateless=settings.salt_stateless,
+        plain_max=Plain(settings.plain_max),
+        label_headers=settings.label_headers,
     )
 
 

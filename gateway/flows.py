@@ -8,12 +8,13 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
 from contextcache.claim import (
+    KEPT_PATHS,
     SESSION_HEADER,
     Claims,
     claimed_session,
@@ -37,6 +38,7 @@ from contextcache.model import (
 from contextcache.repeats import IDEMPOTENCY_HEADER
 from contextcache.requests import LargeBodies
 from gateway.contexts import Contexts, check_id, not_found
+from gateway.kept import KEEP_HEADER, KeptConversation, KeptPage, Plain, allowed, group_of, page_of
 from gateway.metrics import Metrics
 from gateway.paths import COMPLETION_PATHS, Kind, kind_of
 from gateway.pods.routing import (
@@ -83,6 +85,8 @@ class Admission:
     """Pod addresses that the proxy in front allows; None: all."""
     context_mode: ContextMode | None = None
     """What the key says of requests that name none; None: nothing."""
+    plain: Plain = Plain.OFF
+    """What is done for the request if it has no context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,10 @@ class GatewayRules:
     limits: LoadLimits = field(default_factory=LoadLimits)
     removed_headers: frozenset[str] = frozenset()
     """More headers that end here, such as `authorization` when its key is ours."""
+    plain_max: Plain = Plain.KEEP
+    """The most that is done for requests without a context."""
+    label_headers: tuple[str, ...] = ()
+    """That name a conversation, before those of known clients."""
     salts_stateless: bool = False
     """Whether answers without a context hit their tenant's pages of the engine's prefix cache only."""
 
@@ -173,7 +181,10 @@ class Gateway:
         """Return who is asking for what. `headers` have lower-case names. Raises Unauthorized, TenantRateExceeded."""
         caller = self._authenticator.caller_of(headers)
         self._tenants.ask(caller.tenant)
-        return Admission(caller.tenant, kind, path, request_id, headers, subset, caller.context_mode)
+        plain = Plain.OFF
+        if path in KEPT_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off":
+            plain = allowed(caller.plain, self._rules.plain_max)
+        return Admission(caller.tenant, kind, path, request_id, headers, subset, caller.context_mode, plain)
 
     async def route_by_head(self, admission: Admission, *, has_body: bool, is_large: bool = False) -> Forward | None:
         """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
@@ -214,6 +225,8 @@ class Gateway:
                 return await self._turn_forward(admission, claims, named)
         else:
             refuse_session(claims)
+        if claims is not None and admission.plain is not Plain.OFF:
+            return self._conversation(admission, claims)
         changed = None if claims is None else claims.changed(salt=self._stateless_salt(admission))
         return self._forward(Kind.STATELESS, changed, self._query(admission, claims, light=not body))
 
@@ -244,6 +257,30 @@ class Gateway:
         """
         assert 1 <= limit <= MAX_LIST_LIMIT
         return await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
+
+    async def list_kept(self, tenant: TenantId, *, limit: int, after: SessionId = "") -> KeptPage:
+        """Return one page of what is kept of the tenant's plain requests, what was used last first. No store is asked.
+
+        Raises InvalidRequest (after).
+        """
+        found, unreachable = await self._holders.kept(tenant)
+        return page_of(found, unreachable, limit=limit, after=after)
+
+    async def read_kept(self, tenant: TenantId, group: SessionId) -> tuple[KeptConversation, Sequence[str]]:
+        """Return what is kept of one conversation, and the pods that did not say. Raises ContextNotFound."""
+        found, unreachable = await self._holders.kept(tenant, group)
+        page = page_of(found, unreachable, limit=1)
+        if not page.conversations:
+            raise not_found()
+        return page.conversations[0], unreachable
+
+    async def delete_kept(self, tenant: TenantId, group: SessionId) -> Sequence[str]:
+        """Delete what is kept of one conversation, everywhere; return the pods that could not be reached.
+
+        Raises ContextNotFound where nobody has any.
+        """
+        await self.read_kept(tenant, group)
+        return await self._holders.delete_kept(tenant, group)
 
     async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a context: first its row, so that nothing points at KV that is going, then its KV everywhere.
@@ -293,6 +330,15 @@ class Gateway:
         body = None if claims is None else claims.changed()
         return await self._with_kv(self._forward(Kind.TURN, body, query, headers=headers, session=session))
 
+    def _conversation(self, admission: Admission, claims: Claims) -> Forward:
+        """Return where one more request of what seems to be a conversation goes; no store is asked about it."""
+        group = group_of(admission.tenant, admission.headers, claims, self._rules.label_headers)
+        query = self._query(admission, claims, affinity=group.encode())
+        if admission.plain is Plain.ROUTE:
+            return self._forward(Kind.STATELESS, claims.changed(salt=self._stateless_salt(admission)), query)
+        headers = self._identity_header(admission, None, kept=group)
+        return self._forward(Kind.STATELESS, claims.changed(), query, headers=headers)
+
     def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
         query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims))
@@ -306,13 +352,16 @@ class Gateway:
             await self._holders.start_pull(session, to=forward.endpoint)
         return forward
 
-    def _identity_header(self, admission: Admission, session_id: SessionId | None) -> dict[str, str]:
+    def _identity_header(
+        self, admission: Admission, session_id: SessionId | None, *, kept: SessionId = ""
+    ) -> dict[str, str]:
         identity = Identity(
             tenant=admission.tenant,
             request_id=admission.request_id,
             expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
             session_id=session_id,
             context_mode=admission.context_mode,
+            kept=kept,
         )
         return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
 

@@ -15,6 +15,7 @@ from contextcache.model import (
     CacheRef,
     CacheSessionMetadata,
     ContextMode,
+    KeptGroup,
     Manifest,
     ModelId,
     NewSession,
@@ -25,6 +26,7 @@ from contextcache.model import (
     TtlPolicy,
     TurnCommit,
 )
+from gateway.kept import Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Caller:
     tenant: TenantId
     context_mode: ContextMode | None = None
     """Of requests that name none themselves; None: the key says nothing."""
+    plain: Plain = Plain.OFF
+    """What is done for its requests without a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,10 @@ class KVSidecar(Protocol):
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
     ) -> int:
         """Remove the KV and return the bytes freed. Idempotent."""
+        ...
+
+    async def list_kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
+        """Return the KV of a tenant's plain requests by conversation, or of one."""
         ...
 
     async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:

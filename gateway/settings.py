@@ -106,6 +106,16 @@ class GatewaySettings(TlsSettings, TracingSettings):
     tenant_buffered_bytes_max: int = Field(
         0, ge=0, description="bytes of one tenant's request bodies held at one time; more is 429; 0: no limit"
     )
+    plain_max: Literal["off", "route", "keep"] = Field(
+        "keep",
+        description='most that is done for requests without a context, whatever a key\'s "plain" says: off, route (a '
+        "conversation goes to one pod) or keep (its KV is kept, and found again by its tokens)",
+    )
+    label_headers: tuple[str, ...] = Field(
+        (),
+        description="JSON list of headers, lower case, that name a conversation, before those of known clients; only "
+        "its pod and its group depend on it",
+    )
     salt_stateless: bool = Field(
         False,
         description="give completions without a context their tenant's cache_salt, so that no tenant can tell by time "

@@ -25,17 +25,29 @@ from contextcache.errors import (
     InvalidRequest,
     SidecarUnavailable,
 )
-from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
+from contextcache.model import (
+    CACHE_REF_PATTERN,
+    TENANT_PATTERN,
+    CacheRef,
+    KeptGroup,
+    Manifest,
+    SessionId,
+    TenantId,
+    prompt_ref,
+)
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.forking import Forks, NewFork
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
 from kv_sidecar.index import ManifestRecord, RecentNames
+from kv_sidecar.keeping import Keeping
 from kv_sidecar.leases import Leases, LeaseTerms
 from kv_sidecar.manifests import SealedManifests
+from kv_sidecar.matching import PrefixMatches, PrefixQuestion
 from kv_sidecar.memory_store import LentSlot, Place
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.prefixes import Found
 from kv_sidecar.reclaim import Removed, Retention
 from kv_sidecar.saves import HOLD_DEADLINE, CatalogLimits, FailedSave, NewSave
 from kv_sidecar.saving import PreparedSave, Saving
@@ -82,11 +94,19 @@ class ContextCatalog:
             max_leases=limits.max_leases,
             life_ms_max=limits.lease_ms,
         )
+        self._matches = PrefixMatches(manifests, threads, clock=clock, metrics=metrics, max_names=limits.max_tombstones)
+        self._keeping = Keeping(
+            manifests,
+            clock=clock,
+            is_wanted=lambda record: self._matches.is_named(record) or self._is_leased(record),
+            size_bytes=tiers.disk.size_bytes,
+        )
         self._retention = Retention(
             disk=tiers.disk,
             manifests=manifests,
             metrics=metrics,
-            is_leased=self._leases.holds,
+            is_leased=self._is_leased,
+            is_named=self._matches.is_named,
             free=self._free,
             guarantee_bytes=limits.tenant_guarantee_bytes,
         )
@@ -112,10 +132,16 @@ class ContextCatalog:
         return self._tiers.disk.bytes_by_tenant()
 
     def tenant_usage(self, tenant: TenantId) -> tuple[int, int]:
-        """Return the bytes a tenant has on disk and the most it may have; 0: no limit. Raises InvalidRequest."""
+        """Return the bytes a tenant has on disk that would not give way for a context of its, and the most it may have.
+
+        0: no limit. Raises InvalidRequest.
+        """
         if not TENANT_PATTERN.fullmatch(tenant):
             raise InvalidRequest("not a tenant", param="tenant")
-        return self._tiers.disk.tenant_bytes(tenant)
+        used, limit = self._tiers.disk.tenant_bytes(tenant)
+        if limit and 2 * used > limit:
+            used -= self._retention.reclaimable_bytes(tenant)
+        return used, limit
 
     async def start(self) -> None:
         """Rebuild the index of manifests from the files, and what is known of their blocks from it."""
@@ -128,6 +154,9 @@ class ContextCatalog:
         """
         new.check()
         manifest = await self._threads.run(new.manifest, block_tokens=self._limits.block_tokens)
+        if new.is_kept and not new.early:
+            self._keeping.refuse_repetition(manifest)
+        await self._retention.make_share(new.tenant, 1)
         return self._saving.prepare(new, manifest)
 
     async def lend(self, borrower: str, places: Sequence[tuple[Place, int]], *, timeout_s: float) -> list[LentSlot]:
@@ -183,7 +212,7 @@ class ContextCatalog:
 
         async def take_in() -> int:
             try:
-                await self._retention.make_room(expected.tenant, slot.size_bytes)
+                await self._retention.make_room(expected.tenant, slot.size_bytes, for_kept=save.is_kept)
             except BaseException:
                 memory.drop(slot)
                 raise
@@ -204,7 +233,7 @@ class ContextCatalog:
         save, expected = self._saving.expected(cache_ref, rank, block_index)
 
         async def take_in() -> int:
-            await self._retention.make_room(expected.tenant, len(data))
+            await self._retention.make_room(expected.tenant, len(data), for_kept=save.is_kept)
             return await self._tiers.take_bytes(data, expected, vouched=vouched)
 
         return await self._finish(self._saving.take(save, expected, take_in))
@@ -221,6 +250,8 @@ class ContextCatalog:
             crash_point(BEFORE_SEAL)
             await self._finish(self._saving.publish(save))
             crash_point(AFTER_SEAL)
+            if save.is_kept:
+                await self._finish(self._replace_shorter(save.manifest))
         return save is not None
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
@@ -279,6 +310,28 @@ class ContextCatalog:
             raise CacheRefPending("the KV is on its way")
         self._metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
+
+    async def match_prefix(self, question: PrefixQuestion) -> Sequence[Found]:
+        """Return the tenant's KV that begins most like a prompt, the longest first. Raises InvalidRequest.
+
+        It counts as used now, and what is kept lives on from now.
+        """
+        found = await self._matches.find(question)
+        for one in found[:1]:
+            self._manifests.index.use(one.cache_ref)
+            self._keeping.use(one.cache_ref, question.expires_at_ms)
+        if question.group:
+            self._keeping.note_match(question, found[0].num_tokens if found else 0)
+        return found
+
+    def kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
+        """Return the KV of a tenant's plain requests by conversation, what was used last first.
+
+        Raises InvalidRequest.
+        """
+        if not TENANT_PATTERN.fullmatch(tenant):
+            raise InvalidRequest("not a tenant", param="tenant")
+        return self._keeping.groups(tenant, group)
 
     def tier_of(self, manifest: Manifest) -> TierName:
         """Return the tier that would serve most blocks of rank 0 now; `peer` for what was pulled and not loaded yet."""
@@ -378,8 +431,8 @@ class ContextCatalog:
         return await self._finish(self._collect())
 
     def sealed(self) -> list[ManifestRecord]:
-        """Return the records of all sealed manifests, expired ones too."""
-        return self._manifests.index.records()
+        """Return the records of all sealed manifests of sessions, expired ones too."""
+        return [record for record in self._manifests.index.records() if not record.is_kept]
 
     async def drop(self, records: Sequence[ManifestRecord]) -> Removed:
         """Remove those manifests that are still what they were, then all blocks nobody else holds.
@@ -468,7 +521,16 @@ class ContextCatalog:
         self._metrics.deletes.inc(len(records))
         return Removed(len(records), await self._free([*_keys_of(records), *keys]))
 
+    async def _replace_shorter(self, manifest: Manifest) -> None:
+        records = await self._manifests.sweep(lambda: self._keeping.replaced_by(manifest))
+        self._metrics.replaced.inc(len(records))
+        await self._free(_keys_of(records))
+
     async def _collect(self) -> Removed:
+        for record, expires_at_ms in self._keeping.take_used():
+            await self._manifests.extend(record, expires_at_ms)
+        replaced = await self._manifests.sweep(self._keeping.take_replaced)
+        self._metrics.replaced.inc(len(replaced))
         now_ms = self._clock.now_ms()
         keys = [*self._saving.drop_overdue(), *self._leases.expire()]
         self._tell_of_room()
@@ -476,7 +538,8 @@ class ContextCatalog:
         self._metrics.collected.inc(len(records))
         self._spared.forget_old(now_ms)
         orphans = await self._threads.run(self._orphans)
-        return Removed(len(records), await self._free([*_keys_of(records), *keys, *orphans]))
+        freed = await self._free([*_keys_of(records), *_keys_of(replaced), *keys, *orphans])
+        return Removed(len(records) + len(replaced), freed)
 
     async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:
         index = self._manifests.index
@@ -489,6 +552,9 @@ class ContextCatalog:
 
     async def _free(self, keys: Sequence[BlockKey]) -> int:
         return await self._tiers.free(keys, wanted=self._is_wanted)
+
+    def _is_leased(self, record: ManifestRecord) -> bool:
+        return any(self._leases.holds(key) for key in record.keys)
 
     def _is_wanted(self, key: BlockKey) -> bool:
         is_held = self._manifests.index.is_held(key) or self._saving.is_pinned(key)

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 import grpc
 from opentelemetry.trace import Span, SpanKind
 
-from contextcache.convert import groups_to_pb, manifest_from_pb
+from contextcache.convert import groups_to_pb, kept_group_from_pb, manifest_from_pb
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import CacheRef, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import CacheRef, KeptGroup, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
@@ -152,6 +152,12 @@ class KVSidecarClient:
         """Return the bytes a tenant has here, and the most it may have (0: no limit)."""
         return await self._call(self._stub().GetTenantUsage, pb.GetTenantUsageRequest(tenant=tenant), self._timeout_s)
 
+    async def list_kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
+        """Return the KV of a tenant's plain requests, or of one conversation, what was used last first."""
+        request = pb.ListKeptRequest(tenant=tenant, group=group)
+        answer = await self._call(self._stub().ListKept, request, self._timeout_s)
+        return [kept_group_from_pb(found) for found in answer.groups]
+
     async def stats(self) -> pb.StatsResponse:
         """Return contexts, blocks and bytes by tier."""
         return await self._call(self._stub().Stats, pb.StatsRequest(), self._timeout_s)
@@ -274,6 +280,33 @@ class EngineSidecarClient:
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         answer = self._call(self._stub.GetManifest, request, timeout_s)
         return with_files(manifest_from_pb(answer.manifest)), answer.tier
+
+    def match_prefix(
+        self,
+        tenant: TenantId,
+        fingerprint: str,
+        token_ids: bytes,
+        *,
+        tokens_min: int,
+        expires_at_ms: int,
+        group: SessionId,
+        timeout_s: float,
+    ) -> tuple[CacheRef, ...]:
+        """Return the tenant's KV that begins most like these tokens (little-endian u32), the longest first.
+
+        `expires_at_ms`: until when kept KV among it lives at least. `group`: the conversation that asks, if it is kept.
+
+        Raises SidecarUnavailable also when the sidecar is of a release that cannot be asked.
+        """
+        request = pb.MatchPrefixRequest(
+            tenant=tenant,
+            fingerprint=fingerprint,
+            token_ids=token_ids,
+            tokens_min=tokens_min,
+            expires_at_ms=expires_at_ms,
+            group=group,
+        )
+        return tuple(match.cache_ref for match in self._call(self._stub.MatchPrefix, request, timeout_s).matches)
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.

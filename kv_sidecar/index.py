@@ -1,7 +1,8 @@
-"""What the catalog knows without reading a file: all sealed manifests and who holds which block, and names for a while.
+"""What the catalog knows without reading a file: all sealed manifests, who holds which block, and names for a while.
 
-Token ids are not kept here: a manifest's file is read, and verified, each time it is opened. Names are those of deleted
-contexts (tombstones), of saves that were dropped, and of what somebody waits for. One event loop; bounded.
+Token ids are not kept here, but for tails: a manifest's file is read, and verified, each time it is opened. Names are
+those of deleted contexts (tombstones), of saves that were dropped, and of what somebody waits for. One event loop;
+bounded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys
+from kv_sidecar.prefixes import Beginning, PrefixIndex, beginning_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,13 @@ class ManifestRecord:
     num_tokens: int
     expires_at_ms: int
     size_bytes: int
+    at: Beginning
+    """Where it lies among others."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of plain requests: no session names it."""
+        return self.session_id.startswith(KEPT_PREFIX)
 
 
 def record_of(manifest: Manifest) -> ManifestRecord:
@@ -41,6 +50,7 @@ def record_of(manifest: Manifest) -> ManifestRecord:
         num_tokens=len(manifest.token_ids),
         expires_at_ms=manifest.expires_at_ms,
         size_bytes=manifest.size_bytes,
+        at=beginning_of(manifest),
     )
 
 
@@ -49,8 +59,9 @@ class ManifestIndex:
 
     def __init__(self) -> None:
         self._records: dict[CacheRef, ManifestRecord] = {}
-        self._sessions: dict[tuple[TenantId, SessionId], set[CacheRef]] = {}
+        self._sessions: dict[tuple[TenantId, SessionId], dict[CacheRef, None]] = {}
         self._holders: Counter[BlockKey] = Counter()
+        self.prefixes = PrefixIndex()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -63,14 +74,18 @@ class ManifestIndex:
         """Add a record, replacing one of the same name."""
         self.remove(record.cache_ref)
         self._records[record.cache_ref] = record
-        self._sessions.setdefault((record.tenant, record.session_id), set()).add(record.cache_ref)
+        self._sessions.setdefault((record.tenant, record.session_id), {})[record.cache_ref] = None
         self._holders.update(record.keys)
+        self.prefixes.add(record.cache_ref, record.at)
 
     def use(self, cache_ref: CacheRef) -> None:
         """Make a record the one that was used last. Harmless when there is none."""
         record = self._records.pop(cache_ref, None)
         if record is not None:
             self._records[cache_ref] = record
+            refs = self._sessions[record.tenant, record.session_id]
+            del refs[cache_ref]
+            refs[cache_ref] = None
 
     def remove(self, cache_ref: CacheRef) -> ManifestRecord | None:
         """Remove and return a record; its blocks lose one holder."""
@@ -78,9 +93,10 @@ class ManifestIndex:
         if record is None:
             return None
         session = (record.tenant, record.session_id)
-        self._sessions[session].discard(cache_ref)
+        del self._sessions[session][cache_ref]
         if not self._sessions[session]:
             del self._sessions[session]
+        self.prefixes.remove(cache_ref, record.at)
         for key in record.keys:
             self._holders[key] -= 1
             if not self._holders[key]:
@@ -92,8 +108,12 @@ class ManifestIndex:
         self._records[cache_ref] = replace(self._records[cache_ref], expires_at_ms=expires_at_ms)
 
     def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
-        """Return a session's records."""
-        return [self._records[ref] for ref in sorted(self._sessions.get((tenant, session_id), ()))]
+        """Return a session's records, or a group's, the one used longest ago first."""
+        return [self._records[ref] for ref in self._sessions.get((tenant, session_id), ())]
+
+    def groups(self, tenant: TenantId) -> list[SessionId]:
+        """Return a tenant's groups of kept KV; looks at all sessions, for whoever wants a list."""
+        return [name for owner, name in self._sessions if owner == tenant and name.startswith(KEPT_PREFIX)]
 
     def of_refs(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> list[ManifestRecord]:
         """Return the records among `cache_refs` that are this tenant's."""

@@ -16,9 +16,11 @@ from pathlib import Path
 from contextcache.errors import CorruptBlock
 from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.data_directory import DataDirectory, open_regular
-from kv_sidecar.format.ids import BlockKey, fan_out
+from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, fan_out
 from kv_sidecar.format.manifest import decode_manifest, encode_manifest
+from kv_sidecar.format.safetensors_header import HEAD_BYTES, tensor_start
 from kv_sidecar.index import ManifestIndex, ManifestRecord, record_of
+from kv_sidecar.prefixes import Prompt, common
 from kv_sidecar.store import IoThreads
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,10 @@ class SealedManifests:
                 del self._read_last[next(iter(self._read_last))]
         return manifest
 
+    async def in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int:
+        """Return how many of `count` tokens from `first` on a manifest shares with a prompt. Verifies nothing."""
+        return await self._threads.run(self._store.in_common, record.cache_ref, prompt, first, count)
+
     async def publish(self, plan: Callable[[], Manifest | None]) -> ManifestRecord | None:
         """Write the manifest that `plan` returns once nothing else changes manifests; None: there is none to write.
 
@@ -99,6 +105,14 @@ class SealedManifests:
             for record in records:
                 self.index.move_expiry(record.cache_ref, expires_at_ms)
             return sum(moved)
+
+    async def extend(self, record: ManifestRecord, expires_at_ms: int) -> None:
+        """Give one manifest a later expiry, unless it is another by now."""
+        async with self._lock:
+            if self.index.get(record.cache_ref) == record and await self._threads.write(
+                self._rewrite, record, expires_at_ms
+            ):
+                self.index.move_expiry(record.cache_ref, expires_at_ms)
 
     async def remove(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
         """Remove for good what `select` returns once nothing else changes manifests; return it.
@@ -196,6 +210,16 @@ class ManifestStore:
         if manifest.cache_ref != cache_ref or tenant not in {None, manifest.tenant}:
             raise CorruptBlock("the manifest is another's")
         return manifest
+
+    def in_common(self, cache_ref: CacheRef, prompt: Prompt, first: int, count: int) -> int:
+        """Return how many tokens in a row are the prompt's too; 0 when the file cannot be read. Verifies nothing."""
+        try:
+            with self._path(cache_ref).open("rb", buffering=0) as file:
+                place = tensor_start(file.read(HEAD_BYTES)) + first * TOKEN_BYTES
+                theirs = os.pread(file.fileno(), count * TOKEN_BYTES, place)
+        except OSError:
+            return 0
+        return common(theirs, prompt.token_ids[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]) // TOKEN_BYTES
 
     def delete(self, cache_ref: CacheRef) -> None:
         """Remove a manifest for good. Idempotent."""

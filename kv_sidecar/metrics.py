@@ -39,6 +39,15 @@ class SidecarMetrics:
         )
         self.hits = counter("served_blocks", "Blocks handed out, by tier they were found in.", ("tier",))
         self.misses = counter("misses", "Questions for a manifest that is not there, not any more, or not readable.")
+        self.prefix_matches = counter(
+            "prefix_matches",
+            "Questions for whatever begins like a prompt, by whether `some` was named or `none`.",
+            ("found",),
+        )
+        self.replaced = counter(
+            "replaced_contexts",
+            "Manifests of kept KV removed because a longer one of the same conversation begins with it.",
+        )
         self.deletes = counter("deleted_contexts", "Manifests removed because somebody asked.")
         self.collected = counter("collected_contexts", "Manifests removed because their time was over.")
         self.evicted = counter(

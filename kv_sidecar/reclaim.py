@@ -1,8 +1,10 @@
-"""What leaves the disk: what nobody can reach any more, and, when it is nearly full, contexts used longest ago.
+"""What leaves the disk: what nobody can reach any more, and, when it is nearly full, what was used longest ago.
 
 Between two marks: from the upper one on contexts go until the lower one is reached, so that not every save waits for a
-removal; nobody's guarantee goes for others. What goes costs its session one computed turn. A context that is being
-loaded stays; blocks that others hold stay with them. What one pass of the collector does is sidecar.py's.
+removal; nobody's guarantee goes for others. Kept KV goes before any context, and makes room for none: it is refused
+when nothing kept is left to go. It also goes where its tenant has reached its limit. What goes costs its conversation
+one computed turn. What is being loaded stays; blocks that others hold stay with them. What one pass of the collector
+does is sidecar.py's.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from contextcache.errors import StorageFull
 from contextcache.model import TenantId
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.format.ids import BlockKey
@@ -46,44 +49,86 @@ class Retention:
         disk: DiskStore,
         manifests: SealedManifests,
         metrics: SidecarMetrics,
-        is_leased: Callable[[BlockKey], bool],
+        is_leased: Callable[[ManifestRecord], bool],
+        is_named: Callable[[ManifestRecord], bool],
         free: Callable[[Sequence[BlockKey]], Awaitable[int]],
         guarantee_bytes: int,
     ) -> None:
-        """`free` removes those of the given blocks that nobody wants; `guarantee_bytes` 0: nobody has one."""
+        """`is_leased`: somebody is loading it; `is_named`: somebody may be about to.
+
+        `free` removes those of the given blocks that nobody wants; `guarantee_bytes` 0: nobody has one.
+        """
         self._disk = disk
         self._manifests = manifests
         self._metrics = metrics
         self._is_leased = is_leased
+        self._is_named = is_named
         self._free = free
         self._guarantee_bytes = guarantee_bytes
         self._evicting = asyncio.Lock()
 
-    async def make_room(self, tenant: TenantId, size_bytes: int) -> None:
-        """Remove contexts until a file of this tenant fits below the mark, or until none may go. Raises OSError."""
-        if self._disk.missing_bytes(size_bytes) <= 0:
+    async def make_room(self, tenant: TenantId, size_bytes: int, *, for_kept: bool = False) -> None:
+        """Remove what may go until a file of this tenant fits below the mark, or until nothing may. Raises OSError.
+
+        `for_kept`: only kept KV goes. Raises StorageFull when that is too little.
+        """
+        await self.make_share(tenant, size_bytes)
+        await self._make(lambda: self._disk.missing_bytes(size_bytes), self._kept if for_kept else self._all, tenant)
+        if for_kept and self._disk.missing_bytes(size_bytes) > 0:
+            raise StorageFull("contexts have all the room there is")
+
+    async def make_share(self, tenant: TenantId, size_bytes: int) -> None:
+        """Remove kept KV of a tenant until so much more is within its limit, or none is left. Raises OSError."""
+        await self._make(
+            lambda: self._over_limit(tenant, size_bytes),
+            lambda: [record for record in self._kept() if record.tenant == tenant],
+            tenant,
+        )
+
+    def reclaimable_bytes(self, tenant: TenantId) -> int:
+        """Return the bytes of a tenant that only its kept KV holds: they stand in no context's way."""
+        held = Counter(key for record in self._kept() if record.tenant == tenant for key in record.keys)
+        alone = (key for key, count in held.items() if count == self._manifests.index.num_holders(key))
+        return sum(self._disk.size_bytes(key) or 0 for key in alone)
+
+    async def _make(
+        self, missing_bytes: Callable[[], int], records: Callable[[], list[ManifestRecord]], tenant: TenantId
+    ) -> None:
+        if missing_bytes() <= 0:
             return
         async with self._evicting:
-            missing = self._disk.missing_bytes(size_bytes)
+            missing = missing_bytes()
             if missing <= 0:
                 return
-            records = await self._manifests.sweep(lambda: self._victims(missing, tenant))
-            if not records:
+            victims = await self._manifests.sweep(lambda: self._victims(missing, records(), tenant))
+            if not victims:
                 return
-            freed = await self._free([key for record in records for key in record.keys])
-            self._metrics.evicted.inc(len(records))
-            log.info("contexts evicted", extra={"num_contexts": len(records), "freed_bytes": freed})
+            freed = await self._free([key for record in victims for key in record.keys])
+            self._metrics.evicted.inc(len(victims))
+            log.info("contexts evicted", extra={"num_contexts": len(victims), "freed_bytes": freed})
 
-    def _victims(self, missing_bytes: int, tenant: TenantId) -> list[ManifestRecord]:
-        """Return the contexts to remove, those used longest ago first."""
+    def _over_limit(self, tenant: TenantId, size_bytes: int) -> int:
+        used, limit = self._disk.tenant_bytes(tenant)
+        return used + size_bytes - limit if limit else 0
+
+    def _kept(self) -> list[ManifestRecord]:
+        return [record for record in self._manifests.index.records() if record.is_kept and not self._is_named(record)]
+
+    def _all(self) -> list[ManifestRecord]:
+        """Return what may go for a context: kept KV first, even what somebody may be about to load."""
+        free = [record for record in self._manifests.index.records() if record.is_kept or not self._is_named(record)]
+        return sorted(free, key=lambda record: (not record.is_kept, self._is_named(record)))
+
+    def _victims(self, missing_bytes: int, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
+        """Return which of these to remove, the first ones first."""
         index, used = self._manifests.index, Counter(self._disk.bytes_by_tenant())
         gone: Counter[BlockKey] = Counter()
         victims: list[ManifestRecord] = []
-        for record in index.records():
+        for record in records:
             if missing_bytes <= 0:
                 break
             is_guaranteed = record.tenant != tenant and used[record.tenant] <= self._guarantee_bytes
-            if is_guaranteed or any(self._is_leased(key) for key in record.keys):
+            if is_guaranteed or self._is_leased(record):
                 continue
             victims.append(record)
             gone.update(record.keys)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
 from contextcache.model import (
     CACHE_REF_PATTERN,
+    KEPT_PREFIX,
     SESSION_ID_PATTERN,
     TENANT_PATTERN,
     CacheRef,
@@ -71,6 +72,11 @@ class NewSave:
     tail_ref: CacheRef = ""
     """Whose tails these are; empty: its own. Of a fork that comes from a peer."""
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of a plain request; `session_id` is its group then."""
+        return self.session_id.startswith(KEPT_PREFIX)
+
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
@@ -125,6 +131,11 @@ class SaveInFlight:
     """Whether only files ahead of it were announced so far: it cannot be sealed, and its end is nobody's loss."""
     dropped: bool = False
     """Set when it ends without a manifest: what still comes in for it is removed again."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of a plain request."""
+        return self.manifest.session_id.startswith(KEPT_PREFIX)
 
     @property
     def is_complete(self) -> bool:
@@ -196,6 +207,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     HOLD_DEADLINE,
     "multimodal",
     "not_computed",
+    "not_finite",
     "null_block",
     "pipeline_parallel",
     "overtaken",

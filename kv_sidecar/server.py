@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from typing_extensions import override
 
-from contextcache.convert import groups_from_pb, manifest_to_pb
+from contextcache.convert import groups_from_pb, kept_group_to_pb, manifest_to_pb
 from contextcache.errors import InvalidRequest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
@@ -23,6 +23,7 @@ from kv_sidecar.format.ids import check_fingerprint
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.leases import LeaseTerms
+from kv_sidecar.matching import PrefixQuestion
 from kv_sidecar.memory_store import Place
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import FailedSave, NewSave
@@ -151,6 +152,20 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         return pb.GetManifestResponse(manifest=manifest_to_pb(manifest), tier=TIERS[self._catalog.tier_of(manifest)])
 
     @override
+    async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: Context) -> pb.MatchPrefixResponse:
+        question = PrefixQuestion(
+            tenant=request.tenant,
+            fingerprint=request.fingerprint,
+            token_ids=request.token_ids,
+            tokens_min=request.tokens_min,
+            expires_at_ms=request.expires_at_ms,
+            group=request.group,
+        )
+        found = await self._catalog.match_prefix(question)
+        matches = [pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens) for one in found]
+        return pb.MatchPrefixResponse(matches=matches)
+
+    @override
     async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
         manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True)
         blocks = self._catalog.load(
@@ -233,6 +248,11 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def GetTenantUsage(self, request: pb.GetTenantUsageRequest, context: Context) -> pb.GetTenantUsageResponse:
         size_bytes, limit_bytes = self._catalog.tenant_usage(request.tenant)
         return pb.GetTenantUsageResponse(size_bytes=size_bytes, limit_bytes=limit_bytes)
+
+    @override
+    async def ListKept(self, request: pb.ListKeptRequest, context: Context) -> pb.ListKeptResponse:
+        groups = self._catalog.kept(request.tenant, request.group)
+        return pb.ListKeptResponse(groups=[kept_group_to_pb(group) for group in groups])
 
     @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:

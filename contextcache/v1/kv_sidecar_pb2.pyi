@@ -807,6 +807,199 @@ class GetManifestResponse(google.protobuf.message.Message):
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
 
 @typing.final
+class MatchPrefixRequest(google.protobuf.message.Message):
+    """MatchPrefixRequest is a prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOKENS_MIN_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner: nothing of another tenant's is found."""
+    fingerprint: builtins.str
+    """Fingerprint as in Handshake, of the adapter too."""
+    token_ids: builtins.bytes
+    """Token ids as little-endian u32."""
+    tokens_min: builtins.int
+    """Fewer tokens in common are not worth an answer."""
+    expires_at_ms: builtins.int
+    """Unix time in ms until which kept KV that is found lives at least."""
+    group: builtins.str
+    """Conversation that asks, where it is one whose KV is kept: what it misses is remembered. It decides nothing."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        token_ids: builtins.bytes = ...,
+        tokens_min: builtins.int = ...,
+        expires_at_ms: builtins.int = ...,
+        group: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "group", b"group", "tenant", b"tenant", "token_ids", b"token_ids", "tokens_min", b"tokens_min"]) -> None: ...
+
+Global___MatchPrefixRequest: typing_extensions.TypeAlias = MatchPrefixRequest
+
+@typing.final
+class MatchPrefixResponse(google.protobuf.message.Message):
+    """MatchPrefixResponse names at most three, the longest first; empty: nothing begins like it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCHES_FIELD_NUMBER: builtins.int
+    @property
+    def matches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]:
+        """What was found."""
+
+    def __init__(
+        self,
+        *,
+        matches: collections.abc.Iterable[Global___PrefixMatch] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["matches", b"matches"]) -> None: ...
+
+Global___MatchPrefixResponse: typing_extensions.TypeAlias = MatchPrefixResponse
+
+@typing.final
+class PrefixMatch(google.protobuf.message.Message):
+    """PrefixMatch is KV that begins like a prompt."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_REF_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    cache_ref: builtins.str
+    """KV."""
+    num_tokens: builtins.int
+    """Tokens that both begin with. Whoever loads compares them all: this is what they were found by."""
+    def __init__(
+        self,
+        *,
+        cache_ref: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "num_tokens", b"num_tokens"]) -> None: ...
+
+Global___PrefixMatch: typing_extensions.TypeAlias = PrefixMatch
+
+@typing.final
+class ListKeptRequest(google.protobuf.message.Message):
+    """ListKeptRequest names a tenant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Owner."""
+    group: builtins.str
+    """Only this conversation; empty: all."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        group: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "tenant", b"tenant"]) -> None: ...
+
+Global___ListKeptRequest: typing_extensions.TypeAlias = ListKeptRequest
+
+@typing.final
+class ListKeptResponse(google.protobuf.message.Message):
+    """ListKeptResponse is what there is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeptGroup]:
+        """One each."""
+
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[Global___KeptGroup] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups"]) -> None: ...
+
+Global___ListKeptResponse: typing_extensions.TypeAlias = ListKeptResponse
+
+@typing.final
+class KeptGroup(google.protobuf.message.Message):
+    """KeptGroup is the KV of one conversation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
+    USED_AT_MS_FIELD_NUMBER: builtins.int
+    NUM_MANIFESTS_FIELD_NUMBER: builtins.int
+    LAST_MISS_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    """Its name, `kept_…`."""
+    num_tokens: builtins.int
+    """Tokens of the longest."""
+    size_bytes: builtins.int
+    """Bytes of all, blocks that others hold too counted once."""
+    expires_at_ms: builtins.int
+    """Unix time in ms at which the last of it ends."""
+    used_at_ms: builtins.int
+    """Unix time in ms at which it was saved or found last; 0: before this sidecar started."""
+    num_manifests: builtins.int
+    """Prompts that are stored side by side."""
+    @property
+    def last_miss(self) -> Global___KeptMiss:
+        """The last time that the conversation did not begin with what was kept of it."""
+
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        expires_at_ms: builtins.int = ...,
+        used_at_ms: builtins.int = ...,
+        num_manifests: builtins.int = ...,
+        last_miss: Global___KeptMiss | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["last_miss", b"last_miss"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expires_at_ms", b"expires_at_ms", "group", b"group", "last_miss", b"last_miss", "num_manifests", b"num_manifests", "num_tokens", b"num_tokens", "size_bytes", b"size_bytes", "used_at_ms", b"used_at_ms"]) -> None: ...
+
+Global___KeptGroup: typing_extensions.TypeAlias = KeptGroup
+
+@typing.final
+class KeptMiss(google.protobuf.message.Message):
+    """KeptMiss says where a prompt left what was kept."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MATCHED_FIELD_NUMBER: builtins.int
+    OF_FIELD_NUMBER: builtins.int
+    AT_MS_FIELD_NUMBER: builtins.int
+    matched: builtins.int
+    """Tokens that something of the tenant's had of the prompt: the next one is the first that differs."""
+    of: builtins.int
+    """Tokens of the prompt."""
+    at_ms: builtins.int
+    """Unix time in ms."""
+    def __init__(
+        self,
+        *,
+        matched: builtins.int = ...,
+        of: builtins.int = ...,
+        at_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_ms", b"at_ms", "matched", b"matched", "of", b"of"]) -> None: ...
+
+Global___KeptMiss: typing_extensions.TypeAlias = KeptMiss
+
+@typing.final
 class LoadBlocksRequest(google.protobuf.message.Message):
     """LoadBlocksRequest asks for blocks of one rank."""
 

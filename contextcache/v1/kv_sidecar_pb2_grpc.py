@@ -80,6 +80,11 @@ class KVSidecarServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
+        self.MatchPrefix = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/MatchPrefix',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixResponse.FromString,
+                _registered_method=True)
         self.LoadBlocks = channel.unary_stream(
                 '/contextcache.v1.KVSidecarService/LoadBlocks',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.SerializeToString,
@@ -129,6 +134,11 @@ class KVSidecarServiceStub(object):
                 '/contextcache.v1.KVSidecarService/GetTenantUsage',
                 request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.FromString,
+                _registered_method=True)
+        self.ListKept = channel.unary_unary(
+                '/contextcache.v1.KVSidecarService/ListKept',
+                request_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptResponse.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/contextcache.v1.KVSidecarService/Stats',
@@ -203,6 +213,14 @@ class KVSidecarServiceServicer(object):
     def GetManifest(self, request, context):
         """GetManifest returns a sealed, unexpired manifest. NOT_FOUND otherwise, also for another tenant's; with the code
         `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MatchPrefix(self, request, context):
+        """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
+        for a minute, so that a load finds it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,6 +301,13 @@ class KVSidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListKept(self, request, context):
+        """ListKept shows the KV of a tenant's plain requests, by conversation, what was used last first, at most 1 000.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Stats counts contexts, blocks and bytes by tier.
         """
@@ -338,6 +363,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.SerializeToString,
             ),
+            'MatchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchPrefix,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixResponse.SerializeToString,
+            ),
             'LoadBlocks': grpc.unary_stream_rpc_method_handler(
                     servicer.LoadBlocks,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.LoadBlocksRequest.FromString,
@@ -387,6 +417,11 @@ def add_KVSidecarServiceServicer_to_server(servicer, server):
                     servicer.GetTenantUsage,
                     request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.SerializeToString,
+            ),
+            'ListKept': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKept,
+                    request_deserializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -638,6 +673,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/GetManifest',
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetManifestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MatchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/MatchPrefix',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.MatchPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -908,6 +970,33 @@ class KVSidecarService(object):
             '/contextcache.v1.KVSidecarService/GetTenantUsage',
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageRequest.SerializeToString,
             contextcache_dot_v1_dot_kv__sidecar__pb2.GetTenantUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKept(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.KVSidecarService/ListKept',
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptRequest.SerializeToString,
+            contextcache_dot_v1_dot_kv__sidecar__pb2.ListKeptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -166,6 +166,21 @@ _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceMatchPrefixType = typing_extensions.TypeVar(
+    '_KVSidecarServiceMatchPrefixType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
+    ],
+)
+
 _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceLoadBlocksType',
     bound=grpc.UnaryStreamMultiCallable[
@@ -316,6 +331,21 @@ _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
     ],
 )
 
+_KVSidecarServiceListKeptType = typing_extensions.TypeVar(
+    '_KVSidecarServiceListKeptType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+        contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+        contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+        contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
+    ],
+)
+
 _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     '_KVSidecarServiceStatsType',
     bound=grpc.UnaryUnaryMultiCallable[
@@ -331,7 +361,7 @@ _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     ],
 )
 
-class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceStatsType]):
+class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSidecarServicePrepareSaveType, _KVSidecarServiceLendSlotsType, _KVSidecarServiceReturnSlotsType, _KVSidecarServiceSaveBlocksType, _KVSidecarServiceSealType, _KVSidecarServiceAbandonSaveType, _KVSidecarServiceWaitSealedType, _KVSidecarServiceGetManifestType, _KVSidecarServiceMatchPrefixType, _KVSidecarServiceLoadBlocksType, _KVSidecarServiceEndLoadType, _KVSidecarServiceTouchContextType, _KVSidecarServiceForkContextType, _KVSidecarServiceDeleteContextType, _KVSidecarServiceReportLoadType, _KVSidecarServiceGetLoadReportType, _KVSidecarServicePullContextType, _KVSidecarServiceReadAheadType, _KVSidecarServiceGetTenantUsageType, _KVSidecarServiceListKeptType, _KVSidecarServiceStatsType]):
     """KVSidecarService stores, verifies, shares, expires and hands out KV blocks."""
 
     @typing.overload
@@ -372,6 +402,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
             contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+            contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
+        ],
         grpc.UnaryStreamMultiCallable[
             contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
             contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
@@ -411,6 +445,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+            contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -456,6 +494,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
             contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
             contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+            contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
+        ],
         grpc.aio.UnaryStreamMultiCallable[
             contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
             contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
@@ -495,6 +537,10 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
         grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
             contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+            contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -537,6 +583,11 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
     `cache_ref_pending` while it is being saved, or pulled from a peer: it is worth asking again.
     """
 
+    MatchPrefix: _KVSidecarServiceMatchPrefixType
+    """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
+    for a minute, so that a load finds it.
+    """
+
     LoadBlocks: _KVSidecarServiceLoadBlocksType
     """LoadBlocks hands out verified blocks of one rank in the order asked for. They stay in place until the stream ends,
     or, with a lease, until EndLoad or the end of its time: a slot named in a stream says nothing of what was copied.
@@ -576,6 +627,9 @@ class KVSidecarServiceStub(typing.Generic[_KVSidecarServiceHandshakeType, _KVSid
 
     GetTenantUsage: _KVSidecarServiceGetTenantUsageType
     """GetTenantUsage says how much of its quota a tenant has used here, so that a create can be refused before it runs."""
+
+    ListKept: _KVSidecarServiceListKeptType
+    """ListKept shows the KV of a tenant's plain requests, by conversation, what was used last first, at most 1 000."""
 
     Stats: _KVSidecarServiceStatsType
     """Stats counts contexts, blocks and bytes by tier."""
@@ -617,6 +671,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
     ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+        contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
+    ],
     grpc.aio.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
@@ -656,6 +714,10 @@ KVSidecarServiceAsyncStub: typing_extensions.TypeAlias = KVSidecarServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+        contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
@@ -747,6 +809,16 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def MatchPrefix(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse]]:
+        """MatchPrefix names the tenant's sealed KV that begins most like a prompt, whoever it was saved for. What is named stays
+        for a minute, so that a load finds it.
+        """
+
+    @abc.abstractmethod
     def LoadBlocks(
         self,
         request: contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
@@ -835,6 +907,14 @@ class KVSidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse]]:
         """GetTenantUsage says how much of its quota a tenant has used here, so that a create can be refused before it runs."""
+
+    @abc.abstractmethod
+    def ListKept(
+        self,
+        request: contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.kv_sidecar_pb2.ListKeptResponse, collections.abc.Awaitable[contextcache.v1.kv_sidecar_pb2.ListKeptResponse]]:
+        """ListKept shows the KV of a tenant's plain requests, by conversation, what was used last first, at most 1 000."""
 
     @abc.abstractmethod
     def Stats(

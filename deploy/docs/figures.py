@@ -203,6 +203,36 @@ def _growths(named: Iterable[tuple[str, Mapping[str, Any]]], sizes_are: str) -> 
     return _table([sizes_are, *map(_spaced, sizes), "exponent", "wanted", ""], rows)
 
 
+def _codec(result: Mapping[str, Any]) -> str:
+    heads = ["codec", "bytes a token", "of none", "same answer", "same tokens", "off: mean", "95 %"]
+    heads += ["restored from disk", "from memory", "computed"]
+    rows = [
+        [
+            f"`{row['codec']}`",
+            _spaced(row["bytes_a_token"]),
+            _share(row["bytes_ratio"]),
+            f"{row['agree']:.1%} of {row['turns']}",
+            f"{row['same_tokens']:.1%}",
+            *(f"{row[name]:.4f}" for name in ("logprob_off_mean", "logprob_off_p95")),
+            *(f"{_spaced(row[name])} ms" for name in ("disk_ms", "memory_ms", "cold_ms")),
+        ]
+        for row in result["rows"]
+    ]
+    return _table(heads, rows)
+
+
+def _codec_numbers(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"`{row['codec']}`",
+            *map(str, (row["group"], row["bits"], row["error"])),
+            *(f"{row[name]:.1f} GB/s" for name in ("encode_gb_s", "decode_gb_s")),
+        ]
+        for row in result["numbers"]
+    ]
+    return _table(["codec", "group", "bits a number", "error", "coding", "bringing back"], rows)
+
+
 def _weights(result: Mapping[str, Any]) -> str:
     sampled, whole = f"{result['sampled_bytes'] / 1e6:.1f} MB", result["whole_sha256_warm_ms"] / 1000
     return (
@@ -290,6 +320,8 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "scale-8b": ("bench_scale", partial(_scale, "tokens, 8B")),
     "scale-long": ("bench_scale", partial(_scale, "tokens, long")),
     "memory-of-a-context": ("bench_scale", _memory_of_a_context),
+    "codec": ("bench_codec", _codec),
+    "codec-numbers": ("bench_codec", _codec_numbers),
     "weights": ("bench_weights", _weights),
     "hostile": ("bench_hostile_bodies", _hostile),
     "not-found": ("bench_not_found", _not_found),

@@ -1,5 +1,7 @@
 """The story, told through Envoy with figures: cold, create, append, replay, move, crash, restore, delete.
 
+Before the crash and after it an agent has its turns too, that knows nothing of contexts.
+
 Every number printed was read from an answer or a clock in this run. Text is new in every run, so that a cold
 answer is cold.
 """
@@ -17,10 +19,13 @@ from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
 from deploy.local.progress import Step, StepFailed
 from deploy.local.stack import Stack
-from deploy.local.state import API_KEYS
+from deploy.local.state import API_KEYS, KEEPING_KEY
 from deploy.local.table import render
 
 CONTEXT_TOKENS = 1450
+AGENT_TOKENS = 600
+"""Of its system prompt."""
+_AGENT_ASKS = ("What was sold?", "To whom?", "What was it worth?")
 SEALED_WITHIN_S = 60.0
 _ANSWER_TOKENS = 16
 _SEAL_POLL_S = 0.2
@@ -63,7 +68,8 @@ def run_demo(stack: Stack, *, as_json: bool) -> None:
     stack.up()
     client = GatewayClient(stack.url, next(iter(API_KEYS)))
     seed = time.time_ns() // 1_000_000 % 1_000_000_000
-    steps = short_story(client) + long_story(stack, client, plain_text(CONTEXT_TOKENS, seed=seed))
+    agent = Agent(GatewayClient(stack.url, KEEPING_KEY), plain_text(AGENT_TOKENS, seed=seed + 1))
+    steps = short_story(client) + long_story(stack, client, plain_text(CONTEXT_TOKENS, seed=seed), agent)
     if as_json:
         print(json.dumps({"model": MODEL_NAME, "steps": [asdict(step) for step in steps]}, indent=2))
     else:
@@ -81,8 +87,11 @@ def short_story(client: GatewayClient) -> list[StoryStep]:
     return [StoryStep.of("create: Say this is a test", created), StoryStep.of("the same prompt again", again)]
 
 
-def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep]:
-    """Let a context of about 1 450 tokens move to another engine, where there is one, and outlive all of them."""
+def long_story(stack: Stack, client: GatewayClient, text: str, agent: Agent) -> list[StoryStep]:
+    """Let a context of about 1 450 tokens move to another engine, where there is one, and outlive all of them.
+
+    So does what is kept of an agent's conversation.
+    """
     steps = []
     with Step("cold: the long prompt, no context"):
         steps.append(
@@ -103,6 +112,8 @@ def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep
     if len(stack.engine_urls) > 1:
         steps += move(stack, client, session_id)
         wait_sealed(client, session_id)
+    steps += [agent.turn(ask) for ask in _AGENT_ASKS[:-1]]
+    agent.wait_kept()
     for part in (*stack.names_of("engine"), *stack.names_of("sidecar")):
         stack.kill(part)
     stack.up()
@@ -111,13 +122,55 @@ def long_story(stack: Stack, client: GatewayClient, text: str) -> list[StoryStep
         restored = _ask(client, session_id, " And what was counted again?")
         _expect(restored.source == "disk", f"the KV came from {restored.source}, not from disk")
         steps.append(StoryStep.of("restored: another question", restored))
+    steps.append(agent.turn(_AGENT_ASKS[-1], is_restored=True))
     with Step("delete"):
         client.call("DELETE", f"/v1/context/{session_id}")
+        agent.forget()
         status, _ = client.try_call("GET", f"/v1/context/{session_id}")
         _expect(status == 404, f"the deleted context answers {status}, not 404")
         left = size_of(stack.paths.data)
     steps.append(StoryStep(f"delete: id answers 404, {left} bytes of KV left"))
     return steps
+
+
+class Agent:
+    """A chat client as they are: it sends its whole conversation again each turn, and names no context."""
+
+    def __init__(self, client: GatewayClient, system: str) -> None:
+        self._client = client
+        self._messages = [{"role": "system", "content": system}]
+        self._num_tokens = 0
+
+    def turn(self, ask: str, *, is_restored: bool = False) -> StoryStep:
+        """Ask one more question. Raises StepFailed when what is kept was not found."""
+        self._messages.append({"role": "user", "content": ask})
+        with Step(f"agent: {ask}"):
+            answer = self._client.stream("/v1/chat/completions", _body({"messages": self._messages}))
+            if is_restored:
+                _expect(answer.source == "disk", f"the agent's KV came from {answer.source}, not from disk")
+        self._messages.append({"role": "assistant", "content": answer.text})
+        self._num_tokens = answer.usage["total_tokens"]
+        return StoryStep.of(f"agent, no context: {ask}", answer)
+
+    def wait_kept(self) -> None:
+        """Return when its last answer is on disk. Raises StepFailed after a minute."""
+        deadline_s = time.monotonic() + SEALED_WITHIN_S
+        with Step("waiting until the agent's KV is on disk"):
+            # The last token of an answer never has KV.
+            while sum(kept["tokens"] for kept in self._kept()) < self._num_tokens - 1:
+                if time.monotonic() > deadline_s:
+                    raise StepFailed(f"what the agent sent is not on disk after {SEALED_WITHIN_S:.0f} s")
+                time.sleep(_SEAL_POLL_S)
+
+    def forget(self) -> None:
+        """Delete what is kept."""
+        for kept in self._kept():
+            self._client.call("DELETE", f"/v1/context/{kept['id']}")
+
+    def _kept(self) -> list[dict[str, Any]]:
+        """Return what was used last, in a list; it is this conversation's, or there is none yet."""
+        kept: list[dict[str, Any]] = self._client.call("GET", "/v1/context?kind=kept&limit=1")["data"]
+        return kept
 
 
 def move(stack: Stack, client: GatewayClient, session_id: str) -> list[StoryStep]:

@@ -48,9 +48,11 @@ class Answer:
 
     @property
     def source(self) -> str:
-        """Where the context's KV came from; for a stateless answer `none`, or `device` for a prefix-cache hit."""
+        """Where the context's KV came from, or what was kept; for others `none`, or `device` for a prefix-cache hit."""
         if self._context is not None:
             return str(self._context["source"])
+        if "x-context-source" in self.headers:
+            return self.headers["x-context-source"]
         return "device" if self.cached_tokens else "none"
 
     @property
@@ -131,6 +133,6 @@ def _take_chunk(answer: Answer, chunk: dict[str, Any], started_s: float) -> None
         answer.arrivals_ms += [(time.perf_counter() - started_s) * 1000] * num_tokens
         answer.ttft_ms = answer.arrivals_ms[0]
     for choice in choices:
-        answer.text += choice.get("text") or ""
+        answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
     answer.session_id = chunk.get("session_id") or answer.session_id
     answer.usage = chunk.get("usage") or answer.usage

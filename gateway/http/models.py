@@ -25,6 +25,7 @@ from contextcache.model import (
     CacheSessionMetadata,
     SessionPage,
 )
+from gateway.kept import KeptConversation, KeptPage
 from gateway.pods.sidecars import HolderState, KVState
 
 SESSION_ID_SCHEMA = {"pattern": f"^{SESSION_ID_PATTERN.pattern}$"}
@@ -222,11 +223,82 @@ class ContextList(TypedDict):
     last_id: str | None
 
 
+class KeptMissObject(TypedDict):
+    """The last prompt that did not begin with what was kept of its conversation."""
+
+    matched: int
+    of: int
+    diverged_at_token: int
+    at: int
+
+
+class KeptObject(TypedDict):
+    """What is kept of plain requests that seem to be one conversation."""
+
+    object: Literal["kept"]
+    id: str
+    tokens: int
+    bytes: int
+    last_used: int | None
+    """None: before its sidecar started."""
+    expires_at: int
+    pods: list[str]
+    last_miss: KeptMissObject | None
+    unreachable: NotRequired[list[str]]
+    """Pods that did not say."""
+
+
+class KeptList(TypedDict):
+    """One page of kept conversations, what was used last first."""
+
+    object: Literal["list"]
+    data: list[KeptObject]
+    has_more: bool
+    last_id: str | None
+    unreachable: list[str]
+
+
 class ContextDeleted(TypedDict):
-    """What is left of a context."""
+    """What is left of a context, or of a kept conversation."""
 
     session_id: str
-    status: Literal["success"]
+    status: Literal["success", "partial"]
+    unreachable: NotRequired[list[str]]
+    """Of a kept conversation: pods where it goes by its TTL."""
+
+
+def kept_object(kept: KeptConversation) -> KeptObject:
+    """Return a kept conversation as a client sees it."""
+    miss = kept.last_miss
+    return {
+        "object": "kept",
+        "id": kept.group,
+        "tokens": kept.num_tokens,
+        "bytes": kept.size_bytes,
+        "last_used": kept.used_at_ms // 1000 or None,
+        "expires_at": kept.expires_at_ms // 1000,
+        "pods": list(kept.pods),
+        "last_miss": None
+        if miss is None
+        else {
+            "matched": miss.matched,
+            "of": miss.of,
+            "diverged_at_token": miss.matched,
+            "at": miss.at_ms // 1000,
+        },
+    }
+
+
+def kept_list(page: KeptPage) -> KeptList:
+    """Return a page as a client sees it."""
+    data = [kept_object(kept) for kept in page.conversations]
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": page.has_more,
+        "last_id": data[-1]["id"] if data else None,
+        "unreachable": list(page.unreachable),
+    }
 
 
 def context_summary(session: CacheSessionMetadata) -> ContextSummary:

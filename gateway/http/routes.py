@@ -7,7 +7,7 @@ FastAPI, so their signatures are words for the document only, like what is said 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, WithJsonSchema
 
 from contextcache.claim import read_object
 from contextcache.errors import InvalidRequest
-from contextcache.model import MAX_LIST_LIMIT, TenantId
+from contextcache.model import KEPT_PREFIX, MAX_LIST_LIMIT, TenantId
 from contextcache.terms import read_generation, read_if_match, read_only_fields, read_session_id, read_terms
 from gateway.contexts import NewFork
 from gateway.flows import Gateway
@@ -34,8 +34,12 @@ from gateway.http.models import (
     CreateFromMessages,
     CreateFromPrompt,
     Error,
+    KeptList,
+    KeptObject,
     context_list,
     context_object,
+    kept_list,
+    kept_object,
 )
 from gateway.metrics import Metrics
 
@@ -191,14 +195,23 @@ async def list_contexts(
         ),
     ] = "",
     model: Annotated[str, Query(max_length=1024)] = "",
-) -> ContextList:
+    kind: Annotated[
+        Literal["session", "kept"],
+        Query(description="`kept`: what is kept of requests without a context, what was used last first."),
+    ] = "session",
+) -> ContextList | KeptList:
     """List the tenant's live contexts, newest first."""
+    if kind == "kept":
+        return kept_list(await gateway.list_kept(tenant, limit=limit, after=after))
     return context_list(await gateway.list_contexts(tenant, limit=limit, after=after, model=model))
 
 
 @contexts.get("/v1/context/{session_id}", operation_id="read_context", responses=_answers(401, 404, 410, 429, 503))
-async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject:
-    """Describe one context, its KV included."""
+async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject | KeptObject:
+    """Describe one context, or one kept conversation, its KV included."""
+    if session_id.startswith(KEPT_PREFIX):
+        kept, unreachable = await gateway.read_kept(tenant, session_id)
+        return {**kept_object(kept), "unreachable": list(unreachable)}
     return context_object(*await gateway.read(tenant, session_id))
 
 
@@ -250,7 +263,11 @@ async def rewind_context(
 
 @contexts.delete("/v1/context/{session_id}", operation_id="delete_context", responses=_answers(401, 404, 410, 429, 503))
 async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextDeleted:
-    """Delete a context and its KV."""
+    """Delete a context, or a kept conversation, and its KV."""
+    if session_id.startswith(KEPT_PREFIX):
+        unreachable = list(await gateway.delete_kept(tenant, session_id))
+        status: Literal["success", "partial"] = "partial" if unreachable else "success"
+        return {"session_id": session_id, "status": status, "unreachable": unreachable}
     await gateway.delete(tenant, session_id)
     return {"session_id": session_id, "status": "success"}
 

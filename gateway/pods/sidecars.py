@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError
-from contextcache.model import CacheRef, CacheSessionMetadata, SessionState
+from contextcache.model import CacheRef, CacheSessionMetadata, KeptGroup, SessionId, SessionState, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
@@ -185,6 +185,27 @@ class Holders:
         except (ContextCacheError, TimeoutError):
             return KVState("unreachable", size_bytes=None)
 
+    async def kept(self, tenant: TenantId, group: SessionId = "") -> tuple[dict[str, list[KeptGroup]], list[str]]:
+        """Return the KV of a tenant's plain requests by pod, and the pods that did not say. Never raises."""
+        names = list(self._sidecars)
+        answers = await asyncio.gather(*(self._kept_at(name, tenant, group) for name in names))
+        found = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
+        return found, [name for name in names if name not in found]
+
+    async def delete_kept(self, tenant: TenantId, group: SessionId) -> list[str]:
+        """Delete one conversation's KV at every pod; return the pods that could not be reached."""
+        names = list(self._sidecars)
+        freed = await asyncio.gather(*(self._delete_at(name, tenant, group) for name in names))
+        self._metrics.freed_bytes.inc(sum(count or 0 for count in freed))
+        return [name for name, count in zip(names, freed, strict=True) if count is None]
+
+    async def _kept_at(self, name: str, tenant: TenantId, group: SessionId) -> list[KeptGroup] | None:
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                return await self._sidecars[name].list_kept(tenant, group)
+        except (ContextCacheError, TimeoutError):
+            return None
+
     async def start_pull(self, session: CacheSessionMetadata, *, to: Endpoint) -> None:
         """Tell the sidecar of the pod that runs the next turn to fetch the KV from the holder's. Never raises.
 
@@ -208,9 +229,13 @@ class Holders:
 
     async def delete(self, session: CacheSessionMetadata) -> None:
         """Delete a context's KV at every sidecar that may have some: more than its holder may have seen its turns."""
-        freed = await asyncio.gather(*(self._delete_at(name, session) for name in self._may_have(session)))
-        self._metrics.freed_bytes.inc(sum(freed))
-        log.info("context deleted", extra={"session_id": session.session_id, "freed_bytes": sum(freed)})
+        asked = (
+            self._delete_at(name, session.tenant, session.session_id, session.cache_refs)
+            for name in self._may_have(session)
+        )
+        freed_bytes = sum([freed or 0 for freed in await asyncio.gather(*asked)])
+        self._metrics.freed_bytes.inc(freed_bytes)
+        log.info("context deleted", extra={"session_id": session.session_id, "freed_bytes": freed_bytes})
 
     async def touch(self, session: CacheSessionMetadata) -> None:
         """Have every sidecar that may have KV of a context keep it as long as the context lives. Never raises."""
@@ -278,19 +303,20 @@ class Holders:
         is_young = self._clock.now_ms() - session.created_at_ms < _SEALING_MS
         return KVState("pending" if is_coming or is_young else "absent")
 
-    async def _delete_at(self, name: str, session: CacheSessionMetadata) -> int:
+    async def _delete_at(
+        self, name: str, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef] = ()
+    ) -> int | None:
+        """Return the bytes that were freed; None: the sidecar cannot be reached, its TTL will."""
         try:
             async with asyncio.timeout(self._delete_timeout_s):
-                return await self._sidecars[name].delete_context(
-                    session.tenant, session_id=session.session_id, cache_refs=session.cache_refs
-                )
+                return await self._sidecars[name].delete_context(tenant, session_id=session_id, cache_refs=cache_refs)
         except (ContextCacheError, TimeoutError) as exc:
             self._metrics.unreachable_deletes.labels(name).inc()
             log.warning(
                 "KV not deleted, its TTL will",
-                extra={"session_id": session.session_id, "endpoint": name, "error": type(exc).__name__},
+                extra={"session_id": session_id, "endpoint": name, "error": type(exc).__name__},
             )
-            return 0
+            return None
 
 
 async def _manifest_state(sidecar: KVSidecar, session: CacheSessionMetadata, cache_ref: CacheRef) -> KVState | None:

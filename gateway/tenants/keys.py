@@ -1,7 +1,7 @@
 """Whose API key it is: a file of key hashes, reloaded when it changes, or one tenant where there are no keys.
 
-The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "context_mode": "replay"}]}`; `context_mode` may be
-left out. A key itself is never stored or logged.
+The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "context_mode": "replay", "plain": "keep"}]}`; the
+last two may be left out. A key itself is never stored or logged.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from contextcache.errors import Unauthorized
 from contextcache.model import TENANT_PATTERN, ContextMode, TenantId
 from contextcache.process.settings import file_version
+from gateway.kept import Plain
 from gateway.metrics import Metrics
 from gateway.ports import Caller
 
@@ -166,7 +167,7 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
         except ValueError as exc:
             raise ValueError(f"{path}: key {number} {exc}") from None
         if callers.setdefault(digest, known.setdefault(caller, caller)) != caller:
-            raise ValueError(f"{path}: key {number} stands twice, with another tenant or context_mode")
+            raise ValueError(f"{path}: key {number} stands twice, with another tenant, context_mode or plain")
     return callers
 
 
@@ -196,6 +197,10 @@ def _read_key(entry: object) -> tuple[bytes, Caller]:
     if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
         raise ValueError('has no valid "tenant"')
     try:
-        return bytes.fromhex(digest), Caller(tenant, None if mode is None else ContextMode(mode))
+        context_mode = None if mode is None else ContextMode(mode)
     except ValueError:
         raise ValueError('has a "context_mode" that is not auto, append or replay') from None
+    try:
+        return bytes.fromhex(digest), Caller(tenant, context_mode, Plain(found.get("plain", Plain.OFF)))
+    except ValueError:
+        raise ValueError('has a "plain" that is not off, route or keep') from None

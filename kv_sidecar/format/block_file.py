@@ -25,6 +25,7 @@ FORMAT = "context-cache-block-2"
 FORMAT_1 = "context-cache-block-1"
 """Read, never written: of plain engines, the same bytes in another shape."""
 TENSOR = "pages"
+_CODEC = "codec"
 _NO_CHECKSUM = "0" * 32
 _KINDS: dict[str, BlockKind] = {"block": "block", "tail": "tail"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -74,8 +75,10 @@ def tail_start(kind: BlockKind, group: str, first_token: int) -> int:
 class BlockFileWriter:
     """A block file being made in somebody's memory: `begin()`, fill `pages` in place, then `finish()`."""
 
-    def __init__(self, meta: BlockMeta, *, pages_bytes: int) -> None:
+    def __init__(self, meta: BlockMeta, *, pages_bytes: int, codec: str = "") -> None:
+        """`codec`: how the pages are stored, as their engine spells it; empty: as they are."""
         self._meta = meta
+        self._codec = codec
         self._shape = (pages_bytes,)
         self._start = len(self._head(_NO_CHECKSUM))
         self.size_bytes = self._start + pages_bytes
@@ -103,7 +106,8 @@ class BlockFileWriter:
         self._data = memoryview(b"")
 
     def _head(self, checksum: str) -> bytes:
-        return encode_header(TensorHeader(TENSOR, "U8", self._shape, _metadata(self._meta, checksum)))
+        told = _metadata(self._meta, checksum) | ({_CODEC: self._codec} if self._codec else {})
+        return encode_header(TensorHeader(TENSOR, "U8", self._shape, told))
 
 
 class BlockFile:
@@ -117,6 +121,8 @@ class BlockFile:
         if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) not in {1, 3}:
             raise CorruptBlock("the file holds no pages")
         self.meta, self.checksum = _meta_of(header.metadata)
+        self.codec = header.metadata.get(_CODEC, "")
+        """How the pages are stored; empty: as they are."""
         self.pages: Pages = np.frombuffer(self.data[start:], dtype=np.uint8)
         self._tensor = self.data[start:]
 

@@ -75,6 +75,8 @@ def fan_out(name: str) -> str:
 DOMAIN = b"context-cache block 1\n"
 """First bytes hashed: another version of the chain starts with other bytes."""
 _MAX_TOKEN_ID = 2**32 - 1
+TOKEN_BYTES = 4
+"""Of a token id, packed."""
 
 
 def block_id(fingerprint: str, tenant: str, parent: str, token_ids: Sequence[int]) -> str:
@@ -82,23 +84,30 @@ def block_id(fingerprint: str, tenant: str, parent: str, token_ids: Sequence[int
 
     Raises OverflowError for a token id outside 0 to 2**32 - 1.
     """
+    return _block_id(fingerprint, tenant, parent, pack_token_ids(token_ids))
+
+
+def _block_id(fingerprint: str, tenant: str, parent: str, packed: bytes) -> str:
     digest = hashlib.sha256(DOMAIN)
     for text in (fingerprint, tenant, parent):
         raw = text.encode()
         digest.update(len(raw).to_bytes(4, "little"))
         digest.update(raw)
-    digest.update(len(token_ids).to_bytes(4, "little"))
-    digest.update(pack_token_ids(token_ids))
+    digest.update((len(packed) // TOKEN_BYTES).to_bytes(4, "little"))
+    digest.update(packed)
     return digest.hexdigest()
 
 
 def chain_block_ids(fingerprint: str, tenant: str, token_ids: Sequence[int], *, block_tokens: int) -> tuple[str, ...]:
     """Return the ids of all whole blocks of a context, in order; tokens after the last one have no block id."""
+    return chain_packed(fingerprint, tenant, pack_token_ids(token_ids), block_tokens=block_tokens)
+
+
+def chain_packed(fingerprint: str, tenant: str, packed: bytes, *, block_tokens: int) -> tuple[str, ...]:
+    """As `chain_block_ids`, of packed token ids."""
     ids: list[str] = []
-    edges = range(0, len(token_ids) + 1, block_tokens)
-    for start, end in pairwise(edges):
-        parent = ids[-1] if ids else ""
-        ids.append(block_id(fingerprint, tenant, parent, token_ids[start:end]))
+    for start, end in pairwise(range(0, len(packed) + 1, block_tokens * TOKEN_BYTES)):
+        ids.append(_block_id(fingerprint, tenant, ids[-1] if ids else "", packed[start:end]))
     return tuple(ids)
 
 

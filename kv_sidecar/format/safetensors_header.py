@@ -19,7 +19,7 @@ from contextcache.errors import CorruptBlock
 
 Dtype: TypeAlias = Literal["U8", "U32"]
 _DTYPE_BYTES: dict[str, int] = {"U8": 1, "U32": 4}
-_LENGTH_BYTES = 8
+HEAD_BYTES = 8
 _ALIGNMENT = 64
 """The tensor starts at a multiple of a cache line."""
 _MAX_HEADER_BYTES = 64 << 20
@@ -57,8 +57,13 @@ def encode_header(header: TensorHeader) -> bytes:
         entry[SUPPLEMENT] = dict(header.supplement)
     document = {"__metadata__": dict(header.metadata), header.tensor: entry}
     raw = json.dumps(document, separators=(",", ":")).encode()
-    padded = raw + b" " * (-(len(raw) + _LENGTH_BYTES) % _ALIGNMENT)
-    return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
+    padded = raw + b" " * (-(len(raw) + HEAD_BYTES) % _ALIGNMENT)
+    return len(padded).to_bytes(HEAD_BYTES, "little") + padded
+
+
+def tensor_start(head: bytes) -> int:
+    """Return the offset of a file's tensor, told by its first `HEAD_BYTES`."""
+    return HEAD_BYTES + int.from_bytes(head[:HEAD_BYTES], "little")
 
 
 def decode_header(file: memoryview) -> tuple[TensorHeader, int]:
@@ -66,12 +71,12 @@ def decode_header(file: memoryview) -> tuple[TensorHeader, int]:
 
     Raises CorruptBlock unless the file holds exactly one tensor that ends where the file ends.
     """
-    length = int.from_bytes(file[:_LENGTH_BYTES], "little")
-    start = _LENGTH_BYTES + length
-    if len(file) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES or start > len(file):
+    length = int.from_bytes(file[:HEAD_BYTES], "little")
+    start = HEAD_BYTES + length
+    if len(file) < HEAD_BYTES or length > _MAX_HEADER_BYTES or start > len(file):
         raise CorruptBlock("the file is shorter than its head")
     try:
-        header = _header_of(json.loads(bytes(file[_LENGTH_BYTES:start])))
+        header = _header_of(json.loads(bytes(file[HEAD_BYTES:start])))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise CorruptBlock("the head of the file is not what it must be") from exc
     if start + header.data_bytes != len(file):

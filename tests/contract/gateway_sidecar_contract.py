@@ -51,6 +51,20 @@ class GatewaySidecarContract:
         assert await sidecar.delete_context("other", session_id="ctx_1", cache_refs=(ref,)) == 0
         assert await sidecar.get_manifest("demo", ref)
 
+    async def test_what_is_kept_of_plain_requests_is_shown_to_its_tenant_and_deleted_by_its_group(self, sidecar, keep):
+        await keep("kept_1", "demo")
+        await keep("kept_2", "demo")
+        await keep("ctx_1", "demo")
+
+        groups = await sidecar.list_kept("demo")
+        assert {group.group for group in groups} == {"kept_1", "kept_2"}
+        assert all(group.num_tokens > 0 and group.size_bytes > 0 and group.expires_at_ms > 0 for group in groups)
+        assert [group.group for group in await sidecar.list_kept("demo", "kept_1")] == ["kept_1"]
+        assert await sidecar.list_kept("demo", "ctx_1") == []
+        assert await sidecar.list_kept("other") == []
+        assert await sidecar.delete_context("demo", session_id="kept_1") > 0
+        assert [group.group for group in await sidecar.list_kept("demo")] == ["kept_2"]
+
     async def test_a_touch_moves_the_end_of_a_sessions_kv_and_of_no_other(self, sidecar, keep):
         ref, other = await keep("ctx_1", "demo"), await keep("ctx_2", "demo")
         before, _ = await sidecar.get_manifest("demo", other)

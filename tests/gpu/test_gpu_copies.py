@@ -19,6 +19,8 @@ import torch
 from tests.contract.paged_layers_contract import PagedLayersContract
 from tests.kit.paged_kv import Owner, register, room_in
 from tests.kit.until import wait_until
+from vllm_plugin.connector.codec import STEPS
+from vllm_plugin.connector.coded_layers import CodedLayers
 from vllm_plugin.connector.cuda_copies import DeviceLayers
 from vllm_plugin.connector.layout import open_layers
 from vllm_plugin.connector.pages import PageCopy, Pages, page_bytes
@@ -151,6 +153,31 @@ def test_a_context_of_a_real_model_comes_back_bit_by_bit(
         for name in names:
             assert torch.equal(kv[name][old[group]], kv[name][new[group]])
             assert int(kv[name][new[group]].count_nonzero()) > 0
+
+
+@pytest.mark.parametrize("codec", STEPS)
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_context_that_is_stored_in_fewer_bits_comes_back_nearly(
+    codec: str, registered: bool, owners: list[Owner]
+) -> None:
+    """All but its last page, which is not full: that one exactly."""
+    num_pages, num_full = 16, 15
+    generator = torch.Generator().manual_seed(2)
+    kv = {f"l{i}": torch.randn(64, 8, 16, 256, generator=generator).bfloat16().cuda() for i in range(4)}
+    plain = open_layers(kv, 64, [list(kv)])
+    assert isinstance(plain, DeviceLayers)
+    layers, old, new = CodedLayers(plain, ["full_attention"], codec), [*range(1, 17)], [*range(33, 49)]
+    arena = memory_of(layers.stored(0, num_pages, num_full).size_bytes)
+    if registered:
+        register(plain, arena, owners)
+    layers.gather(PageCopy(0, old, arena, num_pages, after=layers.fence(), num_full=num_full))
+    layers.scatter(PageCopy(0, new, arena, num_pages, after=layers.fence(), num_full=num_full))
+    torch.cuda.synchronize()
+
+    for tensor in kv.values():
+        off = (tensor[new].float() - tensor[old].float()).abs()
+        assert 0 < float(off.max()) < 8 / STEPS[codec]
+        assert torch.equal(tensor[new[-1]], tensor[old[-1]])
 
 
 def _kv_of(model: Sequence[Group], order: str, num_blocks: int) -> tuple[dict[str, torch.Tensor], list[list[str]]]:

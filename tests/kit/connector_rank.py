@@ -62,7 +62,7 @@ class Rank:
         *,
         model: str = "m",
         groups: Sequence[LayerGroup] = ONE_GROUP,
-        **settings_of: int,
+        **settings_of: Any,
     ) -> None:
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(

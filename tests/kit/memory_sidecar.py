@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import CacheRef, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 
 
@@ -109,6 +109,17 @@ class MemorySidecar:
         self.pulls.append((tenant, tuple(cache_refs), peer))
         return "present" if cache_refs[0] in self._kept else "started"
 
+    async def list_kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
+        """Return what is held of the tenant's plain requests, a group each."""
+        self._check_up()
+        held = [manifest for manifest, _ in self._kept.values() if manifest.tenant == tenant]
+        names = dict.fromkeys(manifest.session_id for manifest in held if manifest.session_id.startswith(KEPT_PREFIX))
+        return [
+            _group_of(name, [manifest for manifest in held if manifest.session_id == name])
+            for name in names
+            if group in ("", name)
+        ]
+
     async def stats(self) -> pb.StatsResponse:
         """Return how many contexts there are, the tiers, and the fingerprints it was given."""
         self._check_up()
@@ -122,6 +133,17 @@ class MemorySidecar:
     def _check_up(self) -> None:
         if self.down:
             raise SidecarUnavailable("the sidecar is down")
+
+
+def _group_of(name: SessionId, manifests: Sequence[Manifest]) -> KeptGroup:
+    return KeptGroup(
+        group=name,
+        num_tokens=max(len(manifest.token_ids) for manifest in manifests),
+        size_bytes=sum(manifest.size_bytes for manifest in manifests),
+        expires_at_ms=max(manifest.expires_at_ms for manifest in manifests),
+        used_at_ms=0,
+        num_manifests=len(manifests),
+    )
 
 
 def _tails_of(manifest: Manifest) -> CacheRef:

@@ -32,8 +32,8 @@ from tests.kit.patience import CONNECTOR, PARTS
 from tests.kit.ports import free_ports
 from tests.kit.until import wait_until
 
-KEY, OTHER_KEY = API_KEYS
-"""API keys of the tenants `demo` and `other`."""
+KEY, OTHER_KEY, KEEPING_KEY = API_KEYS
+"""API keys of the tenants `demo` and `other`, and of `keeper`, whose plain requests' KV is kept."""
 MODEL = "smollm2-135m-instruct"
 """What clients call the model, SmolLM2 or not: the local stack has one name."""
 _START_S = 180.0

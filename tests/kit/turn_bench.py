@@ -18,6 +18,7 @@ from contextcache.clock import ManualClock
 from contextcache.identity import Identity, sign_identity
 from contextcache.model import SaveOutcome
 from tests.kit.fake_vllm import FakeVllm
+from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
 from vllm_plugin.turn.settings import TurnSettings
@@ -121,23 +122,23 @@ class Pod:
             MemorySessionStore(), clock=self.clock, metrics=ManagerMetrics(CollectorRegistry())
         )
         self.settings = TurnSettings(secret_file=secret_file, **({"rpc_deadline_ms": 60_000} | settings))
-        self.story = TurnStory(
-            self.settings,
-            secret=SECRET,
-            manager=self.manager,
-            sidecar=self.sidecar,
-            clock=self.clock,
-            metrics=TurnMetrics(self.registry),
-        )
+        parts: Any = {
+            "secret": SECRET,
+            "sidecar": self.sidecar,
+            "clock": self.clock,
+            "metrics": TurnMetrics(self.registry),
+        }
+        self.story = TurnStory(self.settings, manager=self.manager, **parts)
         self.stuck_after = 1 << 30
         """From its so many-th message on, an answer is not read."""
         self.on_end: Callable[[], None] = lambda: None
         """Called with the last byte of every answer."""
-        self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, clock=self.clock)
+        kept = KeptRequests(self.settings, **parts)
+        self.app = TurnMiddleware(engine, settings=self.settings, story=self.story, kept=kept, clock=self.clock)
 
-    def identity(self, session_id: str | None = None, tenant: str = "demo") -> str:
+    def identity(self, session_id: str | None = None, tenant: str = "demo", *, kept: str = "") -> str:
         now = self.clock.now_ms()
-        return sign_identity(Identity(tenant, "req", now + 60_000, session_id), SECRET)
+        return sign_identity(Identity(tenant, "req", now + 60_000, session_id, kept=kept), SECRET)
 
     async def create(self, tenant: str = "demo", **body: Any) -> Answer:
         return await self.post("/v1/context", {"model": "m", **body}, self.identity(tenant=tenant))

@@ -68,7 +68,8 @@ def _layer(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[LayerShape
     axes = _in_memory(view)
     ratio, heads, tokens, content_bytes = view.shape[1:]
     order = "".join(LOGICAL[axis - 1] for axis in axes)
-    return LayerShape(name, ratio, heads, tokens, content_bytes, order), view.permute(0, *axes)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return LayerShape(name, ratio, heads, tokens, content_bytes, order, dtype), view.permute(0, *axes)
 
 
 def _in_memory(view: torch.Tensor) -> list[int]:

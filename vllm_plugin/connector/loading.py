@@ -314,11 +314,12 @@ class Loader:
         expected, group = load.plan.meta(piece, self._link.facts.rank), piece.file.group
         block = parse_block_file(arrival.data)
         check_head(block.meta, block.checksum, expected, vouched=arrival.vouched)
-        if block.pages.nbytes != piece.num_pages * page_bytes(self._layers.shapes[group]):
-            raise CorruptBlock("the block's pages are not of this engine's size")
+        if (block.pages.nbytes, block.codec) != self._layers.stored(group, piece.num_pages, piece.num_full):
+            raise CorruptBlock("the block's pages are not of this engine's size, or coded in another way")
         checksum = new_checksum()
         with load.end.writing():
-            copy = PageCopy(group, piece.block_ids, block.pages, piece.num_pages, piece.first_page, load.fence)
+            pages, first = block.pages, piece.first_page
+            copy = PageCopy(group, piece.block_ids, pages, piece.num_pages, first, load.fence, piece.num_full)
             self._layers.scatter(copy, copied=checksum.update)
         if checksum.hexdigest() != block.checksum:
             raise CorruptBlock("the block's checksum is wrong")

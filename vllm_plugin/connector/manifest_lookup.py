@@ -1,4 +1,7 @@
-"""Which saved KV a request can start from: asks the sidecar for manifests in background threads. Decides no load.
+"""Which saved KV a request can start from: asks the sidecar in background threads. Decides no load.
+
+First what the turn names, then, where that leaves much to compute, whatever else of the tenant's begins like the
+prompt.
 
 A lookup goes through the candidates in order and keeps the longest common prefix with the prompt. A candidate that
 this engine is itself still saving is asked for again, for a bounded time: the next turn often comes before the seal.
@@ -13,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, SidecarUnavailable
@@ -31,7 +35,7 @@ _ASK_AGAIN_S = 0.01
 _SILENT_SHARE = 10
 """The part of the deadline that is waited for a sidecar that let the last question run out."""
 
-
+NOTHING_LIKE_IT = "no_manifest"
 _NEW_SHARE = 4
 """What follows a whole context is taken for new up to this part of it: another question would find nothing."""
 
@@ -183,38 +187,43 @@ class ManifestLookup:
         return self._pool.close(timeout_s)
 
     def _best(self, transfer: KVTransfer, token_ids: Sequence[int], facts: RankFacts, patience: Patience) -> Match:
-        prompt = np.asarray(token_ids, dtype=np.int64)
-        best, num_usable = Match(None, 0, "no_manifest"), 0
-        missing: set[CacheRef] = set()
-        whole: set[CacheRef] = set()
-        """Contexts that serve all they share: what was saved at their prompt's end has nothing to add."""
-        for cache_ref in self._candidates(transfer.load, facts, whole):
-            try:
-                manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
-            except ContextCacheError as exc:
-                is_checkpoint = cache_ref not in transfer.load
-                if isinstance(exc, CacheRefNotFound) and not isinstance(exc, CacheRefPending) and not is_checkpoint:
-                    missing.add(cache_ref)
-                if best.manifest is None and not is_checkpoint:
-                    best = Match(None, 0, exc.code)
-                continue
-            if (reason := refusal(manifest, facts)) is not None:
-                self._counters.add("refused_manifests", reason)
-                if best.manifest is None:
-                    best = Match(None, 0, reason)
-                continue
-            shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), prompt)
-            limit = min(shared, max(len(prompt) - 1, 1))
-            usable = restorable_tokens(manifest, facts, limit)
-            if usable == limit:
-                whole.add(cache_ref)
-            if best.manifest is None or usable > num_usable:
-                best, num_usable = Match(manifest, shared, tier=tier), usable
-            # The rest of a prompt that goes on where a context ends is new: the context before has none of it.
-            is_whole = usable == len(manifest.token_ids) and len(prompt) - usable <= usable // _NEW_SHARE
-            if usable >= len(prompt) - 1 or is_whole:
+        best = _Best(np.asarray(token_ids, dtype=np.int64), facts, self._counters)
+        for cache_ref in self._candidates(transfer.load, facts, best.whole):
+            if self._consider(best, transfer, cache_ref, patience):
+                return best.match
+        for cache_ref in self._like(best, transfer, facts):
+            if cache_ref not in transfer.load and self._consider(best, transfer, cache_ref, patience):
                 break
-        return replace(best, missing=frozenset(missing))
+        return best.match
+
+    def _consider(self, best: _Best, transfer: KVTransfer, cache_ref: CacheRef, patience: Patience) -> bool:
+        """Return whether what there is under a name leaves nothing to look for."""
+        try:
+            manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
+        except ContextCacheError as exc:
+            if cache_ref in transfer.load:
+                best.fail(cache_ref, exc)
+            return False
+        return best.take(cache_ref, manifest, tier)
+
+    def _like(self, best: _Best, transfer: KVTransfer, facts: RankFacts) -> Sequence[CacheRef]:
+        """Return the names of whatever else of the tenant's begins like the prompt, and brings enough to matter."""
+        tokens_min = best.num_usable + self._settings.match_tokens_min
+        if not self._settings.match_prefix or len(best.prompt) <= tokens_min:
+            return ()
+        try:
+            return self._sidecar.get().match_prefix(
+                transfer.tenant,
+                facts.fingerprint,
+                best.prompt.astype("<u4").tobytes(),
+                tokens_min=tokens_min,
+                expires_at_ms=transfer.expires_at_ms,
+                group=transfer.session_id if transfer.is_kept else "",
+                timeout_s=self._settings.manifest_deadline_ms / 1000,
+            )
+        except ContextCacheError as exc:
+            self._counters.add("failed_matches", exc.code)
+            return ()
 
     @staticmethod
     def _candidates(cache_refs: Sequence[CacheRef], facts: RankFacts, whole: Set[CacheRef]) -> Iterator[CacheRef]:
@@ -256,3 +265,50 @@ class ManifestLookup:
     def _has_waited(self, until_ms: int) -> bool:
         """Wait a moment before the next question; True when there is no time for one."""
         return self._clock.now_ms() >= until_ms or self._stopping.wait(_ASK_AGAIN_S)
+
+
+class _Best:
+    """The best of the manifests that were looked at so far, for one prompt."""
+
+    def __init__(self, prompt: npt.NDArray[np.int64], facts: RankFacts, counters: Counters) -> None:
+        self.prompt = prompt
+        self.num_usable = 0
+        """Tokens that the best one saves."""
+        self.whole: set[CacheRef] = set()
+        """Contexts that serve all they share: what was saved at their prompt's end has nothing to add."""
+        self._facts = facts
+        self._counters = counters
+        self._match = Match(None, 0, NOTHING_LIKE_IT)
+        self._missing: set[CacheRef] = set()
+
+    @property
+    def match(self) -> Match:
+        """What was found."""
+        return replace(self._match, missing=frozenset(self._missing))
+
+    def fail(self, cache_ref: CacheRef, error: ContextCacheError) -> None:
+        """Note that a context that was named cannot be had."""
+        if isinstance(error, CacheRefNotFound) and not isinstance(error, CacheRefPending):
+            self._missing.add(cache_ref)
+        self._miss(error.code)
+
+    def take(self, cache_ref: CacheRef, manifest: Manifest, tier: pb.Tier.ValueType) -> bool:
+        """Keep a manifest that serves more than any before; return whether there is nothing left to look for."""
+        if (reason := refusal(manifest, self._facts)) is not None:
+            self._counters.add("refused_manifests", reason)
+            self._miss(reason)
+            return False
+        shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), self.prompt)
+        limit = min(shared, max(len(self.prompt) - 1, 1))
+        usable = restorable_tokens(manifest, self._facts, limit)
+        if usable == limit:
+            self.whole.add(cache_ref)
+        if self._match.manifest is None or usable > self.num_usable:
+            self._match, self.num_usable = Match(manifest, shared, tier=tier), usable
+        # The rest of a prompt that goes on where a context ends is new: the context before has none of it.
+        is_whole = usable == len(manifest.token_ids) and len(self.prompt) - usable <= usable // _NEW_SHARE
+        return usable >= len(self.prompt) - 1 or is_whole
+
+    def _miss(self, reason: str) -> None:
+        if self._match.manifest is None:
+            self._match = Match(None, 0, reason)

@@ -40,6 +40,12 @@ class EngineGroup:
         """Return how many positions `num_tokens` tokens have."""
         return -(-num_tokens // self.block_tokens)
 
+    def num_full(self, file: KVFile) -> int:
+        """Return how many of a file's pages, from its first on, have a token of the file in every slot."""
+        if self.kind == "state" or file.first_token % self.block_tokens:
+            return 0
+        return (file.end_token - file.first_token) // self.block_tokens
+
     def kept(self, num_tokens: int, *, file_tokens_min: int) -> KVGroup:
         """Return what is saved of a context that ends here; whole files hold `file_tokens_min` tokens or some more."""
         first = num_tokens - 1 if self.kind == "state" else self.first_needed(num_tokens) * self.block_tokens
@@ -98,6 +104,8 @@ class Piece:
     """First of them that moves."""
     block_ids: tuple[int, ...]
     """Engine blocks for the pages `first_page` and following."""
+    num_full: int
+    """The first so many of all pages have a token of the file in every slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,7 @@ class SavePlan:
         offset = group.first_needed(len(self.token_ids))
         ids = held[first - offset : last - offset]
         tokens = self.token_ids[file.first_token : file.end_token]
-        return Piece(block_index, file, tokens, last - first, 0, ids)
+        return Piece(block_index, file, tokens, last - first, 0, ids, group.num_full(file))
 
     def meta(self, piece: Piece, rank: int) -> BlockMeta:
         """Return what a file says of itself."""
@@ -271,7 +279,8 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
             continue
         assert len(ids) >= high, "the engine allocated every block the load needs"
         tokens = manifest.token_ids[file.first_token : file.end_token]
-        pieces.append(Piece(index, file, tokens, last - first, low - first, tuple(ids[low:high])))
+        ids_moved = tuple(ids[low:high])
+        pieces.append(Piece(index, file, tokens, last - first, low - first, ids_moved, group.num_full(file)))
     return LoadPlan(
         engine_request_id=engine_request_id,
         request_id=request_id,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class LayerShape:
     content_bytes: int
     order: str = LOGICAL
     """The axes as they lie in memory, outermost first; those of length 1 where they are in the logical order."""
+    dtype: str = ""
+    """Of the numbers, as torch names it. Not in the fingerprint here: it follows from what is."""
 
     @property
     def page_bytes(self) -> int:
@@ -53,12 +55,22 @@ class PageCopy:
     group: int
     block_ids: Sequence[int]
     pages: Pages
-    """Of `num_pages` engine blocks."""
+    """Of `num_pages` engine blocks, as they are stored."""
     num_pages: int
     first_page: int = 0
     """The first of them that is copied, to or from the first of `block_ids`."""
     after: Fence = None
     """The blocks are not touched before that."""
+    num_full: int = 0
+    """The first so many pages have a token in every slot."""
+
+
+class Stored(NamedTuple):
+    """How pages are stored in a file."""
+
+    size_bytes: int
+    codec: str = ""
+    """What the file says of it (docs/formats.md); empty: they are stored as they are."""
 
 
 class PagedLayers(Protocol):
@@ -77,6 +89,10 @@ class PagedLayers(Protocol):
         Whoever has pages there copied holds `owner`. Raises RuntimeError when no thread can be had.
         """
         ...
+
+    def stored(self, group: int, num_pages: int, num_full: int) -> Stored:  # noqa: ARG002  # plain pages are all alike
+        """Return how so many pages are stored; the first `num_full` have a token in every slot."""
+        return Stored(num_pages * page_bytes(self.shapes[group]))
 
     def gather(self, copy: PageCopy) -> None:
         """Copy blocks over their pages, which are in place on return."""

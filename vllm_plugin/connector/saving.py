@@ -19,6 +19,7 @@ from contextcache.model import KVGroup
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import BlockFileWriter, context_files
+from vllm_plugin.connector.codec import NotFinite
 from vllm_plugin.connector.hand_over import GivenUp, HandOver, Loan, Save, StagedFile
 from vllm_plugin.connector.metadata import Piece, SavePlan
 from vllm_plugin.connector.pages import Fence, PageCopy, PagedLayers, page_bytes
@@ -172,8 +173,8 @@ class Saver:
         wanted = []
         for index in missing:
             piece = plan.piece(index, files[index])
-            pages_bytes = len(piece.block_ids) * page_bytes(self._layers.shapes[piece.file.group])
-            wanted.append((piece, BlockFileWriter(plan.meta(piece, rank), pages_bytes=pages_bytes)))
+            pages_bytes, codec = self._layers.stored(piece.file.group, piece.num_pages, piece.num_full)
+            wanted.append((piece, BlockFileWriter(plan.meta(piece, rank), pages_bytes=pages_bytes, codec=codec)))
         if any(file.size_bytes > terms.block_size_bytes_max for _, file in wanted):
             raise StorageFull("a block is larger than the sidecar takes")
         if any(file.size_bytes > self.hand_over.budget.limit_bytes for _, file in wanted):
@@ -231,9 +232,12 @@ class Saver:
         try:
             file.writer.begin(memoryview(bytearray(file.writer.size_bytes)) if file.loan is None else file.loan.view)
             pages, ids = file.writer.pages, piece.block_ids
-            self._layers.gather(PageCopy(piece.file.group, ids, pages, num_pages=len(ids), after=save.fence))
-        except BaseException:
+            copy = PageCopy(piece.file.group, ids, pages, len(ids), after=save.fence, num_full=piece.num_full)
+            self._layers.gather(copy)
+        except BaseException as exc:
             self.hand_over.drop([file])
+            if isinstance(exc, NotFinite):
+                raise GivenUp("not_finite") from exc
             raise
         self.hand_over.stage(save, file)
 

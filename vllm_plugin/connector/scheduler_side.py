@@ -201,7 +201,8 @@ class SchedulerSide:
         self._checkpoints.watch(request, transfer, facts)
         if self._sends_ahead:
             self._early_saves.watch(request, transfer, facts)
-        if transfer.load and not request.skip_reading_prefix_cache:
+        may_match = self._settings.match_prefix and request.num_prompt_tokens > self._settings.match_tokens_min
+        if (transfer.load or may_match) and not request.skip_reading_prefix_cache:
             tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts)
 
     def _awaits_adapter(self, tracked: _Tracked) -> bool:
@@ -254,7 +255,7 @@ class SchedulerSide:
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not tracked.transfer.load:
+        if tracked is None:
             return
         if num_external_tokens == 0:
             self._report_no_load(request, tracked)
@@ -400,6 +401,8 @@ class SchedulerSide:
         """Report once a request; never after preemption, whose re-admission says nothing about the prompt."""
         if tracked.reported or request.num_preemptions:
             return
+        if not (tracked.transfer.load or tracked.transfer.is_kept or tracked.device_tokens):
+            return  # nothing was named, and nobody will ask
         tracked.reported = True
         found = tracked.found or Match(None, 0, "prefix_cache_reading_off")
         missed = found.manifest is None
@@ -428,6 +431,8 @@ class SchedulerSide:
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if again is not None:
             num_tokens = min(num_tokens, tracked.transfer.save_again_tokens)
+        if tracked.transfer.is_kept and num_tokens < self._settings.match_tokens_min:
+            return None  # nothing would ever be loaded from it
         if obstacle := _obstacle(tracked, facts, num_tokens, block_ids):
             self.counters.add("skipped_saves", obstacle)
             self._abandon(request, tracked.transfer, obstacle)

@@ -14,6 +14,8 @@ from typing import Any
 WEIGHTS_UNNAMED = "0"
 """`weights_epoch` of weights that the operator gave no name."""
 
+CODEC_NONE = "none"
+_CODECS = (CODEC_NONE, "q8", "q4")
 _EARLY_SAVES = ("auto", "on", "off")
 
 
@@ -35,6 +37,10 @@ class ConnectorSettings:
     early_saves: str = "auto"
     """Send full blocks while a request runs: `on`, `off`, or `auto`, which is `on` unless the engine computes on the
     CPU, whose cores the copying and writing would take (a create of 5 800 tokens took a tenth longer on two)."""
+    codec: str = CODEC_NONE
+    """How KV is stored: `none`, as it is; `q8`, 8.5 bits a number; `q4`, 4.5 bits. What is restored then differs a
+    little from what was computed (docs/codec.md), for half or a quarter of the bytes of bf16 and some CPU time.
+    Changing it begins anew: KV stored in another way is a miss."""
     manifest_deadline_ms: int = 1_000
     """Longest wait for a manifest before the request is computed instead. A lookup takes milliseconds, a dead
     sidecar refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed
@@ -56,6 +62,11 @@ class ConnectorSettings:
     """Longest time for one load, plus the allowance of the next field; then the request is computed instead."""
     load_bytes_per_ms_min: int = 100_000
     """Slowest rate a load may have: each so many bytes allow one more ms (100 MB/s, a slow disk)."""
+    match_tokens_min: int = 64
+    """Tokens that KV of anything else of the tenant's must bring beyond what a turn names, for it to be looked for: two
+    prompts of one template always share a few."""
+    match_prefix: bool = True
+    """Start new contexts, and those whose own KV is gone, from whatever the tenant has."""
     min_load_tokens: int = 1
     """Tokens a load must bring beyond the engine's own prefix cache; raise it where computing is cheaper."""
     lookup_threads: int = 16
@@ -94,6 +105,8 @@ class ConnectorSettings:
                 raise ValueError(f"kv_connector_extra_config {name!r} must be 1 or more")
         if extra.get("early_saves", "auto") not in _EARLY_SAVES:
             raise ValueError(f"kv_connector_extra_config 'early_saves' must be one of {', '.join(_EARLY_SAVES)}")
+        if extra.get("codec", CODEC_NONE) not in _CODECS:
+            raise ValueError(f"kv_connector_extra_config 'codec' must be one of {', '.join(_CODECS)}")
         return cls(**extra)
 
     def sends_ahead(self, device: str) -> bool:

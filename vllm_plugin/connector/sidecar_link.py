@@ -78,6 +78,20 @@ class EngineSidecar(Protocol):
         """Return a sealed manifest."""
         ...
 
+    def match_prefix(
+        self,
+        tenant: str,
+        fingerprint: str,
+        token_ids: bytes,
+        *,
+        tokens_min: int,
+        expires_at_ms: int,
+        group: str,
+        timeout_s: float,
+    ) -> tuple[str, ...]:
+        """See EngineSidecarClient."""
+        ...
+
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Stream blocks."""
         ...

@@ -18,6 +18,7 @@ import torch
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
 from vllm_plugin.connector.adapters import CHANGED, LoadedAdapters
+from vllm_plugin.connector.coded_layers import CodedLayers
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
 from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
 from vllm_plugin.connector.hand_over import HandOver, Save
@@ -27,7 +28,7 @@ from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.pages import page_orders
 from vllm_plugin.connector.reporting import Reporter
 from vllm_plugin.connector.saving import Saver
-from vllm_plugin.connector.settings import WEIGHTS_UNNAMED, ConnectorSettings
+from vllm_plugin.connector.settings import CODEC_NONE, WEIGHTS_UNNAMED, ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, Connect, LazySidecar, OpenArena, RankLink
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
@@ -84,13 +85,18 @@ class WorkerSide:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the paged tensors, and so the fingerprint. Raises UncarriedEngine for layouts we cannot carry."""
         layers = open_layers(kv_caches, self._num_blocks, [group.layer_names for group in self._groups])
+        codec: dict[str, Any] = {}
+        if self._settings.codec != CODEC_NONE:
+            layers = CodedLayers(layers, [group.kind for group in self._groups], self._settings.codec)
+            codec = layers.facts
+            self._tell_uncoded(layers.uncoded)
         groups = engine_groups(self._vllm_config, self._groups, layers.shapes)
         parallel = self._vllm_config.parallel_config
         epoch = self._settings.weights_epoch
         weights = weights_identity(self._vllm_config) or ("named" if epoch != WEIGHTS_UNNAMED else None)
         shapes = [shape for own in layers.shapes for shape in own]
         facts = engine_facts(self._vllm_config, groups, shapes, weights=weights, weights_epoch=epoch)
-        spelled = canonical_json(facts | page_orders(shapes))
+        spelled = canonical_json(facts | page_orders(shapes) | codec)
         self.facts = RankFacts(fingerprint(spelled), spelled, parallel.rank, parallel.world_size, groups)
         self._link.introduce(self.facts)
         self._loader = Loader(
@@ -125,6 +131,12 @@ class WorkerSide:
         if self._settings.prefault_kv_cache:
             tensors = list(kv_caches.values())
             self._load_pool.try_submit(lambda: self._prefault(tensors))
+
+    def _tell_uncoded(self, reasons: Sequence[str]) -> None:
+        for reason in reasons:
+            self.counters.add("uncoded_groups", reason)
+        if reasons:
+            log.warning("KV stored as it is", extra={"codec": self._settings.codec, "reasons": sorted(set(reasons))})
 
     def adopt(self, fingerprint_json: str) -> None:
         """Take the fingerprint that the scheduler's half made when the weights were given up for changed."""

@@ -11,6 +11,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import tracer_of
 from kv_sidecar.client import KVSidecarClient
 from vllm_plugin.turn.admission import TurnAdmission
+from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import TenantUsage
 from vllm_plugin.turn.settings import TurnSettings
@@ -24,10 +25,10 @@ memory for the KV of (2 TiB with an 8B model). A transcript that does not fit co
 _TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer", pb.TIER_OBJECT: "object"}
 
 
-def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission]:
-    """Return the story and what guards it, with real adapters; nothing is connected before the first turn.
+def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission, KeptRequests]:
+    """Return the story, what guards it, and what keeps plain requests, with real adapters.
 
-    Raises OSError or ValueError when the certificate files cannot serve.
+    Nothing is connected before the first turn. Raises OSError or ValueError when the certificate files cannot serve.
     """
     timeout_s = settings.rpc_deadline_ms / 1000
     metrics = TurnMetrics(prometheus_client.REGISTRY)
@@ -51,7 +52,9 @@ def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, Tur
         metrics=metrics,
         tracer=tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc),
     )
-    return story, TurnAdmission(settings, quotas=sidecar, clock=clock, metrics=metrics)
+    admission = TurnAdmission(settings, quotas=sidecar, clock=clock, metrics=metrics)
+    kept = KeptRequests(settings, secret=secret, sidecar=sidecar, clock=clock, metrics=metrics)
+    return story, admission, kept
 
 
 class SidecarReports:

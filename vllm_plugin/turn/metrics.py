@@ -82,6 +82,12 @@ class TurnMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.kept_requests = Counter(
+            f"{_PREFIX}kept_requests_total",
+            "Requests without a context of keys that have their KV kept, by `hit`, `miss` or `recomputed`, and why not",
+            ["verdict", "reason"],
+            registry=registry,
+        )
         self.transcript_segments = Counter(
             f"{_PREFIX}transcript_segments_total",
             "Segments of the transcripts that turns began with: `known` in this process already, or `sent` by the "
@@ -115,6 +121,10 @@ class TurnMetrics:
         self.first_token_seconds.labels(kind=kind, source=usage.source).observe(first_token_s)
         self.timed_tokens.labels(how="cached", source=usage.source).inc(usage.cached_tokens)
         self.timed_tokens.labels(how="computed", source=usage.source).inc(usage.computed_tokens)
+
+    def count_kept(self, verdict: str, reason: str) -> None:
+        """Count one kept request; `reason`: the connector's, a short fixed phrase."""
+        self.kept_requests.labels(verdict=verdict, reason=reason).inc()
 
     def count_transcript(self, known: int, sent: int) -> None:
         """Count the segments of the transcript of a turn that began."""

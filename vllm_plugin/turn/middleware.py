@@ -15,6 +15,7 @@ from typing import Any
 from opentelemetry.trace import SpanKind
 
 from contextcache.claim import (
+    KEPT_PATHS,
     SESSION_HEADER,
     claimed_session,
     is_opaque,
@@ -48,6 +49,7 @@ from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.if_missing import continue_or_create
+from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.request import (
     CHAT_PATH,
     COMPLETIONS_PATH,
@@ -79,6 +81,7 @@ class TurnMiddleware:
         settings: TurnSettings | None = None,
         story: TurnStory | None = None,
         admission: TurnAdmission | None = None,
+        kept: KeptRequests | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Read the environment unless settings are given. Raises OSError, ValueError: no secret, no start."""
@@ -88,8 +91,9 @@ class TurnMiddleware:
         self._secret = read_secret(self._settings.secret_file)
         self._clock = clock if clock is not None else SystemClock()
         if story is None:
-            story, admission = compose_turns(self._settings, self._secret)
+            story, admission, kept = compose_turns(self._settings, self._secret)
         self._story = story
+        self._kept = kept
         self._large_bodies = LargeBodies()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
@@ -112,14 +116,15 @@ class TurnMiddleware:
         token = headers.get(IDENTITY_HEADER)
         is_unrouted = token is None and UNROUTED_HEADER in headers
         may_be_turn = scope["path"] in _PATHS
-        if not is_unrouted and not (may_be_turn and token is not None) and not self._settings.single_tenant:
+        is_signed = token is not None and (may_be_turn or scope["path"] in KEPT_PATHS)
+        if not is_unrouted and not is_signed and not self._settings.single_tenant:
             await self._app(scope, receive, send)
             return
         started = _Started(send)
         try:
             if is_unrouted:
                 await self._pass_unrouted(scope, headers, Client(receive, started))
-            elif not may_be_turn:
+            elif not may_be_turn and not is_signed:
                 await self._pass_without_context(scope, headers, Client(receive, started))
             else:
                 parent = headers.get(TRACEPARENT, "")
@@ -134,7 +139,7 @@ class TurnMiddleware:
             await self._refuse(EngineFailed("the turn failed"), started)
 
     def _may_concern_us(self, scope: Scope) -> bool:
-        if scope["path"] in _PATHS or self._settings.single_tenant:
+        if scope["path"] in _PATHS | KEPT_PATHS or self._settings.single_tenant:
             return True
         return any(name.lower() == _UNROUTED for name, _ in scope["headers"])
 
@@ -162,6 +167,9 @@ class TurnMiddleware:
     ) -> None:
         """Run the turn a whole request is, or pass it."""
         create, path = scope["path"] == CONTEXT_PATH, scope["path"]
+        if identity is not None and not create and identity.session_id is None:
+            await self._pass_plain(scope, identity, raw, client)
+            return
         named: SessionId | None = None
         if identity is None:
             identity = self._single_tenant(headers)
@@ -234,10 +242,18 @@ class TurnMiddleware:
             return
         path, raw = scope["path"], await read_body(client.receive, limit_bytes=self._settings.max_body_bytes)
         body = await self._large_bodies.read(lambda whole: stateless_body(path, headers, whole), raw)
-        if body is not raw:
-            kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-            scope = {**scope, "headers": [*kept, (b"content-length", str(len(body)).encode())]}
-        await self._pass(scope, body, client)
+        await self._pass(scope if body is raw else _with_length(scope, body), body, client)
+
+    async def _pass_plain(self, scope: Scope, identity: Identity, raw: bytes, client: Client) -> None:
+        """Let a request without a context through, with an order to keep its KV if its key asks for that."""
+        claims = None
+        if identity.kept and self._kept is not None:
+            claims = await self._large_bodies.read(read_claims, raw)
+        if claims is None or self._kept is None:
+            await self._pass(scope, raw, client)
+            return
+        body, send = self._kept.begin(identity, claims, client.send)
+        await self._pass(_with_length(scope, body), body, Client(client.receive, send))
 
     async def _pass(self, scope: Scope, raw: bytes, client: Client) -> None:
         """Give the engine the request with its whole body."""
@@ -277,6 +293,12 @@ class _Started:
     async def __call__(self, message: Message) -> None:
         self.value = self.value or message["type"] == "http.response.start"
         await self._send(message)
+
+
+def _with_length(scope: Scope, body: bytes) -> Scope:
+    """Return the scope of a request whose body is another now."""
+    others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    return {**scope, "headers": [*others, (b"content-length", str(len(body)).encode())]}
 
 
 def _needs_engine(scope: Scope) -> bool:

@@ -49,6 +49,12 @@ class TurnSettings(TlsSettings, TracingSettings):
     report_deadline_ms: int = Field(
         50, description="ms to wait for the connector's load report before the receipt says less", ge=0, le=1000
     )
+    kept_ttl_s: int = Field(
+        3_600,
+        ge=60,
+        description="seconds for which the KV of a request without a context is kept after it was last used, for keys "
+        "that ask for it",
+    )
     engine_timeout_s: float = Field(
         600.0,
         gt=0,

@@ -103,7 +103,7 @@ class Settlement:
         `render` makes the end of the answer of it, for the commit to keep.
         """
         with within(turn.trace):
-            await self._take_load_report(turn)
+            await self._take_load_report(turn, has_cached=result.cached_tokens > 0)
             outcome = await self._commit(engine, turn, result, render)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
@@ -233,8 +233,9 @@ class Settlement:
         generation = turn.session.generation + (1 if turn.lease_id else 0)
         return self._receipt(turn, usage, generation=generation, expires_at_ms=turn.session.expires_at_ms)
 
-    async def _take_load_report(self, turn: Turn) -> None:
-        if turn.loaded is not None or not turn.session.cache_refs:
+    async def _take_load_report(self, turn: Turn, *, has_cached: bool = False) -> None:
+        # Nothing was named for a create: the engine tells where it started from only if it was from something.
+        if turn.loaded is not None or not (turn.session.cache_refs or has_cached):
             return
         with suppress(ContextCacheError):
             turn.loaded = await self._sidecar.load_report(turn.request_id, timeout_ms=self._settings.report_deadline_ms)

@@ -212,7 +212,7 @@ async def broken_disk(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
 
 
 async def no_room_made(kv: SidecarUnderTest, disk: Disk) -> Callable[[], Any]:
-    async def make_room(tenant: str, size_bytes: int) -> None:
+    async def make_room(tenant: str, size_bytes: int, *, for_kept: bool) -> None:
         raise OSError(errno.EIO, "injected")
 
     kv.catalog._retention.make_room = make_room  # type: ignore[method-assign]  # as a disk that cannot be read

@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from typing_extensions import override
 
 from contextcache.errors import (
@@ -27,6 +28,7 @@ from kv_sidecar.client import parse_block_file, with_files
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import rank_keys
 from kv_sidecar.memory_store import MemoryStore, Pins, Place
+from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
 
 FRAME_BYTES = 700
@@ -205,6 +207,18 @@ class FakeSidecar(EngineSidecar):
         if manifest is None or manifest.tenant != tenant:
             raise CacheRefNotFound("no manifest")
         return manifest, pb.TIER_HOST
+
+    @override
+    def match_prefix(self, tenant, fingerprint, token_ids, *, tokens_min, expires_at_ms, group, timeout_s):
+        self._arrive("match_prefix")
+        prompt = np.frombuffer(token_ids, "<u4").astype(np.int64)
+        found = {
+            ref: common_prefix(np.asarray(manifest.token_ids, np.int64), prompt)
+            for ref, manifest in self.manifests.items()
+            if (manifest.tenant, manifest.fingerprint) == (tenant, fingerprint)
+        }
+        longest = sorted(found, key=lambda ref: found[ref], reverse=True)
+        return tuple(ref for ref in longest if found[ref] >= tokens_min)[:3]
 
     @override
     def load_blocks(self, request, timeout_s) -> Iterator[pb.LoadBlocksResponse]:

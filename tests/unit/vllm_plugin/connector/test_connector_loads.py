@@ -661,3 +661,17 @@ def test_the_engine_ends_the_lease_of_every_load(engine: Engine, spoil: bool) ->
 
     assert engine.counted("loads") == (0 if spoil else 1)
     assert engine.sidecar.leases == set()
+
+
+def test_a_new_request_starts_from_whatever_the_tenant_has_when_that_is_enough_to_matter(
+    start_engine: Callable[..., Engine],
+) -> None:
+    for tokens_min, matches, loads in ((64, True, 1), (len(PROMPT) + 1, True, 0), (64, False, 0)):
+        engine = start_engine(extra={"match_tokens_min": tokens_min, "match_prefix": matches})
+        engine.loop.add("first", PROMPT, params=transfer(save=A))
+        engine.loop.run_to_end("first")
+        engine.loop.forget_prefixes()
+        engine.loop.add("other", [*PROMPT, 7], params=transfer(save=B))
+        engine.loop.run_to_end("other")
+
+        assert engine.counted("loads") == loads

@@ -85,7 +85,7 @@ def test_a_slow_upload_does_not_hold_the_engines_blocks(engine: Engine) -> None:
 
 
 def test_a_save_waiting_too_long_for_a_thread_is_skipped(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine(extra={"save_threads": 1})
+    engine = start_engine(extra={"save_threads": 1, "match_prefix": False})
     free = engine.loop.free_blocks
     hang = engine.sidecar.hang["prepare_save"] = threading.Event()
     engine.loop.add("first", PROMPT, params=transfer(save=A))

@@ -34,6 +34,7 @@ def test_settings_have_defaults_for_all_but_the_sidecar_and_the_secret() -> None
         ({**NEEDED, "load_threads": True}, "'load_threads' must be of type int"),
         ({**NEEDED, "load_threads": 0}, "'load_threads' must be 1 or more"),
         ({**NEEDED, "weights_epoch": 3}, "'weights_epoch' must be of type str"),
+        ({**NEEDED, "codec": "q2"}, "'codec' must be one of none, q8, q4"),
     ],
 )
 def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:

@@ -1,0 +1,156 @@
+"""Plain requests of keys that opted in: which conversation one seems to be of, and what may be done for it. Pure.
+
+A label that the client gives its conversation decides, else how the conversation begins. It chooses pod and group, and
+nothing else: what is loaded is found by tokens, so a label that is wrong, or shared, costs time at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from contextcache.claim import Claims
+from contextcache.errors import InvalidRequest
+from contextcache.model import KEPT_PREFIX, KeptGroup, KeptMiss, SessionId, TenantId
+
+KEEP_HEADER = "x-context-keep"
+"""`off`: not this request."""
+LABEL_HEADERS = (
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-litellm-session-id",
+)
+"""What clients call their conversations: Claude Code, Codex (two spellings), OpenCode and pi, pi, litellm."""
+_LABEL_CHARS_MAX = 512
+_BEGINNING_BYTES = 64 << 10
+"""Within which the first words of a user are looked for."""
+_FIRST_MESSAGES = 8
+_PREFIX_BYTES = 1024
+"""Of each of the first messages, and of a prompt."""
+_JSON = json.JSONDecoder()
+
+
+class Plain(Enum):
+    """What is done for a key's requests without a context, from nothing upwards."""
+
+    OFF = "off"
+    ROUTE = "route"
+    """One conversation goes to one pod."""
+    KEEP = "keep"
+    """And its KV is kept, and found again by its tokens."""
+
+
+_ORDER = (Plain.OFF, Plain.ROUTE, Plain.KEEP)
+
+
+def allowed(asked: Plain, most: Plain) -> Plain:
+    """Return what a key gets in a deployment that allows no more than `most`."""
+    return min(asked, most, key=_ORDER.index)
+
+
+def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label_headers: Sequence[str]) -> SessionId:
+    """Return the name under which a conversation's KV stands together; not guessable from outside the tenant."""
+    label = next((headers[name] for name in (*label_headers, *LABEL_HEADERS) if headers.get(name)), "")
+    if not label:
+        label = claims.text("prompt_cache_key") or ""
+    start = label.encode("utf-8", "surrogatepass")[:_LABEL_CHARS_MAX] if label else b"\0" + _beginning(claims)
+    seed = f"{tenant}\0{claims.model()}\0".encode("utf-8", "surrogatepass") + start
+    return KEPT_PREFIX + hashlib.blake2b(seed, digest_size=16).hexdigest()
+
+
+def _beginning(claims: Claims) -> bytes:
+    """Return what a conversation that is sent whole each time begins with, up to the first words of its user."""
+    fields = claims.fields
+    heads = [bytes(memoryview(raw)[:_PREFIX_BYTES]) for raw in (fields.system, fields.instructions)]
+    for turns in (fields.messages, fields.input):
+        spelled = bytes(memoryview(turns)[:_BEGINNING_BYTES])
+        if spelled.startswith(b"["):
+            return b"\0".join([*heads, *_first_messages(spelled)])
+        if spelled:
+            return b"\0".join([*heads, spelled[:_PREFIX_BYTES]])
+    return b"\0".join([*heads, bytes(memoryview(fields.prompt)[:_PREFIX_BYTES])])
+
+
+def _first_messages(spelled: bytes) -> list[bytes]:
+    text, at = spelled.decode(errors="replace"), 1
+    found: list[bytes] = []
+    while len(found) < _FIRST_MESSAGES:
+        while at < len(text) and text[at] in " \t\r\n,":
+            at += 1
+        try:
+            message, at = _JSON.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return [*found, text[at : at + _PREFIX_BYTES].encode(errors="replace")]  # it goes on
+        found.append(json.dumps(_told(message), sort_keys=True)[:_PREFIX_BYTES].encode())
+        if isinstance(message, dict) and message.get("role") == "user":
+            break
+    return found
+
+
+def _told(message: Any) -> Any:
+    """Return a message without what clients add to it and take away again (a cache mark moves from turn to turn)."""
+    if isinstance(message, dict):
+        return {key: _told(value) for key, value in message.items() if key != "cache_control"}
+    return [_told(part) for part in message] if isinstance(message, list) else message
+
+
+@dataclass(frozen=True, slots=True)
+class KeptConversation:
+    """What is kept of what seems to be one conversation, on all pods together."""
+
+    group: SessionId
+    num_tokens: int
+    """Of the longest."""
+    size_bytes: int
+    expires_at_ms: int
+    used_at_ms: int
+    """0: not known."""
+    pods: tuple[str, ...]
+    last_miss: KeptMiss | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPage:
+    """Some of them, what was used last first."""
+
+    conversations: Sequence[KeptConversation]
+    has_more: bool
+    unreachable: Sequence[str]
+    """Pods that did not say."""
+
+
+def page_of(
+    found: Mapping[str, Sequence[KeptGroup]], unreachable: Sequence[str], *, limit: int, after: SessionId = ""
+) -> KeptPage:
+    """Return one page of what the pods said. Raises InvalidRequest: nothing is called `after`."""
+    by_group: dict[SessionId, dict[str, KeptGroup]] = {}
+    for pod, groups in found.items():
+        for group in groups:
+            by_group.setdefault(group.group, {})[pod] = group
+    told = sorted(map(_together, by_group.values()), key=lambda one: (-one.used_at_ms, one.group))
+    names = [one.group for one in told]
+    if after and after not in names:
+        raise InvalidRequest("no conversation is called that", param="after")
+    first = names.index(after) + 1 if after else 0
+    return KeptPage(told[first : first + limit], len(told) > first + limit, unreachable)
+
+
+def _together(pods: Mapping[str, KeptGroup]) -> KeptConversation:
+    groups = list(pods.values())
+    misses = [group.last_miss for group in groups if group.last_miss is not None]
+    return KeptConversation(
+        group=groups[0].group,
+        num_tokens=max(group.num_tokens for group in groups),
+        size_bytes=sum(group.size_bytes for group in groups),
+        expires_at_ms=max(group.expires_at_ms for group in groups),
+        used_at_ms=max(group.used_at_ms for group in groups),
+        pods=tuple(sorted(pods)),
+        last_miss=max(misses, key=lambda miss: miss.at_ms, default=None),
+    )

@@ -1,0 +1,176 @@
+"""Plain requests of keys that opted in: one conversation, one pod and one group; nobody else's are touched."""
+
+import json
+
+import pytest
+
+from contextcache.claim import KEPT_PATHS
+from contextcache.identity import IDENTITY_HEADER, verify_identity
+from gateway.app import _rules
+from gateway.kept import LABEL_HEADERS, Plain
+from gateway.paths import Kind
+from gateway.ports import Caller
+from gateway.settings import GatewaySettings
+from tests.kit.gateway_parts import SECRET
+
+
+def settings(tmp_path, **fields):
+    (tmp_path / "secret").write_bytes(SECRET)
+    return GatewaySettings(endpoints=[{"name": "a", "url": "http://a:1"}], secret_file=tmp_path / "secret", **fields)
+
+
+CHAT = "/v1/chat/completions"
+HEAD = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "Write a parser."}]
+
+
+def says(parts, plain, tenant="keeper"):
+    parts.gateway._authenticator.caller_of = lambda headers: Caller(tenant, None, plain)
+
+
+async def route(parts, body, *, path=CHAT, **headers):
+    head = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    admission = parts.gateway.admit(parts.gateway.kind_of("POST", path), head, path=path, request_id="req_1")
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    by_head = await parts.gateway.route_by_head(admission, has_body=True)
+    assert by_head is None
+    return await parts.gateway.route(admission, raw)
+
+
+def group(parts, forward):
+    token = forward.set_headers.get(IDENTITY_HEADER)
+    return token and verify_identity(token, SECRET, now_ms=parts.clock.now_ms()).kept
+
+
+async def chat(parts, *messages, **headers):
+    return await route(parts, {"model": "stub-model", "messages": [*HEAD, *messages]}, **headers)
+
+
+@pytest.mark.parametrize("path", sorted(KEPT_PATHS))
+async def test_a_key_that_keeps_has_a_group_signed_and_its_bytes_untouched_and_no_store_is_asked(parts, path):
+    says(parts, Plain.KEEP)
+    forward = await route(parts, {"model": "stub-model", "prompt": "x", "messages": HEAD, "input": "x"}, path=path)
+    assert forward.kind is Kind.STATELESS
+    assert forward.body is None
+    assert group(parts, forward).startswith("kept_")
+    assert parts.directory.calls == []
+
+
+@pytest.mark.parametrize(
+    ("plain", "headers"), [(Plain.OFF, {}), (Plain.ROUTE, {}), (Plain.KEEP, {"x_context_keep": "off"})]
+)
+async def test_nothing_is_signed_for_a_key_or_a_request_that_does_not_keep(parts, plain, headers):
+    says(parts, plain)
+    forward = await chat(parts, **headers)
+    assert (forward.set_headers, forward.body) == ({}, None)
+
+
+async def test_a_deployment_may_allow_less_than_a_key_says(parts):
+    says(parts, Plain.KEEP)
+    object.__setattr__(parts.gateway._rules, "plain_max", Plain.ROUTE)
+    assert (await chat(parts)).set_headers == {}
+
+
+async def test_other_calls_of_a_key_that_keeps_are_as_before(parts):
+    says(parts, Plain.KEEP)
+    forward = await route(parts, {"input": "x"}, path="/v1/embeddings")
+    assert forward.set_headers == {}
+
+
+@pytest.mark.parametrize("label", LABEL_HEADERS)
+async def test_a_label_decides_the_group_whatever_is_said(parts, label):
+    says(parts, Plain.KEEP)
+    names = {label.replace("-", "_"): "conversation-1"}
+    one = group(parts, await chat(parts, **names))
+    later = group(
+        parts, await route(parts, {"model": "stub-model", "messages": [{"role": "user", "content": "?"}]}, **names)
+    )
+    another = group(parts, await chat(parts, **{next(iter(names)): "conversation-2"}))
+    says(parts, Plain.KEEP, tenant="somebody")
+    theirs = group(parts, await chat(parts, **names))
+    assert one == later
+    assert len({one, another, theirs}) == 3
+
+
+async def test_codex_names_its_conversation_in_the_body(parts):
+    says(parts, Plain.KEEP)
+    named = {"model": "stub-model", "prompt_cache_key": "thread-1"}
+    one = await route(parts, named | {"input": "a"}, path="/v1/responses")
+    two = await route(parts, named | {"input": "b"}, path="/v1/responses")
+    assert group(parts, one) == group(parts, two)
+
+
+async def test_an_operator_s_own_label_comes_before_those_of_known_clients(parts, tmp_path):
+    says(parts, Plain.KEEP)
+    found = settings(tmp_path, label_headers=["x-thread"], plain_max="route")
+    assert (_rules(found).label_headers, _rules(found).plain_max) == (("x-thread",), Plain.ROUTE)
+    object.__setattr__(parts.gateway._rules, "label_headers", ("x-thread",))
+    both = [await chat(parts, x_thread="t1", x_session_id=number) for number in ("s1", "s2")]
+    other = await chat(parts, x_thread="t2", x_session_id="s1")
+    assert len({group(parts, forward) for forward in both}) == 1
+    assert group(parts, both[0]) != group(parts, other)
+
+
+async def test_without_a_label_what_comes_up_to_the_first_words_of_the_user_decides(parts):
+    says(parts, Plain.KEEP)
+    marked = [HEAD[0], HEAD[1] | {"cache_control": {"type": "ephemeral"}}]
+    same = [
+        await chat(parts),
+        await chat(parts, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "Go on."}),
+        await route(parts, {"model": "stub-model", "messages": marked}),
+    ]
+    other = [
+        await route(
+            parts, {"model": "stub-model", "messages": [HEAD[0], {"role": "user", "content": "Write a lexer."}]}
+        ),
+        await route(parts, {"model": "another", "messages": HEAD}),
+        await route(
+            parts, {"model": "stub-model", "system": "You are a poet.", "messages": HEAD[1:]}, path="/v1/messages"
+        ),
+        await route(parts, {"model": "stub-model", "messages": HEAD[1:]}, path="/v1/messages"),
+    ]
+    assert len({group(parts, forward) for forward in same}) == 1
+    assert len({group(parts, forward) for forward in (same[0], *other)}) == 5
+
+
+async def test_one_conversation_goes_to_one_pod_and_many_to_both(parts):
+    for plain in (Plain.ROUTE, Plain.KEEP):
+        says(parts, plain)
+        pods = [
+            {(await chat(parts, x_session_id=f"s{number}")).endpoint.name for _ in range(3)} for number in range(20)
+        ]
+        assert all(len(names) == 1 for names in pods)
+        assert len(set.union(*pods)) == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"no json",
+        b"[1]",
+        b'{"messages": 5}',
+        b'{"messages": [',
+        b'{"messages": "x", "messages": []}',
+        b'{"input": {}}',
+    ],
+)
+async def test_what_is_no_conversation_is_the_engine_s_to_judge(parts, raw):
+    says(parts, Plain.KEEP)
+    assert (await route(parts, raw)).body is None
+
+
+async def test_a_body_as_wide_and_deep_as_may_be_is_read_no_further_than_its_first_words(parts):
+    says(parts, Plain.KEEP)
+    wide = json.dumps({"model": "m", "messages": [{"role": "tool", "content": "x"}] * 50_000}).encode()
+    deep = b'{"model": "m", "messages": ' + b"[" * 90 + b"]" * 90 + b"}"
+    for raw in (wide, deep):
+        assert group(parts, await route(parts, raw)).startswith("kept_")
+
+
+async def test_what_a_client_says_to_the_engine_behind_our_back_is_gone(parts):
+    says(parts, Plain.KEEP)
+    forward = await chat(parts)
+    told = {"model": "stub-model", "messages": HEAD, "cache_salt": "mine", "kv_transfer_params": {"context_cache": "x"}}
+    changed = await route(parts, told)
+    assert forward.body is None
+    assert json.loads(changed.body) == told | {"cache_salt": None, "kv_transfer_params": None}

@@ -1,0 +1,151 @@
+"""A request whose KV is kept: the engine gets the client's bytes and an order, the client a receipt."""
+
+import json
+
+import pytest
+
+from contextcache.errors import SidecarUnavailable
+from contextcache.identity import KV_TRANSFER_KEY, cache_salt, verify_kv_transfer
+from contextcache.model import CACHE_REF_PATTERN
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.turn_bench import SECRET, Pod
+from vllm_plugin.turn.usage import LoadedKV
+
+GROUP = "kept_" + "1" * 32
+BODIES = {
+    "/v1/completions": {"model": "m", "prompt": "hi"},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+}
+PATHS = sorted(BODIES)
+
+
+@pytest.fixture
+def pod(tmp_path):
+    return Pod(tmp_path, FakeVllm())
+
+
+async def ask(pod, path, *, raw=None, kept=GROUP, **more):
+    raw = json.dumps(BODIES[path] | more, indent=1).encode() if raw is None else raw
+    return await pod.post(path, raw, pod.identity(kept=kept))
+
+
+def order_of(pod):
+    _, sent = pod.engine.requests[-1]
+    return verify_kv_transfer(sent["kv_transfer_params"][KV_TRANSFER_KEY], SECRET)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_engine_gets_what_the_client_sent_and_an_order_signed_for_its_tenant_and_group(pod, path):
+    answer = await ask(pod, path, temperature=0.25)
+    called, sent = pod.engine.requests[-1]
+    order = order_of(pod)
+
+    assert answer.status == 200
+    assert called == path
+    assert {key: sent[key] for key in (*BODIES[path], "temperature")} == BODIES[path] | {"temperature": 0.25}
+    assert set(sent) - set(BODIES[path]) == {"temperature", "cache_salt", "kv_transfer_params"}
+    assert sent["cache_salt"] == cache_salt("demo", "", SECRET)
+    assert (order.tenant, order.session_id, order.load, order.is_kept) == ("demo", GROUP, (), True)
+    assert CACHE_REF_PATTERN.fullmatch(order.save)
+    assert order.expires_at_ms == pod.clock.now_ms() + 3_600_000
+
+
+async def test_what_is_kept_lives_as_long_as_the_deployment_says(tmp_path):
+    pod = Pod(tmp_path, FakeVllm(), kept_ttl_s=120)
+    await ask(pod, PATHS[0])
+    assert order_of(pod).expires_at_ms == pod.clock.now_ms() + 120_000
+
+
+async def test_each_request_has_a_name_of_its_own_though_the_gateway_s_is_the_same(pod):
+    orders = []
+    for _ in range(2):
+        await ask(pod, PATHS[0])
+        orders.append(order_of(pod))
+    assert orders[0].request_id != orders[1].request_id
+    assert orders[0].save != orders[1].save
+
+
+@pytest.mark.parametrize(
+    ("report", "headers"),
+    [
+        (None, {"x-context-cache": "miss", "x-context-cached-tokens": "0", "x-context-source": "none"}),
+        (
+            LoadedKV(False, 32, 200, "disk", 12.5),
+            {"x-context-cache": "hit", "x-context-cached-tokens": "232", "x-context-source": "disk"},
+        ),
+        (
+            LoadedKV(False, 320, 0, "", 0.0),
+            {"x-context-cache": "hit", "x-context-cached-tokens": "320", "x-context-source": "device"},
+        ),
+        (
+            LoadedKV(True, 0, 100, "host", 3.0, "corrupt_block"),
+            {"x-context-cache": "recomputed", "x-context-cached-tokens": "0", "x-context-source": "recompute"},
+        ),
+        (
+            LoadedKV(False, 0, 0, "", 1.0, "no_manifest"),
+            {"x-context-cache": "miss", "x-context-cached-tokens": "0", "x-context-source": "none"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_says_in_its_head_what_was_reused_and_a_metric_why_not(pod, report, headers, stream):
+    pod.sidecar.report = report
+    plain = await pod.post("/v1/completions", BODIES["/v1/completions"] | {"stream": stream})
+    answer = await ask(pod, "/v1/completions", stream=stream)
+
+    assert headers.items() <= answer.headers.items()
+    if not stream:
+        assert _without_echo(answer) == _without_echo(plain)
+    else:
+        assert answer.body == plain.body
+    assert answer.complete
+    reason = "" if report is None else report.reason
+    assert pod.counted("kept_requests", verdict=headers["x-context-cache"], reason=reason) == 1
+
+
+async def test_a_sidecar_and_a_manager_that_are_gone_cost_the_receipt_and_nothing_else(pod):
+    pod.sidecar.fault = SidecarUnavailable("gone")
+    pod.manager.fault = ("begin_turn", SidecarUnavailable("gone"))
+    answer = await ask(pod, "/v1/completions")
+    assert (answer.status, answer.headers["x-context-cache"]) == (200, "miss")
+
+
+async def test_what_a_client_orders_itself_counts_for_nothing_wherever_it_stands(pod):
+    raw = (
+        b'{"kv_transfer_params": {"context_cache": "forged"}, "cache_salt": "theirs", "model": "m", "prompt": "hi", '
+        b'"k\\u0076_transfer_params": {"context_cache": "forged"}, "cache_salt": "theirs"}'
+    )
+    answer = await ask(pod, "/v1/completions", raw=raw)
+    assert answer.status == 200
+    assert order_of(pod).session_id == GROUP
+    assert pod.engine.requests[-1][1]["cache_salt"] == cache_salt("demo", "", SECRET)
+
+
+@pytest.mark.parametrize("kept", ["", GROUP])
+async def test_a_body_that_is_no_object_goes_to_the_engine_as_it_came(pod, kept):
+    raw = b"[1, 2]" if kept else json.dumps(BODIES["/v1/completions"]).encode()
+    with pytest.raises(Exception) if kept else _nothing():  # the toy engine's own
+        answer = await ask(pod, "/v1/completions", raw=raw, kept=kept)
+        assert answer.status == 200
+        assert "x-context-cache" not in answer.headers
+        assert pod.engine.requests[-1][1] == BODIES["/v1/completions"]
+
+
+async def test_an_error_of_the_engine_has_no_receipt(pod):
+    pod.engine.max_model_len = 1
+    answer = await ask(pod, "/v1/completions", prompt="too long for it")
+    assert answer.status >= 400
+    assert "x-context-cache" not in answer.headers
+
+
+def _without_echo(answer):
+    """What vLLM answers too, and the toy engine repeats: where the KV is, for another engine."""
+    return {key: value for key, value in answer.json.items() if key != "kv_transfer_params"}
+
+
+class _nothing:  # noqa: N801  # reads as a word where it is used
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *exc):
+        return False

@@ -1,0 +1,217 @@
+"""Clients that know nothing of contexts: what they resend is found again by its tokens, in each dialect.
+
+Greedy and in float32. The cold answer is that of a tenant whose requests are not kept: it shares no prefix cache with
+any that are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kv_sidecar.format.manifest import decode_manifest
+from tests.kit.caller import Caller
+from tests.kit.stack import KEEPING_KEY, MODEL
+from tests.kit.until import wait_until
+from tests.kit.vllm_answers import ids_of_length
+
+pytestmark = pytest.mark.timeout(900)
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+BLOCK_TOKENS = 32
+"""Of the engine."""
+ASKS = ["Name a river.", "And a lake?", "And a sea?", "Which of them is the largest?"]
+
+
+class Agent:
+    """A client that resends its whole conversation each turn, as its SDK does."""
+
+    def __init__(self, caller, path, *, head="", headers=None):
+        self.path = path
+        self.http = caller.http
+        self.headers = headers or {}
+        self.system = f"{head} You are a geographer. " + " ".join(f"Rule {i}: be brief and exact." for i in range(40))
+        self.turns: list[tuple[str, str]] = []
+        self.num_tokens = 0
+        """Of its last request and answer."""
+
+    def body(self, ask):
+        sampling = {"model": MODEL, "temperature": 0}
+        said = [(role, text) for turn in self.turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+        messages = [{"role": role, "content": text} for role, text in [*said, ("user", ask)]]
+        match self.path:
+            case "/v1/completions":
+                text = self.system + "".join(f"\n{role}: {text}" for role, text in [*said, ("user", ask)])
+                return sampling | {"prompt": text + "\nassistant:", "max_tokens": 16}
+            case "/v1/chat/completions":
+                return sampling | {
+                    "messages": [{"role": "system", "content": self.system}, *messages],
+                    "max_tokens": 16,
+                }
+            case "/v1/messages":
+                return sampling | {"system": self.system, "messages": messages, "max_tokens": 16}
+            case _:
+                return sampling | {"instructions": self.system, "input": messages, "max_output_tokens": 16}
+
+    def ask(self, ask, **headers):
+        """Return the answer's text, the prompt's tokens, those that were cached, and the headers."""
+        response = self.http.post(self.path, json=self.body(ask), headers=self.headers | headers)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        usage = answer["usage"]
+        match self.path:
+            case "/v1/completions":
+                text, cached = answer["choices"][0]["text"], usage["prompt_tokens_details"]
+            case "/v1/chat/completions":
+                text, cached = answer["choices"][0]["message"]["content"], usage["prompt_tokens_details"]
+            case "/v1/messages":
+                text, cached = answer["content"][0]["text"], {"cached_tokens": usage.get("cache_read_input_tokens")}
+            case _:
+                text, cached = answer["output"][-1]["content"][0]["text"], usage["input_tokens_details"]
+        self.turns.append((ask, text))
+        told = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        self.num_tokens = usage.get("total_tokens") or sum(usage.get(name) or 0 for name in told)
+        return text, (cached or {}).get("cached_tokens") or 0, response.headers
+
+
+def kill_and_start(stack):
+    stack.kill("engine")
+    stack.kill("sidecar")
+    stack.mend()
+
+
+@pytest.fixture
+def keeper(stack):
+    """A caller whose plain requests are kept; nothing is kept of it before."""
+    stack.mend()
+    caller = Caller(stack, KEEPING_KEY)
+    for kept in caller.http.get("/v1/context", params={"kind": "kept", "limit": 100}).json()["data"]:
+        assert caller.http.delete(f"/v1/context/{kept['id']}").json()["status"] == "success"
+    assert kept_tokens(stack) == []
+    yield caller
+    caller.close()
+    stack.mend()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_conversation_that_is_resent_goes_on_warm_after_engine_and_sidecar_were_killed(stack, keeper, client, path):
+    head = secrets.token_hex(8)
+    agent, plain = Agent(keeper, path, head=head), Agent(client, path, head=head)
+    for ask in ASKS[:3]:
+        agent.ask(ask)
+        plain.ask(ask)
+    sizes = stored_tokens(stack, agent)
+    kill_and_start(stack)
+
+    text, cached, headers = agent.ask(ASKS[3])
+    expected, _, _ = plain.ask(ASKS[3])
+
+    assert agent.turns == plain.turns
+    assert text == expected
+    assert headers["x-context-cache"] == "hit"
+    assert headers["x-context-source"] == "disk"
+    assert int(headers["x-context-cached-tokens"]) >= sizes - 1
+    assert cached >= sizes - 1
+
+
+def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manager_and_redis_dead(stack, keeper):
+    agent = Agent(keeper, "/v1/chat/completions", head=secrets.token_hex(8))
+    agent.ask(ASKS[0])
+    sizes = stored_tokens(stack, agent)
+    keeper.forget_prefixes()
+    for part in ("manager", "redis"):
+        stack.kill(part)
+
+    body = agent.body(ASKS[1]) | {"stream": True, "stream_options": {"include_usage": True}}
+    with agent.http.stream("POST", agent.path, json=body) as response:
+        assert response.status_code == 200
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+    assert response.headers["x-context-cache"] == "hit"
+    assert int(response.headers["x-context-cached-tokens"]) >= sizes - 1
+    assert json.loads(events[-2])["usage"]["prompt_tokens_details"]["cached_tokens"] >= sizes - 1
+    assert events[-1] == "[DONE]"
+
+
+def test_nobody_else_s_text_is_found_and_what_is_opted_out_is_neither_kept_nor_found(keeper, client):
+    head = secrets.token_hex(8)
+    agent = Agent(keeper, PATHS[0], head=head)
+    client.wait_sealed(client.create(prompt=agent.body(ASKS[0])["prompt"])["session_id"])
+
+    _, cached, headers = agent.ask(ASKS[0], **{"x-context-keep": "off"})
+    assert (cached, "x-context-cache" in headers) == (0, False)
+    agent.turns.clear()
+    _, cached, headers = agent.ask(ASKS[0])
+    assert (cached, headers["x-context-cache"]) == (0, "miss")
+
+
+def test_a_kept_conversation_that_becomes_a_context_starts_warm_and_so_does_a_second_context_over_its_document(
+    stack, keeper
+):
+    agent = Agent(keeper, PATHS[0], head=secrets.token_hex(8))
+    agent.ask(ASKS[0])
+    sizes = stored_tokens(stack, agent)
+    keeper.forget_prefixes()
+
+    created = keeper.create(prompt=agent.body(ASKS[1])["prompt"])
+    total = created["usage"]["prompt_tokens"] + created["usage"]["context"]["cached_tokens"]
+    assert created["usage"]["context"]["source"] in {"host", "disk"}
+    assert created["usage"]["prompt_tokens"] <= total - sizes + 1
+
+    keeper.wait_sealed(created["session_id"])
+    keeper.forget_prefixes()
+    second = keeper.create(prompt=agent.body(ASKS[1])["prompt"] + " Well,")
+    assert second["usage"]["context"]["cached_tokens"] >= total - 1
+
+
+def test_what_is_kept_is_listed_and_a_delete_leaves_nothing_to_be_found(stack, keeper):
+    agent = Agent(keeper, PATHS[1], head=secrets.token_hex(8), headers={"x-session-id": secrets.token_hex(8)})
+    agent.ask(ASKS[0])
+    sizes = stored_tokens(stack, agent)
+    listed = agent.http.get("/v1/context", params={"kind": "kept"}).json()["data"]
+    newest = listed[0]
+    assert newest["tokens"] == sizes
+    assert newest["bytes"] > 0
+
+    assert agent.http.delete(f"/v1/context/{newest['id']}").json()["status"] == "success"
+    keeper.forget_prefixes()
+    _, cached, headers = agent.ask(ASKS[1])
+    assert (cached, headers["x-context-cache"]) == (0, "miss")
+
+
+def test_thirty_readers_of_one_document_compute_their_question_after_a_restart(stack, keeper):
+    document = Agent(keeper, PATHS[0], head=secrets.token_hex(8)).system
+    keeper.complete(prompt=f"{document} What is it about?")
+    known = stored_tokens(stack)
+    kill_and_start(stack)
+
+    for number in range(30):
+        usage = keeper.complete(prompt=f"{document} Question {number}: why?", max_tokens=1)["usage"]
+        computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert computed <= usage["prompt_tokens"] - known + BLOCK_TOKENS + 8
+
+
+def test_many_requests_at_once_with_the_same_ids_are_one_prefill(stack, keeper):
+    ids = ids_of_length(600, seed=int.from_bytes(secrets.token_bytes(4)))
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda _: keeper.complete(prompt=ids, max_tokens=1)["usage"], range(32)))
+
+    computed = [usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] for usage in answers]
+    assert sum(computed) <= len(ids) + 31 * BLOCK_TOKENS
+    assert wait_until(lambda: kept_tokens(stack).count(len(ids)) == 1, what="equal requests are kept once")
+
+
+def stored_tokens(stack, agent=None):
+    """Return how many tokens are kept of what was asked last, once that is sealed; its last token never has KV."""
+    least = 1 if agent is None else agent.num_tokens - 1
+    return wait_until(
+        lambda: max(kept_tokens(stack), default=0), what="kept KV on disk", is_so=lambda found: found >= least
+    )
+
+
+def kept_tokens(stack):
+    manifests = (decode_manifest(file.read_bytes()) for file in (stack.data() / "manifests").glob("*/*.safetensors"))
+    return [len(manifest.token_ids) for manifest in manifests if manifest.session_id.startswith("kept_")]

@@ -1,0 +1,101 @@
+"""A plain request whose KV is kept: the client's own bytes, an order of ours behind them, and a receipt.
+
+vLLM renders the prompt as always, so nothing stored can get into it: a wrong match costs time, never an answer. No
+session, no lease, no transcript, no manager: with all of those away it still hits. What goes wrong here leaves a plain
+request.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+
+from contextcache.claim import Claims
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError
+from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
+from contextcache.model import ModelId, new_cache_ref
+from vllm_plugin.turn.engine import Message, Send
+from vllm_plugin.turn.metrics import TurnMetrics
+from vllm_plugin.turn.ports import KVSidecar
+from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.usage import TIER_SOURCES, LoadedKV
+
+_REQUEST_ID_CHARS = 64
+
+
+class KeptRequests:
+    """Gives the engine its orders, and the client its receipt. One per API server process."""
+
+    def __init__(
+        self, settings: TurnSettings, *, secret: bytes, sidecar: KVSidecar, clock: Clock, metrics: TurnMetrics
+    ) -> None:
+        self._settings = settings
+        self._secret = secret
+        self._sidecar = sidecar
+        self._clock = clock
+        self._metrics = metrics
+
+    def begin(self, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
+        """Return the body for the engine, and what to send its answer with."""
+        # Of the gateway's making, and one of ours: retries of a proxy have the first in common.
+        request_id = f"{identity.request_id[:_REQUEST_ID_CHARS]}-{secrets.token_hex(8)}"
+        order = KVTransfer(
+            tenant=identity.tenant,
+            session_id=identity.kept,
+            request_id=request_id,
+            load=(),
+            save=new_cache_ref(),
+            expires_at_ms=self._clock.now_ms() + self._settings.kept_ttl_s * 1000,
+        )
+        # No model in the salt: it is that of the tenant's requests which are not kept.
+        salt = cache_salt(identity.tenant, ModelId(""), self._secret)
+        body = claims.changed(salt=salt, order=sign_kv_transfer(order, self._secret))
+        assert body is not None, "an order is a change"
+        return body, _Receipt(self, request_id, send)
+
+    async def receipt(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        """Return the headers that say what was reused, and count it. Waits for the connector's word, not for long."""
+        report = None
+        with suppress(ContextCacheError):
+            report = await self._sidecar.load_report(request_id, timeout_ms=self._settings.report_deadline_ms)
+        verdict, cached, source = _verdict(report)
+        self._metrics.count_kept(verdict, "" if report is None else report.reason)
+        headers = [("x-context-cache", verdict), ("x-context-cached-tokens", str(cached)), ("x-context-source", source)]
+        if report is not None and report.loaded_tokens:
+            headers.append(("server-timing", f"restore;dur={report.restore_ms:.1f}"))
+        return [(name.encode(), value.encode()) for name, value in headers]
+
+
+class _Receipt:
+    """Holds the head of an answer until its first bytes are there: by then the engine has said what it reused."""
+
+    def __init__(self, kept: KeptRequests, request_id: str, send: Send) -> None:
+        self._kept = kept
+        self._request_id = request_id
+        self._send = send
+        self._head: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:  # OK
+            self._head = message
+            return
+        head, self._head = self._head, None
+        if head is not None:
+            await self._send(
+                {**head, "headers": [*head.get("headers", ()), *await self._kept.receipt(self._request_id)]}
+            )
+        await self._send(message)
+
+
+def _verdict(report: LoadedKV | None) -> tuple[str, int, str]:
+    """Return hit, miss or recomputed, the tokens that were not computed, and where most of them came from."""
+    if report is None:
+        return "miss", 0, "none"
+    if report.failed:
+        return "recomputed", report.device_tokens, "recompute"
+    cached = report.device_tokens + report.loaded_tokens
+    if not cached:
+        return "miss", 0, "none"
+    source = report.tier if report.loaded_tokens > report.device_tokens and report.tier in TIER_SOURCES else "device"
+    return "hit", cached, source
