@@ -76,7 +76,7 @@ class Keeping:
             self._misses[question.tenant, question.group] = miss
 
     def groups(self, tenant: TenantId, group: SessionId = "") -> list[tuple[KeptGroup, list[ManifestRecord]]]:
-        """Return a tenant's groups, or one, what was used last first, at most `GROUPS_SHOWN`; `shown` adds their bytes."""
+        """Return a tenant's groups, or one, what was used last first, `GROUPS_SHOWN` at most; `shown` has bytes."""
         index = self._manifests.index
         names = [group] if group.startswith(KEPT_PREFIX) else [] if group else index.groups(tenant)
         names.sort(key=lambda name: self._used_at_ms.get((tenant, name), 0), reverse=True)

@@ -32,10 +32,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _ContextManagerServiceReserveSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceReserveSessionType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ReserveSessionRequest,
         contextcache.v1.context_manager_pb2.ReserveSessionResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ReserveSessionRequest,
         contextcache.v1.context_manager_pb2.ReserveSessionResponse,
     ],
@@ -47,10 +48,11 @@ _ContextManagerServiceReserveSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRegisterSessionCacheType = typing_extensions.TypeVar(
     '_ContextManagerServiceRegisterSessionCacheType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RegisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.RegisterSessionCacheResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RegisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.RegisterSessionCacheResponse,
     ],
@@ -62,10 +64,11 @@ _ContextManagerServiceRegisterSessionCacheType = typing_extensions.TypeVar(
 
 _ContextManagerServiceLocateSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceLocateSessionType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.LocateSessionRequest,
         contextcache.v1.context_manager_pb2.LocateSessionResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.LocateSessionRequest,
         contextcache.v1.context_manager_pb2.LocateSessionResponse,
     ],
@@ -77,10 +80,11 @@ _ContextManagerServiceLocateSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceGetSessionMetadataType = typing_extensions.TypeVar(
     '_ContextManagerServiceGetSessionMetadataType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetSessionMetadataRequest,
         contextcache.v1.context_manager_pb2.GetSessionMetadataResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetSessionMetadataRequest,
         contextcache.v1.context_manager_pb2.GetSessionMetadataResponse,
     ],
@@ -92,10 +96,11 @@ _ContextManagerServiceGetSessionMetadataType = typing_extensions.TypeVar(
 
 _ContextManagerServiceBeginTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceBeginTurnType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.BeginTurnRequest,
         contextcache.v1.context_manager_pb2.BeginTurnResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.BeginTurnRequest,
         contextcache.v1.context_manager_pb2.BeginTurnResponse,
     ],
@@ -107,10 +112,11 @@ _ContextManagerServiceBeginTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRenewLeaseType = typing_extensions.TypeVar(
     '_ContextManagerServiceRenewLeaseType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
     ],
@@ -122,10 +128,11 @@ _ContextManagerServiceRenewLeaseType = typing_extensions.TypeVar(
 
 _ContextManagerServiceNoteHolderType = typing_extensions.TypeVar(
     '_ContextManagerServiceNoteHolderType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.NoteHolderRequest,
         contextcache.v1.context_manager_pb2.NoteHolderResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.NoteHolderRequest,
         contextcache.v1.context_manager_pb2.NoteHolderResponse,
     ],
@@ -137,10 +144,11 @@ _ContextManagerServiceNoteHolderType = typing_extensions.TypeVar(
 
 _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceCommitTurnType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
     ],
@@ -152,10 +160,11 @@ _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRewindSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceRewindSessionType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RewindSessionRequest,
         contextcache.v1.context_manager_pb2.RewindSessionResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RewindSessionRequest,
         contextcache.v1.context_manager_pb2.RewindSessionResponse,
     ],
@@ -167,10 +176,11 @@ _ContextManagerServiceRewindSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceForkSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceForkSessionType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ForkSessionRequest,
         contextcache.v1.context_manager_pb2.ForkSessionResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ForkSessionRequest,
         contextcache.v1.context_manager_pb2.ForkSessionResponse,
     ],
@@ -182,10 +192,11 @@ _ContextManagerServiceForkSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceAbortTurnType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
         contextcache.v1.context_manager_pb2.AbortTurnResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
         contextcache.v1.context_manager_pb2.AbortTurnResponse,
     ],
@@ -197,10 +208,11 @@ _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceTouchSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceTouchSessionType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.TouchSessionRequest,
         contextcache.v1.context_manager_pb2.TouchSessionResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.TouchSessionRequest,
         contextcache.v1.context_manager_pb2.TouchSessionResponse,
     ],
@@ -212,10 +224,11 @@ _ContextManagerServiceTouchSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
     '_ContextManagerServiceUnregisterSessionCacheType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
     ],
@@ -227,10 +240,11 @@ _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
 
 _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
     '_ContextManagerServiceCheckCacheRefsType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
     ],
@@ -242,10 +256,11 @@ _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
 
 _ContextManagerServiceGetAnswerType = typing_extensions.TypeVar(
     '_ContextManagerServiceGetAnswerType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetAnswerRequest,
         contextcache.v1.context_manager_pb2.GetAnswerResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetAnswerRequest,
         contextcache.v1.context_manager_pb2.GetAnswerResponse,
     ],
@@ -257,10 +272,11 @@ _ContextManagerServiceGetAnswerType = typing_extensions.TypeVar(
 
 _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     '_ContextManagerServiceListSessionsType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
     ],

@@ -33,10 +33,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _KVSidecarServiceHandshakeType = typing_extensions.TypeVar(
     '_KVSidecarServiceHandshakeType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         contextcache.v1.kv_sidecar_pb2.HandshakeResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         contextcache.v1.kv_sidecar_pb2.HandshakeResponse,
     ],
@@ -48,10 +49,11 @@ _KVSidecarServiceHandshakeType = typing_extensions.TypeVar(
 
 _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
     '_KVSidecarServicePrepareSaveType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
     ],
@@ -63,10 +65,11 @@ _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
 
 _KVSidecarServiceLendSlotsType = typing_extensions.TypeVar(
     '_KVSidecarServiceLendSlotsType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
     ],
@@ -78,10 +81,11 @@ _KVSidecarServiceLendSlotsType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReturnSlotsType = typing_extensions.TypeVar(
     '_KVSidecarServiceReturnSlotsType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
     ],
@@ -93,10 +97,11 @@ _KVSidecarServiceReturnSlotsType = typing_extensions.TypeVar(
 
 _KVSidecarServiceSaveBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceSaveBlocksType',
-    bound=grpc.StreamUnaryMultiCallable[
+    grpc.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
-    ] | grpc.aio.StreamUnaryMultiCallable[
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
     ],
@@ -108,10 +113,11 @@ _KVSidecarServiceSaveBlocksType = typing_extensions.TypeVar(
 
 _KVSidecarServiceSealType = typing_extensions.TypeVar(
     '_KVSidecarServiceSealType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SealRequest,
         contextcache.v1.kv_sidecar_pb2.SealResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SealRequest,
         contextcache.v1.kv_sidecar_pb2.SealResponse,
     ],
@@ -123,10 +129,11 @@ _KVSidecarServiceSealType = typing_extensions.TypeVar(
 
 _KVSidecarServiceAbandonSaveType = typing_extensions.TypeVar(
     '_KVSidecarServiceAbandonSaveType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
         contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
         contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
     ],
@@ -138,10 +145,11 @@ _KVSidecarServiceAbandonSaveType = typing_extensions.TypeVar(
 
 _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
     '_KVSidecarServiceWaitSealedType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
     ],
@@ -153,10 +161,11 @@ _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetManifestType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
     ],
@@ -168,10 +177,11 @@ _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
 
 _KVSidecarServiceMatchPrefixType = typing_extensions.TypeVar(
     '_KVSidecarServiceMatchPrefixType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
         contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
         contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
     ],
@@ -183,10 +193,11 @@ _KVSidecarServiceMatchPrefixType = typing_extensions.TypeVar(
 
 _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceLoadBlocksType',
-    bound=grpc.UnaryStreamMultiCallable[
+    grpc.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
-    ] | grpc.aio.UnaryStreamMultiCallable[
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
     ],
@@ -198,10 +209,11 @@ _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
 
 _KVSidecarServiceEndLoadType = typing_extensions.TypeVar(
     '_KVSidecarServiceEndLoadType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
         contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
         contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
     ],
@@ -213,10 +225,11 @@ _KVSidecarServiceEndLoadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceTouchContextType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
     ],
@@ -228,10 +241,11 @@ _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceForkContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceForkContextType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
         contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
         contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
     ],
@@ -243,10 +257,11 @@ _KVSidecarServiceForkContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceDeleteContextType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
         contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
         contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
     ],
@@ -258,10 +273,11 @@ _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReportLoadType = typing_extensions.TypeVar(
     '_KVSidecarServiceReportLoadType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReportLoadRequest,
         contextcache.v1.kv_sidecar_pb2.ReportLoadResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReportLoadRequest,
         contextcache.v1.kv_sidecar_pb2.ReportLoadResponse,
     ],
@@ -273,10 +289,11 @@ _KVSidecarServiceReportLoadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetLoadReportType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
     ],
@@ -288,10 +305,11 @@ _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
 
 _KVSidecarServicePullContextType = typing_extensions.TypeVar(
     '_KVSidecarServicePullContextType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
     ],
@@ -303,10 +321,11 @@ _KVSidecarServicePullContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReadAheadType = typing_extensions.TypeVar(
     '_KVSidecarServiceReadAheadType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
         contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
         contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
     ],
@@ -318,10 +337,11 @@ _KVSidecarServiceReadAheadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetTenantUsageType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
     ],
@@ -333,10 +353,11 @@ _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
 
 _KVSidecarServiceListKeptType = typing_extensions.TypeVar(
     '_KVSidecarServiceListKeptType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
         contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
         contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
     ],
@@ -348,10 +369,11 @@ _KVSidecarServiceListKeptType = typing_extensions.TypeVar(
 
 _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     '_KVSidecarServiceStatsType',
-    bound=grpc.UnaryUnaryMultiCallable[
+    grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
         contextcache.v1.kv_sidecar_pb2.StatsResponse,
-    ] | grpc.aio.UnaryUnaryMultiCallable[
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
         contextcache.v1.kv_sidecar_pb2.StatsResponse,
     ],

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, WithJsonSchema
 
 from contextcache.claim import read_object
 from contextcache.errors import InvalidRequest
@@ -147,10 +147,9 @@ Tenant = Annotated[TenantId, Depends(_tenant)]
 Fields = Annotated[dict[str, Any], Depends(_fields)]
 FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 IfMatch = Annotated[
-    str,
-    Header(
-        description="A generation: nothing happens on another.", json_schema_extra={"pattern": r'^"?[0-9]{1,15}"?$'}
-    ),
+    str | None,
+    WithJsonSchema({"type": "string", "pattern": r'^"?[0-9]{1,15}"?$'}),
+    Header(description="A generation: nothing happens on another."),
 ]
 RepeatKey = Annotated[
     str,
@@ -251,11 +250,11 @@ async def fork_context(
     openapi_extra=_body(ContextRewind),
 )
 async def rewind_context(
-    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = ""
+    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
 ) -> ContextObject:
     """Take a context back to an earlier turn. One that stands there already stays as it is."""
     read_only_fields(said, frozenset(ContextRewind.__annotations__))
-    generation, expected = read_generation(said), read_if_match(if_match or None)
+    generation, expected = read_generation(said), read_if_match(if_match)
     if generation is None:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
     rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)

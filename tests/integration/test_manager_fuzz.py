@@ -27,10 +27,13 @@ from tests.kit.manager_process import ManagerProcess
 from tests.kit.valkey import ValkeyServer
 
 KEY = re.compile(
-    r"cc:\{s\d+\}:(expiry|tenant:[\w.-]{1,64}|(session|transcript|place):[\w.-]{1,64}:[\w.-]{1,128})", re.ASCII
+    r"cc:\{s\d+\}:(expiry|(tenant|answers):[\w.-]{1,64}|(session|transcript|place):[\w.-]{1,64}:[\w.-]{1,128}"
+    r"|answer:[\w.-]{1,64}:[\w.-]{1,128}:[0-9a-f]{32})",
+    re.ASCII,
 )
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["ContextManagerService"].methods}
 REF = "ref_" + "0" * 32
+REPEATABLE = {"key": "a" * 32, "request": "b" * 32}
 TEXTS = st.one_of(
     # What passes the patterns, so that calls get further than the first check.
     st.sampled_from(["demo", "ctx_1", "ctx_2", "turn", "create", REF, "smol", "{}"]),
@@ -40,6 +43,7 @@ TEXTS = st.one_of(
 NUMBERS = st.one_of(st.sampled_from([0, 1, 2, 60, 600, 30_000]), st.integers(-(2**63), 2**63 - 1))
 SCALARS = {
     FieldDescriptor.TYPE_STRING: TEXTS,
+    FieldDescriptor.TYPE_BYTES: st.binary(max_size=20) | st.just(bytes(257 << 10)),
     FieldDescriptor.TYPE_INT64: NUMBERS,
     FieldDescriptor.TYPE_INT32: st.sampled_from([0, 1, 100]) | st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
@@ -82,9 +86,22 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "LocateSession": NAMED,
     "GetSessionMetadata": NAMED,
-    "BeginTurn": NAMED | LEASE,
+    "BeginTurn": NAMED | LEASE | {"repeatable": REPEATABLE},
     "RenewLease": {"tenant": "demo", "session_id": "ctx_2", **LEASE},
-    "CommitTurn": {"commit": COMMIT},
+    "CommitTurn": {"commit": COMMIT | {"repeatable": REPEATABLE, "answer": b"kept"}},
+    "RewindSession": NAMED | {"generation": 1},
+    "ForkSession": {
+        "source_id": "ctx_1",
+        "commit": COMMIT
+        | {
+            "session_id": "ctx_3",
+            "lease_id": "create",
+            "expected_generation": 0,
+            "keep_segments": 0,
+            "segments": [],
+        },
+    },
+    "GetAnswer": NAMED | {"key": "a" * 32},
     "AbortTurn": {"tenant": "demo", "session_id": "ctx_2", "lease_id": "turn"},
     "NoteHolder": {"tenant": "demo", "session_id": "ctx_2", "holder": "pod-9"},
     "TouchSession": NAMED | {"ttl_s": 600, "metadata": {"entries": {"a": "b"}}},

@@ -19,7 +19,7 @@ MUTANTS = {
     "lives": ("return number > MAX", "return number >= MAX"),
     "stale": ("return number == MAX", "return True"),
 }
-CONTRACT = "tests/contract/session_store_contract.py"
+CONTRACTS = [ROOT / f"tests/contract/session_{name}_contract.py" for name in ("store", "changes")]
 INHERITING = {f"tests/contract/test_{which}_session_store.py" for which in ("memory", "redis")}
 """Files whose tests stand there, or in themselves."""
 
@@ -53,5 +53,5 @@ def test_a_listed_mutant_fits_the_tree(mutant: Mutant):
     assert mutant.old != mutant.new
     for test in mutant.tests:
         file, _, function = test.partition("::")
-        places = [ROOT / file, *((ROOT / CONTRACT,) if file in INHERITING else ())]
+        places = [ROOT / file, *(CONTRACTS if file in INHERITING else ())]
         assert any(f"def {function.split('::')[-1]}(" in place.read_text() for place in places)

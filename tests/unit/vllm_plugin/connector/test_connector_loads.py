@@ -686,7 +686,8 @@ def test_a_question_for_anything_else_that_is_not_answered_costs_nothing_of_what
     engine.loop.forget_prefixes()
     hang = engine.sidecar.hang["match_prefix"] = threading.Event()
     engine.loop.add("again", [*PROMPT, *PROMPT], params=transfer(load=(A,)))
-    engine.sidecar.wait_for("match_prefix")
+    lookup = engine.loop.connector.scheduler_side._requests["again"].lookup
+    wait_until(lambda: lookup._named, what="what the turn names is known")
     engine.clock.advance(ms=1_000)
     engine.loop.run_to_end("again")
     hang.set()
