@@ -32,11 +32,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _ContextManagerServiceReserveSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceReserveSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ReserveSessionRequest,
         contextcache.v1.context_manager_pb2.ReserveSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ReserveSessionRequest,
         contextcache.v1.context_manager_pb2.ReserveSessionResponse,
     ],
@@ -48,11 +47,10 @@ _ContextManagerServiceReserveSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRegisterSessionCacheType = typing_extensions.TypeVar(
     '_ContextManagerServiceRegisterSessionCacheType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RegisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.RegisterSessionCacheResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RegisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.RegisterSessionCacheResponse,
     ],
@@ -64,11 +62,10 @@ _ContextManagerServiceRegisterSessionCacheType = typing_extensions.TypeVar(
 
 _ContextManagerServiceLocateSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceLocateSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.LocateSessionRequest,
         contextcache.v1.context_manager_pb2.LocateSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.LocateSessionRequest,
         contextcache.v1.context_manager_pb2.LocateSessionResponse,
     ],
@@ -80,11 +77,10 @@ _ContextManagerServiceLocateSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceGetSessionMetadataType = typing_extensions.TypeVar(
     '_ContextManagerServiceGetSessionMetadataType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetSessionMetadataRequest,
         contextcache.v1.context_manager_pb2.GetSessionMetadataResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetSessionMetadataRequest,
         contextcache.v1.context_manager_pb2.GetSessionMetadataResponse,
     ],
@@ -96,11 +92,10 @@ _ContextManagerServiceGetSessionMetadataType = typing_extensions.TypeVar(
 
 _ContextManagerServiceBeginTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceBeginTurnType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.BeginTurnRequest,
         contextcache.v1.context_manager_pb2.BeginTurnResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.BeginTurnRequest,
         contextcache.v1.context_manager_pb2.BeginTurnResponse,
     ],
@@ -112,11 +107,10 @@ _ContextManagerServiceBeginTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRenewLeaseType = typing_extensions.TypeVar(
     '_ContextManagerServiceRenewLeaseType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RenewLeaseRequest,
         contextcache.v1.context_manager_pb2.RenewLeaseResponse,
     ],
@@ -128,11 +122,10 @@ _ContextManagerServiceRenewLeaseType = typing_extensions.TypeVar(
 
 _ContextManagerServiceNoteHolderType = typing_extensions.TypeVar(
     '_ContextManagerServiceNoteHolderType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.NoteHolderRequest,
         contextcache.v1.context_manager_pb2.NoteHolderResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.NoteHolderRequest,
         contextcache.v1.context_manager_pb2.NoteHolderResponse,
     ],
@@ -144,11 +137,10 @@ _ContextManagerServiceNoteHolderType = typing_extensions.TypeVar(
 
 _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceCommitTurnType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CommitTurnRequest,
         contextcache.v1.context_manager_pb2.CommitTurnResponse,
     ],
@@ -160,11 +152,10 @@ _ContextManagerServiceCommitTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceRewindSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceRewindSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RewindSessionRequest,
         contextcache.v1.context_manager_pb2.RewindSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.RewindSessionRequest,
         contextcache.v1.context_manager_pb2.RewindSessionResponse,
     ],
@@ -176,11 +167,10 @@ _ContextManagerServiceRewindSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceForkSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceForkSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ForkSessionRequest,
         contextcache.v1.context_manager_pb2.ForkSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ForkSessionRequest,
         contextcache.v1.context_manager_pb2.ForkSessionResponse,
     ],
@@ -192,11 +182,10 @@ _ContextManagerServiceForkSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
     '_ContextManagerServiceAbortTurnType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
         contextcache.v1.context_manager_pb2.AbortTurnResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.AbortTurnRequest,
         contextcache.v1.context_manager_pb2.AbortTurnResponse,
     ],
@@ -208,11 +197,10 @@ _ContextManagerServiceAbortTurnType = typing_extensions.TypeVar(
 
 _ContextManagerServiceTouchSessionType = typing_extensions.TypeVar(
     '_ContextManagerServiceTouchSessionType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.TouchSessionRequest,
         contextcache.v1.context_manager_pb2.TouchSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.TouchSessionRequest,
         contextcache.v1.context_manager_pb2.TouchSessionResponse,
     ],
@@ -224,11 +212,10 @@ _ContextManagerServiceTouchSessionType = typing_extensions.TypeVar(
 
 _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
     '_ContextManagerServiceUnregisterSessionCacheType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheRequest,
         contextcache.v1.context_manager_pb2.UnregisterSessionCacheResponse,
     ],
@@ -240,11 +227,10 @@ _ContextManagerServiceUnregisterSessionCacheType = typing_extensions.TypeVar(
 
 _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
     '_ContextManagerServiceCheckCacheRefsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.CheckCacheRefsRequest,
         contextcache.v1.context_manager_pb2.CheckCacheRefsResponse,
     ],
@@ -256,11 +242,10 @@ _ContextManagerServiceCheckCacheRefsType = typing_extensions.TypeVar(
 
 _ContextManagerServiceGetAnswerType = typing_extensions.TypeVar(
     '_ContextManagerServiceGetAnswerType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetAnswerRequest,
         contextcache.v1.context_manager_pb2.GetAnswerResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.GetAnswerRequest,
         contextcache.v1.context_manager_pb2.GetAnswerResponse,
     ],
@@ -272,11 +257,10 @@ _ContextManagerServiceGetAnswerType = typing_extensions.TypeVar(
 
 _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     '_ContextManagerServiceListSessionsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
     ],

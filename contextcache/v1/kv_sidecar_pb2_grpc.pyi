@@ -33,11 +33,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 _KVSidecarServiceHandshakeType = typing_extensions.TypeVar(
     '_KVSidecarServiceHandshakeType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         contextcache.v1.kv_sidecar_pb2.HandshakeResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.HandshakeRequest,
         contextcache.v1.kv_sidecar_pb2.HandshakeResponse,
     ],
@@ -49,11 +48,10 @@ _KVSidecarServiceHandshakeType = typing_extensions.TypeVar(
 
 _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
     '_KVSidecarServicePrepareSaveType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PrepareSaveRequest,
         contextcache.v1.kv_sidecar_pb2.PrepareSaveResponse,
     ],
@@ -65,11 +63,10 @@ _KVSidecarServicePrepareSaveType = typing_extensions.TypeVar(
 
 _KVSidecarServiceLendSlotsType = typing_extensions.TypeVar(
     '_KVSidecarServiceLendSlotsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LendSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.LendSlotsResponse,
     ],
@@ -81,11 +78,10 @@ _KVSidecarServiceLendSlotsType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReturnSlotsType = typing_extensions.TypeVar(
     '_KVSidecarServiceReturnSlotsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsRequest,
         contextcache.v1.kv_sidecar_pb2.ReturnSlotsResponse,
     ],
@@ -97,11 +93,10 @@ _KVSidecarServiceReturnSlotsType = typing_extensions.TypeVar(
 
 _KVSidecarServiceSaveBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceSaveBlocksType',
-    grpc.StreamUnaryMultiCallable[
+    bound=grpc.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
+    ] | grpc.aio.StreamUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SaveBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.SaveBlocksResponse,
     ],
@@ -113,11 +108,10 @@ _KVSidecarServiceSaveBlocksType = typing_extensions.TypeVar(
 
 _KVSidecarServiceSealType = typing_extensions.TypeVar(
     '_KVSidecarServiceSealType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SealRequest,
         contextcache.v1.kv_sidecar_pb2.SealResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.SealRequest,
         contextcache.v1.kv_sidecar_pb2.SealResponse,
     ],
@@ -129,11 +123,10 @@ _KVSidecarServiceSealType = typing_extensions.TypeVar(
 
 _KVSidecarServiceAbandonSaveType = typing_extensions.TypeVar(
     '_KVSidecarServiceAbandonSaveType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
         contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.AbandonSaveRequest,
         contextcache.v1.kv_sidecar_pb2.AbandonSaveResponse,
     ],
@@ -145,11 +138,10 @@ _KVSidecarServiceAbandonSaveType = typing_extensions.TypeVar(
 
 _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
     '_KVSidecarServiceWaitSealedType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.WaitSealedRequest,
         contextcache.v1.kv_sidecar_pb2.WaitSealedResponse,
     ],
@@ -161,11 +153,10 @@ _KVSidecarServiceWaitSealedType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetManifestType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetManifestRequest,
         contextcache.v1.kv_sidecar_pb2.GetManifestResponse,
     ],
@@ -177,11 +168,10 @@ _KVSidecarServiceGetManifestType = typing_extensions.TypeVar(
 
 _KVSidecarServiceMatchPrefixType = typing_extensions.TypeVar(
     '_KVSidecarServiceMatchPrefixType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
         contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.MatchPrefixRequest,
         contextcache.v1.kv_sidecar_pb2.MatchPrefixResponse,
     ],
@@ -193,11 +183,10 @@ _KVSidecarServiceMatchPrefixType = typing_extensions.TypeVar(
 
 _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
     '_KVSidecarServiceLoadBlocksType',
-    grpc.UnaryStreamMultiCallable[
+    bound=grpc.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
+    ] | grpc.aio.UnaryStreamMultiCallable[
         contextcache.v1.kv_sidecar_pb2.LoadBlocksRequest,
         contextcache.v1.kv_sidecar_pb2.LoadBlocksResponse,
     ],
@@ -209,11 +198,10 @@ _KVSidecarServiceLoadBlocksType = typing_extensions.TypeVar(
 
 _KVSidecarServiceEndLoadType = typing_extensions.TypeVar(
     '_KVSidecarServiceEndLoadType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
         contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.EndLoadRequest,
         contextcache.v1.kv_sidecar_pb2.EndLoadResponse,
     ],
@@ -225,11 +213,10 @@ _KVSidecarServiceEndLoadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceTouchContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.TouchContextRequest,
         contextcache.v1.kv_sidecar_pb2.TouchContextResponse,
     ],
@@ -241,11 +228,10 @@ _KVSidecarServiceTouchContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceForkContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceForkContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
         contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ForkContextRequest,
         contextcache.v1.kv_sidecar_pb2.ForkContextResponse,
     ],
@@ -257,11 +243,10 @@ _KVSidecarServiceForkContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
     '_KVSidecarServiceDeleteContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
         contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.DeleteContextRequest,
         contextcache.v1.kv_sidecar_pb2.DeleteContextResponse,
     ],
@@ -273,11 +258,10 @@ _KVSidecarServiceDeleteContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReportLoadType = typing_extensions.TypeVar(
     '_KVSidecarServiceReportLoadType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReportLoadRequest,
         contextcache.v1.kv_sidecar_pb2.ReportLoadResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReportLoadRequest,
         contextcache.v1.kv_sidecar_pb2.ReportLoadResponse,
     ],
@@ -289,11 +273,10 @@ _KVSidecarServiceReportLoadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetLoadReportType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetLoadReportRequest,
         contextcache.v1.kv_sidecar_pb2.GetLoadReportResponse,
     ],
@@ -305,11 +288,10 @@ _KVSidecarServiceGetLoadReportType = typing_extensions.TypeVar(
 
 _KVSidecarServicePullContextType = typing_extensions.TypeVar(
     '_KVSidecarServicePullContextType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.PullContextRequest,
         contextcache.v1.kv_sidecar_pb2.PullContextResponse,
     ],
@@ -321,11 +303,10 @@ _KVSidecarServicePullContextType = typing_extensions.TypeVar(
 
 _KVSidecarServiceReadAheadType = typing_extensions.TypeVar(
     '_KVSidecarServiceReadAheadType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
         contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ReadAheadRequest,
         contextcache.v1.kv_sidecar_pb2.ReadAheadResponse,
     ],
@@ -337,11 +318,10 @@ _KVSidecarServiceReadAheadType = typing_extensions.TypeVar(
 
 _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
     '_KVSidecarServiceGetTenantUsageType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageRequest,
         contextcache.v1.kv_sidecar_pb2.GetTenantUsageResponse,
     ],
@@ -353,11 +333,10 @@ _KVSidecarServiceGetTenantUsageType = typing_extensions.TypeVar(
 
 _KVSidecarServiceListKeptType = typing_extensions.TypeVar(
     '_KVSidecarServiceListKeptType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
         contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.ListKeptRequest,
         contextcache.v1.kv_sidecar_pb2.ListKeptResponse,
     ],
@@ -369,11 +348,10 @@ _KVSidecarServiceListKeptType = typing_extensions.TypeVar(
 
 _KVSidecarServiceStatsType = typing_extensions.TypeVar(
     '_KVSidecarServiceStatsType',
-    grpc.UnaryUnaryMultiCallable[
+    bound=grpc.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
         contextcache.v1.kv_sidecar_pb2.StatsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
+    ] | grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.kv_sidecar_pb2.StatsRequest,
         contextcache.v1.kv_sidecar_pb2.StatsResponse,
     ],
