@@ -428,7 +428,7 @@ async def test_the_turn_middleware_speaks_tls_to_the_manager_and_its_sidecar(cer
             rpc_deadline_ms=DEADLINE_S * 1000,
             **certificates.settings,
         )
-        story, _ = compose_turns(settings, SECRET)
+        story, *_ = compose_turns(settings, SECRET)
 
         with pytest.raises(ContextNotFound):
             await story._manager.begin_turn("demo", "ctx_1", lease_id="l", lease_ttl_ms=1000)
