@@ -155,7 +155,8 @@ class PrefixIndex:
     def equals(self, at: Beginning) -> list[CacheRef]:
         """Return contexts of exactly these tokens, not all of very many."""
         entries = self._scopes.get((at.tenant, at.fingerprint), {}).get(at.block_tokens, [])
-        found, place = [], bisect_left(entries, (at.chain, at.tail, ""))
+        found: list[CacheRef] = []
+        place = bisect_left(entries, (at.chain, at.tail, ""))
         while place < len(entries) and len(found) < SHORTER and entries[place][:2] == (at.chain, at.tail):
             found.append(entries[place][2])
             place += 1
