@@ -1,33 +1,15 @@
 """What is kept of plain requests: listed over all pods, shown, deleted everywhere; no store is asked."""
 
-import httpx
 import pytest
 
 from contextcache.model import new_cache_ref
-from gateway.fronts import ReadyState
-from gateway.http.app import HttpFront
-from gateway.tenants.limits import FrontLimits
-from tests.kit.gateway_parts import KEY, OTHER_KEY, manifest_of
-
-AUTH = {"authorization": f"Bearer {KEY}"}
+from tests.kit.gateway_parts import OTHER_KEY, manifest_of
 
 
-@pytest.fixture
-async def client(parts):
-    front = HttpFront(
-        gateway=parts.gateway,
-        endpoints=parts.endpoints,
-        carrier=None,
-        ready_state=ReadyState(parts.gateway, parts.endpoints),
-        tenants=parts.tenants,
-        limits=FrontLimits(),
-        metrics=parts.metrics,
-    )
+@pytest.fixture(autouse=True)
+def no_manager(parts):
+    """Nothing here asks one."""
     parts.directory.down = True
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(front), base_url="http://gateway", headers=AUTH
-    ) as client:
-        yield client
 
 
 def keep(parts, pod, group, **fields):
