@@ -95,6 +95,8 @@ class Claims:
     body: bytes = field(repr=False)
     """In UTF-8."""
     fields: _Fields = field(repr=False)
+    is_lenient: bool = False
+    """Whether `fields` were read with other values in the place of what strict JSON has not."""
 
     def session_id(self) -> SessionId | None:
         """Return the context that is named. Raises InvalidRequest when it cannot be one."""
@@ -135,7 +137,7 @@ class Claims:
             ours["kv_transfer_params"] = b'{"%b":"%b"}' % (KV_TRANSFER_KEY.encode(), order.encode())
         extra = _allowed_arguments(fields.vllm_xargs)
         if extra is not None:
-            ours["vllm_xargs"] = extra
+            ours["vllm_xargs"] = _rebuilt_arguments(self.body) if self.is_lenient else extra
         return _with_members(self.body, ours) if ours else None
 
 
@@ -244,10 +246,21 @@ def _allowed_arguments(spelled: msgspec.Raw) -> bytes | None:
         raise InvalidRequest("vllm_xargs is too large to be looked through", param="vllm_xargs")
     try:
         members = _MEMBERS.decode(spelled)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise InvalidRequest("vllm_xargs has names that are not UTF-8", param="vllm_xargs") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _rebuilt_arguments(b'{"vllm_xargs":%b}' % bytes(spelled))  # halves of characters, as Python reads them
     kept = {key: value for key, value in members.items() if key not in FORBIDDEN_KEYS}
     return msgspec.json.encode(kept)
+
+
+def _rebuilt_arguments(body: bytes) -> bytes:
+    """Return the extra arguments of a body as Python reads them, without forbidden keys. Raises InvalidRequest."""
+    if len(body) > LARGE_BYTES:
+        raise InvalidRequest("a body with such vllm_xargs is too large to be looked through", param="vllm_xargs")
+    try:
+        found = json.loads(body.decode("utf-8", "surrogatepass"))["vllm_xargs"]
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest("vllm_xargs cannot be read", param="vllm_xargs") from exc
+    return json.dumps({key: value for key, value in found.items() if key not in FORBIDDEN_KEYS}).encode()
 
 
 def _with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
@@ -268,7 +281,7 @@ def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
         if encoding != "utf-8" and len(body) > LARGE_BYTES:
             raise strict  # it would be held three times over
         text = body if encoding == "utf-8" else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
-        return Claims(text, _FIELDS.decode(_with_plain_values(text)))
+        return Claims(text, _FIELDS.decode(_with_plain_values(text)), is_lenient=True)
     except RecursionError:
         raise strict from None
     except (msgspec.DecodeError, UnicodeError):
