@@ -31,6 +31,7 @@ def count(client, text):
     return len(client.engine.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"])
 
 
+@pytest.mark.thorough
 def test_each_of_twenty_forks_of_a_document_computes_its_question_alone(client, stored):
     """Seen to fail with tails looked for under the fork's own name: the last tokens were computed again."""
     client.delete_all()
