@@ -143,6 +143,13 @@ def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manage
     assert int(response.headers["x-context-cached-tokens"]) >= sizes - 1
     assert json.loads(events[-2])["usage"]["prompt_tokens_details"]["cached_tokens"] >= sizes - 1
     assert events[-1] == "[DONE]"
+    stack.mend()
+    body = {"model": MODEL, "prompt": "Hi"}
+    wait_until(
+        lambda: keeper.http.post("/v1/context", json=body).status_code,
+        is_so=lambda status: status == 200,
+        what="the engine has found its manager again",
+    )
 
 
 def test_nobody_else_s_text_is_found_and_what_is_opted_out_is_neither_kept_nor_found(keeper, client):
