@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kit.caller import Caller
-from tests.kit.stack import OTHER_KEY, Stack
+from tests.kit.kept_kv import forgotten
+from tests.kit.stack import KEEPING_KEY, OTHER_KEY, Stack
+from tests.kit.until import wait_until
 
 TOMBSTONE_S = 15
 IDLE = "engine-1"
@@ -30,7 +32,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         engines=2,
         patient=True,
         # A prefill of more than one chunk well below 2 500 tokens; TTLs and passes short enough to be waited for.
-        engine_args=["--max-num-batched-tokens", "1024"],
+        # Agents offer tools with each request.
+        engine_args=["--max-num-batched-tokens", "1024", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
         env={
             "MANAGER_MIN_TTL_S": "1",
             "MANAGER_TOMBSTONE_S": str(TOMBSTONE_S),
@@ -75,3 +78,15 @@ def other(stack: Stack, front: str) -> Iterator[Caller]:
 def stored(stack: Stack):
     """Return the bytes of block and tail files on the sidecars' disks."""
     return stack.stored_bytes
+
+
+@pytest.fixture
+def keeper(stack: Stack) -> Iterator[Caller]:
+    """A caller whose plain requests are kept; nothing is left of it."""
+    stack.mend()
+    caller = Caller(stack, KEEPING_KEY)
+    yield caller
+    stack.mend()
+    wait_until(lambda: forgotten(stack, caller), what="nothing is kept any more")
+    caller.delete_all()
+    caller.close()

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kv_sidecar.format.manifest import decode_manifest
-from tests.kit.caller import Caller
-from tests.kit.stack import KEEPING_KEY, MODEL
+from tests.kit.kept_kv import common, kept_manifests, kept_tokens, kill_and_start
+from tests.kit.stack import MODEL
 from tests.kit.until import wait_until
 from tests.kit.vllm_answers import ids_of_length
 
@@ -76,31 +75,6 @@ class Agent:
         told = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
         self.num_tokens = usage.get("total_tokens") or sum(usage.get(name) or 0 for name in told)
         return text, (cached or {}).get("cached_tokens") or 0, response.headers
-
-
-def kill_and_start(stack):
-    stack.kill("engine")
-    stack.kill("sidecar")
-    stack.mend()
-
-
-@pytest.fixture
-def keeper(stack):
-    """A caller whose plain requests are kept; nothing is left of it."""
-    stack.mend()
-    caller = Caller(stack, KEEPING_KEY)
-    yield caller
-    stack.mend()
-    wait_until(lambda: forgotten(stack, caller), what="nothing is kept any more")
-    caller.delete_all()
-    caller.close()
-
-
-def forgotten(stack, caller):
-    """Delete what is kept, and return whether nothing is; what was being saved comes a moment later."""
-    for kept in caller.http.get("/v1/context", params={"kind": "kept", "limit": 100}).json()["data"]:
-        caller.http.delete(f"/v1/context/{kept['id']}")
-    return kept_tokens(stack) == []
 
 
 @pytest.mark.thorough
@@ -242,17 +216,3 @@ def as_chat(body):
     """Return the messages that vLLM makes of a dialect's."""
     head = body.get("system") or body.get("instructions")
     return [*([{"role": "system", "content": head}] if head else []), *(body.get("messages") or body["input"])]
-
-
-def common(left, right):
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-def kept_tokens(stack):
-    return [len(manifest.token_ids) for manifest in kept_manifests(stack)]
-
-
-def kept_manifests(stack):
-    manifests = (decode_manifest(file.read_bytes()) for file in (stack.data() / "manifests").glob("*/*.safetensors"))
-    return [manifest for manifest in manifests if manifest.session_id.startswith("kept_")]
