@@ -45,6 +45,10 @@ class Identity:
     """What the key says of requests that name no `context_mode` themselves; None: it says nothing."""
     kept: SessionId = ""
     """Group under which a plain request's KV is kept; empty: it is none, or is not kept."""
+    beginning: str = ""
+    """What requests with no context to go on with are called that begin like this one; empty: nothing."""
+    prefix_at: str = ""
+    """Sidecar (`host:port`) of a pod where such requests were served before; empty: this one, or none is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,10 @@ class KVTransfer:
     sidecar has no KV under it any more; nobody else would ever bring it back. 0: none."""
     traceparent: str = ""
     """Span that the load and the save belong to (W3C Trace Context); empty: nobody traces this turn."""
+    beginning: str = ""
+    """See Identity."""
+    prefix_at: str = ""
+    """See Identity."""
 
     @property
     def is_kept(self) -> bool:
@@ -83,8 +91,9 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
     }
     if identity.context_mode is not None:
         payload["context_mode"] = identity.context_mode.value
-    if identity.kept:
-        payload["kept"] = identity.kept
+    for name in ("kept", "beginning", "prefix_at"):
+        if value := getattr(identity, name):
+            payload[name] = value
     return _sign(_IDENTITY, payload, secret)
 
 
@@ -99,6 +108,8 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             session_id=None if payload["session_id"] is None else str(payload["session_id"]),
             context_mode=ContextMode(payload["context_mode"]) if "context_mode" in payload else None,
             kept=str(payload.get("kept", "")),
+            beginning=str(payload.get("beginning", "")),
+            prefix_at=str(payload.get("prefix_at", "")),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the identity header lacks a field") from exc
@@ -119,8 +130,9 @@ def sign_kv_transfer(transfer: KVTransfer, secret: bytes) -> str:
     }
     if transfer.save_again_tokens:
         payload["save_again_tokens"] = transfer.save_again_tokens
-    if transfer.traceparent:
-        payload["traceparent"] = transfer.traceparent
+    for name in ("traceparent", "beginning", "prefix_at"):
+        if value := getattr(transfer, name):
+            payload[name] = value
     return _sign(_KV_TRANSFER, payload, secret)
 
 
@@ -137,6 +149,8 @@ def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
             expires_at_ms=int(payload["expires_at_ms"]),
             save_again_tokens=int(payload.get("save_again_tokens", 0)),
             traceparent=str(payload.get("traceparent", "")),
+            beginning=str(payload.get("beginning", "")),
+            prefix_at=str(payload.get("prefix_at", "")),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the kv-transfer token lacks a field") from exc

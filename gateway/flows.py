@@ -341,17 +341,20 @@ class Gateway:
     def _conversation(self, admission: Admission, claims: Claims) -> Forward:
         """Return where one more request of what seems to be a conversation goes; no store is asked about it."""
         group = group_of(admission.tenant, admission.headers, claims, self._rules.label_headers)
-        query = self._query(admission, claims, affinity=group.encode())
+        query = self._query(admission, claims, affinity=group)
         if admission.plain is Plain.ROUTE:
             return self._forward(Kind.STATELESS, claims.changed(salt=self._stateless_salt(admission)), query)
-        headers = self._identity_header(admission, None, kept=group)
-        return self._forward(Kind.STATELESS, claims.changed(), query, headers=headers)
+        choice = self._choose(query)
+        headers = self._identity_header(admission, None, kept=group, beginning=group, prefix_at=choice.prefix_at)
+        return self._forward(Kind.STATELESS, claims.changed(), query, headers=headers, choice=choice)
 
     def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
         query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims))
-        headers = self._identity_header(admission, session_id)
-        return self._forward(Kind.CREATE, claims.changed(), query, headers=headers)
+        choice = self._choose(query)
+        named = {"beginning": query.affinity, "prefix_at": choice.prefix_at}
+        headers = self._identity_header(admission, session_id, **named)
+        return self._forward(Kind.CREATE, claims.changed(), query, headers=headers, choice=choice)
 
     async def _with_kv(self, forward: Forward) -> Forward:
         """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""
@@ -360,16 +363,14 @@ class Gateway:
             await self._holders.start_pull(session, to=forward.endpoint)
         return forward
 
-    def _identity_header(
-        self, admission: Admission, session_id: SessionId | None, *, kept: SessionId = ""
-    ) -> dict[str, str]:
+    def _identity_header(self, admission: Admission, session_id: SessionId | None, **more: str) -> dict[str, str]:
         identity = Identity(
             tenant=admission.tenant,
             request_id=admission.request_id,
             expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
             session_id=session_id,
             context_mode=admission.context_mode,
-            kept=kept,
+            **more,
         )
         return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
 
@@ -378,7 +379,7 @@ class Gateway:
         admission: Admission,
         claims: Claims | None = None,
         *,
-        affinity: bytes = b"",
+        affinity: str = "",
         light: bool = False,
     ) -> RouteQuery:
         strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
@@ -397,8 +398,10 @@ class Gateway:
         *,
         headers: Mapping[str, str] | None = None,
         session: CacheSessionMetadata | None = None,
+        choice: Choice | None = None,
     ) -> Forward:
-        return Forward(self._choose(query), kind, headers or {}, self._removed_headers, body, query, session)
+        choice = choice or self._choose(query)
+        return Forward(choice, kind, headers or {}, self._removed_headers, body, query, session)
 
     def _choose(self, query: RouteQuery) -> Choice:
         choice = choose_endpoint(self._endpoints.states(), query, limits=self._rules.limits, rng=self._rng)

@@ -136,4 +136,5 @@ def _described(state: EndpointState) -> dict[str, Any]:
         "waiting": state.load.waiting,
         "kv_usage": round(state.load.kv_usage, 3),
         "tiers": sorted(state.tiers),
+        "beginnings": len(state.beginnings),
     }

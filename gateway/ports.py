@@ -5,7 +5,7 @@ Every call that leaves the process has a deadline of its own and fails with a Co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -95,6 +95,8 @@ class EndpointState:
     """Of its engine's KV, as its sidecar said last; empty: not known."""
     tiers: frozenset[str] = frozenset()
     """Tiers its sidecar keeps KV in; empty: it has none, or does not answer."""
+    beginnings: Set[str] = frozenset()
+    """What requests that were served there begin with, by the names that gateways give it; the last ones, not all."""
 
 
 class SessionDirectory(Protocol):

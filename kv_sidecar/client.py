@@ -158,9 +158,10 @@ class KVSidecarClient:
         answer = await self._call(self._stub().ListKept, request, self._timeout_s)
         return [kept_group_from_pb(found) for found in answer.groups]
 
-    async def stats(self) -> pb.StatsResponse:
-        """Return contexts, blocks and bytes by tier."""
-        return await self._call(self._stub().Stats, pb.StatsRequest(), self._timeout_s)
+    async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
+        """Return contexts, blocks and bytes by tier, and what was asked for since `beginnings_end` of an answer."""
+        request = pb.StatsRequest(beginnings_after=beginnings_after)
+        return await self._call(self._stub().Stats, request, self._timeout_s)
 
     async def is_serving(self) -> bool:
         """Return whether the sidecar says it serves; never raises."""
@@ -281,31 +282,11 @@ class EngineSidecarClient:
         answer = self._call(self._stub.GetManifest, request, timeout_s)
         return with_files(manifest_from_pb(answer.manifest)), answer.tier
 
-    def match_prefix(
-        self,
-        tenant: TenantId,
-        fingerprint: str,
-        token_ids: bytes,
-        *,
-        tokens_min: int,
-        expires_at_ms: int,
-        group: SessionId,
-        timeout_s: float,
-    ) -> tuple[CacheRef, ...]:
-        """Return the tenant's KV that begins most like these tokens (little-endian u32), the longest first.
-
-        `expires_at_ms`: until when kept KV among it lives at least. `group`: the conversation that asks, if it is kept.
+    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[CacheRef, ...]:
+        """Return the tenant's KV that begins most like a prompt, the longest first; a peer's is pending at first.
 
         Raises SidecarUnavailable also when the sidecar is of a release that cannot be asked.
         """
-        request = pb.MatchPrefixRequest(
-            tenant=tenant,
-            fingerprint=fingerprint,
-            token_ids=token_ids,
-            tokens_min=tokens_min,
-            expires_at_ms=expires_at_ms,
-            group=group,
-        )
         return tuple(match.cache_ref for match in self._call(self._stub.MatchPrefix, request, timeout_s).matches)
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:

@@ -6,8 +6,10 @@ the same conversation takes it away. A delete does, and the end of its life: the
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
@@ -21,6 +23,8 @@ from kv_sidecar.store import IoThreads
 
 MATCHES_MAX = 3
 """Named in one answer: whoever asks reads a manifest of each until one will do."""
+BEGINNINGS_MAX = 4096
+BEGINNING_CHARS_MAX = 64
 STAYS_MS = 60_000
 """From match to load: a request may wait in the engine's queue before."""
 
@@ -39,6 +43,10 @@ class PrefixQuestion:
     """Unix time in ms until which kept KV that is found lives at least; 0: as long as it has."""
     group: SessionId = ""
     """Conversation that asks, where its KV is kept."""
+    beginning: str = ""
+    """What gateways call requests that begin like this one."""
+    peer: str = ""
+    """`host:port` of a sidecar that may have more of it."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +60,33 @@ class PrefixQuestion:
         check_fingerprint_text(self.fingerprint)
         if len(self.token_ids) % TOKEN_BYTES:
             raise InvalidRequest("token ids have four bytes each", param="token_ids")
+        if len(self.beginning) > BEGINNING_CHARS_MAX:
+            raise InvalidRequest("a beginning has a short name", param="beginning")
+
+
+class Beginnings:
+    """Which beginnings were asked for here, the last ones: gateways send what begins alike to where it was before."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._end = 0
+
+    def note(self, beginning: str) -> None:
+        """Remember one more; the one asked for longest ago goes for it."""
+        if not beginning:
+            return
+        self._end += 1
+        self._numbers[beginning] = self._end
+        self._numbers.move_to_end(beginning)
+        if len(self._numbers) > BEGINNINGS_MAX:
+            self._numbers.popitem(last=False)
+
+    def since(self, after: int) -> tuple[list[str], int]:
+        """Return those that came after a number, the newest last, and the number to ask with the next time."""
+        if after > self._end:  # whoever asks knew the process before
+            after = 0
+        new = takewhile(lambda named: named[1] > after, reversed(self._numbers.items()))
+        return [beginning for beginning, _ in new][::-1], self._end
 
 
 class PrefixMatches:

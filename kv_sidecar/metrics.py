@@ -44,6 +44,11 @@ class SidecarMetrics:
             "Questions for whatever begins like a prompt, by whether `some` was named or `none`.",
             ("found",),
         )
+        self.peer_matches = counter(
+            "peer_matches",
+            "The same question to another pod's sidecar: `some` is fetched from there, `none`, or it was `silent`.",
+            ("found",),
+        )
         self.replaced = counter(
             "replaced_contexts",
             "Manifests of kept KV removed because a longer one of the same conversation begins with it.",

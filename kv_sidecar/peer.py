@@ -23,6 +23,8 @@ from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.manifest import with_files
 from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.matching import PrefixQuestion
+from kv_sidecar.prefixes import Found
 from kv_sidecar.store import Buffer
 
 
@@ -62,6 +64,20 @@ class PeerSidecar:
             return await asyncio.to_thread(lambda: with_files(manifest_from_pb(answer.manifest)))
         except InvalidRequest as exc:
             raise CorruptBlock("the peer's manifest is none") from exc
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        """See pulling.Peer."""
+        request = pb.MatchPrefixRequest(
+            tenant=question.tenant,
+            fingerprint=question.fingerprint,
+            token_ids=question.token_ids,
+            tokens_min=tokens_min,
+        )
+        try:
+            answer = await self._stub.MatchPrefix(request, timeout=self._timeout_s, metadata=trace_metadata())
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        return [Found(match.cache_ref, match.num_tokens) for match in answer.matches]
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]

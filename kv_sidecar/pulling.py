@@ -28,15 +28,17 @@ from contextcache.errors import (
     FingerprintMismatch,
     InvalidRequest,
 )
-from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, TenantId
+from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.format.ids import engine_fingerprint
-from kv_sidecar.format.manifest import block_checksum, check_block_checksums
+from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
+from kv_sidecar.matching import PrefixQuestion
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.peers import EngineRanks, PeerRules, PullLimits
+from kv_sidecar.prefixes import Found
 from kv_sidecar.saves import NewSave
 from kv_sidecar.store import Buffer
 
@@ -54,6 +56,10 @@ class Peer(Protocol):
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """Return a sealed manifest. Raises CacheRefNotFound, SidecarUnavailable."""
+        ...
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        """Return what it has that begins most like a prompt, the longest first. Raises SidecarUnavailable."""
         ...
 
     def block_files(
@@ -75,6 +81,18 @@ ConnectPeer: TypeAlias = Callable[[str, float], Peer]
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a pull makes of another context's KV: its first tokens, as KV of our own."""
+
+    cache_ref: CacheRef
+    num_tokens: int
+    """At most: whole blocks of them are fetched."""
+    group: SessionId
+    """Conversation it is kept for."""
+    expires_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """What a pull shall fetch, and from whom."""
 
@@ -85,6 +103,13 @@ class Wanted:
     """`host:port`."""
     timeout_s: float = 0
     """0: the sidecar's own limit, which also caps it."""
+    prefix: Prefix | None = None
+    """None: all of it, under the name it has there."""
+
+    @property
+    def names(self) -> tuple[CacheRef, ...]:
+        """What it will be called here, best first."""
+        return self.cache_refs if self.prefix is None else (self.prefix.cache_ref,)
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
@@ -139,12 +164,13 @@ class Pulls:
     def start(self, wanted: Wanted) -> Reply:
         """Begin a pull unless there is nothing to do or it is not possible. Raises InvalidRequest."""
         wanted.check()
-        wanted = replace(wanted, cache_refs=self._better_than_what_is_here(wanted))
+        if len(better := self._better_than_what_is_here(wanted)) < len(wanted.names):
+            wanted = replace(wanted, cache_refs=better)
         reply = self._reply(wanted)
         if reply.outcome != "started":
             self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
             return reply
-        self._catalog.expect(wanted.tenant, wanted.cache_refs)
+        self._catalog.expect(wanted.tenant, wanted.names)
         task = asyncio.create_task(self._run(wanted))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -160,7 +186,7 @@ class Pulls:
 
     def _better_than_what_is_here(self, wanted: Wanted) -> tuple[CacheRef, ...]:
         """Return the refs before the first that is here: a session that comes back has its older KV here."""
-        return tuple(takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.cache_refs))
+        return tuple(takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.names))
 
     def _reply(self, wanted: Wanted) -> Reply:
         if self._draining:
@@ -191,10 +217,10 @@ class Pulls:
             outcome = "draining"
             raise
         finally:
-            self._catalog.expect_no_more(wanted.tenant, wanted.cache_refs)
+            self._catalog.expect_no_more(wanted.tenant, wanted.names)
             self._metrics.pulls.labels(outcome).inc()
             self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
-            log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.cache_refs[0], "peer": wanted.peer})
+            log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
 
     def _timeout_s(self, wanted: Wanted) -> float:
         return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
@@ -205,8 +231,19 @@ class Pulls:
         peer = self._connect(wanted.peer, self._timeout_s(wanted))
         try:
             manifest = await self._find(wanted, peer)
-            self._allow_for(manifest, wanted, deadline)
-            await self._save(manifest, peer, started_at_ms)
+            ours = (
+                manifest
+                if wanted.prefix is None
+                else first_blocks(
+                    manifest,
+                    wanted.prefix.num_tokens,
+                    cache_ref=wanted.prefix.cache_ref,
+                    session_id=wanted.prefix.group,
+                    expires_at_ms=min(wanted.prefix.expires_at_ms, manifest.expires_at_ms),
+                )
+            )
+            self._allow_for(ours, wanted, deadline)
+            await self._save(ours, manifest, peer, started_at_ms)
         finally:
             await peer.close()
 
@@ -226,7 +263,8 @@ class Pulls:
             except (CacheRefNotFound, FingerprintMismatch) as exc:
                 missed = exc
                 continue
-            self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
+            if wanted.prefix is None:
+                self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
             return manifest
         raise missed
 
@@ -249,8 +287,8 @@ class Pulls:
             raise FingerprintMismatch("the peer's KV was made by another engine")
         check_block_checksums(manifest)
 
-    async def _save(self, manifest: Manifest, peer: Peer, started_at_ms: int) -> None:
-        """Bring all ranks' block files in and seal; all or nothing."""
+    async def _save(self, manifest: Manifest, source: Manifest, peer: Peer, started_at_ms: int) -> None:
+        """Bring all ranks' block files in and seal; all or nothing. `source`: what the peer has them in."""
         new = NewSave(
             tenant=manifest.tenant,
             session_id=manifest.session_id,
@@ -266,17 +304,22 @@ class Pulls:
         )
         try:
             for rank in range(manifest.world_size):
-                await self._save_rank(replace(new, rank=rank), manifest, peer)
+                await self._save_rank(replace(new, rank=rank), manifest, source, peer)
         except BaseException:
             await self._catalog.abandon_save(manifest.cache_ref)
             raise
 
-    async def _save_rank(self, new: NewSave, manifest: Manifest, peer: Peer) -> None:
+    async def _save_rank(self, new: NewSave, manifest: Manifest, source: Manifest, peer: Peer) -> None:
         prepared = await self._catalog.prepare_save(new)
         if prepared.missing_files:
-            async with aclosing(peer.block_files(manifest, new.rank, prepared.missing_files)) as files:
-                async for block_index, data in files:
-                    vouched = block_checksum(manifest, block_index, new.rank)
+            there = {(file.group, file.name, file.first_token): index for index, file in enumerate(source.files)}
+            missing = (manifest.files[index] for index in prepared.missing_files)
+            asked = [there[file.group, file.name, file.first_token] for file in missing]
+            here = dict(zip(asked, prepared.missing_files, strict=True))
+            async with aclosing(peer.block_files(source, new.rank, asked)) as files:
+                async for index, data in files:
+                    block_index = here[index]
+                    vouched = block_checksum(source, index, new.rank)
                     size_bytes = await self._catalog.take_block(
                         new.cache_ref, new.rank, block_index, data, vouched=vouched
                     )

@@ -160,8 +160,10 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             tokens_min=request.tokens_min,
             expires_at_ms=request.expires_at_ms,
             group=request.group,
+            beginning=request.beginning,
+            peer=request.peer,
         )
-        found = await self._catalog.match_prefix(question)
+        found = await self._sidecar.prefixes.find(question)
         matches = [pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens) for one in found]
         return pb.MatchPrefixResponse(matches=matches)
 
@@ -256,6 +258,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        beginnings, end = self._sidecar.prefixes.beginnings.since(request.beginnings_after)
         tiers = [_tier_stats("host", self._sidecar.memory.usage()), _tier_stats("disk", self._sidecar.disk.usage())]
         return pb.StatsResponse(
             num_contexts=self._catalog.num_contexts,
@@ -263,6 +266,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             num_quarantined=self._sidecar.directory.num_quarantined,
             fingerprints=self._sidecar.engine.fingerprints,
             num_pulls=self._sidecar.pulls.num_pulls,
+            beginnings=beginnings,
+            beginnings_end=end,
         )
 
 

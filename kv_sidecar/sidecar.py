@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
 from kv_sidecar.arena import SUFFIX, ArenaDoor
+from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
@@ -80,14 +81,18 @@ class Sidecar:
         self.engine = EngineRanks()
         self._pull_slots = asyncio.Semaphore(settings.frame_streams_max)
         """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
+        rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
         self.pulls = Pulls(
             catalog=self.catalog,
             engine=self.engine,
-            rules=PeerRules(settings.peers),
+            rules=rules,
             limits=settings.pull_limits(),
-            connect=connect_peer or self._connect_peer,
+            connect=connect,
             clock=clock,
             metrics=self.metrics,
+        )
+        self.prefixes = Prefixes(
+            self.catalog, self.pulls, rules=rules, connect=connect, clock=clock, metrics=self.metrics
         )
         self.reports = LoadReports(
             clock=clock,

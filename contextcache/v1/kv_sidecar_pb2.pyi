@@ -818,6 +818,8 @@ class MatchPrefixRequest(google.protobuf.message.Message):
     TOKENS_MIN_FIELD_NUMBER: builtins.int
     EXPIRES_AT_MS_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
+    BEGINNING_FIELD_NUMBER: builtins.int
+    PEER_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner: nothing of another tenant's is found."""
     fingerprint: builtins.str
@@ -830,6 +832,12 @@ class MatchPrefixRequest(google.protobuf.message.Message):
     """Unix time in ms until which kept KV that is found lives at least."""
     group: builtins.str
     """Conversation that asks, where it is one whose KV is kept: what it misses is remembered. It decides nothing."""
+    beginning: builtins.str
+    """What the gateway calls requests that begin like this one; Stats tells it that they meet here. Empty: nothing."""
+    peer: builtins.str
+    """host:port of a sidecar that may have more of it than this one: what both begin with is then fetched from there, and
+    named in the answer while it comes. Empty: none.
+    """
     def __init__(
         self,
         *,
@@ -839,8 +847,10 @@ class MatchPrefixRequest(google.protobuf.message.Message):
         tokens_min: builtins.int = ...,
         expires_at_ms: builtins.int = ...,
         group: builtins.str = ...,
+        beginning: builtins.str = ...,
+        peer: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "group", b"group", "tenant", b"tenant", "token_ids", b"token_ids", "tokens_min", b"tokens_min"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beginning", b"beginning", "expires_at_ms", b"expires_at_ms", "fingerprint", b"fingerprint", "group", b"group", "peer", b"peer", "tenant", b"tenant", "token_ids", b"token_ids", "tokens_min", b"tokens_min"]) -> None: ...
 
 Global___MatchPrefixRequest: typing_extensions.TypeAlias = MatchPrefixRequest
 
@@ -1563,9 +1573,15 @@ class StatsRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    BEGINNINGS_AFTER_FIELD_NUMBER: builtins.int
+    beginnings_after: builtins.int
+    """As the last answer said, to be told only what came since; 0: all there is."""
     def __init__(
         self,
+        *,
+        beginnings_after: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beginnings_after", b"beginnings_after"]) -> None: ...
 
 Global___StatsRequest: typing_extensions.TypeAlias = StatsRequest
 
@@ -1610,12 +1626,16 @@ class StatsResponse(google.protobuf.message.Message):
     NUM_QUARANTINED_FIELD_NUMBER: builtins.int
     FINGERPRINTS_FIELD_NUMBER: builtins.int
     NUM_PULLS_FIELD_NUMBER: builtins.int
+    BEGINNINGS_FIELD_NUMBER: builtins.int
+    BEGINNINGS_END_FIELD_NUMBER: builtins.int
     num_contexts: builtins.int
     """Sealed manifests."""
     num_quarantined: builtins.int
     """Block files put aside because their bytes were wrong, since the start."""
     num_pulls: builtins.int
     """Pulls from peers going on now."""
+    beginnings_end: builtins.int
+    """To ask with the next time; smaller than what was asked with after a restart, and then all are told."""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """By tier."""
@@ -1623,6 +1643,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fingerprints of the ranks that introduced themselves last, in rank order; empty before the first handshake."""
+
+    @property
+    def beginnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Beginnings that were asked for here, at most 4096, the newest last. Whether their KV is still there is not said."""
 
     def __init__(
         self,
@@ -1632,7 +1656,9 @@ class StatsResponse(google.protobuf.message.Message):
         num_quarantined: builtins.int = ...,
         fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
         num_pulls: builtins.int = ...,
+        beginnings: collections.abc.Iterable[builtins.str] | None = ...,
+        beginnings_end: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beginnings", b"beginnings", "beginnings_end", b"beginnings_end", "fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse

@@ -42,6 +42,10 @@ Source = Callable[[], Sequence[Endpoint] | None]
 """Returns all pods there are when they have changed since it was asked last, else None."""
 
 
+_BEGINNINGS_MAX = 4096
+"""Remembered of a pod: as many as its sidecar tells."""
+
+
 class _Pod:
     """One pod's state, made anew only after something changed: every request looks at every pod."""
 
@@ -53,6 +57,8 @@ class _Pod:
         self.load = EngineLoad()
         self.fingerprint = ""
         self.tiers = frozenset[str]()
+        self.beginnings: dict[str, None] = {}
+        self.beginnings_end = 0
         self.silent_probes = 0
         self.probes_without_load = 0
         self.in_flight = 0
@@ -77,6 +83,7 @@ class _Pod:
                 self.in_flight - self.in_flight_at_probe + self.noted_since_probe,
                 self.fingerprint,
                 self.tiers,
+                self.beginnings.keys(),
             )
         return self._state
 
@@ -143,6 +150,25 @@ class WatchedEndpoints:
             pod.fingerprint = fingerprint or pod.fingerprint
             pod.tiers = tiers
             pod.changed()
+
+    def beginnings_end(self, name: str) -> int:
+        """Return what to ask a pod's sidecar for new beginnings with; 0: for all."""
+        pod = self._pods.get(name)
+        return 0 if pod is None else pod.beginnings_end
+
+    def note_beginnings(self, name: str, beginnings: Sequence[str], end: int) -> None:
+        """Remember what was asked for at a pod, the newest last; of all there was, the last ones. O(new)."""
+        pod = self._pods.get(name)
+        if pod is None:
+            return
+        if end < pod.beginnings_end:  # its sidecar was started again
+            pod.beginnings.clear()
+        pod.beginnings_end = end
+        for beginning in beginnings:
+            pod.beginnings.pop(beginning, None)
+            pod.beginnings[beginning] = None
+        while len(pod.beginnings) > _BEGINNINGS_MAX:
+            del pod.beginnings[next(iter(pod.beginnings))]
 
     @contextmanager
     def carrying(self, name: str) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 In this order: pods that are ready, in the proxy's subset, serve the model and do not drain; of those the ones whose
 queue is not full; of those the holder of the context's KV, unless it is saturated and another is not, or the client
-asked for something else; else, where requests with the same beginning should meet (a new context), the pod that
-rendezvous hashing names, unless it is loaded well beyond the others; else the least loaded.
+asked for something else; else, where requests with the same beginning should meet (a new context), a pod where they
+did already, or the one that rendezvous hashing names, unless it is loaded well beyond the others; else the least
+loaded.
 
 A pod's load is what its engine said at the last probe, corrected by what this gateway knows to have come and gone
 since. Other gateways' requests show at the next probe.
@@ -80,8 +81,8 @@ class RouteQuery:
     model: ModelId | None = None
     holder: str = ""
     """Endpoint that has the context's KV; empty: none, or not known."""
-    affinity: bytes = b""
-    """Requests with equal bytes should meet on one pod; empty: no wish."""
+    affinity: str = ""
+    """Requests with equal ones should meet on one pod; empty: no wish."""
     strategy: Strategy | None = None
     subset: frozenset[str] | None = None
     """Addresses (`host:port`) that the proxy in front allows; None: all."""
@@ -95,6 +96,8 @@ class Choice:
 
     endpoint: Endpoint
     reason: Reason
+    prefix_at: str = ""
+    """Sidecar of a pod that served what begins alike, where this one did not; empty: no other is known."""
 
 
 def strategy_of(header: str | None) -> Strategy | None:
@@ -125,19 +128,20 @@ def choose_endpoint(states: Sequence[EndpointState], query: RouteQuery, *, limit
         away = _named(states, query.holder)
         return Choice(_least_loaded_alike(free, away, rng), _reason_to_move(away, fitting))
     if query.affinity:
-        return Choice(_by_affinity(candidates, query.affinity, limits), Reason.AFFINITY)
+        home = _by_affinity(candidates, query.affinity, limits)
+        return Choice(home.endpoint, Reason.AFFINITY, _prefix_at(states, home, query.affinity))
     return Choice(least_loaded(candidates, rng), Reason.LEAST_LOADED)
 
 
-def prompt_affinity(tenant: TenantId, claims: Claims) -> bytes:
+def prompt_affinity(tenant: TenantId, claims: Claims) -> str:
     """Return what a body's prompt or messages begin with, the tenant and model with it; empty when there is neither."""
     beginning = _beginning(claims)
-    return _digest(tenant, f"{claims.model()}\0".encode() + beginning) if beginning else b""
+    return _digest(tenant, f"{claims.model()}\0".encode() + beginning) if beginning else ""
 
 
-def label_affinity(tenant: TenantId, label: str) -> bytes:
+def label_affinity(tenant: TenantId, label: str) -> str:
     """Return what requests with the same `X-Session-ID` have in common; empty without one."""
-    return _digest(tenant, label.encode("utf-8", "surrogatepass")) if label else b""
+    return _digest(tenant, label.encode("utf-8", "surrogatepass")) if label else ""
 
 
 def waiting_at(state: EndpointState) -> int:
@@ -169,11 +173,11 @@ def least_loaded(candidates: Sequence[EndpointState], rng: Random) -> Endpoint:
     return min(pair, key=_load_then_age).endpoint
 
 
-def rendezvous_order(candidates: Sequence[EndpointState], affinity: bytes) -> list[EndpointState]:
+def rendezvous_order(candidates: Sequence[EndpointState], affinity: str) -> list[EndpointState]:
     """Return pods in the order in which these bytes prefer them: a pod that goes moves only its own requests."""
 
     def weight(state: EndpointState) -> bytes:
-        return hashlib.blake2b(affinity + b"\0" + state.endpoint.name.encode(), digest_size=8).digest()
+        return hashlib.blake2b(f"{affinity}\0{state.endpoint.name}".encode(), digest_size=8).digest()
 
     return sorted(candidates, key=weight, reverse=True)
 
@@ -218,19 +222,31 @@ def _reason_to_move(holder: EndpointState | None, fitting: Sequence[EndpointStat
     return Reason.DRAINING if holder is not None and holder.ready and holder.endpoint.draining else Reason.AWAY
 
 
-def _by_affinity(candidates: Sequence[EndpointState], affinity: bytes, limits: LoadLimits) -> Endpoint:
-    """Return the first in rendezvous order that is not overloaded: at least one pod is within the mean."""
+def _by_affinity(candidates: Sequence[EndpointState], affinity: str, limits: LoadLimits) -> EndpointState:
+    """Return the first in rendezvous order that is not overloaded, of those that know the beginning before the others.
+
+    At least one pod is within the mean.
+    """
     free = _not_saturated(candidates, limits)
     bound = limits.affinity_overload * (sum(map(load_of, free)) / len(free) + 1)
-    return next(state for state in rendezvous_order(free, affinity) if load_of(state) <= bound).endpoint
+    order = sorted(rendezvous_order(free, affinity), key=lambda state: affinity not in state.beginnings)
+    return next(state for state in order if load_of(state) <= bound)
+
+
+def _prefix_at(states: Sequence[EndpointState], chosen: EndpointState, affinity: str) -> str:
+    """Return a sidecar that can be asked for what begins alike, where the chosen pod's own need not have it."""
+    if affinity in chosen.beginnings:
+        return ""
+    others = (state for state in states if affinity in state.beginnings and state.tiers and state is not chosen)
+    return next((state.endpoint.sidecar for state in rendezvous_order(list(others), affinity)), "")
 
 
 def _load_then_age(state: EndpointState) -> tuple[int, int]:
     return load_of(state), state.routed_at
 
 
-def _digest(tenant: TenantId, data: bytes) -> bytes:
-    return hashlib.blake2b(f"{tenant}\0".encode() + data, digest_size=_DIGEST_BYTES).digest()
+def _digest(tenant: TenantId, data: bytes) -> str:
+    return hashlib.blake2b(f"{tenant}\0".encode() + data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _beginning(claims: Claims) -> bytes:

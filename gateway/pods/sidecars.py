@@ -49,8 +49,8 @@ class KVState:
 class SidecarClient(KVSidecar, Protocol):
     """A door that can be closed, to a sidecar that can be asked how it does."""
 
-    async def stats(self) -> pb.StatsResponse:
-        """Return contexts, blocks and bytes by tier, and the engine's fingerprints. Raises SidecarUnavailable."""
+    async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
+        """Return its tiers, the engine's fingerprints, and what was asked for there. Raises SidecarUnavailable."""
         ...
 
     async def close(self) -> None:
@@ -125,12 +125,14 @@ class Sidecars(Mapping[str, KVSidecar]):
     async def _ask(self, name: str, address: str) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                stats = await self._client(address).stats()
+                after = self._endpoints.beginnings_end(name)
+                stats = await self._client(address).stats(beginnings_after=after)
         except (ContextCacheError, TimeoutError):
             self._endpoints.note_sidecar(name, fingerprint="", tiers=frozenset())
             return
         tiers = frozenset(_TIERS[found.tier] for found in stats.tiers if found.tier in _TIERS)
         self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
+        self._endpoints.note_beginnings(name, stats.beginnings, stats.beginnings_end)
 
     async def _close_one(self, client: SidecarClient) -> None:
         try:

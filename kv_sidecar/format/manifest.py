@@ -12,6 +12,7 @@ first: what release 0.1.0 wrote has none, and what it reads may have one.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +21,18 @@ from typing import Any
 
 import xxhash
 
-from contextcache.errors import CorruptBlock, InvalidRequest
-from contextcache.model import CACHE_REF_PATTERN, CacheRef, KVFile, KVGroup, Manifest, TenantId, kv_kind, plain_group
+from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
+from contextcache.model import (
+    CACHE_REF_PATTERN,
+    CacheRef,
+    KVFile,
+    KVGroup,
+    Manifest,
+    SessionId,
+    TenantId,
+    kv_kind,
+    plain_group,
+)
 from kv_sidecar.format.block_file import BlockMeta, file_meta, tail_start
 from kv_sidecar.format.ids import BlockKey, chain_block_ids, pack_token_ids, unpack_token_ids
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
@@ -94,6 +105,31 @@ def with_files(manifest: Manifest) -> Manifest:
         manifest.groups,
     )
     return replace(manifest, files=files)
+
+
+def first_blocks(
+    manifest: Manifest, num_tokens: int, *, cache_ref: CacheRef, session_id: SessionId, expires_at_ms: int
+) -> Manifest:
+    """Return a manifest of the first tokens, at most `num_tokens`, in whole blocks that the other one has too.
+
+    Raises CacheRefNotFound where there is none: a window or a state is of one end of a context only.
+    """
+    size = math.lcm(*(group.block_tokens for group in manifest.groups))
+    end = num_tokens // size * size
+    if not end or any(group.kind != "full_attention" for group in manifest.groups):
+        raise CacheRefNotFound("no beginning of this KV stands by itself")
+    cut = replace(
+        manifest,
+        cache_ref=cache_ref,
+        session_id=session_id,
+        token_ids=manifest.token_ids[:end],
+        groups=tuple(replace(group, runs=((0, end),)) for group in manifest.groups),
+        expires_at_ms=expires_at_ms,
+        size_bytes=manifest.size_bytes * end // len(manifest.token_ids),
+        block_checksums=(),
+        tail_ref="",
+    )
+    return with_files(cut)
 
 
 FORMAT = "context-cache-manifest-2"

@@ -10,8 +10,10 @@ import pytest
 from contextcache.errors import CacheRefNotFound, FingerprintMismatch
 from contextcache.model import KVGroup, new_cache_ref
 from kv_sidecar.format.block_file import parse_block_file
+from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_meta
-from tests.kit.kv_blocks import TENANT
+from kv_sidecar.matching import PrefixQuestion
+from tests.kit.kv_blocks import FINGERPRINT, TENANT
 from tests.kit.until import until
 
 PROMPT = tuple(range(10))
@@ -36,6 +38,15 @@ class SidecarPeerContract:
 
         assert manifest == await there.catalog.open(TENANT, new.cache_ref)
         assert len(manifest.files) == 6
+
+    async def test_it_says_what_it_has_that_begins_like_a_prompt_where_that_is_enough(self, there, peer):
+        new = await there.save(PROMPT)
+        question = PrefixQuestion(TENANT, FINGERPRINT, pack_token_ids((*PROMPT[:9], 77, 78)), 1)
+        other = replace(question, tenant="other")
+
+        (found,) = await peer.match(question, 8)
+        assert (found.cache_ref, found.num_tokens) == (new.cache_ref, 9)
+        assert list(await peer.match(question, 10)) == list(await peer.match(other, 8)) == []
 
     async def test_what_is_absent_or_anothers_is_not_found(self, there, peer):
         new = await there.save(PROMPT)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import Manifest
+from kv_sidecar.matching import PrefixQuestion
+from kv_sidecar.prefixes import Found
 from kv_sidecar.pulling import Peer
 from kv_sidecar.store import Buffer
 from tests.kit.kv_blocks import SidecarUnderTest
@@ -24,6 +27,7 @@ class CatalogPeer(Peer):
         """(rank, position) of the block files handed out."""
         self.num_open = 0
         """Connections made and not closed."""
+        self.hold_match = _open_gate()
         self.hold_manifest = _open_gate()
         self.hold_block = _open_gate()
         """A closed gate stops every block but the first."""
@@ -42,6 +46,10 @@ class CatalogPeer(Peer):
         self.asked.append(cache_ref)
         await self._pass(self.hold_manifest)
         return self.change_manifest(await self._kv.catalog.open(tenant, cache_ref))
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        await self._pass(self.hold_match)
+        return await self._kv.catalog.match_prefix(replace(question, tokens_min=tokens_min, beginning="", peer=""))
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]

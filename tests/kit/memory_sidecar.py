@@ -8,6 +8,7 @@ from dataclasses import replace
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from kv_sidecar.matching import Beginnings
 
 
 class MemorySidecar:
@@ -17,6 +18,7 @@ class MemorySidecar:
         self.down = False
         self.closed = False
         self.fingerprints: list[str] = []
+        self.beginnings = Beginnings()
         self.pulls: list[tuple[TenantId, tuple[CacheRef, ...], str]] = []
         self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
         self.saving: set[tuple[TenantId, CacheRef]] = set()
@@ -120,11 +122,18 @@ class MemorySidecar:
             if group in ("", name)
         ]
 
-    async def stats(self) -> pb.StatsResponse:
-        """Return how many contexts there are, the tiers, and the fingerprints it was given."""
+    async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
+        """Return how many contexts there are, the tiers, the fingerprints and the beginnings it was given."""
         self._check_up()
+        beginnings, end = self.beginnings.since(beginnings_after)
         tiers = [pb.TierStats(tier=tier) for tier in (pb.TIER_HOST, pb.TIER_DISK)]
-        return pb.StatsResponse(num_contexts=len(self._kept), tiers=tiers, fingerprints=self.fingerprints)
+        return pb.StatsResponse(
+            num_contexts=len(self._kept),
+            tiers=tiers,
+            fingerprints=self.fingerprints,
+            beginnings=beginnings,
+            beginnings_end=end,
+        )
 
     async def close(self) -> None:
         """Note that nobody calls any more."""

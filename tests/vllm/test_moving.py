@@ -16,6 +16,9 @@ from tests.vllm.conftest import IDLE, both_fronts
 
 pytestmark = pytest.mark.timeout(900)
 
+FILE_TOKENS = 256
+"""In one block file."""
+
 
 @pytest.fixture(scope="module")
 def pair(stack):
@@ -112,6 +115,37 @@ def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_
     assert again["usage"]["context"]["source"] == "device"
     assert_equals_cold(client, moved)
     assert_equals_cold(client, again)
+
+
+@pytest.fixture
+def beginnings_known(pair):
+    """A function that waits until the gateway has heard what was asked for at an engine."""
+
+    def wait(engine, before):
+        def known():
+            return {pair.engine_named(name): state["beginnings"] for name, state in pair.gateway_endpoints().items()}
+
+        wait_until(lambda: known().get(engine, 0), what="the gateway knows", is_so=lambda found: found > before)
+
+    return wait
+
+
+def test_a_document_that_another_engine_knows_is_fetched_from_there_for_a_new_context(client, beginnings_known):
+    document = ids_of_length(1200, seed=40)
+    first = client.create(prompt=[*document, *ids_of_length(40, seed=41)])
+    client.wait_sealed(first["session_id"])
+    holder = client.stack.engine_named(client.get(first["session_id"])["holder"]["endpoint"])
+    beginnings_known(holder, 0)
+    client.stack.drain(holder)
+
+    body = {"prompt": [*document, *ids_of_length(30, seed=42)], "return_token_ids": True, "logprobs": 1}
+    second = client.create(**body)
+    context = second["usage"]["context"]
+
+    assert client.stack.engine_named(client.get(second["session_id"])["holder"]["endpoint"]) != holder
+    assert context["source"] == "peer"
+    assert context["cached_tokens"] == 1200 // FILE_TOKENS * FILE_TOKENS
+    assert_equals_cold(client, second)
 
 
 @dataclass

@@ -228,17 +228,20 @@ class ManifestLookup:
         if not self._settings.match_prefix or len(best.prompt) <= tokens_min:
             return ()
         wait_ms = self._settings.manifest_deadline_ms
+        question = pb.MatchPrefixRequest(
+            tenant=transfer.tenant,
+            fingerprint=facts.fingerprint,
+            token_ids=best.prompt.astype("<u4").tobytes(),
+            tokens_min=tokens_min,
+            # What is kept lives on for what uses it as such, not for as long as a context that begins like it.
+            expires_at_ms=transfer.expires_at_ms if transfer.is_kept else 0,
+            group=transfer.session_id if transfer.is_kept else "",
+            beginning=transfer.beginning,
+            peer=transfer.prefix_at,
+        )
+        timeout_s = (wait_ms // _SILENT_SHARE if best.num_usable else wait_ms) / 1000
         try:
-            found = self._sidecar.get().match_prefix(
-                transfer.tenant,
-                facts.fingerprint,
-                best.prompt.astype("<u4").tobytes(),
-                tokens_min=tokens_min,
-                # What is kept lives on for what uses it as such, not for as long as a context that begins like it.
-                expires_at_ms=transfer.expires_at_ms if transfer.is_kept else 0,
-                group=transfer.session_id if transfer.is_kept else "",
-                timeout_s=(wait_ms // _SILENT_SHARE if best.num_usable else wait_ms) / 1000,
-            )
+            found = self._sidecar.get().match_prefix(question, timeout_s)
             self._is_silent = False
             return found
         except SidecarUnavailable as exc:

@@ -78,17 +78,7 @@ class EngineSidecar(Protocol):
         """Return a sealed manifest."""
         ...
 
-    def match_prefix(
-        self,
-        tenant: str,
-        fingerprint: str,
-        token_ids: bytes,
-        *,
-        tokens_min: int,
-        expires_at_ms: int,
-        group: str,
-        timeout_s: float,
-    ) -> tuple[str, ...]:
+    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[str, ...]:
         """See EngineSidecarClient."""
         ...
 

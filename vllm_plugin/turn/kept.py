@@ -50,6 +50,8 @@ class KeptRequests:
             load=(),
             save=new_cache_ref(),
             expires_at_ms=self._clock.now_ms() + self._settings.kept_ttl_s * 1000,
+            beginning=identity.beginning,
+            prefix_at=identity.prefix_at,
         )
         # No model in the salt: it is that of the tenant's requests which are not kept.
         salt = cache_salt(identity.tenant, ModelId(""), self._secret)

@@ -60,6 +60,9 @@ class Turn:
     """Empty: this turn commits nothing and holds no lease."""
     save_ref: CacheRef | None
     is_create: bool
+    beginning: str = ""
+    """See contextcache.identity.Identity, as `prefix_at`."""
+    prefix_at: str = ""
     prompt: ComposedPrompt | None = None
     loaded: LoadedKV | None = None
     no_kv: str = ""

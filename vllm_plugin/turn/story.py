@@ -261,6 +261,8 @@ class TurnStory:
             expires_at_ms=session.expires_at_ms,
             save_again_tokens=_save_again_tokens(turn),
             traceparent=kept_traceparent(),
+            beginning=turn.beginning,
+            prefix_at=turn.prefix_at,
         )
         kv_transfer: dict[str, Any] = {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}
         body: dict[str, Any] = {
@@ -294,6 +296,8 @@ class TurnStory:
             lease_id=lease_id,
             save_ref=new_cache_ref() if lease_id else None,
             is_create=is_create,
+            beginning=identity.beginning,
+            prefix_at=identity.prefix_at,
             started_ms=self._clock.now_ms(),
             recording=Recording() if request.repeatable and lease_id else None,
         )

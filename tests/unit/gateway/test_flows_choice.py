@@ -99,6 +99,26 @@ async def test_by_head_too_a_store_that_is_down_is_said_at_once(parts):
         await parts.gateway.route_by_head(admit(parts, x_session_id="ctx_1"), has_body=True)
 
 
+async def test_a_create_says_how_it_begins_and_who_served_such_requests_where_this_pod_did_not(parts):
+    def identity(forward):
+        return verify_identity(forward.set_headers[IDENTITY_HEADER], SECRET, now_ms=parts.clock.now_ms())
+
+    first = await route(parts, {"prompt": "x" * 2000 + "1"}, Kind.CREATE)
+    beginning = identity(first).beginning
+    parts.endpoints.note_beginnings("pod-b", [beginning], 1)
+    known = await route(parts, {"prompt": "x" * 2000 + "2"}, Kind.CREATE)
+    parts.endpoints.note_sidecar("pod-b", fingerprint="f", tiers=frozenset({"disk"}))
+    parts.endpoints.mark_unreachable("pod-b")
+    moved = await route(parts, {"prompt": "x" * 2000 + "3"}, Kind.CREATE)
+    other = await route(parts, {"prompt": "y"}, Kind.CREATE)
+
+    assert len(beginning) == 32
+    assert (known.endpoint.name, identity(known).prefix_at) == ("pod-b", "")
+    assert moved.endpoint.name != "pod-b"
+    assert identity(moved).prefix_at == parts.endpoints.endpoint("pod-b").sidecar != ""
+    assert (identity(moved).beginning, identity(other).prefix_at) == (beginning, "")
+
+
 async def test_both_proxy_headers_name_the_pod(parts):
     forward = await route(parts, {"prompt": "x"}, subset=frozenset({"pod-b:8001"}))
 

@@ -9,6 +9,7 @@ from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.sidecars import Sidecars
 from gateway.ports import Endpoint
+from kv_sidecar.matching import Beginnings
 from tests.kit.gateway_parts import Pods
 from tests.kit.memory_sidecar import MemorySidecar
 
@@ -60,9 +61,22 @@ async def test_what_a_sidecar_says_is_told_to_the_endpoints(sidecars, endpoints,
     assert [state.tiers for state in states] == [{"host", "disk"}, frozenset(), frozenset()]
 
 
+async def test_what_was_asked_for_at_a_pod_is_known_until_its_sidecar_starts_again(sidecars, endpoints, opened):
+    await sidecars.ask_all()
+    opened["a:9001"].beginnings.note("x")
+    opened["a:9001"].beginnings.note("y")
+    await sidecars.ask_all()
+    assert [set(state.beginnings) for state in endpoints.states()] == [{"x", "y"}, set(), set()]
+
+    opened["a:9001"].beginnings = Beginnings()
+    opened["a:9001"].beginnings.note("z")
+    await sidecars.ask_all()
+    assert set(endpoints.states()[0].beginnings) == {"z"}
+
+
 async def test_a_sidecar_that_does_not_answer_is_waited_for_a_bounded_time(endpoints, metrics):
     class Silent(MemorySidecar):
-        async def stats(self):
+        async def stats(self, *, beginnings_after=0):
             await asyncio.Event().wait()
 
     sidecars = Sidecars(endpoints, lambda _: Silent(), metrics=metrics, timeout_s=0.001)

@@ -209,16 +209,16 @@ class FakeSidecar(EngineSidecar):
         return manifest, pb.TIER_HOST
 
     @override
-    def match_prefix(self, tenant, fingerprint, token_ids, *, tokens_min, expires_at_ms, group, timeout_s):
+    def match_prefix(self, request, timeout_s):
         self._arrive("match_prefix")
-        prompt = np.frombuffer(token_ids, "<u4").astype(np.int64)
+        prompt = np.frombuffer(request.token_ids, "<u4").astype(np.int64)
         found = {
             ref: common_prefix(np.asarray(manifest.token_ids, np.int64), prompt)
             for ref, manifest in self.manifests.items()
-            if (manifest.tenant, manifest.fingerprint) == (tenant, fingerprint)
+            if (manifest.tenant, manifest.fingerprint) == (request.tenant, request.fingerprint)
         }
         longest = sorted(found, key=lambda ref: found[ref], reverse=True)
-        return tuple(ref for ref in longest if found[ref] >= tokens_min)[:3]
+        return tuple(ref for ref in longest if found[ref] >= request.tokens_min)[:3]
 
     @override
     def load_blocks(self, request, timeout_s) -> Iterator[pb.LoadBlocksResponse]:

@@ -1,0 +1,98 @@
+"""The story of a prompt that another pod knows better: its sidecar is asked, and what both begin with is fetched.
+
+1. What is here is found first; a peer that the gateway named is asked only where enough of the prompt is left.
+2. The peer names its longest. A pull of as many tokens of it begins, in whole blocks, under a name that follows from
+   the tokens: who asks next finds it coming, or here. It is kept KV, so a context's save takes its room; where no
+   conversation asked, it stays for a minute, until what was asked for has been saved over the same blocks.
+3. The answer names it in front. Whoever loads it hears that it is pending, and waits as for any pull, or computes.
+
+A peer that is gone, slow or of a release that cannot be asked costs this request `_ASK_S`, and no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError
+from contextcache.model import KEPT_PREFIX, CacheRef
+from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.format.ids import TOKEN_BYTES
+from kv_sidecar.matching import STAYS_MS, Beginnings, PrefixQuestion
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.peers import PeerRules
+from kv_sidecar.prefixes import Found
+from kv_sidecar.pulling import ConnectPeer, Prefix, Pulls, Wanted
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 0.1
+"""A connection and an answer from the same network; the engine's own question may take a few times as long."""
+
+
+class Prefixes:
+    """Answers what a prompt can start from, here and at a peer. Used from one event loop."""
+
+    def __init__(
+        self,
+        catalog: ContextCatalog,
+        pulls: Pulls,
+        *,
+        rules: PeerRules,
+        connect: ConnectPeer,
+        clock: Clock,
+        metrics: SidecarMetrics,
+    ) -> None:
+        self._catalog = catalog
+        self._pulls = pulls
+        self._rules = rules
+        self._connect = connect
+        self._clock = clock
+        self._metrics = metrics
+        self.beginnings = Beginnings()
+
+    async def find(self, question: PrefixQuestion) -> Sequence[Found]:
+        """See ContextCatalog.match_prefix; what a peer has more of comes first. Raises InvalidRequest."""
+        found = await self._catalog.match_prefix(question)
+        self.beginnings.note(question.beginning)
+        known = found[0].num_tokens if found else 0
+        if question.num_tokens - known <= question.tokens_min or not self._rules.allow(question.peer):
+            return found
+        try:
+            async with asyncio.timeout(_ASK_S):
+                matches = await self._ask(question, known + question.tokens_min)
+        except (ContextCacheError, TimeoutError) as exc:
+            self._metrics.peer_matches.labels("silent").inc()
+            log.info("peer did not say what it has", extra={"peer": question.peer, "reason": type(exc).__name__})
+            return found
+        begun = [one for there in matches[:1] if (one := self._begin(question, there)) is not None]
+        self._metrics.peer_matches.labels("some" if begun else "none").inc()
+        return [*begun, *found]
+
+    async def _ask(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        peer = self._connect(question.peer, _ASK_S)
+        try:
+            return await peer.match(question, tokens_min)
+        finally:
+            await peer.close()
+
+    def _begin(self, question: PrefixQuestion, there: Found) -> Found | None:
+        """Begin to fetch it; None where that cannot be."""
+        prompt = question.token_ids[: there.num_tokens * TOKEN_BYTES]
+        name = _digest(question.tenant.encode(), question.fingerprint.encode(), prompt)
+        begins = question.token_ids[: question.tokens_min * TOKEN_BYTES]
+        prefix = Prefix(
+            cache_ref=f"ref_{name}",
+            num_tokens=there.num_tokens,
+            group=question.group or KEPT_PREFIX + _digest(question.tenant.encode(), begins),
+            expires_at_ms=question.expires_at_ms or self._clock.now_ms() + STAYS_MS,
+        )
+        reply = self._pulls.start(Wanted(question.tenant, (there.cache_ref,), question.peer, prefix=prefix))
+        return None if reply.outcome == "refused" else Found(prefix.cache_ref, there.num_tokens)
+
+
+def _digest(*parts: bytes) -> CacheRef:
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()

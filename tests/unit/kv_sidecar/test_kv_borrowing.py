@@ -1,0 +1,180 @@
+"""What another pod has more of than this one is fetched as far as a prompt shares it, and no further."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
+from contextcache.model import KEPT_PREFIX, KVGroup
+from kv_sidecar.format.ids import pack_token_ids
+from kv_sidecar.matching import BEGINNINGS_MAX, STAYS_MS, Beginnings, PrefixQuestion
+from kv_sidecar.prefixes import Found
+from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest
+
+DOCUMENT = tuple(range(1, 23))
+"""Five whole blocks and two tokens."""
+PEER = "10.0.0.7:50061"
+
+
+@dataclass
+class Pods:
+    """`there` has KV; `here` is asked."""
+
+    here: SidecarUnderTest
+    there: SidecarUnderTest
+    peer: CatalogPeer
+    clock: ManualClock
+
+    async def find(
+        self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: str
+    ) -> list[Found]:
+        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, peer=peer, **more)  # type: ignore[arg-type]  # its fields
+        return list(await self.here.sidecar.prefixes.find(question))
+
+    async def ended(self) -> None:
+        await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
+
+    def counted(self, verdict: str) -> float:
+        return self.here.counted("peer_matches_total", found=verdict)
+
+
+@pytest.fixture
+async def pods(tmp_path: Path) -> AsyncIterator[Pods]:
+    clock = ManualClock()
+    async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
+        peer = CatalogPeer(there)
+        here = SidecarUnderTest(tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",))
+        async with here:
+            here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+            yield Pods(here, there, peer, clock)
+
+
+async def test_a_document_known_elsewhere_comes_in_whole_blocks_under_a_name_of_its_own(pods: Pods) -> None:
+    theirs = await pods.there.save((*DOCUMENT, *range(100, 140)))
+    (found,) = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
+    with pytest.raises(CacheRefPending):
+        await pods.here.catalog.open(TENANT, found.cache_ref)
+    await pods.ended()
+    manifest = await pods.here.catalog.open(TENANT, found.cache_ref)
+
+    assert found.cache_ref != theirs.cache_ref
+    assert manifest.token_ids == DOCUMENT[:20]
+    assert manifest.session_id.startswith(KEPT_PREFIX)
+    assert len(pods.here.block_files()) == len(pods.peer.sent) == 5
+    assert pods.peer.num_open == 0
+    assert pods.counted("some") == 1
+
+
+async def test_what_is_here_is_not_fetched_again(pods: Pods) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+    await pods.here.save((*DOCUMENT[:12], 50))
+    (found, _) = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
+    await pods.ended()
+    again = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
+
+    assert len(pods.peer.sent) == 2
+    assert again[0].cache_ref == found.cache_ref
+    assert len(pods.peer.asked) == 1
+
+
+async def test_who_asks_while_it_comes_is_told_the_same_name_and_nothing_comes_twice(pods: Pods) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+    pods.peer.hold_manifest.clear()
+    first, second = await asyncio.gather(pods.find((*DOCUMENT, 7)), pods.find((*DOCUMENT, 7)))
+    pods.peer.hold_manifest.set()
+    await pods.ended()
+
+    assert first == second
+    assert pods.peer.asked == pods.peer.asked[:1]
+    assert len(pods.peer.sent) == 5
+
+
+async def test_a_prefix_stays_for_a_minute_and_a_conversation_s_for_as_long_as_it_asks(pods: Pods) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+    (found,) = await pods.find((*DOCUMENT, 7))
+    await pods.ended()
+    manifest = await pods.here.catalog.open(TENANT, found.cache_ref)
+    assert manifest.expires_at_ms == pods.clock.now_ms() + STAYS_MS
+
+    pods.clock.advance(ms=STAYS_MS)
+    await pods.here.sidecar.collect()
+    with pytest.raises(CacheRefNotFound):
+        await pods.here.catalog.open(TENANT, found.cache_ref)
+    assert not pods.here.block_files()
+
+    group = f"{KEPT_PREFIX}{'a' * 32}"
+    ends_at_ms = pods.clock.now_ms() + 2 * STAYS_MS
+    (found,) = await pods.find((*DOCUMENT, 7), group=group, expires_at_ms=ends_at_ms)  # type: ignore[arg-type]  # a field
+    await pods.ended()
+    manifest = await pods.here.catalog.open(TENANT, found.cache_ref)
+    assert (manifest.session_id, manifest.expires_at_ms) == (group, ends_at_ms)
+
+
+async def test_another_tenant_s_is_not_found_there_either(pods: Pods) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+
+    assert await pods.find((*DOCUMENT, 7), tenant="other") == []
+    assert pods.counted("none") == 1
+
+
+@pytest.mark.parametrize("peer", ["", "192.0.2.1:50061", "no address"])
+async def test_a_peer_that_is_none_or_is_not_allowed_is_not_asked(pods: Pods, peer: str) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+
+    assert await pods.find((*DOCUMENT, 7), peer=peer) == []
+    assert pods.peer.num_open == len(pods.peer.asked) == 0
+
+
+async def test_a_silent_peer_costs_a_moment_and_what_is_here_is_answered(
+    pods: Pods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_sidecar.borrowing._ASK_S", 0.001)
+    ours = await pods.here.save((*DOCUMENT[:12], 50))
+    pods.peer.hold_match.clear()
+
+    found = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
+    assert [one.cache_ref for one in found] == [ours.cache_ref]
+    assert pods.counted("silent") == 1
+    assert pods.peer.num_open == 0
+
+
+async def test_a_window_s_kv_has_no_beginning_that_stands_by_itself(pods: Pods) -> None:
+    groups = (
+        KVGroup("full_attention", 4, ((0, 22),), 0, "a0" * 8),
+        KVGroup("sliding_window", 4, ((0, 2), (18, 22)), 4, "b0" * 8),
+    )
+    await pods.there.save(DOCUMENT, groups=groups)
+    found = await pods.find((*DOCUMENT, *range(200, 210)))
+    await pods.ended()
+
+    for one in found:
+        with pytest.raises(CacheRefNotFound):
+            await pods.here.catalog.open(TENANT, one.cache_ref)
+    assert not pods.here.block_files()
+    assert not pods.here.manifest_files()
+
+
+def test_of_the_beginnings_asked_for_the_last_are_told_and_of_those_what_came_since() -> None:
+    beginnings = Beginnings()
+    for number in range(BEGINNINGS_MAX + 3):
+        beginnings.note(f"{number:032x}")
+    told, end = beginnings.since(0)
+    beginnings.note(told[0])
+    beginnings.note("")
+
+    assert (len(told), told[-1]) == (BEGINNINGS_MAX, f"{BEGINNINGS_MAX + 2:032x}")
+    assert beginnings.since(end) == ([told[0]], end + 1)
+    assert beginnings.since(end + 1) == ([], end + 1)
+    assert len(beginnings.since(end + 100)[0]) == BEGINNINGS_MAX  # whoever asks knew the process before
+
+
+async def test_a_beginning_is_no_long_text(pods: Pods) -> None:
+    with pytest.raises(InvalidRequest):
+        await pods.find(DOCUMENT, beginning="x" * 65)
