@@ -18,6 +18,7 @@ from contextcache.model import (
     SessionMode,
     TenantId,
     TtlPolicy,
+    UsageFormat,
     new_session_id,
 )
 from contextcache.terms import read_choice, read_if_match, read_session_id, read_terms, whole
@@ -30,6 +31,7 @@ _OURS = frozenset(
     {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
 )
 """Body fields the engine never sees."""
+_USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
 _NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
     "echo": "echo repeats the whole prompt, which a context exists to avoid",
@@ -66,8 +68,8 @@ class TurnRequest:
     wants_token_ids: bool
     wants_usage_chunk: bool
     """The client asked for `stream_options.include_usage`."""
-    openai_usage: bool
-    """`X-Usage-Format: openai`: prompt_tokens counts the whole prompt."""
+    usage: UsageFormat | None
+    """From `X-Usage-Format`; None: the client left it to its key's default."""
     context_mode: ContextMode | None
     """None: the client left it to its key's default."""
     commit: bool
@@ -104,7 +106,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         prefill_only=max_tokens == 0 and max_tokens is not False,
         wants_token_ids=body.get("return_token_ids") is True,
         wants_usage_chunk=stream_options.get("include_usage") is True,
-        openai_usage=headers.get("x-usage-format", "").lower() == "openai",
+        usage=_USAGE_FORMATS.get(headers.get("x-usage-format", "").strip().lower()),
         context_mode=read_choice(body, "context_mode", ContextMode),
         commit=_flag(body, "context_commit", default=True),
         expected_generation=read_if_match(headers.get("if-match")),

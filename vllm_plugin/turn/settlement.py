@@ -24,7 +24,15 @@ from contextcache.errors import (
     EngineFailed,
     StoreUnavailable,
 )
-from contextcache.model import CacheRef, CacheSessionMetadata, SaveOutcome, Segment, TtlPolicy, TurnCommit
+from contextcache.model import (
+    CacheRef,
+    CacheSessionMetadata,
+    SaveOutcome,
+    Segment,
+    TtlPolicy,
+    TurnCommit,
+    UsageFormat,
+)
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span, within
 from vllm_plugin.turn.answer import AnswerResult
@@ -60,6 +68,7 @@ class Turn:
     """Empty: this turn commits nothing and holds no lease."""
     save_ref: CacheRef | None
     is_create: bool
+    usage: UsageFormat
     prompt: ComposedPrompt | None = None
     loaded: LoadedKV | None = None
     no_kv: str = ""
@@ -119,7 +128,7 @@ class Settlement:
             "expires_at": outcome.expires_at_ms // 1000,
         }
         return Closing(
-            usage=usage_object(usage, outcome, openai_format=turn.request.openai_usage),
+            usage=usage_object(usage, outcome, openai_format=turn.usage is UsageFormat.OPENAI),
             session=session,
             headers=self._receipt(turn, usage, generation=outcome.generation, expires_at_ms=outcome.expires_at_ms),
         )

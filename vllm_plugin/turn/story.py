@@ -40,6 +40,7 @@ from contextcache.model import (
     SessionId,
     SessionMode,
     TenantId,
+    UsageFormat,
     new_cache_ref,
 )
 from contextcache.process.crash_points import crash_point
@@ -294,6 +295,7 @@ class TurnStory:
             lease_id=lease_id,
             save_ref=new_cache_ref() if lease_id else None,
             is_create=is_create,
+            usage=request.usage or identity.usage or UsageFormat.CONTEXT,
             started_ms=self._clock.now_ms(),
             recording=Recording() if request.repeatable and lease_id else None,
         )

@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from gateway.tenants.keys import hash_key
 from tests.kit.fake_vllm import encode
-from tests.kit.fronts import code_of, only_envoy, only_http
+from tests.kit.fronts import code_of, only_envoy, only_http, running_front
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_server import settings_for
 from tests.kit.turn_pod import MODEL, running_turn_pod
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -205,3 +208,25 @@ async def test_without_a_plugin_the_pod_refuses_what_claims_a_context_and_serves
 
     assert plain["choices"][0]["text"] == "!"
     assert all(pod.engine.generations()[-1].get(key) is None for key in forged)
+
+
+async def test_a_key_says_how_its_usage_counts_and_a_header_says_otherwise(front_kind, tmp_path, pod, manager):
+    settings = settings_for(tmp_path, {"pod-a": pod}, manager_port=manager.port)
+    keys = {"keys": [{"sha256": hash_key(KEY), "tenant": "demo", "usage": "openai", "context_mode": "replay"}]}
+    settings.api_keys_file.write_text(json.dumps(keys))
+    pod.engine.cached_tokens = 4
+    said = {"X-Usage-Format": "context"}
+    async with running_front(front_kind, settings, num_ready=1) as front:
+        session_id = await created(front)
+        by_key = await asked(front, "/v1/completions", prompt="Hello! more", session_id=session_id)
+        by_header = await asked(
+            front, "/v1/completions", prompt=" again", session_id=session_id, context_mode="append", headers=said
+        )
+
+    assert [body["prompt"] for body in pod.engine.generations()[1:]] == [
+        encode("Hello! more"),
+        encode("Hello! more! again"),
+    ]
+    assert by_key["usage"]["prompt_tokens"] == len("Hello! more")
+    assert by_key["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert by_header["usage"]["prompt_tokens"] == len("Hello! more! again") - 4
