@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
@@ -29,6 +30,7 @@ CHAT_PATH = "/v1/chat/completions"
 
 _OURS = frozenset(
     {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
+    | {"truncation"}
 )
 """Body fields the engine never sees."""
 _USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
@@ -50,6 +52,23 @@ class Prompt:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
+
+
+class TruncationType(Enum):
+    """What goes of a context that is too long for a turn."""
+
+    LAST = "last_history_tokens"
+    """All but the last so many tokens of the history."""
+    ROLLING = "rolling_tokens"
+    """When the model's window is full, the oldest so many at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a turn's context may be cut."""
+
+    type: TruncationType
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +94,8 @@ class TurnRequest:
     commit: bool
     expected_generation: int | None
     """From `If-Match`."""
+    truncation: Truncation | None = None
+    """None: what does not fit is refused."""
     creates_if_missing: bool = False
     """The context is to be created where there is none."""
     repeatable: Repeatable | None = None
@@ -110,6 +131,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         context_mode=read_choice(body, "context_mode", ContextMode),
         commit=_flag(body, "context_commit", default=True),
         expected_generation=read_if_match(headers.get("if-match")),
+        truncation=_truncation(path, body),
         creates_if_missing=_creates_if_missing(path, body),
         template_fields=_template_fields(body),
     )
@@ -205,6 +227,22 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise InvalidRequest("a context's turn always asks for an answer", param="add_generation_prompt")
     if body.get("include_reasoning") is False:
         raise InvalidRequest("hidden reasoning cannot be kept in a context", param="include_reasoning")
+
+
+def _truncation(path: str, body: dict[str, Any]) -> Truncation | None:
+    said = body.get("truncation")
+    if said is None:
+        return None
+    if path == CONTEXT_PATH:
+        raise InvalidRequest("truncation is for turns, each says it for itself", param="truncation")
+    if not isinstance(said, dict) or set(said) != {"type", "tokens"}:
+        raise InvalidRequest('truncation must be {"type": …, "tokens": …}', param="truncation")
+    kind = next((kind for kind in TruncationType if kind.value == said["type"]), None)
+    tokens = whole(said["tokens"])
+    if kind is None or tokens is None or tokens < 1:
+        names = " or ".join(kind.value for kind in TruncationType)
+        raise InvalidRequest(f"truncation has the type {names}, and tokens of 1 or more", param="truncation")
+    return Truncation(kind, tokens)
 
 
 def _creates_if_missing(path: str, body: dict[str, Any]) -> bool:

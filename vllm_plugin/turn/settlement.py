@@ -266,6 +266,7 @@ class Settlement:
             no_kv=turn.no_kv,
             match="" if turn.is_create else turn.prompt.outcome.value,
             diverged=turn.prompt.diverged,
+            truncated_tokens=turn.prompt.truncated_tokens,
         )
 
     def _receipt(self, turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:

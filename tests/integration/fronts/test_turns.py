@@ -230,3 +230,27 @@ async def test_a_key_says_how_its_usage_counts_and_a_header_says_otherwise(front
     assert by_key["usage"]["prompt_tokens"] == len("Hello! more")
     assert by_key["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert by_header["usage"]["prompt_tokens"] == len("Hello! more! again") - 4
+
+
+async def test_a_turn_that_does_not_fit_is_cut_where_it_says_so(front, pod):
+    pod.engine.max_model_len = 40
+    session_id = await created(front, prompt="x" * 30)
+    ask = {"model": MODEL, "prompt": "y" * 20, "session_id": session_id}
+    async with front.post("/v1/completions", ask) as answer:
+        assert await code_of(answer) == (400, "context_length_exceeded")
+    async with front.post("/v1/completions", ask | {"truncation": "auto"}) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
+    cut = await asked(
+        front,
+        "/v1/completions",
+        prompt="y" * 20,
+        headers={"X-Session-ID": session_id},
+        truncation={"type": "last_history_tokens", "tokens": 5},
+    )
+    async with front.get(f"/v1/context/{session_id}") as answer:
+        one = await answer.json()
+
+    assert "truncation" not in pod.engine.generations()[-1]
+    assert pod.engine.generations()[-1]["prompt"] == encode("xxxx!" + "y" * 20)
+    assert cut["usage"]["context"]["truncated_tokens"] == 26
+    assert (one["generation"], one["tokens"]) == (2, 26)

@@ -19,7 +19,13 @@ def test_a_prompt_makes_a_completion_and_messages_make_a_chat():
 
 def test_our_fields_and_forbidden_ones_never_reach_the_engine():
     request = read(
-        prompt="hi", session_id="s", context_mode="append", cache_salt="x", kv_transfer_params={}, temperature=0
+        prompt="hi",
+        session_id="s",
+        context_mode="append",
+        truncation={"type": "rolling_tokens", "tokens": 9.0},
+        cache_salt="x",
+        kv_transfer_params={},
+        temperature=0,
     )
 
     assert dict(request.engine_fields) == {"model": "m", "temperature": 0}
@@ -49,6 +55,13 @@ def test_a_list_with_one_prompt_is_that_prompt():
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "context_mode": "both"}, "context_mode"),
         ({"prompt": "a", "context_commit": "yes"}, "context_commit"),
+        ({"prompt": "a", "truncation": "auto"}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens"}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "auto", "tokens": 5}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": [], "tokens": 5}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens", "tokens": 0}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens", "tokens": True}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens", "tokens": 5, "by": 1}}, "truncation"),
         ({"prompt": "a", "stream": 1}, "stream"),
         ({"prompt": "a", "stream_options": 5}, "stream_options"),
         ({"prompt": "a", "model": ""}, "model"),
