@@ -43,8 +43,9 @@ MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARS)]
 class Part(BaseModel):
     """A piece of a message."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text"]
     text: str
+    uuid: None = None
 
 
 class Message(BaseModel):

@@ -208,12 +208,25 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest("each message needs a role", param=f"messages[{index}]")
-        content = message.get("content")
-        if isinstance(content, list) and any(
-            not isinstance(part, dict) or part.get("type", "text") != "text" for part in content
-        ):
+        if not _is_text(message.get("content")):
             raise InvalidRequest("a context holds text only", param=f"messages[{index}].content")
     return tuple(messages)
+
+
+def _is_text(content: Any) -> bool:
+    """Return whether a message has nothing but text: token ids alone do not say which image was computed.
+
+    A part without a type, or with a `uuid`, is to vLLM 0.32 whatever its other fields name (renderers/chat_utils.py).
+    """
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and part.get("uuid") is None
+        and isinstance(part.get("text"), str)
+        for part in content
+    )
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:

@@ -254,3 +254,23 @@ async def test_a_turn_that_does_not_fit_is_cut_where_it_says_so(front, pod):
     assert pod.engine.generations()[-1]["prompt"] == encode("xxxx!" + "y" * 20)
     assert cut["usage"]["context"]["truncated_tokens"] == 26
     assert (one["generation"], one["tokens"]) == (2, 26)
+
+
+async def test_a_context_takes_no_image_however_it_is_spelled(front, pod):
+    """Token ids alone do not say which image was computed. Seen to fail: a part without a type reached the engine."""
+    session_id = (await asked(front, "/v1/context", messages=CHAT))["session_id"]
+    pod.engine.requests.clear()
+    image = {"image_url": {"url": "data:image/png;base64,AA=="}}
+    for part in (image | {"type": "image_url"}, image, image | {"type": "text", "text": "this", "uuid": "one"}):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+        for path, more, headers in (
+            ("/v1/context", {}, {}),
+            ("/v1/chat/completions", {"session_id": session_id}, {}),
+            ("/v1/chat/completions", {}, {"X-Session-ID": session_id}),
+            ("/v1/chat/completions", {"session_id": "new", "context_create": "if_missing"}, {}),
+        ):
+            async with front.post(path, {"model": MODEL, "messages": messages, **more}, headers=headers) as answer:
+                assert await code_of(answer) == (400, "invalid_request")
+                assert (await answer.json())["error"]["param"] == "messages[0].content"
+
+    assert {path for path, _ in pod.engine.requests} <= {"/metrics/"}
