@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.errors import ForgedIdentity
-from contextcache.model import KEPT_PREFIX, CacheRef, ContextMode, ModelId, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, CacheRef, ContextMode, ModelId, SessionId, TenantId, UsageFormat
 
 IDENTITY_HEADER = "x-context-identity"
 UNROUTED_HEADER = "x-context-unrouted"
@@ -43,6 +43,8 @@ class Identity:
     """The context to continue; None: the request creates one (`POST /v1/context`)."""
     context_mode: ContextMode | None = None
     """What the key says of requests that name no `context_mode` themselves; None: it says nothing."""
+    usage: UsageFormat | None = None
+    """The same of how their usage counts."""
     kept: SessionId = ""
     """Group under which a plain request's KV is kept; empty: it is none, or is not kept."""
     beginning: str = ""
@@ -91,6 +93,8 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
     }
     if identity.context_mode is not None:
         payload["context_mode"] = identity.context_mode.value
+    if identity.usage is not None:
+        payload["usage"] = identity.usage.value
     for name in ("kept", "beginning", "prefix_at"):
         if value := getattr(identity, name):
             payload[name] = value
@@ -107,6 +111,7 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             expires_at_ms=int(payload["expires_at_ms"]),
             session_id=None if payload["session_id"] is None else str(payload["session_id"]),
             context_mode=ContextMode(payload["context_mode"]) if "context_mode" in payload else None,
+            usage=UsageFormat(payload["usage"]) if "usage" in payload else None,
             kept=str(payload.get("kept", "")),
             beginning=str(payload.get("beginning", "")),
             prefix_at=str(payload.get("prefix_at", "")),

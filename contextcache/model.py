@@ -101,6 +101,13 @@ class ContextMode(Enum):
     REPLAY = "replay"
 
 
+class UsageFormat(Enum):
+    """How an answer's usage counts the prompt: what was computed, beside the context, or the whole as OpenAI does."""
+
+    CONTEXT = "context"
+    OPENAI = "openai"
+
+
 class SegmentKind(Enum):
     """Who wrote a segment: the client (`prompt`) or the model (`answer`)."""
 

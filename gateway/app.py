@@ -87,6 +87,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             limits=limits,
             metrics=metrics,
             tracer=tracer,
+            cors_origins=settings.cors_origins,
         )
         yield GatewayApp(front, gateway, endpoints, tenants, limits, metrics, ready_state, tracer, tls)
 

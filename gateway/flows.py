@@ -34,6 +34,7 @@ from contextcache.model import (
     SessionId,
     SessionPage,
     TenantId,
+    UsageFormat,
 )
 from contextcache.repeats import IDEMPOTENCY_HEADER
 from contextcache.requests import LargeBodies
@@ -85,6 +86,8 @@ class Admission:
     """Pod addresses that the proxy in front allows; None: all."""
     context_mode: ContextMode | None = None
     """What the key says of requests that name none; None: nothing."""
+    usage: UsageFormat | None = None
+    """The same of how usage counts."""
     plain: Plain = Plain.OFF
     """What is done for the request if it has no context."""
 
@@ -184,7 +187,17 @@ class Gateway:
         plain = Plain.OFF
         if path in KEPT_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off":
             plain = allowed(caller.plain, self._rules.plain_max)
-        return Admission(caller.tenant, kind, path, request_id, headers, subset, caller.context_mode, plain)
+        return Admission(
+            tenant=caller.tenant,
+            kind=kind,
+            path=path,
+            request_id=request_id,
+            headers=headers,
+            subset=subset,
+            context_mode=caller.context_mode,
+            usage=caller.usage,
+            plain=plain,
+        )
 
     async def route_by_head(self, admission: Admission, *, has_body: bool, is_large: bool = False) -> Forward | None:
         """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
@@ -370,6 +383,7 @@ class Gateway:
             expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
             session_id=session_id,
             context_mode=admission.context_mode,
+            usage=admission.usage,
             **more,
         )
         return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}

@@ -26,6 +26,29 @@ from gateway.tenants.keys import AUTHENTICATE
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+CORS_METHODS = ("GET", "POST", "PATCH", "DELETE")
+CORS_HEADERS = ("authorization", "*")
+"""That a page may send: its key, which no wildcard covers, and whatever else its client library adds."""
+CORS_EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-session-id",
+    "x-context-cache",
+    "x-context-cached-tokens",
+    "x-context-source",
+    "x-context-mode",
+    "x-context-generation",
+    "x-context-expires-at",
+    "idempotent-replayed",
+    "server-timing",
+    "retry-after",
+    "www-authenticate",
+    "allow",
+)
+"""That a page may read of an answer, beside those that browsers always show."""
+CORS_MAX_AGE_S = 600
+"""How long a browser asks no more: an origin taken back is out after that."""
+CORS_POD_HEADERS = ("access-control-allow-origin", "access-control-allow-credentials")
+"""By which a pod lets every origin read, unless told otherwise: with a list of ours they end here."""
 REFUSED = "refused"
 """Kind under which requests are counted that never got as far as having one."""
 MANAGER_WAIT_S = 1.0

@@ -25,6 +25,7 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    UsageFormat,
 )
 from gateway.kept import Plain
 
@@ -38,6 +39,8 @@ class Caller:
     """Of requests that name none themselves; None: the key says nothing."""
     plain: Plain = Plain.OFF
     """What is done for its requests without a context."""
+    usage: UsageFormat | None = None
+    """How usage counts for requests that do not say; None: the key says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from gateway.ports import Endpoint
 
 EngineCall = Annotated[str, Field(pattern=r"^[A-Z]+ (/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+$")]
 """A method and a path, plainly spelled: `GET /version`."""
+CorsOrigin = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s/?#*A-Z]+$")]
+"""An origin as browsers write it: `https://chat.example.com`, with its port where that is not the scheme's own."""
 
 
 class EndpointSettings(BaseModel):
@@ -140,6 +142,11 @@ class GatewaySettings(TlsSettings, TracingSettings):
     engine_paths: tuple[EngineCall, ...] = Field(
         (),
         description='JSON list of calls beside inference that reach the engine, each as "GET /version"',
+    )
+    cors_origins: tuple[CorsOrigin, ...] = Field(
+        (),
+        description="JSON list of origins, https://chat.example.com, whose pages may call from a browser; each whole, "
+        "there is no wildcard; empty: none",
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="bytes of the largest request body; more is 413")
     max_buffered_bytes: int = Field(

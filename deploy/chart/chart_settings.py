@@ -96,6 +96,7 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "api_keys_filter_file": _FIXED,
         "drain_delay_s": "envoy.drainDelayS",
         "engine_paths": "gateway.settings.enginePaths: both must know the same",
+        "cors_origins": "gateway.settings.corsOrigins: both must know the same",
         "max_body_bytes": "gateway.settings.maxBodyBytes: both must have the same",
     },
 }

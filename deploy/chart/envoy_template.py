@@ -39,6 +39,7 @@ _GATEWAY_HOST, _PODS_HOST, _TRACES_HOST = "gateway.mark.", "pods.mark.", "traces
 _PODS_PORT, _TRACES_PORT, _LISTEN_PORT = 64901, 64902, 64903
 _RATIO = 0.654321
 _METHOD, _PATH = "MARK", "/mark/engine-path"
+_ORIGIN = "https://origin.mark"
 _INFERENCE_PATHS = sorted(path for path in (call.split()[1] for call in ENGINE_CALLS) if not path.startswith("/v1/"))
 """Routes that know prefixes need these named."""
 _STRINGS = {
@@ -89,7 +90,7 @@ def envoy_template() -> str:
 
 def envoy_defaults() -> str:
     """Return what counts where no value says otherwise, as JSON: the defaults of the settings left to the user."""
-    elsewhere = {"engine_paths", "max_body_bytes"}
+    elsewhere = {"engine_paths", "cors_origins", "max_body_bytes"}
     defaults = {
         to_camel(name): field.get_default()
         for name, field in EnvoySettings.model_fields.items()
@@ -117,6 +118,7 @@ def _options() -> list[Option]:
         Option("$settings.listenTls", listen, {}),
         Option("$settings.accessLog", {"access_log": "/mark/access-log"}, {}),
         Option("$settings.failOpenStateless", {"fail_open_stateless": True}, {}),
+        Option("$settings.corsOrigins", {"cors_origins": (_ORIGIN,)}, {}),
         Option("$settings.tracesHost", traces, {}),
         Option("$settings.tracesTls", {"traces_endpoint": f"https://{_TRACES_HOST}:{_TRACES_PORT}"}, traces),
     ]
@@ -220,6 +222,8 @@ def _list_item(value: Any, numbers: Iterator[int]) -> list[Any]:
         return [f"@0 if {value.condition}@", inner, "@0 end@"]
     if isinstance(value, dict) and value.get("match", {}).get("path") == _PATH:
         return ["@0 range $call := $settings.enginePaths@", inner, "@0 end@"]
+    if value == {"exact": _ORIGIN}:
+        return ["@0 range $origin := $settings.corsOrigins@", inner, "@0 end@"]
     return [inner]
 
 
@@ -228,6 +232,7 @@ def _without_marks(text: str) -> str:
     text = re.sub(r"'@switch (\S+)@'", r"{{ toJson \1 }}", text)
     for number, mark in enumerate((f"exact: {_METHOD}", f"path: {_PATH}")):
         text = text.replace(mark, f'{mark.split()[0]} {{{{ index (splitList " " $call) {number} | toJson }}}}')
+    text = text.replace(_ORIGIN, "{{ toJson $origin }}")
     for mark, name in _STRINGS.items():
         text = text.replace(mark, f"{{{{ toJson $settings.{name} }}}}")
     ratio = "{{ round (mulf $settings.tracesSampleRatio 1000000) 0 | int }}"

@@ -17,10 +17,13 @@ from deploy.envoy.settings import EnvoySettings, duration
 from deploy.envoy.tls import downstream_tls
 from deploy.envoy.traces import tracing
 from gateway.flows import ROUTING_HEADERS
+from gateway.fronts import CORS_EXPOSED_HEADERS, CORS_HEADERS, CORS_MAX_AGE_S, CORS_METHODS, CORS_POD_HEADERS
 
 LISTENER = "http"
 STAT_PREFIX = "front"
 """Envoy's statistics of requests are under `http.front.`."""
+
+CORS = "envoy.filters.http.cors"
 
 _RECEIPT_HEADERS = (
     "x-session-id",
@@ -119,9 +122,26 @@ def _virtual_host(settings: EnvoySettings) -> dict[str, Any]:
         "domains": ["*"],
         "request_headers_to_remove": removed,
         # As the HTTP front: what a pod runs on is nobody's business.
-        "response_headers_to_remove": ["server"],
+        "response_headers_to_remove": ["server", *(CORS_POD_HEADERS if settings.cors_origins else ())],
+        **_cors_policy(settings),
         "routes": routes(settings),
     }
+
+
+def _cors_policy(settings: EnvoySettings) -> dict[str, Any]:
+    """Tell browsers that pages of these origins may call and read, as the HTTP front does."""
+    if not settings.cors_origins:
+        return {}
+    policy = {
+        "@type": f"{TYPE}extensions.filters.http.cors.v3.CorsPolicy",
+        "allow_origin_string_match": [{"exact": origin} for origin in settings.cors_origins],
+        "allow_methods": ", ".join(CORS_METHODS),
+        "allow_headers": ", ".join(CORS_HEADERS),
+        "expose_headers": ", ".join(CORS_EXPOSED_HEADERS),
+        "max_age": str(CORS_MAX_AGE_S),
+        "allow_private_network_access": True,
+    }
+    return {"typed_per_filter_config": {CORS: policy}}
 
 
 def _early_header_mutation() -> dict[str, Any]:
@@ -150,12 +170,14 @@ def _early_header_mutation() -> dict[str, Any]:
 
 
 def _http_filters(settings: EnvoySettings) -> list[dict[str, Any]]:
-    # Keys first: who has none costs nothing more, neither a buffer nor a look of the plugin.
+    # Browsers ask without a key whether a page may call, so that comes before keys; without a policy the filter does
+    # nothing. Then keys: who has none costs nothing more, neither a buffer nor a look of the plugin.
     # Then buffering: the plugin is asked when the request is whole, so that a slow upload holds no stream of it, and
     # the limit holds for bodies that it does not look at too. A request over the limit is refused when so much of it
     # has been read, not by its content-length: most clients read no answer before they have sent everything. Buffers
     # of connections stay at Envoy's 1 MiB, so that a client that reads slowly slows the pod and fills no memory here.
     return [
+        {"name": CORS, "typed_config": {"@type": f"{TYPE}extensions.filters.http.cors.v3.Cors"}},
         *key_filter(settings),
         {
             "name": "envoy.filters.http.buffer",

@@ -32,6 +32,7 @@ TURN = "turn"
 COMPLETION = "completion"
 STATELESS = "stateless"
 NOT_FOUND = "not_found"
+PREFLIGHT = "preflight"
 
 SHOWN_BYTES_MAX = 8 << 20
 """Request bodies from this size on go through the gateways' HTTP fronts, which hold them once; so does what does not
@@ -59,6 +60,8 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     ]
     unsized = [_call(call) for call in (*_NOT_POSTED, *settings.engine_paths)]
     return [
+        # Envoy's filter answers for the pages it knows, and takes its policy from routes to somewhere alone.
+        _public(_route(PREFLIGHT, {"prefix": "/", "headers": _ASKED_FIRST}, to_front, plugin=False)),
         *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
         *(
             _route(name, {**_path(path), "headers": [*post, _SHOWN]}, to_pod, fail_open=may_pass)
@@ -94,6 +97,7 @@ def _regex(pattern: str) -> dict[str, Any]:
     return {"safe_regex": {"regex": pattern}}
 
 
+_ASKED_FIRST = [*_method("OPTIONS"), {"name": "access-control-request-method", "present_match": True}]
 _SHOWN = {"name": "content-length", "range_match": {"start": 0, "end": SHOWN_BYTES_MAX}}
 _COMPLETIONS = sorted(COMPLETION_PATHS)
 _POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.startswith("POST ")} - COMPLETION_PATHS)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gateway.settings import EngineCall, is_loopback
+from gateway.settings import CorsOrigin, EngineCall, is_loopback
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
@@ -84,6 +84,9 @@ class EnvoySettings(BaseModel):
     admin_port: int = Field(9901, ge=0, le=65535, description="its port; 0 takes a free one")
     engine_paths: tuple[EngineCall, ...] = Field(
         (), description='calls beside inference that reach the engine, "GET /version", as GATEWAY_ENGINE_PATHS'
+    )
+    cors_origins: tuple[CorsOrigin, ...] = Field(
+        (), description="origins whose pages may call from a browser, as GATEWAY_CORS_ORIGINS; empty: none"
     )
     fail_open_stateless: bool = Field(
         True,

@@ -9,20 +9,37 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from opentelemetry.trace import SpanKind, get_current_span
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, error_body
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
 from gateway.flows import Admission, Forward, Gateway
-from gateway.fronts import ClientGone, ReadyState, answer_headers, describe, log_refusal
+from gateway.fronts import (
+    CORS_EXPOSED_HEADERS,
+    CORS_HEADERS,
+    CORS_MAX_AGE_S,
+    CORS_METHODS,
+    CORS_POD_HEADERS,
+    REQUEST_ID_HEADER,
+    ClientGone,
+    ReadyState,
+    answer_headers,
+    describe,
+    log_refusal,
+    mint_request_id,
+    plain_request_id,
+)
 from gateway.http import routes
 from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
@@ -53,8 +70,9 @@ class HttpFront(FastAPI):
         limits: FrontLimits,
         metrics: Metrics,
         tracer: Tracer = NO_TRACER,
+        cors_origins: Collection[str] = (),
     ) -> None:
-        """`tenants`: of the process, for the other front too."""
+        """`tenants`: of the process, for the other front too; `cors_origins`: of pages that may call."""
         super().__init__(title="context-cache", description=routes.DESCRIPTION, redirect_slashes=False, redoc_url=None)
         self.gateway = gateway
         self.ready_state = ready_state
@@ -66,6 +84,7 @@ class HttpFront(FastAPI):
         self._control_limits = replace(limits, max_body_bytes=min(limits.max_body_bytes, _CONTROL_BYTES_MAX))
         self._tracer = tracer
         self._in_flight = 0
+        self._cors = _Cors(self._serve, cors_origins)
         for router in (routes.contexts, routes.turns, routes.operations):
             self.include_router(router)
         for kind in (ContextCacheError, RequestValidationError, HTTPException, Exception):
@@ -76,7 +95,10 @@ class HttpFront(FastAPI):
         """Answer one HTTP request, whatever happens; WebSockets are refused."""
         if scope["type"] != "http":
             await _refuse_protocol(scope, receive, send)
-            return
+        else:
+            await self._cors(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         started_s = time.monotonic()
         self._in_flight += 1
@@ -183,6 +205,51 @@ class HttpFront(FastAPI):
                 if "HTTPValidationError" in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]
         return self.openapi_schema or {}
+
+
+class _Cors(CORSMiddleware):
+    """Tells browsers that a page of a listed origin may call and read; to others a pod must not say so either.
+
+    Keys travel in a header that the page itself sets, so credentials of the browser's are never allowed.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=CORS_METHODS,
+            allow_headers=CORS_HEADERS,
+            allow_private_network=True,
+            expose_headers=CORS_EXPOSED_HEADERS,
+            max_age=CORS_MAX_AGE_S,
+        )
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if not self.allow_origins or "origin" not in headers:
+            await self.app(scope, receive, send)
+        elif self.is_allowed_origin(headers["origin"]):
+            await super().__call__(scope, receive, send)
+        else:
+            await self.simple_response(scope, receive, send, headers)
+
+    @override
+    async def send(self, message: Message, send: Send, request_headers: Headers) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name in CORS_POD_HEADERS:
+                del headers[name]
+            if self.is_allowed_origin(request_headers["origin"]):
+                await super().send(message, send, request_headers)
+                return
+        await send(message)
+
+    @override
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        answer.headers[REQUEST_ID_HEADER] = plain_request_id(request_headers) or mint_request_id()
+        return answer
 
 
 async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:

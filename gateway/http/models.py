@@ -43,8 +43,9 @@ MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARS)]
 class Part(BaseModel):
     """A piece of a message."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text"]
     text: str
+    uuid: None = None
 
 
 class Message(BaseModel):
@@ -128,10 +129,20 @@ class ContextRewind(TypedDict):
     ]
 
 
+class Truncation(BaseModel):
+    """What goes of a context that does not fit the model's window: the oldest, never its head or what is new."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["last_history_tokens", "rolling_tokens"]
+    tokens: int = Field(ge=1, description="Kept of the history at most, or cut of it at once at least.")
+
+
 class _Turn(_Termed):
     session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
     context_mode: Literal["auto", "append", "replay"] | None = "auto"
     context_commit: bool | None = True
+    truncation: Truncation | None = None
     context_create: Literal["if_missing"] | None = Field(
         None, description="Create the context where there is none: ttl, ttl_policy, mode and metadata count then."
     )

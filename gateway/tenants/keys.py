@@ -1,7 +1,7 @@
 """Whose API key it is: a file of key hashes, reloaded when it changes, or one tenant where there are no keys.
 
-The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "context_mode": "replay", "plain": "keep"}]}`; the
-last two may be left out. A key itself is never stored or logged.
+The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "context_mode": "replay", "usage": "openai", "plain":
+"keep"}]}`; the last three may be left out. A key itself is never stored or logged.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
+from typing import Any, TypeVar
 
 from contextcache.errors import Unauthorized
-from contextcache.model import TENANT_PATTERN, ContextMode, TenantId
+from contextcache.model import TENANT_PATTERN, ContextMode, TenantId, UsageFormat
 from contextcache.process.settings import file_version
 from gateway.kept import Plain
 from gateway.metrics import Metrics
 from gateway.ports import Caller
 
 log = logging.getLogger(__name__)
+
+_Choice = TypeVar("_Choice", bound=Enum)
 
 DEFAULT_TENANT: TenantId = "default"
 AUTHENTICATE = 'Bearer realm="context-cache"'
@@ -167,7 +171,7 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
         except ValueError as exc:
             raise ValueError(f"{path}: key {number} {exc}") from None
         if callers.setdefault(digest, known.setdefault(caller, caller)) != caller:
-            raise ValueError(f"{path}: key {number} stands twice, with another tenant, context_mode or plain")
+            raise ValueError(f"{path}: key {number} stands twice, and not saying the same")
     return callers
 
 
@@ -191,16 +195,24 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_key(entry: object) -> tuple[bytes, Caller]:
     found = entry if isinstance(entry, dict) else {}
-    digest, tenant, mode = found.get("sha256"), found.get("tenant"), found.get("context_mode")
+    digest, tenant = found.get("sha256"), found.get("tenant")
     if not isinstance(digest, str) or not _SHA256_HEX.fullmatch(digest.lower()):
         raise ValueError('has no "sha256" of 64 hex digits')
     if not isinstance(tenant, str) or not TENANT_PATTERN.fullmatch(tenant):
         raise ValueError('has no valid "tenant"')
+    caller = Caller(
+        tenant,
+        context_mode=_choice(found, "context_mode", ContextMode),
+        plain=_choice(found, "plain", Plain) or Plain.OFF,
+        usage=_choice(found, "usage", UsageFormat),
+    )
+    return bytes.fromhex(digest), caller
+
+
+def _choice(entry: dict[str, Any], name: str, choices: type[_Choice]) -> _Choice | None:
+    """Return which of the choices an entry names; None: it says nothing. Raises ValueError."""
+    said = entry.get(name)
     try:
-        context_mode = None if mode is None else ContextMode(mode)
+        return None if said is None else choices(said)
     except ValueError:
-        raise ValueError('has a "context_mode" that is not auto, append or replay') from None
-    try:
-        return bytes.fromhex(digest), Caller(tenant, context_mode, Plain(found.get("plain", Plain.OFF)))
-    except ValueError:
-        raise ValueError('has a "plain" that is not off, route or keep') from None
+        raise ValueError(f'has a "{name}" that is not one of {", ".join(one.value for one in choices)}') from None

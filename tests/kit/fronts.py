@@ -128,6 +128,7 @@ async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int)
                 gateways=[(gateway.port, gateway.ext_proc_port)],
                 max_body_bytes=settings.max_body_bytes,
                 engine_paths=settings.engine_paths,
+                cors_origins=settings.cors_origins,
                 api_keys_file=str(settings.api_keys_file),
                 api_keys_filter_file="/nowhere",
             )

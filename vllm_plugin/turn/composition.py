@@ -26,7 +26,7 @@ from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segment
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
-_HEAD_ROLES = ("system", "developer")
+HEAD_ROLES = ("system", "developer")
 _MAX_CLOSING_TOKENS = 16
 _MAX_TRIMMED_TOKENS = 64
 
@@ -45,12 +45,14 @@ class ComposedPrompt:
     """What the client's part adds after the kept segments: none or one."""
     outcome: Outcome = Outcome.APPEND
     diverged: Divergence | None = None
+    truncated_tokens: int = 0
+    """That were cut, so that it fits."""
 
 
 async def compose_first(engine: Engine, request: TurnRequest) -> ComposedPrompt:
     """Compose the first prompt of a new context."""
     ids = await _ids_of(engine, request, request.prompt, at_start=True)
-    segment = await _prompt_segment(engine, request, request.prompt, ids)
+    segment = await prompt_segment(engine, request, request.prompt, ids)
     return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,))
 
 
@@ -79,7 +81,7 @@ async def compose_turn(engine: Engine, request: TurnRequest, transcript: Transcr
         messages=messages,
         context_tokens=common_prefix(whole, transcript.token_ids),
         keep_segments=len(head.segments),
-        segments=() if rest is None else (await _prompt_segment(engine, request, rest, ids),),
+        segments=() if rest is None else (await prompt_segment(engine, request, rest, ids),),
         outcome=outcome,
         diverged=diverged,
     )
@@ -121,7 +123,8 @@ async def _without_bos(engine: Engine, model: str, ids: tuple[int, ...]) -> tupl
     return ids[1:] if begin and len(ids) > 1 and ids[0] == begin[0] else ids
 
 
-async def _prompt_segment(engine: Engine, request: TurnRequest, prompt: Prompt, ids: tuple[int, ...]) -> Segment:
+async def prompt_segment(engine: Engine, request: TurnRequest, prompt: Prompt, ids: tuple[int, ...]) -> Segment:
+    """Return what a client sent as a segment of these ids."""
     if prompt.messages is not None:
         return Segment(SegmentKind.PROMPT, ids, messages_json=messages_json(prompt.messages))
     text = prompt.text
@@ -158,7 +161,7 @@ class _Frame:
 
 async def _frame(engine: Engine, request: TurnRequest, head: Transcript) -> _Frame | None:
     """Return what the template puts around the messages of `head`; None when nothing can be said."""
-    opening = list(takewhile(lambda message: message["role"] in _HEAD_ROLES, head.messages))
+    opening = list(takewhile(lambda message: message["role"] in HEAD_ROLES, head.messages))
     first = head.messages[len(opening) : len(opening) + 1]
     if not first:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
@@ -18,6 +19,7 @@ from contextcache.model import (
     SessionMode,
     TenantId,
     TtlPolicy,
+    UsageFormat,
     new_session_id,
 )
 from contextcache.terms import read_choice, read_if_match, read_session_id, read_terms, whole
@@ -28,8 +30,10 @@ CHAT_PATH = "/v1/chat/completions"
 
 _OURS = frozenset(
     {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
+    | {"truncation"}
 )
 """Body fields the engine never sees."""
+_USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
 _NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
     "echo": "echo repeats the whole prompt, which a context exists to avoid",
@@ -50,6 +54,23 @@ class Prompt:
     messages: tuple[dict[str, Any], ...] | None = None
 
 
+class TruncationType(Enum):
+    """What goes of a context that is too long for a turn."""
+
+    LAST = "last_history_tokens"
+    """All but the last so many tokens of the history."""
+    ROLLING = "rolling_tokens"
+    """When the model's window is full, the oldest so many at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How a turn's context may be cut."""
+
+    type: TruncationType
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """One checked request."""
@@ -66,13 +87,15 @@ class TurnRequest:
     wants_token_ids: bool
     wants_usage_chunk: bool
     """The client asked for `stream_options.include_usage`."""
-    openai_usage: bool
-    """`X-Usage-Format: openai`: prompt_tokens counts the whole prompt."""
+    usage: UsageFormat | None
+    """From `X-Usage-Format`; None: the client left it to its key's default."""
     context_mode: ContextMode | None
     """None: the client left it to its key's default."""
     commit: bool
     expected_generation: int | None
     """From `If-Match`."""
+    truncation: Truncation | None = None
+    """None: what does not fit is refused."""
     creates_if_missing: bool = False
     """The context is to be created where there is none."""
     repeatable: Repeatable | None = None
@@ -104,10 +127,11 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         prefill_only=max_tokens == 0 and max_tokens is not False,
         wants_token_ids=body.get("return_token_ids") is True,
         wants_usage_chunk=stream_options.get("include_usage") is True,
-        openai_usage=headers.get("x-usage-format", "").lower() == "openai",
+        usage=_USAGE_FORMATS.get(headers.get("x-usage-format", "").strip().lower()),
         context_mode=read_choice(body, "context_mode", ContextMode),
         commit=_flag(body, "context_commit", default=True),
         expected_generation=read_if_match(headers.get("if-match")),
+        truncation=_truncation(path, body),
         creates_if_missing=_creates_if_missing(path, body),
         template_fields=_template_fields(body),
     )
@@ -184,12 +208,25 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest("each message needs a role", param=f"messages[{index}]")
-        content = message.get("content")
-        if isinstance(content, list) and any(
-            not isinstance(part, dict) or part.get("type", "text") != "text" for part in content
-        ):
+        if not _is_text(message.get("content")):
             raise InvalidRequest("a context holds text only", param=f"messages[{index}].content")
     return tuple(messages)
+
+
+def _is_text(content: Any) -> bool:
+    """Return whether a message has nothing but text: token ids alone do not say which image was computed.
+
+    A part without a type, or with a `uuid`, is to vLLM 0.32 whatever its other fields name (renderers/chat_utils.py).
+    """
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and part.get("uuid") is None
+        and isinstance(part.get("text"), str)
+        for part in content
+    )
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:
@@ -203,6 +240,22 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         raise InvalidRequest("a context's turn always asks for an answer", param="add_generation_prompt")
     if body.get("include_reasoning") is False:
         raise InvalidRequest("hidden reasoning cannot be kept in a context", param="include_reasoning")
+
+
+def _truncation(path: str, body: dict[str, Any]) -> Truncation | None:
+    said = body.get("truncation")
+    if said is None:
+        return None
+    if path == CONTEXT_PATH:
+        raise InvalidRequest("truncation is for turns, each says it for itself", param="truncation")
+    if not isinstance(said, dict) or set(said) != {"type", "tokens"}:
+        raise InvalidRequest('truncation must be {"type": …, "tokens": …}', param="truncation")
+    kind = next((kind for kind in TruncationType if kind.value == said["type"]), None)
+    tokens = whole(said["tokens"])
+    if kind is None or tokens is None or tokens < 1:
+        names = " or ".join(kind.value for kind in TruncationType)
+        raise InvalidRequest(f"truncation has the type {names}, and tokens of 1 or more", param="truncation")
+    return Truncation(kind, tokens)
 
 
 def _creates_if_missing(path: str, body: dict[str, Any]) -> bool:

@@ -24,7 +24,15 @@ from contextcache.errors import (
     EngineFailed,
     StoreUnavailable,
 )
-from contextcache.model import CacheRef, CacheSessionMetadata, SaveOutcome, Segment, TtlPolicy, TurnCommit
+from contextcache.model import (
+    CacheRef,
+    CacheSessionMetadata,
+    SaveOutcome,
+    Segment,
+    TtlPolicy,
+    TurnCommit,
+    UsageFormat,
+)
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span, within
 from vllm_plugin.turn.answer import AnswerResult
@@ -60,6 +68,7 @@ class Turn:
     """Empty: this turn commits nothing and holds no lease."""
     save_ref: CacheRef | None
     is_create: bool
+    usage: UsageFormat
     beginning: str = ""
     """See contextcache.identity.Identity, as `prefix_at`."""
     prefix_at: str = ""
@@ -122,7 +131,7 @@ class Settlement:
             "expires_at": outcome.expires_at_ms // 1000,
         }
         return Closing(
-            usage=usage_object(usage, outcome, openai_format=turn.request.openai_usage),
+            usage=usage_object(usage, outcome, openai_format=turn.usage is UsageFormat.OPENAI),
             session=session,
             headers=self._receipt(turn, usage, generation=outcome.generation, expires_at_ms=outcome.expires_at_ms),
         )
@@ -260,6 +269,7 @@ class Settlement:
             no_kv=turn.no_kv,
             match="" if turn.is_create else turn.prompt.outcome.value,
             diverged=turn.prompt.diverged,
+            truncated_tokens=turn.prompt.truncated_tokens,
         )
 
     def _receipt(self, turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:

@@ -40,6 +40,7 @@ from contextcache.model import (
     SessionId,
     SessionMode,
     TenantId,
+    UsageFormat,
     new_cache_ref,
 )
 from contextcache.process.crash_points import crash_point
@@ -58,6 +59,7 @@ from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement, Turn
 from vllm_plugin.turn.transcript import Transcript
+from vllm_plugin.turn.truncation import cut_to_fit
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,8 @@ class TurnStory:
             mode = request.context_mode or identity.context_mode or ContextMode.AUTO
             found = match(transcript, request.prompt, mode=mode, threshold=self._settings.replay_threshold)
             with child_span("turn compose"):
-                turn.prompt = await compose_turn(engine, request, transcript, found)
+                composed = await compose_turn(engine, request, transcript, found)
+                turn.prompt = await cut_to_fit(engine, request, transcript, composed)
             self.metrics.count_match(turn.prompt.outcome, turn.prompt.diverged)
             await self._run(engine, turn, client)
 
@@ -298,6 +301,7 @@ class TurnStory:
             is_create=is_create,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
+            usage=request.usage or identity.usage or UsageFormat.CONTEXT,
             started_ms=self._clock.now_ms(),
             recording=Recording() if request.repeatable and lease_id else None,
         )

@@ -45,6 +45,8 @@ class TurnUsage:
     """How the prompt stood to the transcript: append, exact, extend, diverge; empty for a create."""
     diverged: Divergence | None = None
     """Where a resend left the transcript; its token is the first that is not the context's."""
+    truncated_tokens: int = 0
+    """Of the context that were cut, so that it fits."""
 
     @property
     def cached_tokens(self) -> int:
@@ -107,6 +109,8 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
     if usage.diverged is not None:
         at, why = usage.diverged.message, usage.diverged.why.value
         context["diverged"] = {"message": at, "token": usage.context_tokens, "why": why}
+    if usage.truncated_tokens:
+        context["truncated_tokens"] = usage.truncated_tokens
     if reason := outcome.reason or usage.no_kv:
         context["reason"] = reason
     return {

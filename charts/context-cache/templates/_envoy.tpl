@@ -16,7 +16,7 @@ end in a dot: they are complete, and Envoy looks them up once a second without t
 {{- range $key, $value := .Values.envoy.settings }}
 {{- $_ := set $settings $key $value }}
 {{- end }}
-{{- range $key := list "maxBodyBytes" "enginePaths" }}
+{{- range $key := list "maxBodyBytes" "enginePaths" "corsOrigins" }}
 {{- if hasKey $.Values.gateway.settings $key }}
 {{- $_ := set $settings $key (get $.Values.gateway.settings $key) }}
 {{- end }}

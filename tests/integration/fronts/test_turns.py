@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from gateway.tenants.keys import hash_key
 from tests.kit.fake_vllm import encode
-from tests.kit.fronts import code_of, only_envoy, only_http
+from tests.kit.fronts import code_of, only_envoy, only_http, running_front
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_server import settings_for
 from tests.kit.turn_pod import MODEL, running_turn_pod
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -205,3 +208,69 @@ async def test_without_a_plugin_the_pod_refuses_what_claims_a_context_and_serves
 
     assert plain["choices"][0]["text"] == "!"
     assert all(pod.engine.generations()[-1].get(key) is None for key in forged)
+
+
+async def test_a_key_says_how_its_usage_counts_and_a_header_says_otherwise(front_kind, tmp_path, pod, manager):
+    settings = settings_for(tmp_path, {"pod-a": pod}, manager_port=manager.port)
+    keys = {"keys": [{"sha256": hash_key(KEY), "tenant": "demo", "usage": "openai", "context_mode": "replay"}]}
+    settings.api_keys_file.write_text(json.dumps(keys))
+    pod.engine.cached_tokens = 4
+    said = {"X-Usage-Format": "context"}
+    async with running_front(front_kind, settings, num_ready=1) as front:
+        session_id = await created(front)
+        by_key = await asked(front, "/v1/completions", prompt="Hello! more", session_id=session_id)
+        by_header = await asked(
+            front, "/v1/completions", prompt=" again", session_id=session_id, context_mode="append", headers=said
+        )
+
+    assert [body["prompt"] for body in pod.engine.generations()[1:]] == [
+        encode("Hello! more"),
+        encode("Hello! more! again"),
+    ]
+    assert by_key["usage"]["prompt_tokens"] == len("Hello! more")
+    assert by_key["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert by_header["usage"]["prompt_tokens"] == len("Hello! more! again") - 4
+
+
+async def test_a_turn_that_does_not_fit_is_cut_where_it_says_so(front, pod):
+    pod.engine.max_model_len = 40
+    session_id = await created(front, prompt="x" * 30)
+    ask = {"model": MODEL, "prompt": "y" * 20, "session_id": session_id}
+    async with front.post("/v1/completions", ask) as answer:
+        assert await code_of(answer) == (400, "context_length_exceeded")
+    async with front.post("/v1/completions", ask | {"truncation": "auto"}) as answer:
+        assert await code_of(answer) == (400, "invalid_request")
+    cut = await asked(
+        front,
+        "/v1/completions",
+        prompt="y" * 20,
+        headers={"X-Session-ID": session_id},
+        truncation={"type": "last_history_tokens", "tokens": 5},
+    )
+    async with front.get(f"/v1/context/{session_id}") as answer:
+        one = await answer.json()
+
+    assert "truncation" not in pod.engine.generations()[-1]
+    assert pod.engine.generations()[-1]["prompt"] == encode("xxxx!" + "y" * 20)
+    assert cut["usage"]["context"]["truncated_tokens"] == 26
+    assert (one["generation"], one["tokens"]) == (2, 26)
+
+
+async def test_a_context_takes_no_image_however_it_is_spelled(front, pod):
+    """Token ids alone do not say which image was computed. Seen to fail: a part without a type reached the engine."""
+    session_id = (await asked(front, "/v1/context", messages=CHAT))["session_id"]
+    pod.engine.requests.clear()
+    image = {"image_url": {"url": "data:image/png;base64,AA=="}}
+    for part in (image | {"type": "image_url"}, image, image | {"type": "text", "text": "this", "uuid": "one"}):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+        for path, more, headers in (
+            ("/v1/context", {}, {}),
+            ("/v1/chat/completions", {"session_id": session_id}, {}),
+            ("/v1/chat/completions", {}, {"X-Session-ID": session_id}),
+            ("/v1/chat/completions", {"session_id": "new", "context_create": "if_missing"}, {}),
+        ):
+            async with front.post(path, {"model": MODEL, "messages": messages, **more}, headers=headers) as answer:
+                assert await code_of(answer) == (400, "invalid_request")
+                assert (await answer.json())["error"]["param"] == "messages[0].content"
+
+    assert {path for path, _ in pod.engine.requests} <= {"/metrics/"}

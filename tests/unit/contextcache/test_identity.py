@@ -18,7 +18,7 @@ from contextcache.identity import (
     verify_identity,
     verify_kv_transfer,
 )
-from contextcache.model import ContextMode
+from contextcache.model import ContextMode, UsageFormat
 
 SECRET = b"a-secret-for-tests-only-32-bytes!"
 IDENTITY = Identity("demo", "req-1", expires_at_ms=2000, session_id="s")
@@ -41,6 +41,13 @@ def test_a_keys_own_context_mode_is_read_back_and_without_one_the_token_is_what_
         "session_id",
         "tenant",
     ]
+
+
+@pytest.mark.parametrize("usage", UsageFormat)
+def test_how_a_keys_usage_counts_is_read_back(usage):
+    signed = sign_identity(replace(IDENTITY, usage=usage), SECRET)
+
+    assert verify_identity(signed, SECRET, now_ms=0).usage is usage
 
 
 def test_a_signed_kv_transfer_is_read_back():

@@ -55,6 +55,7 @@ NO_WAITS = {
     "gateway.tenants.keys._RECHECK_S": "how often",
     "gateway.http.carrier._KEEP_ALIVE_S": "an idle connection of ours",
     "gateway.envoy.server._READINESS_INTERVAL_S": "how often",
+    "gateway.fronts.CORS_MAX_AGE_S": "what browsers are told",
     "gateway.pods.sidecars._SEALING_MS": "what a state is called",
     "gateway.pods.reflector._SHORT_WATCH_S": "what a watch is called",
     "gateway.pods.reflector._DELAY_S": "between two tries",

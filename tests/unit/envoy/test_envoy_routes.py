@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from deploy.envoy.bootstrap import bootstrap
 from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, GATEWAY_HTTP, PODS, SHOWN_BYTES_MAX, routes
 from deploy.envoy.settings import EnvoySettings
 from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of
@@ -138,6 +139,13 @@ def test_envoy_and_gateway_know_the_same_engine_paths():
     assert EnvoySettings.model_fields["engine_paths"].default == GatewaySettings.model_fields["engine_paths"].default
 
 
+def test_no_bootstrap_speaks_of_origins_unless_told_to():
+    told = SETTINGS.model_copy(update={"cors_origins": ("https://chat.example.com",)})
+
+    assert "access-control-allow" not in str(bootstrap(SETTINGS))
+    assert "https://chat.example.com" in str(bootstrap(told))
+
+
 def test_the_front_s_metrics_are_not_for_clients():
     assert "/metrics" not in FRONT_PATHS
 
@@ -146,5 +154,5 @@ def test_a_key_is_asked_for_wherever_the_gateway_asks_for_one():
     """The filter looks at every route that does not turn it off."""
     public = [route for route in ROUTES if API_KEYS in route["typed_per_filter_config"]]
 
-    assert {route["name"] for route in public} == {"control", "not_found"}
+    assert {route["name"] for route in public} == {"preflight", "control", "not_found"}
     assert [route["match"]["path"] for route in public if route["name"] == "control"] == list(FRONT_PATHS)

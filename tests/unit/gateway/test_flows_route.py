@@ -1,6 +1,7 @@
 """Who may go where, what is signed and what is stripped."""
 
 import json
+from itertools import cycle
 
 import pytest
 
@@ -13,7 +14,7 @@ from contextcache.errors import (
     Unauthorized,
 )
 from contextcache.identity import IDENTITY_HEADER, verify_identity
-from contextcache.model import ContextMode
+from contextcache.model import ContextMode, UsageFormat
 from gateway.flows import ROUTING_HEADERS, SALTED_PATHS
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
@@ -41,14 +42,15 @@ async def test_a_stateless_request_is_untouched_and_costs_no_look_up(parts):
     assert parts.directory.calls == []
 
 
-@pytest.mark.parametrize("mode", [None, *ContextMode])
-async def test_what_a_key_says_of_its_prompts_is_signed_for_the_pod(parts, mode):
+@pytest.mark.parametrize(("mode", "usage"), [(None, None), *zip(ContextMode, cycle(UsageFormat), strict=False)])
+async def test_what_a_key_says_of_its_requests_is_signed_for_the_pod(parts, mode, usage):
     await parts.directory.add("ctx_1")
-    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", mode)
+    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", mode, usage=usage)
     turn = await route(parts, {"prompt": "x", "session_id": "ctx_1"})
     create = await route(parts, {"prompt": "x"}, path="/v1/context")
 
     assert [identity_of(parts, forward).context_mode for forward in (turn, create)] == [mode, mode]
+    assert [identity_of(parts, forward).usage for forward in (turn, create)] == [usage, usage]
 
 
 @pytest.mark.parametrize("path", sorted(SALTED_PATHS))

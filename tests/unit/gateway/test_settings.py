@@ -27,6 +27,20 @@ def test_endpoints_come_from_json_in_the_environment(monkeypatch):
     assert found.engine_paths == ("GET /version",)
 
 
+def test_origins_are_those_that_a_browser_writes(monkeypatch):
+    monkeypatch.setenv("GATEWAY_CORS_ORIGINS", '["https://chat.example.com", "http://localhost:5173"]')
+
+    assert settings().cors_origins == ("https://chat.example.com", "http://localhost:5173")
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "https://*.example.com", "https://a.example/", "a.example", "https://A.example"]
+)
+def test_an_origin_that_no_browser_writes_is_refused(origin):
+    with pytest.raises(ValidationError, match="cors_origins"):
+        settings(cors_origins=[origin])
+
+
 def test_an_endpoints_url_loses_its_slash():
     assert settings().endpoints[0].url == "http://127.0.0.1:8001"
 

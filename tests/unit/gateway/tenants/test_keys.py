@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from contextcache.errors import Unauthorized
-from contextcache.model import ContextMode
+from contextcache.model import ContextMode, UsageFormat
 from gateway.metrics import Metrics
 from gateway.ports import Caller
 from gateway.tenants.keys import KeyFile, SingleTenant, hash_key
@@ -109,12 +109,23 @@ def test_a_key_may_say_how_its_prompts_are_read(tmp_path, metrics):
     ]
 
 
-@pytest.mark.parametrize("mode", ["", "Replay", 1, True, [], {}])
-def test_a_mode_that_is_none_is_refused_at_the_start(tmp_path, metrics, mode):
-    entry = {"sha256": hash_key(KEY), "tenant": "demo", "context_mode": mode}
+def test_a_key_may_say_how_its_usage_counts(tmp_path, metrics):
+    said = {"a": {}, "b": {"usage": "openai"}, "c": {"usage": "context"}}
+    entries = [{"sha256": hash_key(key), "tenant": "demo", **more} for key, more in said.items()]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    keys = KeyFile(tmp_path / "keys.json", metrics=metrics)
+
+    found = [keys.caller_of({"x-api-key": key}).usage for key in said]
+    assert found == [None, UsageFormat.OPENAI, UsageFormat.CONTEXT]
+
+
+@pytest.mark.parametrize("name", ["context_mode", "usage", "plain"])
+@pytest.mark.parametrize("said", ["", "Replay", "OpenAI", "Keep", 1, True, [], {}])
+def test_what_no_key_can_say_is_refused_at_the_start(tmp_path, metrics, name, said):
+    entry = {"sha256": hash_key(KEY), "tenant": "demo", name: said}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
 
-    with pytest.raises(ValueError, match=r"key 1 .*context_mode"):
+    with pytest.raises(ValueError, match=rf"key 1 .*{name}"):
         KeyFile(tmp_path / "keys.json", metrics=metrics)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -675,6 +676,24 @@ def test_a_new_request_starts_from_whatever_the_tenant_has_when_that_is_enough_t
         engine.loop.run_to_end("other")
 
         assert engine.counted("loads") == loads
+
+
+def test_kept_text_is_never_taken_for_the_same_tokens_with_an_image(start_engine: Callable[..., Engine]) -> None:
+    """Two images of one size have the same tokens. Seen to fail with images not looked at: KV of the text was found."""
+    engine = start_engine()
+    engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    side = engine.loop.connector.scheduler_side
+
+    def asks(name: str, **fields: Any) -> bool:
+        params = {"request_id": name, "kv_transfer_params": transfer(save=B), "prompt_token_ids": [*PROMPT, 7]}
+        plain = {"num_prompt_tokens": len(PROMPT) + 1, "lora_request": None, "mm_features": [], "prompt_embeds": None}
+        side.begin(SimpleNamespace(**params, **plain | fields, skip_reading_prefix_cache=False, arrival_time=1.0))
+        return side._requests[name].lookup is not None
+
+    assert asks("text")
+    assert not asks("one image", mm_features=["one"])
+    assert not asks("another image", mm_features=["another"])
 
 
 def test_a_question_for_anything_else_that_is_not_answered_costs_nothing_of_what_was_named(

@@ -19,7 +19,13 @@ def test_a_prompt_makes_a_completion_and_messages_make_a_chat():
 
 def test_our_fields_and_forbidden_ones_never_reach_the_engine():
     request = read(
-        prompt="hi", session_id="s", context_mode="append", cache_salt="x", kv_transfer_params={}, temperature=0
+        prompt="hi",
+        session_id="s",
+        context_mode="append",
+        truncation={"type": "rolling_tokens", "tokens": 9.0},
+        cache_salt="x",
+        kv_transfer_params={},
+        temperature=0,
     )
 
     assert dict(request.engine_fields) == {"model": "m", "temperature": 0}
@@ -49,6 +55,13 @@ def test_a_list_with_one_prompt_is_that_prompt():
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "context_mode": "both"}, "context_mode"),
         ({"prompt": "a", "context_commit": "yes"}, "context_commit"),
+        ({"prompt": "a", "truncation": "auto"}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens"}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "auto", "tokens": 5}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": [], "tokens": 5}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens", "tokens": 0}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens", "tokens": True}}, "truncation"),
+        ({"prompt": "a", "truncation": {"type": "rolling_tokens", "tokens": 5, "by": 1}}, "truncation"),
         ({"prompt": "a", "stream": 1}, "stream"),
         ({"prompt": "a", "stream_options": 5}, "stream_options"),
         ({"prompt": "a", "model": ""}, "model"),
@@ -62,11 +75,45 @@ def test_what_a_context_cannot_do_is_refused_with_the_field_named(body, param):
     assert caught.value.param == param
 
 
-def test_images_in_messages_are_refused():
-    with pytest.raises(InvalidRequest) as caught:
-        read(CHAT_PATH, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+IMAGE = {"image_url": {"url": "data:image/png;base64,AA=="}}
 
-    assert caught.value.param == "messages[0].content"
+
+@pytest.mark.parametrize("path", [CHAT_PATH, "/v1/context"])
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", **IMAGE}],
+        [{"type": "text", "text": "What is this?"}, {"type": "image_url", **IMAGE}],
+        [IMAGE],
+        [{"text": "What is this?", **IMAGE}],
+        [{"type": None, "text": "What is this?", **IMAGE}],
+        [{"type": "text", "text": "What is this?", "uuid": "one", **IMAGE}],
+        [{"type": "text", "text": "What is this?", "uuid": "one"}],
+        [{"type": "input_image", "image_url": "https://example.com/a.png"}],
+        [{"type": "image_embeds", "image_embeds": "AA=="}],
+        [{"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}],
+        [{"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}],
+        [{"type": "text", "text": {"image_url": "a"}}],
+        ["What is this?"],
+        {"type": "image_url", **IMAGE},
+        5,
+    ],
+    ids=str,
+)
+def test_what_is_no_text_in_messages_is_refused(path, role, content):
+    """Seen to fail with an image in a part without a type, and in one of type `text` with a `uuid`: vLLM sees both."""
+    with pytest.raises(InvalidRequest) as caught:
+        read(path, messages=[{"role": "user", "content": "Hi"}, {"role": role, "content": content}])
+
+    assert caught.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "Hi", [], [{"type": "text", "text": "Hi", "cache_control": {}}]], ids=str
+)
+def test_text_in_messages_is_taken_in_every_form(content):
+    assert read(CHAT_PATH, messages=[{"role": "user", "content": content}]).prompt.messages
 
 
 @pytest.mark.parametrize("ttl", ["x", 1.5, True, None, [], {}])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from contextcache.identity import Identity, sign_identity
-from contextcache.model import ContextMode
+from contextcache.model import ContextMode, UsageFormat
 from tests.kit.fake_vllm import FakeVllm, decode, encode
 from tests.kit.turn_bench import SECRET, Pod
 
@@ -453,6 +453,31 @@ async def test_a_key_that_replays_is_asked_only_for_requests_that_say_nothing(po
     assert await mode_of(context_mode="auto", context_commit=False) == "append"
     assert await mode_of(context_mode=None, context_commit=False) == "replay"
     assert await mode_of() == "replay"
+
+
+@pytest.mark.parametrize(
+    ("key", "header", "whole"),
+    [
+        (UsageFormat.OPENAI, b"", True),
+        (UsageFormat.OPENAI, b"Context", False),
+        (UsageFormat.OPENAI, b"other", True),
+        (UsageFormat.CONTEXT, b"openai", True),
+        (UsageFormat.CONTEXT, b"", False),
+        (None, b"", False),
+    ],
+)
+async def test_a_key_says_how_usage_counts_for_requests_that_say_nothing(pod, key, header, whole):
+    pod.engine.cached_tokens = 5
+    stored = await stored_chat(pod, 2)
+    identity = Identity("demo", "req", pod.clock.now_ms() + 60_000, stored.session_id, usage=key)
+    body = {"model": "m", "session_id": stored.session_id, "messages": [NEW]}
+
+    headers = [(b"x-usage-format", header)] if header else ()
+    answer = await pod.post("/v1/chat/completions", body, sign_identity(identity, SECRET), headers)
+    usage, sent = answer.json["usage"], pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"]
+
+    assert usage["prompt_tokens_details"] == ({"cached_tokens": 5} if whole else None)
+    assert usage["prompt_tokens"] == len(sent) - (0 if whole else 5)
 
 
 async def test_append_is_obeyed_even_for_the_whole_history(pod):
