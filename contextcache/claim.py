@@ -25,7 +25,9 @@ from contextcache.requests import LARGE_BYTES
 SESSION_HEADER = "x-session-id"
 MINTED_PREFIX = "ctx_"
 """What the ids begin with that we make. `X-Session-ID` claims such a context; any other is somebody's own label."""
-KEPT_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
+TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
+"""Calls that can be a context's turn."""
+KEPT_PATHS = TURN_PATHS | {"/v1/responses"}
 """Calls whose KV can be kept without a context: vLLM 0.32 takes a salt and our order in each."""
 IF_MISSING = "if_missing"
 """What `context_create` says in a turn whose context may not be there yet."""

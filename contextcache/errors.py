@@ -316,18 +316,21 @@ ERRORS_BY_CODE = _family(ContextCacheError)
 
 
 def error_body(error: ContextCacheError) -> bytes:
-    """Return `{"error": {"message", "type", "code", "param"}, "detail": message}` as JSON: OpenAI's and the EP's."""
-    return json.dumps(
-        {
-            "error": {
-                "message": error.message,
-                "type": _openai_type(error.http_status),
-                "code": error.code,
-                "param": error.param,
-            },
-            "detail": error.message,
-        }
-    ).encode()
+    """Return `{"type": "error", "error": {"message", "type", "code", "param"}, "detail": message}` as JSON.
+
+    OpenAI's, Anthropic's (the first `type`) and the EP's (`detail`) in one, whatever the path.
+    """
+    return json.dumps({"type": "error", "error": error_object(error), "detail": error.message}).encode()
+
+
+def error_object(error: ContextCacheError) -> dict[str, str | None]:
+    """Return what an error says, as it stands in a body and in a stream's events."""
+    return {
+        "message": error.message,
+        "type": _openai_type(error.http_status),
+        "code": error.code,
+        "param": error.param,
+    }
 
 
 def _openai_type(http_status: int) -> str:

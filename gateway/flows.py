@@ -16,6 +16,7 @@ from random import Random
 from contextcache.claim import (
     KEPT_PATHS,
     SESSION_HEADER,
+    TURN_PATHS,
     Claims,
     claimed_session,
     is_opaque,
@@ -41,7 +42,7 @@ from contextcache.requests import LargeBodies
 from gateway.contexts import Contexts, check_id, not_found
 from gateway.kept import KEEP_HEADER, KeptConversation, KeptPage, Plain, allowed, group_of, page_of
 from gateway.metrics import Metrics
-from gateway.paths import COMPLETION_PATHS, Kind, kind_of
+from gateway.paths import Kind, kind_of
 from gateway.pods.routing import (
     STRATEGY_HEADER,
     Choice,
@@ -66,7 +67,7 @@ ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-ori
 """Headers that say how a request was routed; a client's own never get through."""
 
 SALTED_PATHS = frozenset(
-    {*COMPLETION_PATHS, "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"},
+    {*TURN_PATHS, "/v1/chat/completions/batch", "/v1/responses"},
 )
 """Calls that make text and take a `cache_salt` (vLLM 0.32: a field of each one's request)."""
 

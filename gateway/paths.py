@@ -15,12 +15,12 @@ import re
 from enum import Enum
 from typing import ClassVar
 
+from contextcache.claim import TURN_PATHS
 from contextcache.errors import ContextCacheError
 
 CONTEXT_PATH = "/v1/context"
 CONTEXT_CHANGES = ("fork", "rewind")
 """What can be done to one context: the last segment of the path."""
-COMPLETION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 """Answered here, without a key."""
 
@@ -101,7 +101,7 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
     call = f"{method} {path}"
     if call not in ENGINE_CALLS and call not in engine_paths:
         raise PathNotFound("no such path")
-    return Kind.COMPLETION if method == "POST" and path in COMPLETION_PATHS else Kind.STATELESS
+    return Kind.COMPLETION if method == "POST" and path in TURN_PATHS else Kind.STATELESS
 
 
 def _context_kind(method: str, path: str) -> Kind:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from contextcache.claim import MINTED_PREFIX, SESSION_HEADER
+from contextcache.claim import MINTED_PREFIX, SESSION_HEADER, TURN_PATHS
 from deploy.envoy.settings import EnvoySettings, duration
-from gateway.paths import COMPLETION_PATHS, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS
+from gateway.paths import CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS
 
 PODS = "pods"
 """Cluster of the vLLM pods."""
@@ -99,8 +99,8 @@ def _regex(pattern: str) -> dict[str, Any]:
 
 _ASKED_FIRST = [*_method("OPTIONS"), {"name": "access-control-request-method", "present_match": True}]
 _SHOWN = {"name": "content-length", "range_match": {"start": 0, "end": SHOWN_BYTES_MAX}}
-_COMPLETIONS = sorted(COMPLETION_PATHS)
-_POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.startswith("POST ")} - COMPLETION_PATHS)
+_COMPLETIONS = sorted(TURN_PATHS)
+_POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.startswith("POST ")} - TURN_PATHS)
 _NOT_POSTED = sorted(call for call in ENGINE_CALLS if not call.startswith("POST "))
 _CONTROL_MATCHES = [
     _path(CONTEXT_PATH),

@@ -160,6 +160,13 @@ class ChatCompletion(_Turn):
     messages: Messages
 
 
+class AnthropicMessages(_Turn):
+    """Anthropic's messages to answer; with `session_id`, a turn."""
+
+    messages: Messages
+    max_tokens: int = Field(gt=0)
+
+
 class ErrorInfo(BaseModel):
     """What went wrong, in OpenAI's words."""
 
@@ -175,6 +182,7 @@ class Error(BaseModel):
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
+                "type": "error",
                 "error": {
                     "message": "no context has this session_id",
                     "type": "invalid_request_error",
@@ -186,6 +194,7 @@ class Error(BaseModel):
         }
     )
 
+    type: Literal["error"] = Field(description="In Anthropic's words.")
     error: ErrorInfo
     detail: str = Field(description="The message again.")
 

@@ -23,6 +23,7 @@ from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
     SESSION_ID_SCHEMA,
+    AnthropicMessages,
     ChatCompletion,
     Completion,
     ContextDeleted,
@@ -179,6 +180,11 @@ async def complete(body: Completion, key: RepeatKey = "") -> None:
 @turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
 async def complete_chat(body: ChatCompletion, key: RepeatKey = "") -> None:
     """Answer messages; with `session_id`, continue a context."""
+
+
+@turns.post("/v1/messages", operation_id="messages", responses=_turn_answers())
+async def answer_messages(body: AnthropicMessages, key: RepeatKey = "") -> None:
+    """Answer Anthropic's messages; with `session_id`, continue a context."""
 
 
 @contexts.get("/v1/context", operation_id="list_contexts", responses=_answers(400, 401, 429, 503))

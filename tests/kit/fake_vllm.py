@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 EOS = 3
@@ -65,6 +66,8 @@ class FakeVllm:
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     chunk_bytes: int | None = None
     """Cut the stream into pieces of this size."""
+    state: SimpleNamespace = field(default_factory=SimpleNamespace)
+    """Of the application, as Starlette has it: vLLM's own parts, where a test gives them (`vllm_words.py`)."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
@@ -168,7 +171,8 @@ class FakeVllm:
 
     async def _stream(self, send: Any, request: Any, chat: bool, ids: Any, text: str, out: Any, usage: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        frame = {"id": "cmpl-1", "object": "chunk", "created": 1, "model": request["model"]}
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        frame = {"id": "cmpl-1", "object": kind, "created": 1, "model": request["model"]}
         events: list[Any] = []
         if chat:
             delta = {"role": "assistant", "content": ""}

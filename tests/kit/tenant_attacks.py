@@ -195,6 +195,7 @@ _ATTACKS: dict[str, tuple[str, str, int, dict[str, Any] | None]] = {
     "list after the id": ("GET", "/v1/context?after={id}", 400, None),
     "turn": ("POST", "/v1/completions", 404, {"session_id": "{id}"}),
     "turn in chat": ("POST", "/v1/chat/completions", 404, {"session_id": "{id}"}),
+    "turn in messages": ("POST", "/v1/messages", 404, {"session_id": "{id}"}),
     "named in the head": ("POST", "/v1/completions", 404, {}),
     "named twice in the head": ("POST", "/v1/chat/completions", 404, {}),
     "create under the id": ("POST", "/v1/context", 200, {"session_id": "{id}"}),

@@ -159,6 +159,7 @@ class Pod:
         if identity is not None:
             pairs.append((b"x-context-identity", identity.encode()))
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": pairs}
+        scope["app"] = self.engine
         sent: list[Any] = []
         first = True
 

@@ -68,7 +68,11 @@ async def running_turn_pod(
     )
     engine = FakeVllm() if engine is None else engine
     admission = TurnAdmission(settings, quotas=quotas, clock=SystemClock())
-    app = TurnMiddleware(_Engine(engine), settings=settings, story=story, admission=admission)
+    middleware = TurnMiddleware(_Engine(engine), settings=settings, story=story, admission=admission)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await middleware({**scope, "app": engine}, receive, send)  # as Starlette says it
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from contextcache.errors import ContextCacheError, EngineFailed, NoReadyEndpoint
 from vllm_plugin.turn.event_stream import Event, EventSplitter
@@ -133,6 +133,11 @@ def _settle_result(result: AnswerResult, request: TurnRequest) -> None:
         result.completion_tokens = 0
 
 
+def answer_of(request: TurnRequest) -> JsonAnswer | SseAnswer:
+    """Return what reads a completion's or a chat's answer and tells it in the same words."""
+    return SseAnswer(request) if request.stream else JsonAnswer(request)
+
+
 class JsonAnswer:
     """A whole answer in one body."""
 
@@ -165,12 +170,21 @@ class JsonAnswer:
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
         """Return the body with the turn's usage and session fields."""
+        return json.dumps({**self._stripped(), **session, "usage": usage}).encode()
+
+    def close(self) -> None:
+        """Nobody asks for more."""
+
+    def _stripped(self) -> dict[str, Any]:
         _strip(self._answer, keep_token_ids=self._request.wants_token_ids)
-        return json.dumps({**self._answer, **session, "usage": usage}).encode()
+        return self._answer
 
 
 class SseAnswer:
     """An answer as a stream of events; events may be cut anywhere between two chunks."""
+
+    tells_done: ClassVar[bool] = True
+    """After an error in the stream too, as vLLM does."""
 
     def __init__(self, request: TurnRequest) -> None:
         self._request = request
@@ -206,29 +220,43 @@ class SseAnswer:
         A client that asked for a usage event gets one; any other finds usage and session in the last event it
         expects, because an event without choices breaks loops that read `choices[0]`.
         """
+        last = (self._usage_event if self._request.wants_usage_chunk else None) or self._finish_events[-1]
+        last |= {**session, "usage": usage}
+        return b"".join(self.last_events())
+
+    def last_events(self) -> list[bytes]:
+        """Return what is held: the finish reason, the usage event if the client asked for one, `[DONE]`."""
         for event in self._finish_events:
             _strip(event, keep_token_ids=self._request.wants_token_ids)
-        last = self._finish_events[-1]
         events = list(self._finish_events)
         if self._request.wants_usage_chunk and self._usage_event is not None:
-            last = self._usage_event
-            events.append(last)
-        last |= {**session, "usage": usage}
+            events.append(self._usage_event)
         whole = (*(_json(event) for event in events), _DONE)
-        return b"".join(Event(b"", b"").with_data(data) for data in whole)
+        return [Event(b"", b"").with_data(data) for data in whole]
+
+    def passing(self, event: Event, answer: dict[str, Any]) -> bytes:
+        """Return the client's bytes of an event before the last ones."""
+        return event.with_data(_json(answer))
+
+    def failing(self, event: Event) -> bytes:
+        """Return the client's bytes of an error in the stream."""
+        return event.raw
+
+    def close(self) -> None:
+        """Nobody asks for more."""
 
     def _take_event(self, event: Event) -> bytes:
         if event.data is None:
             return event.raw  # comments and keep-alives
         if event.data.strip() == _DONE:
             self._done = True
-            return event.raw if self.result.error else b""
+            return event.raw if self.result.error and self.tells_done else b""
         if self._done:
             raise EngineFailed("the engine went on after its end")
         answer = json.loads(event.data)
         if answer.get("error"):
             self.result.error = True
-            return event.raw
+            return self.failing(event)
         return self._take_answer_event(event, answer)
 
     def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
@@ -255,7 +283,7 @@ class SseAnswer:
             return b""
         if not self._request.wants_usage_chunk:
             answer.pop("usage", None)
-        return event.with_data(_json(answer))
+        return self.passing(event, answer)
 
     def _hold(self, event: Event) -> None:
         self._held_bytes += len(event.raw)

@@ -17,7 +17,6 @@ from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
 from vllm_plugin.turn.engine import Message, Send, engine_error
 from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.repeats import Recording
-from vllm_plugin.turn.request import TurnRequest
 
 _REFUSAL_BYTES_MAX = 1 << 20
 """Of an error's body; what is longer holds no message."""
@@ -43,7 +42,7 @@ class Delivery:
 
     def __init__(
         self,
-        request: TurnRequest,
+        answer: JsonAnswer | SseAnswer,
         *,
         send: Send,
         patience: Patience,
@@ -52,12 +51,13 @@ class Delivery:
         abort: Callable[[], Awaitable[None]],
         recording: Recording | None = None,
     ) -> None:
-        """`receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed.
+        """`answer` reads what the engine says and makes what the client is told.
+
+        `receipt` gives a stream's headers at its first token; `abort` ends a turn whose stream says it failed.
 
         `recording` is told what the client is sent, but for the end, which `settle` renders itself.
         """
         self._recording = recording
-        self._request = request
         self._send = send
         self._patience = patience
         self._receipt = receipt
@@ -66,7 +66,7 @@ class Delivery:
         self._start: Message = {}
         self._refused = bytearray()
         self._failure: ContextCacheError | None = None
-        self._answer: JsonAnswer | SseAnswer = SseAnswer(request) if request.stream else JsonAnswer(request)
+        self._answer = answer
         self.complete = False
         """The client has been sent everything."""
         self.started = False
@@ -168,6 +168,10 @@ class Delivery:
         with self._patience.with_client():
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.complete = self.complete or not more
+
+    def close(self) -> None:
+        """Read no more."""
+        self._answer.close()
 
     def check_complete(self, *, lost_with: str) -> None:
         """Raise what went wrong, or EngineFailed when the engine ended without having answered to the end.

@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind
 from contextcache.claim import (
     KEPT_PATHS,
     SESSION_HEADER,
+    TURN_PATHS,
     claimed_session,
     is_opaque,
     read_claims,
@@ -45,15 +46,15 @@ from contextcache.requests import BodyInHand, LargeBodies, joined_headers
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
+from vllm_plugin.turn.anthropic import Anthropic
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.if_missing import continue_or_create
 from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.request import (
-    CHAT_PATH,
-    COMPLETIONS_PATH,
     CONTEXT_PATH,
+    MESSAGES_PATH,
     TurnRequest,
     read_new_session,
     read_turn,
@@ -64,7 +65,7 @@ from vllm_plugin.turn.unrouted import stateless_body
 
 log = logging.getLogger(__name__)
 
-_PATHS = frozenset({CONTEXT_PATH, COMPLETIONS_PATH, CHAT_PATH})
+_PATHS = TURN_PATHS | {CONTEXT_PATH}
 _UNROUTED = UNROUTED_HEADER.encode()
 _HEALTH_PATH = "/health"
 _BODY_IDLE_S = 60.0
@@ -188,7 +189,8 @@ class TurnMiddleware:
         if not create and named is None:
             await self._pass(scope, raw, client)
             return
-        body, request = await self._large_bodies.read(lambda whole: _read_turn(path, headers, whole, named), raw)
+        words, client = await _in_words_of(scope, client)
+        body, request = await self._large_bodies.read(lambda whole: _read_turn(path, headers, whole, named, words), raw)
         named_or_new = named or self._name_of_repeated(identity.tenant, body, request)
         new: NewSession | None = None
         if named is None or request.creates_if_missing:
@@ -312,16 +314,27 @@ def _needs_engine(scope: Scope) -> bool:
     return bool(scope["type"] == "http" and (scope["method"] == "POST" or scope["path"] == _HEALTH_PATH))
 
 
+async def _in_words_of(scope: Scope, client: Client) -> tuple[Anthropic | None, Client]:
+    """Return whose words a turn is in, and its client, to be answered in them. None: a completion's or a chat's."""
+    if scope["path"] != MESSAGES_PATH:
+        return None, client
+    words = await Anthropic.of(scope)
+    return words, replace(client, answer_of=words.answer)
+
+
 def _read_turn(
-    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None
+    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None, words: Anthropic | None
 ) -> tuple[dict[str, Any], TurnRequest]:
-    """Return a turn's body, and what it asks for; `named`: the context it was routed for, None: it creates one."""
+    """Return a turn's body, and what it asks for; `named`: the context it was routed for, None: it creates one.
+
+    `words`: those of a turn that is not in a completion's or a chat's own.
+    """
     body = read_object(raw)
     remove_forbidden_keys(body)
     if named is not None and body.get("session_id") not in (None, named):
         # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
         raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
-    request = read_turn(path, body, headers)
+    request = read_turn(path, body, headers) if words is None else words.turn(body, headers)
     if IDEMPOTENCY_HEADER not in headers:
         return body, request
     said = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))

@@ -27,8 +27,9 @@ from contextcache.terms import read_choice, read_if_match, read_session_id, read
 CONTEXT_PATH = "/v1/context"
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
+MESSAGES_PATH = "/v1/messages"
 
-_OURS = frozenset(
+OUR_FIELDS = frozenset(
     {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
     | {"truncation"}
 )
@@ -111,7 +112,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         raise InvalidRequest("model must be a non-empty string", param="model")
     prompt = _prompt(path, body)
     _refuse_unsupported(body)
-    fields = {key: value for key, value in body.items() if key not in _OURS | _NEVER_FROM_CLIENTS}
+    fields = {key: value for key, value in body.items() if key not in OUR_FIELDS | _NEVER_FROM_CLIENTS}
     for key in ("prompt", "messages"):
         fields.pop(key, None)
     stream_options = body.get("stream_options") or {}

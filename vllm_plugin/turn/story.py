@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,7 @@ from contextcache.model import (
 )
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
+from vllm_plugin.turn.answer import JsonAnswer, SseAnswer, answer_of
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import compose_first, compose_turn
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
@@ -73,10 +74,11 @@ _BACKGROUND_CALLS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The two ends of the client's connection."""
+    """The two ends of the client's connection, and the words it is answered in."""
 
     receive: Receive
     send: Send
+    answer_of: Callable[[TurnRequest], JsonAnswer | SseAnswer] = answer_of
 
 
 class TurnStory:
@@ -201,7 +203,7 @@ class TurnStory:
             client_s=self._settings.client_timeout_s,
         )
         delivery = Delivery(
-            turn.request,
+            client.answer_of(turn.request),
             send=client.send,
             patience=patience,
             receipt=lambda: self._settlement.stream_receipt(turn),
@@ -219,6 +221,8 @@ class TurnStory:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
             log.warning("answer broke off", extra={"session_id": turn.session.session_id, "reason": exc.message})
+        finally:
+            delivery.close()
 
     async def _generate(
         self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: Patience

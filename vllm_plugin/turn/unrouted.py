@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from contextcache.claim import SESSION_HEADER, claimed_session, is_opaque, read_claims, refuse_session
+from contextcache.claim import SESSION_HEADER, TURN_PATHS, claimed_session, is_opaque, read_claims, refuse_session
 from contextcache.errors import GatewayUnavailable
-from vllm_plugin.turn.request import CHAT_PATH, COMPLETIONS_PATH, CONTEXT_PATH
+from vllm_plugin.turn.request import CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
 
@@ -20,7 +20,7 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
     if path == CONTEXT_PATH:
         raise _away()
     claims = None if is_opaque(headers.get("content-type", "")) else read_claims(body)
-    if path not in {COMPLETIONS_PATH, CHAT_PATH}:
+    if path not in TURN_PATHS:
         refuse_session(claims)
     elif claimed_session(claims, headers.get(SESSION_HEADER)) is not None:
         raise _away()

@@ -22,7 +22,7 @@ async def test_a_context_that_is_foreign_deleted_or_never_was_gets_one_answer(fr
         assert answer.status == 200
     found = set()
     for name in ("ctx_mine", "ctx_foreign", "ctx_none"):
-        for path in ("/v1/completions", "/v1/chat/completions"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
             async with front.post(path, {"prompt": "more", "session_id": name}) as answer:
                 found.add((answer.status, await answer.read()))
         async with front.get(f"/v1/context/{name}") as answer:
@@ -80,10 +80,15 @@ NOT_RIGHT = [
     ("/v1/completions", {"prompt": "x", "session_id": 7}, {}, (400, "invalid_request")),
     ("/v1/completions", {"prompt": "x", "session_id": "../etc"}, {}, (400, "invalid_request")),
     ("/v1/completions", b'{"session_id": "ctx_1" "prompt": "x"}', {}, (400, "invalid_request")),
-    ("/v1/chat/completions", b'{"\\u0073ession_id": "ctx_none"}', {}, (404, "context_not_found")),
+    *(
+        (path, b'{"\\u0073ession_id": "ctx_none"}', {}, (404, "context_not_found"))
+        for path in ("/v1/chat/completions", "/v1/messages")
+    ),
+    ("/v1/messages", {"messages": []}, {"X-Session-ID": "ctx_none"}, (404, "context_not_found")),
+    ("/v1/messages", {"messages": [], "session_id": 7}, {}, (400, "invalid_request")),
     *(
         (path, {"model": "m", "session_id": named}, {}, (400, "invalid_request"))
-        for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/v1/embeddings")
+        for path in ("/v1/responses", "/v1/chat/completions/batch", "/v1/embeddings")
         for named in ("ctx_1", "mine", 7)
     ),
     ("/v1/completions", {"session_id": "ctx_none"}, {"X-Session-ID": "ctx_other"}, (400, "invalid_request")),

@@ -40,6 +40,7 @@ def test_a_listed_error_has_its_status_and_the_type_that_goes_with_it(status, co
 
     assert error.http_status == int(status)
     assert json.loads(error_body(error)) == {
+        "type": "error",
         "error": {"message": "what happened", "type": expected, "code": code, "param": "prompt"},
         "detail": "what happened",
     }

@@ -52,7 +52,7 @@ async def client(parts, ready_state):
 def error_of(answer):
     body = answer.json()
 
-    assert set(body) == {"error", "detail"}
+    assert set(body) == {"type", "error", "detail"}
     assert set(body["error"]) == {"message", "type", "code", "param"}
     assert body["detail"] == body["error"]["message"]
     assert answer.headers["content-type"] == "application/json"
@@ -282,7 +282,7 @@ async def test_the_openapi_document_has_every_call(client):
         *((method, "/v1/context") for method in ("get", "post")),
         *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
         *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
-        *(("post", path) for path in ("/v1/completions", "/v1/chat/completions")),
+        *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages")),
         *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
     }
     assert "HTTPValidationError" not in json.dumps(document)

@@ -52,7 +52,7 @@ async def test_a_create_is_refused_as_nobody_can_route_it(pod):
     assert pod.engine.requests == []
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages"])
 @pytest.mark.parametrize(
     "spelled",
     [
@@ -71,8 +71,9 @@ async def test_a_claim_in_the_body_never_reaches_the_engine(pod, path, spelled):
     assert pod.engine.requests == []
 
 
-async def test_a_plain_claim_in_the_body_is_told_that_the_gateway_is_away(pod):
-    answer = await pod.post(PATHS[0], body_for(PATHS[0], session_id="ctx_1"), headers=[UNROUTED])
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages"])
+async def test_a_plain_claim_in_the_body_is_told_that_the_gateway_is_away(pod, path):
+    answer = await pod.post(path, body_for(path, session_id="ctx_1"), headers=[UNROUTED])
 
     assert is_away(answer)
 
@@ -104,7 +105,7 @@ async def test_a_second_header_hides_neither_the_first_ones_claim_nor_its_type(p
     assert pod.engine.requests == []
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions/batch", "/v1/embeddings"])
 @pytest.mark.parametrize("named", ["ctx_1", "mine", 7])
 async def test_a_call_that_cannot_carry_a_context_refuses_one(pod, path, named):
     answer = await pod.post(path, body_for(path, session_id=named), headers=[UNROUTED])

@@ -1,0 +1,213 @@
+"""Turns on `/v1/messages`: the chat's turns, told in Anthropic's words.
+
+What those words mean is vLLM's to say: the request becomes a chat request, and the chat's answer a message, by its own
+converters, as they do for the same request without a context. They are asked of the application behind us
+(`state.anthropic_serving_messages`; vLLM 0.32 entrypoints/anthropic/serving.py), nothing of vLLM's is imported. An
+engine that has none of them carries no contexts here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, error_object
+from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
+from vllm_plugin.turn.engine import Scope, engine_error
+from vllm_plugin.turn.event_stream import Event, EventSplitter
+from vllm_plugin.turn.request import CHAT_PATH, OUR_FIELDS, TurnRequest, read_turn
+
+_CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
+_OWN = ("_merge_inline_system", "_get_disabled_thinking_effort")
+"""How this engine's template takes system messages and thinking: what the converters must be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anthropic:
+    """vLLM's converters between Anthropic's messages and its own chat."""
+
+    serving: Any
+    """An AnthropicServingMessages."""
+    disabled_effort: str
+    """The `reasoning_effort` that `thinking: disabled` becomes."""
+
+    @classmethod
+    async def of(cls, scope: Scope) -> Anthropic:
+        """Return those of the application behind us. Raises InvalidRequest: it has none."""
+        serving: Any = getattr(getattr(scope.get("app"), "state", None), "anthropic_serving_messages", None)
+        if not all(hasattr(serving, name) for name in (*_CONVERTERS, *_OWN)):
+            raise InvalidRequest("this engine carries no contexts here: session_id is not for it", param="session_id")
+        return cls(serving, await serving._get_disabled_thinking_effort())  # noqa: SLF001 - _OWN
+
+    def turn(self, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+        """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for what is vLLM's."""
+        # Anthropic's usage tells what was read and what was computed: the whole prompt is needed.
+        return replace(read_turn(CHAT_PATH, self._chat(body), headers), openai_usage=True)
+
+    def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
+            chat = self.serving.to_chat_completion_request(
+                asked,
+                merge_inline_system=self.serving._merge_inline_system,  # noqa: SLF001 - _OWN
+                disabled_thinking_effort=self.disabled_effort,
+            )
+        except ValueError as exc:
+            raise _refused(exc) from exc
+        said: dict[str, Any] = chat.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return said | {key: body[key] for key in OUR_FIELDS if key in body}
+
+    def answer(self, request: TurnRequest) -> JsonAnswer | SseAnswer:
+        """Return what reads the chat's answer and tells it."""
+        return _Stream(request, self.serving) if request.stream else _Message(request, self.serving)
+
+
+class _Message(JsonAnswer):
+    """A whole answer."""
+
+    def __init__(self, request: TurnRequest, serving: Any) -> None:
+        super().__init__(request)
+        self._serving = serving
+        self._message: dict[str, Any] = {}
+
+    @override
+    def complete(self) -> None:
+        """Read the body and tell it anew: nothing is committed that cannot be told."""
+        super().complete()
+        try:
+            told = _types(self._serving).ChatCompletionResponse.model_validate(self._stripped())
+            self._message = self._serving.messages_full_converter(told).model_dump(exclude_none=True)
+        except (ValueError, LookupError) as exc:
+            raise EngineFailed("the engine's answer is no message") from exc
+
+    @override
+    def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
+        """Return the message with the turn's usage and session fields."""
+        return json.dumps({**self._message, **session, "usage": _usage(usage, self._answer["usage"])}).encode()
+
+
+class _Stream(SseAnswer):
+    """An answer as Anthropic's events. The last two, `message_delta` with the usage and `message_stop`, wait."""
+
+    tells_done: ClassVar[bool] = False
+
+    def __init__(self, request: TurnRequest, serving: Any) -> None:
+        super().__init__(request)
+        self._fed = _Fed()
+        self._events = serving.message_stream_converter(self._fed)
+        self._step = self._events.__anext__()
+        self._last: list[Event] = []
+
+    @override
+    def passing(self, event: Event, answer: dict[str, Any]) -> bytes:
+        """Return Anthropic's events of a chat's event."""
+        return self._told(super().passing(event, answer))
+
+    @override
+    def failing(self, event: Event) -> bytes:
+        """Return an engine's error as Anthropic's."""
+        failure = engine_error(500, event.data or b"")  # in a stream its own status has gone already
+        told = {"type": "error", "error": error_object(failure)}
+        return b"event: error\ndata: %b\n\n" % json.dumps(told).encode()
+
+    @override
+    def complete(self) -> None:
+        """Check that the stream came to its end, and tell that anew: nothing is committed that cannot be told."""
+        super().complete()
+        if not self.result.error:
+            self._last = list(EventSplitter().feed(self._told(*self.last_events())))
+
+    @override
+    def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
+        """Return the last events, of which `message_delta` has the usage and session fields."""
+        assert self._usage_event is not None
+        ours = {**session, "usage": _usage(usage, self._usage_event["usage"])}
+        return b"".join(_with_usage(event, ours) for event in self._last)
+
+    @override
+    def close(self) -> None:
+        """End the converter, which else waits for more of the chat's events."""
+        with suppress(GeneratorExit, StopAsyncIteration, StopIteration, RuntimeError):
+            self._step.throw(GeneratorExit)
+
+    def _told(self, *events: bytes) -> bytes:
+        """Return what the converter makes of whole events. It waits for nothing but them, so it is run by hand."""
+        self._fed.events.extend(event.decode() for event in events)
+        told: list[str] = []
+        while True:
+            try:
+                if self._step.send(None) is not None:
+                    raise EngineFailed("vLLM waits for something else than the answer")
+                break
+            except StopIteration as one:
+                told.append(one.value)
+                self._step = self._events.__anext__()
+            except StopAsyncIteration:
+                break
+        if any(one.startswith("event: error") for one in told):
+            raise EngineFailed("the engine's events are no message")
+        return "".join(told).encode()
+
+
+class _Fed:
+    """A chat's events, as vLLM's converter takes them: it gives up control where there are none yet."""
+
+    def __init__(self) -> None:
+        self.events: deque[str] = deque()
+
+    def __aiter__(self) -> _Fed:
+        return self
+
+    async def __anext__(self) -> str:
+        while not self.events:
+            await _Pause()
+        return self.events.popleft()
+
+
+class _Pause:
+    def __await__(self) -> Any:
+        yield
+
+
+def _types(serving: Any) -> Any:
+    """Return the module of the converters, which has the types that they take."""
+    return sys.modules[type(serving).__module__]
+
+
+def _refused(error: ValueError) -> ContextCacheError:
+    """Return vLLM's refusal as ours, without the request's own words."""
+    if not hasattr(error, "errors"):
+        return InvalidRequest(str(error))
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"])
+    return InvalidRequest(f"{param}: {first['msg']}", param=param or None)
+
+
+def _usage(usage: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    """Return Anthropic's usage: the three kinds of input tokens are the whole prompt, those read were not computed.
+
+    `created_cache_tokens`, those of the computed ones that the engine keeps in its own cache, is vLLM's count.
+    """
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    computed = usage["prompt_tokens"] - cached
+    created = min((engine.get("prompt_tokens_details") or {}).get("created_cache_tokens") or 0, computed)
+    return {
+        "input_tokens": computed - created,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+        "context": usage["context"],
+    }
+
+
+def _with_usage(event: Event, ours: dict[str, Any]) -> bytes:
+    if b"event: message_delta" not in event.others or event.data is None:
+        return event.raw
+    return event.with_data(json.dumps({**json.loads(event.data), **ours}, ensure_ascii=False).encode())
