@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, error_object
+from contextcache.model import UsageFormat
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
 from vllm_plugin.turn.engine import Scope, engine_error
 from vllm_plugin.turn.event_stream import Event, EventSplitter
@@ -49,7 +50,7 @@ class Anthropic:
     def turn(self, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for what is vLLM's."""
         # Anthropic's usage tells what was read and what was computed: the whole prompt is needed.
-        return replace(read_turn(CHAT_PATH, self._chat(body), headers), openai_usage=True)
+        return replace(read_turn(CHAT_PATH, self._chat(body), headers), usage=UsageFormat.OPENAI)
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         try:
