@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from typing_extensions import TypedDict
 
 from contextcache.model import (
@@ -165,6 +165,96 @@ class AnthropicMessages(_Turn):
 
     messages: Messages
     max_tokens: int = Field(gt=0)
+
+
+class Diverged(BaseModel):
+    """Where a replay leaves the context, and why."""
+
+    message: int | None = Field(..., description="Position in the messages that were sent; null for text and ids.")
+    token: int
+    why: str
+
+
+class ContextUsage(BaseModel):
+    """What of a prompt was reused, and whether the turn is part of the context now."""
+
+    cached_tokens: int = Field(..., ge=0)
+    context_tokens: int = Field(..., ge=0)
+    source: Literal["device", "host", "disk", "peer", "object", "recompute", "none"]
+    restore_ms: float | None = Field(...)
+    committed: bool
+    match: Literal["append", "exact", "extend", "diverge"] | None = Field(None, description="Of a turn.")
+    diverged: Diverged | None = None
+    truncated_tokens: int | None = Field(None, ge=1, description="Cut of the context, so that the turn fits.")
+    reason: str | None = Field(None, description="Why it was not committed; else why there was no KV.")
+
+
+class Usage(BaseModel):
+    """What a prompt and its answer cost."""
+
+    prompt_tokens: int = Field(..., ge=0)
+    completion_tokens: int | None = Field(None, ge=0)
+    total_tokens: int = Field(..., ge=0)
+    prompt_tokens_details: dict[str, int | None] | None = None
+    context: ContextUsage | None = Field(None, description="Of a context's request.")
+
+
+class _Completed(BaseModel):
+    """The engine's object, and what a context adds. The engine may say more in it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: str
+    model: str
+    choices: list[dict[str, JsonValue]]
+
+
+class Completed(_Completed):
+    """What a completion, or a chat completion, answers."""
+
+    usage: Usage | None = None
+    session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
+    expires_at: int | None = None
+
+
+class CreatedUsage(Usage):
+    """The usage of a create."""
+
+    context: ContextUsage = Field(...)
+
+
+class Created(_Completed):
+    """What a create answers: a completion, or a chat completion where it has messages."""
+
+    usage: CreatedUsage
+    session_id: str | None = Field(..., description="null: it was not committed, `usage.context.reason` says why.")
+    expires_at: int
+
+
+class MessageUsage(BaseModel):
+    """Anthropic's usage: the three kinds of input tokens are the whole prompt."""
+
+    input_tokens: int = Field(..., ge=0)
+    output_tokens: int = Field(..., ge=0)
+    cache_creation_input_tokens: int | None = Field(None, ge=0)
+    cache_read_input_tokens: int | None = Field(None, ge=0)
+    context: ContextUsage | None = Field(None, description="Of a context's request.")
+
+
+class Message(BaseModel):
+    """What Anthropic's messages are answered with, and what a context adds. The engine may say more in it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, JsonValue]]
+    usage: MessageUsage
+    session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
+    expires_at: int | None = None
 
 
 class ErrorInfo(BaseModel):

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, TypeAdapter, WithJsonSchema
 
 from contextcache.claim import read_object
-from contextcache.errors import InvalidRequest
+from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
 from contextcache.model import KEPT_PREFIX, MAX_LIST_LIMIT, TenantId
 from contextcache.terms import read_generation, read_if_match, read_only_fields, read_session_id, read_terms
 from gateway.contexts import NewFork
@@ -25,6 +25,7 @@ from gateway.http.models import (
     SESSION_ID_SCHEMA,
     AnthropicMessages,
     ChatCompletion,
+    Completed,
     Completion,
     ContextDeleted,
     ContextFork,
@@ -32,17 +33,20 @@ from gateway.http.models import (
     ContextObject,
     ContextPatch,
     ContextRewind,
+    Created,
     CreateFromMessages,
     CreateFromPrompt,
     Error,
     KeptList,
     KeptObject,
+    Message,
     context_list,
     context_object,
     kept_list,
     kept_object,
 )
 from gateway.metrics import Metrics
+from gateway.paths import PathNotFound
 
 DEFAULT_LIST_LIMIT = 20
 DESCRIPTION = (
@@ -50,28 +54,46 @@ DESCRIPTION = (
     "`detail`. Everything else under `/v1/` is the engine's own API, passed through."
 )
 
-_ERRORS = {
-    400: "invalid_request, history_ambiguous, model_mismatch, ttl_out_of_range, context_length_exceeded",
-    401: "invalid_api_key",
-    404: "context_not_found, model_not_found, not_found",
-    405: "method_not_allowed",
-    408: "upload_too_slow",
-    409: "context_busy, context_exists, generation_mismatch, generation_gone, lease_lost, idempotency_key_in_use, "
-    "answer_not_kept",
-    410: "context_expired",
-    413: "body_too_large",
-    422: "idempotency_key_reused",
-    429: "rate_limit_exceeded, too_many_in_flight, endpoints_saturated, context_quota_exceeded",
-    502: "engine_error",
-    503: "no_ready_endpoint, store_unavailable; behind Envoy gateway_unavailable, deadline_exceeded",
+_ALWAYS = ("invalid_api_key", "rate_limit_exceeded", "internal_error")
+_KEPT_BY_MANAGER = (*_ALWAYS, "store_unavailable", "gateway_unavailable")
+_WITH_BODY = ("invalid_request", "upload_too_slow", "body_too_large", "too_many_in_flight", "no_ready_endpoint")
+_NAMED_CONTEXT = ("context_not_found", "context_expired", "not_found")
+"""The last of a name that is not plainly spelled."""
+_CREATES = (
+    *_KEPT_BY_MANAGER,
+    *_WITH_BODY,
+    *("ttl_out_of_range", "context_length_exceeded", "model_not_found", "context_exists", "context_expired"),
+    *("context_busy", "idempotency_key_in_use", "answer_not_kept", "idempotency_key_reused"),
+    *("context_quota_exceeded", "endpoints_saturated", "engine_error", "deadline_exceeded"),
+)
+_TURNS = (*_CREATES, "history_ambiguous", "model_mismatch", "context_not_found", "generation_mismatch")
+_CHANGES = (*_KEPT_BY_MANAGER, *_WITH_BODY, *_NAMED_CONTEXT, "context_busy")
+_STATUSES = {code: error.http_status for code, error in ERRORS_BY_CODE.items()} | {
+    "not_found": PathNotFound.http_status,
+    "deadline_exceeded": 503,
 }
-"""Codes by status."""
+"""Status by code; the last two are of the gateway's own errors."""
 _TEXT = {"schema": {"type": "string"}}
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
+_NUMBER = {"schema": {"type": "integer", "minimum": 0}}
 _REQUEST_ID = {"X-Request-ID": {"required": True, **_TEXT}}
+_RECEIPT: dict[str, Any] = {
+    "X-Session-ID": _TEXT,
+    "X-Context-Cache": {"schema": {"enum": ["hit", "partial", "miss", "recomputed"]}},
+    "X-Context-Cached-Tokens": _NUMBER,
+    "X-Context-Mode": {"schema": {"enum": ["append", "replay"]}},
+    "X-Context-Generation": _NUMBER,
+    "X-Context-Expires-At": _NUMBER,
+    "Server-Timing": _TEXT,
+}
+_REQUIRED_RECEIPT = {name: {**header, "required": True} for name, header in _RECEIPT.items()}
+_REPLAYED = {"Idempotent-Replayed": {"schema": {"const": "true"}, "description": "It is the answer of the first one."}}
+_SOURCE = {"X-Context-Source": {"schema": {"type": "string"}, "description": "Of a request whose KV is kept."}}
+_RETRY = {"Retry-After": _NUMBER}
 _ERROR_HEADERS: dict[int, dict[str, Any]] = {
     401: {"WWW-Authenticate": {"required": True, **_TEXT}},
-    405: {"Allow": {"required": True, **_TEXT}},
+    409: _RETRY,
+    429: _RETRY,
     503: {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 0}}},
 }
 _KEY = HTTPBearer(
@@ -82,7 +104,7 @@ _CALL = {"parameters": {"session_id": _NAMED}}
 _TURN = {"requestBody": {"session_id": _NAMED, "model": "$request.body#/model"}}
 _CARRIED: dict[str, Any] = {
     "description": "The engine's completion object, or its event stream, plus what the context adds.",
-    "content": {**_OBJECT, "text/event-stream": {}},
+    "content": {"text/event-stream": {}},
     # What can be done with the context that the answer names.
     "links": {
         "read_context": {"operationId": "read_context", **_CALL},
@@ -96,25 +118,34 @@ _CARRIED: dict[str, Any] = {
 }
 
 
-def _answers(*statuses: int, success: int = 200, **more: Any) -> dict[int | str, dict[str, Any]]:
-    """Return what a call answers: `success` with `more` said of it, and errors of these statuses."""
-    refusals: dict[int | str, dict[str, Any]] = {
-        status: {
+def _answers(*codes: str, success: int = 200, **more: Any) -> dict[int | str, dict[str, Any]]:
+    """Return what a call answers: `success` with `more` said of it, and errors of these codes, each at its status."""
+    found: dict[int | str, dict[str, Any]] = {success: {**more, "headers": _REQUEST_ID | more.get("headers", {})}}
+    for status in sorted({_STATUSES[code] for code in codes}):
+        of_status = sorted({code for code in codes if _STATUSES[code] == status})
+        schema = {"properties": {"error": {"properties": {"code": {"enum": of_status}}}}}
+        found[status] = {
             "model": Error,
-            "description": f"`code`: {_ERRORS[status]}",
+            "description": f"`code`: {', '.join(of_status)}",
             "headers": _REQUEST_ID | _ERROR_HEADERS.get(status, {}),
+            "content": {"application/json": {"schema": schema}},
         }
-        for status in statuses
-    }
-    return {success: {"headers": _REQUEST_ID, **more}, **refusals}
+    return found
 
 
-def _turn_answers() -> dict[int | str, dict[str, Any]]:
+def _carried(model: type[BaseModel], *codes: str, headers: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Return what a call answers that goes to a pod: the engine's answer, whole or as a stream."""
+    told = _answers(*codes, **_CARRIED, headers=headers | _REPLAYED)
+    return told | {200: {**told[200], "model": model}}
+
+
+def _turn_answers(model: type[BaseModel] = Completed) -> dict[int | str, dict[str, Any]]:
     """Return what a completion answers: without a context the engine refuses in its own words."""
-    told = "hat the engine itself refuses, of a request without a context"
-    ours_or_its = {"description": f"An error of ours, or: w{told}", "content": _OBJECT}
-    found = _answers(*_ERRORS, **_CARRIED)
-    return found | {400: ours_or_its, 404: ours_or_its, "4XX": {"description": f"W{told}", "content": _OBJECT}}
+    its = "what the engine itself refuses, of a request without a context"
+    found = _carried(model, *_TURNS, headers=_RECEIPT | _SOURCE)
+    for status in (400, 404):
+        found[status] = {"description": f"{found[status]['description']}; or {its}", "content": _OBJECT}
+    return found | {"4XX": {"description": f"{its.capitalize()}.", "content": _OBJECT}}
 
 
 def _gateway(request: Request) -> Gateway:
@@ -160,6 +191,24 @@ RepeatKey = Annotated[
         description="The client's name for this request: sent again within a day, it is answered again and not run.",
     ),
 ]
+UsageHeader = Annotated[
+    str | None,
+    WithJsonSchema({"type": "string"}),
+    Header(
+        alias="X-Usage-Format",
+        description="How usage counts the prompt: `openai`, whole; `context`, what was computed; else as the key says.",
+    ),
+]
+SessionHeader = Annotated[
+    str | None,
+    WithJsonSchema({"type": "string", "pattern": "^[!-~]{1,128}$"}),
+    Header(alias="X-Session-ID", description="The context to continue, if it begins with `ctx_`; else a label."),
+]
+KeepHeader = Annotated[
+    str | None,
+    WithJsonSchema({"type": "string", "pattern": "^[!-~]{1,128}$"}),
+    Header(alias="X-Context-Keep", description="`off`: the KV of this request is not kept, whatever its key says."),
+]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
 contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
@@ -167,27 +216,51 @@ turns = APIRouter(tags=["turns"], dependencies=[Depends(_KEY)])
 operations = APIRouter(tags=["operations"])
 
 
-@contexts.post("/v1/context", operation_id="create_context", responses=_answers(*_ERRORS, **_CARRIED))
-async def create_context(body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = "") -> None:
+@contexts.post(
+    "/v1/context", operation_id="create_context", responses=_carried(Created, *_CREATES, headers=_REQUIRED_RECEIPT)
+)
+async def create_context(
+    body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = "", usage: UsageHeader = None
+) -> None:
     """Create a context and answer its first prompt."""
 
 
 @turns.post("/v1/completions", operation_id="completion", responses=_turn_answers())
-async def complete(body: Completion, key: RepeatKey = "") -> None:
+async def complete(
+    body: Completion,
+    key: RepeatKey = "",
+    usage: UsageHeader = None,
+    session: SessionHeader = None,
+    keep: KeepHeader = None,
+    if_match: IfMatch = None,
+) -> None:
     """Complete a prompt; with `session_id`, continue a context."""
 
 
 @turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
-async def complete_chat(body: ChatCompletion, key: RepeatKey = "") -> None:
+async def complete_chat(
+    body: ChatCompletion,
+    key: RepeatKey = "",
+    usage: UsageHeader = None,
+    session: SessionHeader = None,
+    keep: KeepHeader = None,
+    if_match: IfMatch = None,
+) -> None:
     """Answer messages; with `session_id`, continue a context."""
 
 
-@turns.post("/v1/messages", operation_id="messages", responses=_turn_answers())
-async def answer_messages(body: AnthropicMessages, key: RepeatKey = "") -> None:
+@turns.post("/v1/messages", operation_id="messages", responses=_turn_answers(Message))
+async def answer_messages(
+    body: AnthropicMessages,
+    key: RepeatKey = "",
+    session: SessionHeader = None,
+    keep: KeepHeader = None,
+    if_match: IfMatch = None,
+) -> None:
     """Answer Anthropic's messages; with `session_id`, continue a context."""
 
 
-@contexts.get("/v1/context", operation_id="list_contexts", responses=_answers(400, 401, 429, 503))
+@contexts.get("/v1/context", operation_id="list_contexts", responses=_answers(*_KEPT_BY_MANAGER, "invalid_request"))
 async def list_contexts(
     gateway: AskedGateway,
     tenant: Tenant,
@@ -212,7 +285,9 @@ async def list_contexts(
     return context_list(await gateway.list_contexts(tenant, limit=limit, after=after, model=model))
 
 
-@contexts.get("/v1/context/{session_id}", operation_id="read_context", responses=_answers(401, 404, 410, 429, 503))
+@contexts.get(
+    "/v1/context/{session_id}", operation_id="read_context", responses=_answers(*_KEPT_BY_MANAGER, *_NAMED_CONTEXT)
+)
 async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject | KeptObject:
     """Describe one context, or one kept conversation, its KV included."""
     if session_id.startswith(KEPT_PREFIX):
@@ -224,7 +299,7 @@ async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessio
 @contexts.patch(
     "/v1/context/{session_id}",
     operation_id="patch_context",
-    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503),
+    responses=_answers(*_CHANGES, "ttl_out_of_range"),
     openapi_extra=_body(ContextPatch),
 )
 async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields) -> ContextObject:
@@ -237,7 +312,9 @@ async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessi
     "/v1/context/{session_id}/fork",
     operation_id="fork_context",
     status_code=201,
-    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503, success=201),
+    responses=_answers(
+        *_CHANGES, "ttl_out_of_range", "context_exists", "generation_gone", "context_quota_exceeded", success=201
+    ),
     openapi_extra=_body(ContextFork, required=False),
 )
 async def fork_context(
@@ -252,7 +329,7 @@ async def fork_context(
 @contexts.post(
     "/v1/context/{session_id}/rewind",
     operation_id="rewind_context",
-    responses=_answers(400, 401, 404, 408, 409, 410, 413, 429, 503),
+    responses=_answers(*_CHANGES, "generation_mismatch", "generation_gone"),
     openapi_extra=_body(ContextRewind),
 )
 async def rewind_context(
@@ -267,7 +344,9 @@ async def rewind_context(
     return context_object(*await rewound)
 
 
-@contexts.delete("/v1/context/{session_id}", operation_id="delete_context", responses=_answers(401, 404, 410, 429, 503))
+@contexts.delete(
+    "/v1/context/{session_id}", operation_id="delete_context", responses=_answers(*_KEPT_BY_MANAGER, *_NAMED_CONTEXT)
+)
 async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextDeleted:
     """Delete a context, or a kept conversation, and its KV."""
     if session_id.startswith(KEPT_PREFIX):
