@@ -242,7 +242,7 @@ class MessageUsage(BaseModel):
     context: ContextUsage | None = Field(None, description="Of a context's request.")
 
 
-class Message(BaseModel):
+class AnsweredMessage(BaseModel):
     """What Anthropic's messages are answered with, and what a context adds. The engine may say more in it."""
 
     model_config = ConfigDict(extra="allow")

@@ -23,6 +23,7 @@ from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
     SESSION_ID_SCHEMA,
+    AnsweredMessage,
     AnthropicMessages,
     ChatCompletion,
     Completed,
@@ -39,7 +40,6 @@ from gateway.http.models import (
     Error,
     KeptList,
     KeptObject,
-    Message,
     context_list,
     context_object,
     kept_list,
@@ -249,7 +249,7 @@ async def complete_chat(
     """Answer messages; with `session_id`, continue a context."""
 
 
-@turns.post("/v1/messages", operation_id="messages", responses=_turn_answers(Message))
+@turns.post("/v1/messages", operation_id="messages", responses=_turn_answers(AnsweredMessage))
 async def answer_messages(
     body: AnthropicMessages,
     key: RepeatKey = "",

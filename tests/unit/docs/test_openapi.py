@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from gateway.fronts import CORS_EXPOSED_HEADERS
 from gateway.http import routes
-from vllm_plugin.turn.request import _OURS
+from vllm_plugin.turn.request import OUR_FIELDS
 
 DOC = (Path(__file__).parents[3] / "docs/http-api.md").read_text()
 NO_CALL = {"method_not_allowed"}
@@ -131,5 +131,5 @@ def test_the_fields_that_are_ours_are_the_same(document):
     turn = schemas["ChatCompletion"]["properties"].keys()
 
     assert schemas["ContextUsage"]["properties"].keys() == rows
-    assert turn >= _OURS
+    assert turn >= OUR_FIELDS
     assert all(f"`{name}`" in DOC for name in turn)
