@@ -124,7 +124,8 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     Seen failing without `take_overtaken`: what the neighbour computed was shipped under the first one's tokens. And, by
     the last two, without the look at its fault in `Saver.run`.
     """
-    engine = start_engine(num_blocks=64, extra={"early_saves": "on"})
+    # No look-up: its thread may take longer than three steps.
+    engine = start_engine(num_blocks=64, extra={"early_saves": "on", "match_prefix": False})
     side, gate = engine.loop.worker.worker_side, threading.Event()
     for _ in range(side._settings.save_threads):
         side._save_pool.try_submit(lambda: gate.wait(30) and None)
