@@ -63,12 +63,12 @@ async def test_a_stream_ends_with_usage_and_without_done(front):
 async def test_another_tenant_finds_nothing_and_is_told_so_in_either_dialect(front, pod):
     async with post(front, session_id="mine", context_create="if_missing") as answer:
         assert answer.status == 200
-    before = len(pod.engine.requests)
+    before = len(pod.engine.generations())
     async with post(front, session_id="mine", headers={"authorization": f"Bearer {OTHER_KEY}"}) as answer:
         assert await code_of(answer) == (404, "context_not_found")
         assert (await answer.json())["type"] == "error"
 
-    assert len(pod.engine.requests) == before
+    assert len(pod.engine.generations()) == before
 
 
 async def test_a_message_without_a_context_reaches_the_engine_as_it_came(front, pod):
