@@ -64,11 +64,11 @@ class Prefixes:
         try:
             async with asyncio.timeout(_ASK_S):
                 matches = await self._ask(question, known + question.tokens_min)
+            begun = [one for there in matches[:1] if (one := self._begin(question, there)) is not None]
         except (ContextCacheError, TimeoutError) as exc:
             self._metrics.peer_matches.labels("silent").inc()
             log.info("peer did not say what it has", extra={"peer": question.peer, "reason": type(exc).__name__})
             return found
-        begun = [one for there in matches[:1] if (one := self._begin(question, there)) is not None]
         self._metrics.peer_matches.labels("some" if begun else "none").inc()
         return [*begun, *found]
 
@@ -81,17 +81,18 @@ class Prefixes:
 
     def _begin(self, question: PrefixQuestion, there: Found) -> Found | None:
         """Begin to fetch it; None where that cannot be."""
-        prompt = question.token_ids[: there.num_tokens * TOKEN_BYTES]
+        num_tokens = min(there.num_tokens, question.num_tokens)
+        prompt = question.token_ids[: num_tokens * TOKEN_BYTES]
         name = _digest(question.tenant.encode(), question.fingerprint.encode(), prompt)
         begins = question.token_ids[: question.tokens_min * TOKEN_BYTES]
         prefix = Prefix(
             cache_ref=f"ref_{name}",
-            num_tokens=there.num_tokens,
+            num_tokens=num_tokens,
             group=question.group or KEPT_PREFIX + _digest(question.tenant.encode(), begins),
             expires_at_ms=question.expires_at_ms or self._clock.now_ms() + STAYS_MS,
         )
         reply = self._pulls.start(Wanted(question.tenant, (there.cache_ref,), question.peer, prefix=prefix))
-        return None if reply.outcome == "refused" else Found(prefix.cache_ref, there.num_tokens)
+        return None if reply.outcome == "refused" else Found(prefix.cache_ref, num_tokens)
 
 
 def _digest(*parts: bytes) -> CacheRef:

@@ -28,6 +28,8 @@ from vllm_plugin.turn.request import CHAT_PATH, OUR_FIELDS, TurnRequest, read_tu
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
 _OWN = ("_merge_inline_system", "_get_disabled_thinking_effort")
 """How this engine's template takes system messages and thinking: what the converters must be told."""
+_ERRORS_MAX = 1000
+"""That a body may have for the first of them to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,9 @@ class Anthropic:
             )
         except ValueError as exc:
             raise _refused(exc) from exc
+        except (AttributeError, LookupError, TypeError) as exc:
+            # What a tool's result holds has no type of vLLM's own: its converter takes it for what it looks like.
+            raise InvalidRequest("a message's parts are not what their types say", param="messages") from exc
         said: dict[str, Any] = chat.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return said | {key: body[key] for key in OUR_FIELDS if key in body}
 
@@ -182,10 +187,13 @@ def _types(serving: Any) -> Any:
     return sys.modules[type(serving).__module__]
 
 
-def _refused(error: ValueError) -> ContextCacheError:
+def _refused(error: Any) -> ContextCacheError:
     """Return vLLM's refusal as ours, without the request's own words."""
     if not hasattr(error, "errors"):
         return InvalidRequest(str(error))
+    if (wrong := error.error_count()) > _ERRORS_MAX:
+        # To tell one, pydantic makes them all: seconds, and 2 GiB, for a million, while nobody else is served.
+        return InvalidRequest(f"{wrong} fields are not what a message has")
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"])
     return InvalidRequest(f"{param}: {first['msg']}", param=param or None)

@@ -145,6 +145,23 @@ async def test_a_silent_peer_costs_a_moment_and_what_is_here_is_answered(
     assert pods.peer.num_open == 0
 
 
+@pytest.mark.parametrize("told", [Found("no name", 22), Found(f"ref_{'c' * 32}", 10**6)])
+async def test_a_peer_that_tells_what_cannot_be_takes_nothing_of_what_is_here(
+    pods: Pods, monkeypatch: pytest.MonkeyPatch, told: Found
+) -> None:
+    ours = await pods.here.save((*DOCUMENT[:12], 50))
+
+    async def match(*_: object) -> list[Found]:
+        return [told]
+
+    monkeypatch.setattr(CatalogPeer, "match", match)
+    found = await pods.find((*DOCUMENT, 7))
+    await pods.ended()
+
+    assert found[-1].cache_ref == ours.cache_ref
+    assert all(one.num_tokens <= 23 for one in found)
+
+
 async def test_a_window_s_kv_has_no_beginning_that_stands_by_itself(pods: Pods) -> None:
     groups = (
         KVGroup("full_attention", 4, ((0, 22),), 0, "a0" * 8),

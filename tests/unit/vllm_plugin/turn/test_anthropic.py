@@ -178,6 +178,9 @@ async def test_an_answer_that_vllm_cannot_tell_is_not_committed(pod):
     assert (await pod.transcript("mine"))[0].generation == 1
 
 
+ODD = {"type": "image", "source": "x"}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -190,6 +193,11 @@ async def test_an_answer_that_vllm_cannot_tell_is_not_committed(pod):
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"data": "x"}}]}]},
             "messages[0].content",
         ),
+        (
+            {"messages": [user("Hi"), {"role": "user", "content": [{"type": "tool_result", "content": [ODD]}]}]},
+            "messages",
+        ),
+        ({"messages": [1] * 2000}, None),
     ],
 )
 async def test_what_cannot_be_right_is_refused_in_both_dialects_at_once(pod, body, param):
