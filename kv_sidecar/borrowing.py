@@ -4,7 +4,8 @@
 2. The peer names its longest. A pull of as many tokens of it begins, in whole blocks, under a name that follows from
    the tokens: who asks next finds it coming, or here. It is kept KV, so a context's save takes its room; where no
    conversation asked, it stays for a minute, until what was asked for has been saved over the same blocks.
-3. The answer names it in front. Whoever loads it hears that it is pending, and waits as for any pull, or computes.
+3. The answer names it behind what is here. Whoever loads it hears that it is pending, and waits as for any pull; in
+   vain, there is still what is here.
 
 A peer that is gone, slow or of a release that cannot be asked costs this request `_ASK_S`, and no answer.
 """
@@ -43,19 +44,22 @@ class Prefixes:
         *,
         rules: PeerRules,
         connect: ConnectPeer,
+        block_tokens: int,
         clock: Clock,
         metrics: SidecarMetrics,
     ) -> None:
+        """`block_tokens`: least tokens in a block file here."""
         self._catalog = catalog
         self._pulls = pulls
         self._rules = rules
         self._connect = connect
+        self._block_tokens = block_tokens
         self._clock = clock
         self._metrics = metrics
         self.beginnings = Beginnings()
 
     async def find(self, question: PrefixQuestion) -> Sequence[Found]:
-        """See ContextCatalog.match_prefix; what a peer has more of comes first. Raises InvalidRequest."""
+        """See ContextCatalog.match_prefix; what comes from a peer stands last. Raises InvalidRequest."""
         found = await self._catalog.match_prefix(question)
         self.beginnings.note(question.beginning)
         known = found[0].num_tokens if found else 0
@@ -64,13 +68,13 @@ class Prefixes:
         try:
             async with asyncio.timeout(_ASK_S):
                 matches = await self._ask(question, known + question.tokens_min)
-            begun = [one for there in matches[:1] if (one := self._begin(question, there)) is not None]
+            begun = [one for there in matches[:1] if (one := self._begin(question, there, known)) is not None]
         except (ContextCacheError, TimeoutError) as exc:
             self._metrics.peer_matches.labels("silent").inc()
             log.info("peer did not say what it has", extra={"peer": question.peer, "reason": type(exc).__name__})
             return found
         self._metrics.peer_matches.labels("some" if begun else "none").inc()
-        return [*begun, *found]
+        return [*found, *begun]
 
     async def _ask(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
         peer = self._connect(question.peer, _ASK_S)
@@ -79,9 +83,12 @@ class Prefixes:
         finally:
             await peer.close()
 
-    def _begin(self, question: PrefixQuestion, there: Found) -> Found | None:
-        """Begin to fetch it; None where that cannot be."""
-        num_tokens = min(there.num_tokens, question.num_tokens)
+    def _begin(self, question: PrefixQuestion, there: Found, known: int) -> Found | None:
+        """Begin to fetch it; None where that cannot be, or whole blocks of it are not worth a load."""
+        # Only whole blocks come: prompts that part within one have one name.
+        num_tokens = min(there.num_tokens, question.num_tokens) // self._block_tokens * self._block_tokens
+        if num_tokens < known + question.tokens_min:
+            return None
         prompt = question.token_ids[: num_tokens * TOKEN_BYTES]
         name = _digest(question.tenant.encode(), question.fingerprint.encode(), prompt)
         begins = question.token_ids[: question.tokens_min * TOKEN_BYTES]

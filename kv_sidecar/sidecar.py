@@ -92,7 +92,13 @@ class Sidecar:
             metrics=self.metrics,
         )
         self.prefixes = Prefixes(
-            self.catalog, self.pulls, rules=rules, connect=connect, clock=clock, metrics=self.metrics
+            self.catalog,
+            self.pulls,
+            rules=rules,
+            connect=connect,
+            block_tokens=settings.block_tokens,
+            clock=clock,
+            metrics=self.metrics,
         )
         self.reports = LoadReports(
             clock=clock,

@@ -856,7 +856,9 @@ Global___MatchPrefixRequest: typing_extensions.TypeAlias = MatchPrefixRequest
 
 @typing.final
 class MatchPrefixResponse(google.protobuf.message.Message):
-    """MatchPrefixResponse names at most three, the longest first; empty: nothing begins like it."""
+    """MatchPrefixResponse names at most three, the longest first, and behind them what comes from a peer; empty: nothing
+    begins like it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

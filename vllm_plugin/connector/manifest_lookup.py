@@ -120,7 +120,7 @@ class Lookup:
         """Done once the thread that asks has ended; None: there is none."""
         self._answer = answer
         self._named = named
-        """The best of what the turn names, once that is known: it serves where the rest takes too long."""
+        """The best so far, of what the turn names and of what is here: it serves where the rest takes too long."""
         self._patience = patience
 
     def result(self, now_ms: int) -> Match | None:
@@ -210,6 +210,8 @@ class ManifestLookup:
         for cache_ref in self._like(best, transfer, facts, patience):
             if cache_ref not in transfer.load and self._consider(best, transfer, cache_ref, patience):
                 break
+            if best.num_usable:
+                named[:] = [best.match]
         return best.match
 
     def _consider(self, best: _Best, transfer: KVTransfer, cache_ref: CacheRef, patience: Patience) -> bool:

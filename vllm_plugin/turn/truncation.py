@@ -58,7 +58,7 @@ async def cut_to_fit(
 def _answer_tokens(request: TurnRequest) -> int:
     """Return how many tokens the client wants for the answer; at least one."""
     fields = request.engine_fields
-    return max(1, whole(fields.get("max_completion_tokens", fields.get("max_tokens"))) or 1)
+    return max(1, whole(fields.get("max_completion_tokens")) or whole(fields.get("max_tokens")) or 1)
 
 
 async def _cut_messages(

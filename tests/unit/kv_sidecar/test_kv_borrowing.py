@@ -75,7 +75,7 @@ async def test_a_document_known_elsewhere_comes_in_whole_blocks_under_a_name_of_
 async def test_what_is_here_is_not_fetched_again(pods: Pods) -> None:
     await pods.there.save((*DOCUMENT, *range(100, 140)))
     await pods.here.save((*DOCUMENT[:12], 50))
-    (found, _) = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
+    (_, found) = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
     await pods.ended()
     again = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
 
@@ -94,6 +94,17 @@ async def test_who_asks_while_it_comes_is_told_the_same_name_and_nothing_comes_t
     assert first == second
     assert pods.peer.asked == pods.peer.asked[:1]
     assert len(pods.peer.sent) == 5
+
+
+async def test_prompts_that_part_within_a_block_fetch_one_prefix(pods: Pods) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+    pods.peer.hold_manifest.clear()
+    found = [await pods.find((*DOCUMENT[:shared], 7, 8, 9)) for shared in (20, 21, 22)]
+    pods.peer.hold_manifest.set()
+    await pods.ended()
+
+    assert found == [[Found(found[0][0].cache_ref, 20)]] * 3
+    assert len(pods.peer.asked) == 1
 
 
 async def test_a_prefix_stays_for_a_minute_and_a_conversation_s_for_as_long_as_it_asks(pods: Pods) -> None:
@@ -158,7 +169,7 @@ async def test_a_peer_that_tells_what_cannot_be_takes_nothing_of_what_is_here(
     found = await pods.find((*DOCUMENT, 7))
     await pods.ended()
 
-    assert found[-1].cache_ref == ours.cache_ref
+    assert found[0].cache_ref == ours.cache_ref
     assert all(one.num_tokens <= 23 for one in found)
 
 
