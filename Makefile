@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STACK := PYTHONPATH=. $(PY) -m deploy.local
 SUITE := $(PY) -m tests.suite
 SUITE_OPTIONS = $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) $(if $(COVERAGE),--coverage) $(if $(KEEP_GOING),--keep-going)
-SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(DEV),--dev)
+SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(STORE),--store $(STORE)) $(if $(DEV),--dev)
 PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
 STUBS := contextcache/v1 contextcache/extproc/v3
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doctor deploy tests benchmarks examples
@@ -61,7 +61,7 @@ snapshot: install ## after tagging a release: what the next one is rehearsed aga
 chart: install ## the Helm chart: lint, every rendering, schema, security, network flows, with Helm 3 and 4
 	@PYTHONPATH=. $(PY) -m deploy.chart.tools && $(PY) -m pytest tests/chart
 
-up: install ## start the local stack; PORT=8000 ENGINES=1..4 DTYPE=bfloat16|float32 DEV=1
+up: install ## start the local stack; PORT=8000 ENGINES=1..4 DTYPE=bfloat16|float32 STORE=dir|s3 DEV=1
 	@$(STACK) up $(SETTINGS)
 down: install ## stop it; sessions and KV stay
 	@$(STACK) down
@@ -89,7 +89,7 @@ bench: install ## time to first token: cold, prefix cache, restored after a rest
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json)
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## one other; ONLY=beside|checksum|codec|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|transfer|turn_cost|turns|weights WITH='--check …'
+bench-one: install ## one other; ONLY=agents|beside|checksum|codec|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
 images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>

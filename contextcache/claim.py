@@ -25,10 +25,9 @@ from contextcache.requests import LARGE_BYTES
 SESSION_HEADER = "x-session-id"
 MINTED_PREFIX = "ctx_"
 """What the ids begin with that we make. `X-Session-ID` claims such a context; any other is somebody's own label."""
-TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
-"""Calls that can be a context's turn."""
-KEPT_PATHS = TURN_PATHS | {"/v1/responses"}
-"""Calls whose KV can be kept without a context: vLLM 0.32 takes a salt and our order in each."""
+TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
+"""Calls that can be a context's turn, and whose KV can be kept without one: vLLM 0.32 takes a salt and our order in
+each."""
 IF_MISSING = "if_missing"
 """What `context_create` says in a turn whose context may not be there yet."""
 FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
@@ -74,7 +73,8 @@ class _Fields(msgspec.Struct, gc=False):
     """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
     context_create: msgspec.Raw = _UNSET
     previous_response_id: msgspec.Raw = _UNSET
-    """A response that vLLM keeps, where its store is on: it knows no tenants."""
+    conversation: msgspec.Raw = _UNSET
+    store: msgspec.Raw = _UNSET
 
 
 class _Forbidden(msgspec.Struct, gc=False):
@@ -120,15 +120,28 @@ class Claims:
         """Return a short text that one of the fields is."""
         return _name(getattr(self.fields, key))
 
+    def value(self, key: str) -> Any:
+        """Return what a field is; None: nothing. Raises InvalidRequest for more than a name's length."""
+        spelled = bytes(getattr(self.fields, key))
+        if spelled in (b"", _NULL):
+            return None
+        try:
+            if len(spelled) <= _NAME_BYTES_MAX:
+                return msgspec.json.decode(spelled)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # halves of characters, as Python reads them
+        raise InvalidRequest(f"{key} is too long, or no JSON", param=key)
+
     def creates_if_missing(self) -> bool:
         """Return whether the context that is named is to be created where there is none."""
         return _name(self.fields.context_create) == IF_MISSING
 
-    def changed(self, *, salt: str = "", order: str = "") -> bytes | None:
+    def changed(self, *, salt: str = "", order: str = "", previous: str = "") -> bytes | None:
         """Return the body with the tenant's salt and an order for the connector, and without forbidden keys.
 
-        Empty: no salt, no order. None: it can stay as it is. Of keys that repeat, the last one counts: what is put
-        behind the rest takes the place of what a client says. `salt` and `order` are letters, digits, `.`, `_`, `-`.
+        `previous`: the response to continue from, in the place of the client's. Empty: no salt, no order, the client's.
+        None: it can stay as it is. Of keys that repeat, the last one counts: what is put behind the rest takes the
+        place of what a client says. All three are letters, digits, `.`, `_`, `-`.
         Raises InvalidRequest for extra arguments that cannot be looked through.
         """
         fields = self.fields
@@ -137,6 +150,8 @@ class Claims:
             ours["cache_salt"] = b'"' + salt.encode() + b'"'
         if order:
             ours["kv_transfer_params"] = b'{"%b":"%b"}' % (KV_TRANSFER_KEY.encode(), order.encode())
+        if previous:
+            ours["previous_response_id"] = b'"' + previous.encode() + b'"'
         extra = _allowed_arguments(fields.vllm_xargs)
         if extra is not None:
             ours["vllm_xargs"] = _rebuilt_arguments(self.body) if self.is_lenient else extra
@@ -202,16 +217,11 @@ def claimed_session(claims: Claims | None, header: str | None) -> SessionId | No
 
 
 def refuse_session(claims: Claims | None) -> None:
-    """Raise InvalidRequest when a call that cannot carry a context names one: it must not be answered without.
-
-    Nor may it name what the engine keeps of another call, which may be another tenant's.
-    """
+    """Raise InvalidRequest when a call that cannot carry a context names one: it must not be answered without."""
     if claims is None:
         return
     if bytes(claims.fields.session_id) not in (b"", _NULL):
         raise InvalidRequest("this call cannot carry a context: session_id is not for it", param="session_id")
-    if bytes(claims.fields.previous_response_id) not in (b"", _NULL):
-        raise InvalidRequest("no response is kept between calls: send the input whole", param="previous_response_id")
 
 
 def is_opaque(content_type: str) -> bool:

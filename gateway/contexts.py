@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
+from contextcache.errors import (
+    ContextCacheError,
+    ContextExists,
+    ContextNotFound,
+    SidecarUnavailable,
+    StoreUnavailable,
+)
 from contextcache.model import (
+    MIN_TTL_S,
     SESSION_ID_PATTERN,
     CacheSessionMetadata,
     NewSession,
@@ -25,12 +33,16 @@ from contextcache.model import (
     new_cache_ref,
     new_session_id,
 )
+from contextcache.repeats import session_id_of
 from contextcache.terms import Terms
+from gateway.kept import KeptConversation, KeptPage, page_of
 from gateway.pods.sidecars import Holders, KVState
 from gateway.ports import SessionDirectory
 
 log = logging.getLogger(__name__)
 
+FORKED_GENERATION = 1
+"""A fork's own, before its first turn."""
 _LEASE_MS = 10_000
 """Of a fork on its way: its row dies after so long when this process ends in the middle."""
 
@@ -52,9 +64,10 @@ class Contexts:
     Every method raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar.
     """
 
-    def __init__(self, directory: SessionDirectory, holders: Holders) -> None:
+    def __init__(self, directory: SessionDirectory, holders: Holders, secret: bytes) -> None:
         self._directory = directory
         self._holders = holders
+        self._secret = secret
 
     async def patch(
         self, tenant: TenantId, session_id: SessionId, terms: Terms
@@ -113,6 +126,31 @@ class Contexts:
             raise not_found() from exc
         return child, await self._holders.kv_state(child)
 
+    async def branch(
+        self, tenant: TenantId, session_id: SessionId, generation: int, *, repeat_key: str = "", commits: bool = True
+    ) -> SessionId | None:
+        """Return a new context that begins as this one did at `generation`; None: it stands there still.
+
+        A request that may come again finds the branch it made, and where it was answered before, None: the answer is
+        with the context it asked for. Of a turn that keeps nothing the branch does not last. Raises as `fork`.
+        """
+        check_id(session_id)
+        branch_id = session_id_of(tenant, repeat_key, self._secret) if repeat_key else new_session_id()
+        try:
+            source = await self._directory.get_session_metadata(tenant, session_id)
+            if source.generation == generation:
+                return None
+            if repeat_key and await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None:
+                return None
+            terms = Terms() if commits else Terms(ttl_s=MIN_TTL_S)
+            await self._forked(source, NewFork(generation, branch_id, terms))
+        except ContextNotFound as exc:
+            raise not_found() from exc
+        except ContextExists:
+            if not repeat_key:
+                raise
+        return branch_id
+
     async def _forked(self, source: CacheSessionMetadata, fork: NewFork) -> CacheSessionMetadata:
         terms, lease_id, cache_ref = fork.terms, secrets.token_hex(16), new_cache_ref()
         new = NewSession(
@@ -154,6 +192,42 @@ class Contexts:
             return await self._directory.fork(source_id, generation=generation, commit=commit)
         except StoreUnavailable:
             return await self._directory.fork(source_id, generation=generation, commit=commit)
+
+
+class KeptConversations:
+    """What is kept of requests without a context. No store is asked."""
+
+    def __init__(self, holders: Holders) -> None:
+        self._holders = holders
+
+    async def page(self, tenant: TenantId, *, limit: int, after: SessionId = "") -> KeptPage:
+        """Return one page of it, what was used last first. Raises InvalidRequest (after)."""
+        found, unreachable = await self._holders.kept(tenant)
+        return page_of(found, unreachable, limit=limit, after=after)
+
+    async def read(self, tenant: TenantId, group: SessionId) -> tuple[KeptConversation, Sequence[str]]:
+        """Return what is kept of one conversation, and the pods that did not say.
+
+        Raises ContextNotFound where all say that they have none, SidecarUnavailable where not all say.
+        """
+        found, unreachable = await self._holders.kept(tenant, group)
+        page = page_of(found, unreachable, limit=1)
+        if not page.conversations:
+            raise (
+                SidecarUnavailable("not every pod says what it keeps", retry_after_s=1) if unreachable else not_found()
+            )
+        return page.conversations[0], unreachable
+
+    async def delete(self, tenant: TenantId, group: SessionId) -> Sequence[str]:
+        """Delete what is kept of one conversation, everywhere; return the pods that could not be reached.
+
+        Raises ContextNotFound where all say that they have none.
+        """
+        found, silent = await self._holders.kept(tenant, group)
+        unreachable = await self._holders.delete_kept(tenant, group)
+        if not any(found.values()) and not silent and not unreachable:
+            raise not_found()
+        return unreachable
 
 
 def check_id(session_id: SessionId) -> None:

@@ -8,13 +8,12 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
 from contextcache.claim import (
-    KEPT_PATHS,
     SESSION_HEADER,
     TURN_PATHS,
     Claims,
@@ -25,7 +24,7 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.clock import Clock
-from contextcache.errors import ContextExpired, ContextNotFound, SidecarUnavailable
+from contextcache.errors import ContextExpired, ContextNotFound
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
 from contextcache.model import (
     MAX_LIST_LIMIT,
@@ -36,11 +35,13 @@ from contextcache.model import (
     SessionPage,
     TenantId,
     UsageFormat,
+    new_session_id,
 )
-from contextcache.repeats import IDEMPOTENCY_HEADER
+from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import LargeBodies
-from gateway.contexts import Contexts, check_id, not_found
-from gateway.kept import KEEP_HEADER, KeptConversation, KeptPage, Plain, allowed, group_of, page_of
+from contextcache.responses import RESPONSES_PATH, Continued, continued_by, response_id
+from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
+from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
 from gateway.metrics import Metrics
 from gateway.paths import Kind, kind_of
 from gateway.pods.routing import (
@@ -66,9 +67,7 @@ TARGET_POD_HEADER = "target-pod"
 ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER})
 """Headers that say how a request was routed; a client's own never get through."""
 
-SALTED_PATHS = frozenset(
-    {*TURN_PATHS, "/v1/chat/completions/batch", "/v1/responses"},
-)
+SALTED_PATHS = frozenset({*TURN_PATHS, "/v1/chat/completions/batch"})
 """Calls that make text and take a `cache_salt` (vLLM 0.32: a field of each one's request)."""
 
 
@@ -161,8 +160,10 @@ class Gateway:
         self._directory = directory
         self._endpoints = endpoints
         self._holders = holders
-        self.contexts = Contexts(directory, holders)
+        self.contexts = Contexts(directory, holders, rules.secret)
         """Changes what is there."""
+        self.kept = KeptConversations(holders)
+        """What is kept of requests without a context."""
         self._clock = clock
         self._rules = rules
         self.kind_of: Callable[[str, str], Kind] = partial(kind_of, engine_paths=rules.engine_paths)
@@ -186,7 +187,7 @@ class Gateway:
         caller = self._authenticator.caller_of(headers)
         self._tenants.ask(caller.tenant)
         plain = Plain.OFF
-        if path in KEPT_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off":
+        if path in TURN_PATHS and headers.get(KEEP_HEADER, "").strip().lower() != "off":
             plain = allowed(caller.plain, self._rules.plain_max)
         return Admission(
             tenant=caller.tenant,
@@ -208,7 +209,7 @@ class Gateway:
         """
         if admission.kind is Kind.COMPLETION:
             named = claimed_session(None, admission.headers.get(SESSION_HEADER))
-            if named is None:
+            if named is None or admission.path == RESPONSES_PATH:  # which generation, its body says
                 return None
             try:
                 return await self._turn_forward(admission, None, named)
@@ -226,17 +227,17 @@ class Gateway:
         Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint, EndpointsSaturated.
         """
         if admission.kind is Kind.CREATE:
-            asked = await self._large_bodies.read(read_strict_claims, body)
-            return self._create_forward(admission, asked, None)
+            new = await self._large_bodies.read(read_strict_claims, body)
+            return self._create_forward(admission, new, None)
         claims = None
         if body and not is_opaque(admission.headers.get("content-type", "")):
             claims = await self._large_bodies.read(read_claims, body)
         if admission.kind is Kind.COMPLETION:
-            named = claimed_session(claims, admission.headers.get(SESSION_HEADER))
-            if named is not None:
+            asked = continued_by(admission.path, claims, admission.headers.get(SESSION_HEADER))
+            if asked is not None:
                 if claims is None:  # nothing in it says anything, and a session's request has to be JSON
                     claims = await self._large_bodies.read(read_strict_claims, body)
-                return await self._turn_forward(admission, claims, named)
+                return await self._continued(admission, claims, asked)
         else:
             refuse_session(claims)
         if claims is not None and admission.plain is not Plain.OFF:
@@ -272,38 +273,6 @@ class Gateway:
         assert 1 <= limit <= MAX_LIST_LIMIT
         return await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
 
-    async def list_kept(self, tenant: TenantId, *, limit: int, after: SessionId = "") -> KeptPage:
-        """Return one page of what is kept of the tenant's plain requests, what was used last first. No store is asked.
-
-        Raises InvalidRequest (after).
-        """
-        found, unreachable = await self._holders.kept(tenant)
-        return page_of(found, unreachable, limit=limit, after=after)
-
-    async def read_kept(self, tenant: TenantId, group: SessionId) -> tuple[KeptConversation, Sequence[str]]:
-        """Return what is kept of one conversation, and the pods that did not say.
-
-        Raises ContextNotFound where all say that they have none, SidecarUnavailable where not all say.
-        """
-        found, unreachable = await self._holders.kept(tenant, group)
-        page = page_of(found, unreachable, limit=1)
-        if not page.conversations:
-            raise (
-                SidecarUnavailable("not every pod says what it keeps", retry_after_s=1) if unreachable else not_found()
-            )
-        return page.conversations[0], unreachable
-
-    async def delete_kept(self, tenant: TenantId, group: SessionId) -> Sequence[str]:
-        """Delete what is kept of one conversation, everywhere; return the pods that could not be reached.
-
-        Raises ContextNotFound where all say that they have none.
-        """
-        found, silent = await self._holders.kept(tenant, group)
-        unreachable = await self._holders.delete_kept(tenant, group)
-        if not any(found.values()) and not silent and not unreachable:
-            raise not_found()
-        return unreachable
-
     async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a context: first its row, so that nothing points at KV that is going, then its KV everywhere.
 
@@ -327,8 +296,35 @@ class Gateway:
         # No model in it: the engine's cache knows models apart, and a context's salt, which has it, stays another.
         return cache_salt(admission.tenant, ModelId(""), self._rules.secret)
 
-    async def _turn_forward(self, admission: Admission, claims: Claims | None, session_id: SessionId) -> Forward:
-        """Return the pod of a turn, which has its KV or is fetching it.
+    async def _continued(self, admission: Admission, claims: Claims, asked: Continued) -> Forward:
+        """Return where a turn goes, or the create that it turns out to be."""
+        repeatable = read_repeatable(admission.headers.get(IDEMPOTENCY_HEADER), ())
+        session_id = asked.session_id
+        if session_id is None:
+            if repeatable is None:
+                return self._create_forward(admission, claims, new_session_id())
+            session_id = session_id_of(admission.tenant, repeatable.key, self._rules.secret)
+        elif asked.generation is not None:
+            key = "" if repeatable is None else repeatable.key
+            branch = await self.contexts.branch(
+                admission.tenant, session_id, asked.generation, repeat_key=key, commits=asked.commits
+            )
+            if branch is not None:
+                return await self._turn_forward(
+                    admission, claims, branch, previous=response_id(branch, FORKED_GENERATION)
+                )
+        return await self._turn_forward(admission, claims, session_id, creates=asked.creates)
+
+    async def _turn_forward(
+        self,
+        admission: Admission,
+        claims: Claims | None,
+        session_id: SessionId,
+        *,
+        creates: bool = False,
+        previous: str = "",
+    ) -> Forward:
+        """Return the pod of a turn, which has its KV or is fetching it. `previous`: see Claims.changed.
 
         With the store down a turn is refused: an answer without its context would be wrong.
         """
@@ -337,7 +333,7 @@ class Gateway:
             session = await self._directory.locate(admission.tenant, session_id)
         except (ContextNotFound, ContextExpired) as exc:
             # The pod creates it, or gives an answer again that outlived its context.
-            if claims is not None and (claims.creates_if_missing() or IDEMPOTENCY_HEADER in admission.headers):
+            if claims is not None and (creates or IDEMPOTENCY_HEADER in admission.headers):
                 return self._create_forward(admission, claims, session_id)
             if isinstance(exc, ContextExpired):
                 raise
@@ -349,7 +345,7 @@ class Gateway:
             subset=admission.subset,
         )
         headers = self._identity_header(admission, session.session_id)
-        body = None if claims is None else claims.changed()
+        body = None if claims is None else claims.changed(previous=previous)
         return await self._with_kv(self._forward(Kind.TURN, body, query, headers=headers, session=session))
 
     def _conversation(self, admission: Admission, claims: Claims) -> Forward:

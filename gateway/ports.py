@@ -5,7 +5,7 @@ Every call that leaves the process has a deadline of its own and fails with a Co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +15,7 @@ from contextcache.model import (
     CacheRef,
     CacheSessionMetadata,
     ContextMode,
+    KeptAnswer,
     KeptGroup,
     Manifest,
     ModelId,
@@ -98,8 +99,9 @@ class EndpointState:
     """Of its engine's KV, as its sidecar said last; empty: not known."""
     tiers: frozenset[str] = frozenset()
     """Tiers its sidecar keeps KV in; empty: it has none, or does not answer."""
-    beginnings: Set[str] = frozenset()
-    """What requests that were served there begin with, by the names that gateways give it; the last ones, not all."""
+    beginnings: Mapping[str, int] = field(default_factory=dict)
+    """What requests that were served there begin with, by the names that gateways give it; the last ones, not all.
+    Each with the round of questions in which this gateway heard of it last: the greater, the later."""
 
 
 class SessionDirectory(Protocol):
@@ -117,6 +119,10 @@ class SessionDirectory(Protocol):
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: ModelId = ""
     ) -> SessionPage:
         """Return one page of live sessions, newest first."""
+        ...
+
+    async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
+        """Return what is kept of a request that was committed."""
         ...
 
     async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str) -> None:

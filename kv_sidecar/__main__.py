@@ -44,6 +44,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
             log.info("sidecar drains")
             await sidecar.pulls.close()
             await server.stop(settings.drain_s)
+            await sidecar.flush()
     finally:
         await sidecar.close()
         await asyncio.to_thread(tracer.close)

@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.errors import (
@@ -77,7 +77,10 @@ class ContextCatalog:
         clock: Clock,
         limits: CatalogLimits,
         metrics: SidecarMetrics,
+        on_sealed: Callable[[ManifestRecord, bool], None] | None = None,
     ) -> None:
+        """`on_sealed` is told of KV of contexts that is durable here, and whether only its expiry is new."""
+        self._on_sealed = on_sealed or (lambda _record, _is_touch: None)
         self._tiers = tiers
         self._manifests = manifests
         self._threads = threads
@@ -119,6 +122,8 @@ class ContextCatalog:
             keep_ms=_FRESH_MS, max_names=limits.max_tombstones
         )
         """Ranks of pulled contexts that nobody has loaded here yet."""
+        self._from_store: RecentNames[CacheRef] = RecentNames(keep_ms=_FRESH_MS, max_names=limits.max_tombstones)
+        """Contexts pulled from the shared store."""
         self._reads_ahead = False
         self._room = asyncio.Event()
         """Set, and replaced, when there may be room for a slot again."""
@@ -253,6 +258,8 @@ class ContextCatalog:
             crash_point(AFTER_SEAL)
             if save.is_kept:
                 await self._finish(self._replace_shorter(save.manifest))
+            else:
+                self._tell_sealed(cache_ref)
         return save is not None
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
@@ -278,9 +285,11 @@ class ContextCatalog:
         """Take `expect` back. Harmless when repeated."""
         self._expected.difference_update((tenant, ref) for ref in cache_refs)
 
-    def mark_pulled(self, cache_ref: CacheRef, rank: int) -> None:
-        """Note that a rank's blocks come from a peer: the first load of them says so."""
+    def mark_pulled(self, cache_ref: CacheRef, rank: int, source: Literal["peer", "object"]) -> None:
+        """Note that a rank's blocks come from a peer, or the shared store: the first load of them says so."""
         self._pulled.add((cache_ref, rank), self._clock.now_ms())
+        if source == "object":
+            self._from_store.add(cache_ref, self._clock.now_ms())
 
     def holds(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
         """Return whether this KV is sealed here, being saved, or expected from a peer."""
@@ -335,9 +344,9 @@ class ContextCatalog:
         return await self._threads.run(self._keeping.shown, self._keeping.groups(tenant, group))
 
     def tier_of(self, manifest: Manifest) -> TierName:
-        """Return the tier that would serve most blocks of rank 0 now; `peer` for what was pulled and not loaded yet."""
+        """Return the tier that would serve most blocks of rank 0 now; of what was not loaded since its pull, whence."""
         if (manifest.cache_ref, 0) in self._pulled:
-            return "peer"
+            return self._pulled_from(manifest.cache_ref)
         keys = rank_keys(manifest, 0)
         in_memory = sum(self._tiers.memory.size_bytes(key) is not None for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
@@ -375,13 +384,29 @@ class ContextCatalog:
         try:
             async for block in blocks:
                 served += 1
-                yield replace(block, tier="peer") if is_fresh else block
+                yield replace(block, tier=self._pulled_from(manifest.cache_ref)) if is_fresh else block
         except CorruptBlock:
             await self._finish(self._lose_block(block_key(manifest, wanted[served], rank)))
             raise
         finally:
             await blocks.aclose()
             self._tell_of_room()
+
+    def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
+        """Return the record of sealed KV."""
+        return self._manifests.index.get(cache_ref)
+
+    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
+        """Return what is sealed here of a session."""
+        return self._manifests.index.of_session(tenant, session_id)
+
+    async def manifest(self, record: ManifestRecord) -> Manifest | None:
+        """Return the manifest of a record; None when it has gone, or is bad."""
+        return await self._manifests.read(record)
+
+    async def block(self, key: BlockKey) -> bytes | None:
+        """Return a copy of a block file that is what was stored; None when it has gone, or is not."""
+        return await self._tiers.copy(key)
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Bring the first of these that is sealed here into memory, as a load is about to ask for it.
@@ -411,14 +436,20 @@ class ContextCatalog:
         """Move the expiry of a session's unexpired manifests, and of those on their way; return how many."""
         self._saving.move_expiry(tenant, session_id, expires_at_ms)
         now_ms = self._clock.now_ms()
-        return await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
+        moved = await self._finish(self._manifests.move_expiry(tenant, session_id, expires_at_ms, now_ms=now_ms))
+        for record in self._manifests.index.of_session(tenant, session_id):
+            self._on_sealed(record, True)
+        return moved
 
     async def fork(self, new: NewFork) -> ManifestRecord | None:
         """Give a new context the KV of another one, byte for byte the same files; None: there is none. Idempotent.
 
         Raises InvalidRequest, ContextDeleted, StorageFull.
         """
-        return await self._finish(self._forks.make(new))
+        record = await self._finish(self._forks.make(new))
+        if record is not None:
+            self._on_sealed(record, False)
+        return record
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
         """Remove manifests of a session ("" for none) and of `cache_refs`, then all blocks nobody else holds.
@@ -457,6 +488,14 @@ class ContextCatalog:
             return await self._threads.finish(steps)
         except OSError as exc:
             raise SidecarUnavailable("the disk cannot be written") from exc
+
+    def _tell_sealed(self, cache_ref: CacheRef) -> None:
+        record = self._manifests.index.get(cache_ref)
+        if record is not None and cache_ref not in self._from_store:
+            self._on_sealed(record, False)
+
+    def _pulled_from(self, cache_ref: CacheRef) -> Literal["peer", "object"]:
+        return "object" if cache_ref in self._from_store else "peer"
 
     def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
         is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None

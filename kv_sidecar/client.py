@@ -276,9 +276,9 @@ class EngineSidecarClient:
     ) -> tuple[Manifest, pb.Tier.ValueType]:
         """Return the manifest and the tier that would serve most of it.
 
-        Raises CacheRefNotFound, CacheRefPending while it is being saved or pulled from a peer.
+        Raises CacheRefNotFound, CacheRefPending while it is being saved or pulled from a peer or the shared store.
         """
-        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
+        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref, bring=True)
         answer = self._call(self._stub.GetManifest, request, timeout_s)
         return with_files(manifest_from_pb(answer.manifest)), answer.tier
 

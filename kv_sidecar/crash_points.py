@@ -15,6 +15,10 @@ _MANIFEST_STEPS = (*_PUBLISHED, "unlink", "sync-unlink", "unlinked", "quarantine
 BEFORE_SEAL = "sidecar.seal.before"
 AFTER_SEAL = "sidecar.seal.after"
 BETWEEN_PULLED_BLOCKS = "sidecar.pull.between-blocks"
+AFTER_STORED_BLOCKS = "sidecar.store.blocks"
+"""All blocks of a context are in the shared store, its manifest is not."""
+AFTER_UNSTORED_MANIFEST = "sidecar.store.manifest-gone"
+"""The manifest has gone from the shared store, its blocks have not."""
 
 POINTS: tuple[str, ...] = (
     *(f"sidecar.{kind}.{step}" for kind in ("block", "tail") for step in _BLOCK_STEPS),
@@ -22,6 +26,8 @@ POINTS: tuple[str, ...] = (
     BEFORE_SEAL,
     AFTER_SEAL,
     BETWEEN_PULLED_BLOCKS,
+    AFTER_STORED_BLOCKS,
+    AFTER_UNSTORED_MANIFEST,
 )
 """All of them; a block or tail without a manifest may come back after a crash, so its removal has no sync."""
 

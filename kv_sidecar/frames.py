@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import TypeAlias
 
@@ -44,6 +45,13 @@ class FrameAssembly:
             raise InvalidRequest("the block file is larger than this sidecar takes")
         self._data += frame
         return self._data if last else None
+
+    def hand_over(self) -> Callable[[], None]:
+        """Forget the file, whose slot is the caller's from now on; return what lets another stream have it."""
+        assert self._place is not None, "there is no file"
+        self._place = None
+        self._data = bytearray()
+        return self._slots.release
 
     def release(self) -> None:
         """Forget the file and let another stream go on. Harmless when there is none."""

@@ -96,6 +96,18 @@ class SidecarMetrics:
             buckets=PULL_SECONDS,
             registry=registry,
         )
+        self.store_writes = counter(
+            "store_writes",
+            "Contexts written to the shared store, by how that ended (`written`, `present` before, `deleted` or `gone` "
+            "meanwhile, `queue_full`, `unavailable`: tried again, `internal_error`).",
+            ("outcome",),
+        )
+        self.store_bytes = counter(
+            "store_bytes", "Bytes of block files written to the shared store and read from there.", ("operation",)
+        )
+        self.store_waiting = Gauge(
+            "contextcache_sidecar_store_waiting", "Contexts not yet written to the shared store.", registry=registry
+        )
         self.certificates = CertificateMetrics("contextcache_sidecar", registry)
         self._io_seconds = Histogram(
             "contextcache_sidecar_io_seconds",

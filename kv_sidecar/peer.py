@@ -1,4 +1,4 @@
-"""The line to another sidecar, for one pull: its manifests and its block files, put together from frames.
+"""Where a pull fetches from: another sidecar, whose block files are put together from frames, or the shared store.
 
 Only sizes and numbers are checked here: whether a file is the one that belongs there is seen where it is taken in.
 """
@@ -6,14 +6,16 @@ Only sizes and numbers are checked here: whether a file is the one that belongs 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from contextcache.convert import manifest_from_pb
-from contextcache.errors import CorruptBlock, InvalidRequest, SidecarUnavailable
+from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest, SidecarUnavailable
 from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
@@ -21,11 +23,15 @@ from contextcache.wire.channels import open_channel
 from contextcache.wire.rpc import error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
-from kv_sidecar.format.manifest import with_files
+from kv_sidecar.format.manifest import block_key, with_files
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.matching import PrefixQuestion
 from kv_sidecar.prefixes import Found
-from kv_sidecar.store import Buffer
+from kv_sidecar.pulling import PulledFile
+from kv_sidecar.shared_tier import SharedTier
+
+_FETCHED_AHEAD = 4
+"""Block files of one context on their way from the store."""
 
 
 class PeerSidecar:
@@ -81,7 +87,7 @@ class PeerSidecar:
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]
-    ) -> AsyncGenerator[tuple[int, Buffer], None]:
+    ) -> AsyncGenerator[PulledFile, None]:
         """See pulling.Peer."""
         request = pb.LoadBlocksRequest(
             tenant=manifest.tenant,
@@ -101,8 +107,7 @@ class PeerSidecar:
                     place = (manifest.cache_ref, rank, response.block_index)
                     data = await frames.add(place, response.frame, last=response.last_frame)
                     if data is not None:
-                        yield wanted.pop(0), data
-                        frames.release()
+                        yield PulledFile(wanted.pop(0), data, frames.hand_over())
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         except InvalidRequest as exc:
@@ -115,3 +120,56 @@ class PeerSidecar:
     async def close(self) -> None:
         """Close the connection."""
         await self._channel.close()
+
+
+class StoredPeer:
+    """The store as what a pull fetches from; satisfies pulling.Peer."""
+
+    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore) -> None:
+        """`slots` bound how many block files are held at once, with those that come from peers."""
+        self._shared = shared
+        self._slots = slots
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """See pulling.Peer."""
+        return await self._shared.manifest(tenant, cache_ref)
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:  # noqa: ARG002
+        """Return nothing: a store is not searched by tokens."""
+        return ()
+
+    async def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[PulledFile, None]:
+        """See pulling.Peer. Some are fetched ahead of the one that is asked for."""
+
+        async def fetched(index: int) -> PulledFile:
+            await self._slots.acquire()
+            try:
+                data = await self._shared.block(manifest.tenant, block_key(manifest, index, rank))
+            except BaseException:
+                self._slots.release()
+                raise
+            return PulledFile(index, data, self._slots.release)
+
+        waiting = deque(block_indices)
+        ahead: deque[asyncio.Task[PulledFile]] = deque()
+        try:
+            while waiting or ahead:
+                while waiting and len(ahead) < _FETCHED_AHEAD:
+                    ahead.append(asyncio.create_task(fetched(waiting.popleft())))
+                yield await ahead.popleft()
+        except CacheRefNotFound:
+            # It will not come back: the next one who asks is to learn at once.
+            with suppress(SidecarUnavailable):
+                await self._shared.delete(manifest.tenant, manifest.session_id, [manifest.cache_ref], is_whole=False)
+            raise
+        finally:
+            for task in ahead:
+                task.cancel()
+            for end in await asyncio.gather(*ahead, return_exceptions=True):
+                if isinstance(end, PulledFile):
+                    end.release()
+
+    async def close(self) -> None:
+        """Do nothing: the store stays open."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -24,9 +24,11 @@ from contextcache.errors import (
     CacheRefNotFound,
     CacheRefPending,
     ContextCacheError,
+    ContextDeleted,
     CorruptBlock,
     FingerprintMismatch,
     InvalidRequest,
+    SidecarUnavailable,
 )
 from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
 from contextcache.process.crash_points import crash_point
@@ -35,6 +37,7 @@ from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
 from kv_sidecar.format.ids import engine_fingerprint
 from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
+from kv_sidecar.index import RecentNames
 from kv_sidecar.matching import PrefixQuestion
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.peers import EngineRanks, PeerRules, PullLimits
@@ -47,8 +50,24 @@ log = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.05
 _PENDING_QUESTIONS = 40
 """Two seconds, which is how long an engine waits for a pull; after that the generation before is better than none."""
+_ABSENT_MS, _ABSENT_MAX = 10_000, 65_536
 MAX_REFS = 8
 """A session has two generations; the rest is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PulledFile:
+    """A block file that came whole."""
+
+    index: int
+    """In the peer's manifest."""
+    data: Buffer
+    release: Callable[[], None]
+    """To be called once: its memory is counted until then."""
+
+    def taken(self, _: object) -> None:
+        """Release it; a task's callback."""
+        self.release()
 
 
 class Peer(Protocol):
@@ -64,8 +83,8 @@ class Peer(Protocol):
 
     def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]
-    ) -> AsyncGenerator[tuple[int, Buffer], None]:
-        """Yield (position, whole block file) in the order asked for; a file is valid until the next one is asked for.
+    ) -> AsyncGenerator[PulledFile, None]:
+        """Yield whole block files in the order asked for; who takes one releases it, sooner or later.
 
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock, SidecarUnavailable.
         """
@@ -100,7 +119,7 @@ class Wanted:
     cache_refs: tuple[CacheRef, ...]
     """Best first."""
     peer: str
-    """`host:port`."""
+    """`host:port`; empty: the shared store alone."""
     timeout_s: float = 0
     """0: the sidecar's own limit, which also caps it."""
     prefix: Prefix | None = None
@@ -135,7 +154,7 @@ class Reply:
 class Pulls:
     """The pulls of one sidecar; owns their tasks. Used from one event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the parts of a pull, by name
         self,
         *,
         catalog: ContextCatalog,
@@ -145,7 +164,10 @@ class Pulls:
         connect: ConnectPeer,
         clock: Clock,
         metrics: SidecarMetrics,
+        store: Peer | None = None,
     ) -> None:
+        """`store`: what all pods share, asked for what a peer does not have; None: there is none."""
+        self._store = store
         self._catalog = catalog
         self._engine = engine
         self._rules = rules
@@ -155,6 +177,8 @@ class Pulls:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._absent: RecentNames[tuple[TenantId, CacheRef]] = RecentNames(keep_ms=_ABSENT_MS, max_names=_ABSENT_MAX)
+        """What the store did not have, or not in time: asked for again it would be pending for ever."""
 
     @property
     def num_pulls(self) -> int:
@@ -186,14 +210,15 @@ class Pulls:
 
     def _better_than_what_is_here(self, wanted: Wanted) -> tuple[CacheRef, ...]:
         """Return the refs before the first that is here: a session that comes back has its older KV here."""
-        return tuple(takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.names))
+        better = takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.names)
+        return tuple(ref for ref in better if wanted.peer or not self._is_absent(wanted.tenant, ref))
 
     def _reply(self, wanted: Wanted) -> Reply:
         if self._draining:
             return Reply("refused", "draining")
         if not wanted.cache_refs:
             return Reply("present")
-        if not self._rules.allow(wanted.peer):
+        if not (self._rules.allow(wanted.peer) if wanted.peer else self._store):
             return Reply("refused", "peer_not_allowed")
         if self._engine.fingerprint is None:
             return Reply("refused", "no_engine")
@@ -217,10 +242,16 @@ class Pulls:
             outcome = "draining"
             raise
         finally:
+            if outcome != "pulled" and not wanted.peer:
+                for ref in wanted.cache_refs:
+                    self._absent.add((wanted.tenant, ref), self._clock.now_ms())
             self._catalog.expect_no_more(wanted.tenant, wanted.names)
             self._metrics.pulls.labels(outcome).inc()
             self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
             log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
+
+    def _is_absent(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
+        return self._absent.added_at_ms((tenant, cache_ref), self._clock.now_ms()) is not None
 
     def _timeout_s(self, wanted: Wanted) -> float:
         return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
@@ -228,24 +259,35 @@ class Pulls:
     async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         # Before the first question: a deletion that comes while the peer answers is one during the pull.
         started_at_ms = self._clock.now_ms()
+        if not wanted.peer:
+            assert self._store is not None, "it was not refused"
+            await self._pull_from(self._store, wanted, deadline, started_at_ms)
+            return
         peer = self._connect(wanted.peer, self._timeout_s(wanted))
         try:
-            manifest = await self._find(wanted, peer)
-            ours = (
-                manifest
-                if wanted.prefix is None
-                else first_blocks(
-                    manifest,
-                    wanted.prefix.num_tokens,
-                    cache_ref=wanted.prefix.cache_ref,
-                    session_id=wanted.prefix.group,
-                    expires_at_ms=min(wanted.prefix.expires_at_ms, manifest.expires_at_ms),
-                )
-            )
-            self._allow_for(ours, wanted, deadline)
-            await self._save(ours, manifest, peer, started_at_ms)
+            await self._pull_from(peer, wanted, deadline, started_at_ms)
+        except (CacheRefNotFound, SidecarUnavailable):
+            if self._store is None or wanted.prefix is not None:
+                raise
+            await self._pull_from(self._store, wanted, deadline, started_at_ms)
         finally:
             await peer.close()
+
+    async def _pull_from(self, peer: Peer, wanted: Wanted, deadline: asyncio.Timeout, started_at_ms: int) -> None:
+        manifest = await self._find(wanted, peer)
+        ours = (
+            manifest
+            if wanted.prefix is None
+            else first_blocks(
+                manifest,
+                wanted.prefix.num_tokens,
+                cache_ref=wanted.prefix.cache_ref,
+                session_id=wanted.prefix.group,
+                expires_at_ms=min(wanted.prefix.expires_at_ms, manifest.expires_at_ms),
+            )
+        )
+        self._allow_for(ours, wanted, deadline)
+        await self._save(ours, manifest, peer, started_at_ms)
 
     def _allow_for(self, manifest: Manifest, wanted: Wanted, deadline: asyncio.Timeout) -> None:
         """Put the deadline off by the time the bytes may take, unless the request named one of its own."""
@@ -317,16 +359,36 @@ class Pulls:
             asked = [there[file.group, file.name, file.first_token] for file in missing]
             here = dict(zip(asked, prepared.missing_files, strict=True))
             async with aclosing(peer.block_files(source, new.rank, asked)) as files:
-                async for index, data in files:
-                    block_index = here[index]
-                    vouched = block_checksum(source, index, new.rank)
-                    size_bytes = await self._catalog.take_block(
-                        new.cache_ref, new.rank, block_index, data, vouched=vouched
-                    )
-                    self._metrics.pulled_bytes.inc(size_bytes)
-                    crash_point(BETWEEN_PULLED_BLOCKS)
-        self._catalog.mark_pulled(new.cache_ref, new.rank)
+                await self._take_all(new, source, here, files)
+        self._catalog.mark_pulled(new.cache_ref, new.rank, "object" if peer is self._store else "peer")
         await self._catalog.seal(new.cache_ref, new.rank)
+
+    async def _take_all(
+        self, new: NewSave, source: Manifest, here: Mapping[int, int], files: AsyncIterator[PulledFile]
+    ) -> None:
+        """Keep files as they come; the next ones travel while the disk makes these durable, as many as have slots."""
+        takes: list[asyncio.Task[None]] = []
+        try:
+            async for file in files:
+                takes.append(asyncio.create_task(self._take(new, source, here[file.index], file)))
+                takes[-1].add_done_callback(file.taken)
+                if any(take.done() and take.exception() for take in takes):
+                    break
+            ends = await asyncio.gather(*takes, return_exceptions=True)
+        finally:
+            for take in takes:
+                take.cancel()
+            await asyncio.gather(*takes, return_exceptions=True)
+        failed = [end for end in ends if end is not None]
+        if failed:
+            # Where one fails the save is dropped, which is all that those beside it know.
+            raise next((end for end in failed if not isinstance(end, ContextDeleted)), failed[0])
+
+    async def _take(self, new: NewSave, source: Manifest, block_index: int, file: PulledFile) -> None:
+        vouched = block_checksum(source, file.index, new.rank)
+        size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, file.data, vouched=vouched)
+        self._metrics.pulled_bytes.inc(size_bytes)
+        crash_point(BETWEEN_PULLED_BLOCKS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

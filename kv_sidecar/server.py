@@ -11,7 +11,7 @@ import grpc.aio
 from typing_extensions import override
 
 from contextcache.convert import groups_from_pb, kept_group_to_pb, manifest_to_pb
-from contextcache.errors import InvalidRequest
+from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.rpc import FRAME_BYTES
@@ -39,7 +39,12 @@ MAX_WAIT_SLOT_MS = 1_000
 MAX_LENT_AT_ONCE = 4_096
 MAX_MORE = 31
 """Files in slots that one message names besides the first: the engine begins to copy while the next ones come."""
-TIERS: dict[str, pb.Tier.ValueType] = {"host": pb.TIER_HOST, "disk": pb.TIER_DISK, "peer": pb.TIER_PEER}
+TIERS: dict[str, pb.Tier.ValueType] = {
+    "host": pb.TIER_HOST,
+    "disk": pb.TIER_DISK,
+    "peer": pb.TIER_PEER,
+    "object": pb.TIER_OBJECT,
+}
 PULL_OUTCOMES: dict[str, pb.PullOutcome.ValueType] = {
     "started": pb.PULL_OUTCOME_STARTED,
     "present": pb.PULL_OUTCOME_PRESENT,
@@ -148,7 +153,14 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
-        manifest = await self._catalog.open(request.tenant, request.cache_ref)
+        try:
+            manifest = await self._catalog.open(request.tenant, request.cache_ref)
+        except CacheRefPending:
+            raise
+        except CacheRefNotFound:
+            if not (request.bring and self._sidecar.bring(request.tenant, [request.cache_ref])):
+                raise
+            raise CacheRefPending("the KV is on its way") from None
         return pb.GetManifestResponse(manifest=manifest_to_pb(manifest), tier=TIERS[self._catalog.tier_of(manifest)])
 
     @override
@@ -221,7 +233,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def DeleteContext(self, request: pb.DeleteContextRequest, context: Context) -> pb.DeleteContextResponse:
-        removed = await self._catalog.delete(request.tenant, request.session_id, tuple(request.cache_refs))
+        removed = await self._sidecar.delete(request.tenant, request.session_id, tuple(request.cache_refs))
         return pb.DeleteContextResponse(num_manifests=removed.num_manifests, freed_bytes=removed.freed_bytes)
 
     @override
@@ -237,6 +249,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ReadAhead(self, request: pb.ReadAheadRequest, context: Context) -> pb.ReadAheadResponse:
+        self._sidecar.bring(request.tenant, request.cache_refs)
         await self._catalog.read_ahead(request.tenant, request.cache_refs)
         return pb.ReadAheadResponse()
 

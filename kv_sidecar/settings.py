@@ -8,8 +8,10 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
+from kv_sidecar.object_store import check_store_url
 from kv_sidecar.peers import PeerRules, PullLimits
 from kv_sidecar.saves import CatalogLimits
+from kv_sidecar.shared_tier import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Of this process's own container (cgroup v2)."""
@@ -123,6 +125,30 @@ class SidecarSettings(TlsSettings, TracingSettings):
     pull_manifest_timeout_s: float = Field(
         1.0, gt=0, description="Longest wait for a peer's manifest, a few KB: one that takes longer hangs."
     )
+    store_url: str = Field(
+        "",
+        description="Store that all pods of a release share, under which KV outlives its pod: s3://bucket/path, "
+        "gs://…, az://… (credentials as their own tools find them) or file:///directory that all mount; empty: none.",
+    )
+    store_timeout_s: float = Field(10.0, gt=0, description="Longest time of one call to the store, with its retries.")
+    store_bytes_per_s: int = Field(
+        0, ge=0, description="Bytes of KV written to the store per second, at most; 0: as many as it takes."
+    )
+    store_queue_max: int = Field(
+        100_000, ge=1, description="Contexts that wait to be written to the store; the oldest give way."
+    )
+    store_flush_s: float = Field(
+        20.0, ge=0, description="Seconds after SIGTERM in which what the store lacks is written, the newest first."
+    )
+    store_grace_s: int = Field(
+        3600,
+        ge=60,
+        description="Age in seconds from which an object that nothing names is removed from the store; longer than any "
+        "context takes to be written.",
+    )
+    store_collect_interval_s: int = Field(
+        900, ge=1, description="Seconds between two passes over the store, of all pods together."
+    )
     max_concurrent_rpcs: int = Field(256, ge=8, description="Calls served at once; more are refused by gRPC.")
     drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
     tenants_shown_max: int = Field(
@@ -142,6 +168,12 @@ class SidecarSettings(TlsSettings, TracingSettings):
     @classmethod
     def _are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         PeerRules(value)
+        return value
+
+    @field_validator("store_url")
+    @classmethod
+    def _is_a_store(cls, value: str) -> str:
+        check_store_url(value)
         return value
 
     @model_validator(mode="after")
@@ -178,6 +210,14 @@ class SidecarSettings(TlsSettings, TracingSettings):
             max_leases=self.leases_max,
             lease_ms=self.lease_s * 1000,
             tenant_guarantee_bytes=self.tenant_guarantee_bytes,
+        )
+
+    def shared_limits(self) -> SharedLimits:
+        """Return the bounds of the shared tier."""
+        return SharedLimits(
+            bytes_per_s=self.store_bytes_per_s,
+            queue_max=self.store_queue_max,
+            block_bytes_max=self.block_size_bytes_max,
         )
 
     def pull_limits(self) -> PullLimits:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
+from contextcache.errors import SidecarUnavailable
+from contextcache.model import KEPT_PREFIX, CacheRef, SessionId, TenantId
 from kv_sidecar.arena import SUFFIX, ArenaDoor
 from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.index import ManifestRecord
 from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.manifests import ManifestStore, SealedManifests
 from kv_sidecar.memory_store import MemoryStore
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
-from kv_sidecar.peer import PeerSidecar
+from kv_sidecar.peer import PeerSidecar, StoredPeer
 from kv_sidecar.peers import EngineRanks, PeerRules
-from kv_sidecar.pulling import ConnectPeer, Pulls
+from kv_sidecar.pulling import MAX_REFS, ConnectPeer, Pulls, Wanted
 from kv_sidecar.reclaim import Collector, Removed
 from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.shared_collector import SharedCollector
+from kv_sidecar.shared_tier import SharedTier
 from kv_sidecar.store import IoThreads
 from kv_sidecar.tiers import Tiers
 
@@ -77,7 +85,13 @@ class Sidecar:
             clock=clock,
             limits=settings.limits(),
             metrics=self.metrics,
+            on_sealed=self._write_soon,
         )
+        self.shared: SharedTier | None = None
+        """The tier under the disk; None: KV ends with its pod."""
+        self._shared_collector: SharedCollector | None = None
+        if settings.store_url:
+            self._take_shared(ObjectStore(settings.store_url, timeout_s=settings.store_timeout_s))
         self.engine = EngineRanks()
         self._pull_slots = asyncio.Semaphore(settings.frame_streams_max)
         """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
@@ -90,6 +104,7 @@ class Sidecar:
             connect=connect,
             clock=clock,
             metrics=self.metrics,
+            store=None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots),
         )
         self.prefixes = Prefixes(
             self.catalog,
@@ -108,6 +123,7 @@ class Sidecar:
         )
         self._questions = self._ask_manager() if manager is None else None
         asked = manager or self._questions
+        self._manager = asked
         self._orphans = None if asked is None else self._orphans_of(asked, manifests)
         self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
@@ -117,6 +133,10 @@ class Sidecar:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""
         await asyncio.to_thread(self._open_stores)
         await self.catalog.start()
+        if self.shared is not None:
+            for record in self.catalog.sealed():
+                self.shared.write_soon(record)
+            self.shared.start()
         socket = self.settings.unix_socket
         if socket is not None and self.memory.region is not None:
             door = ArenaDoor(
@@ -137,6 +157,8 @@ class Sidecar:
         """End pulls, stop collecting, finish what was begun, give the data directory back."""
         await self.pulls.close()
         await self.collector.stop()
+        if self.shared is not None:
+            await self.shared.close()
         if self._questions is not None:
             await self._questions.close()
         if self.door is not None:
@@ -155,10 +177,66 @@ class Sidecar:
         await self.threads.run(self.directory.remove_leftovers, before_ms=before_ms)
         self.reports.forget_old()
         if self._orphans is not None:
-            removed += await self.catalog.drop(await self._orphans.find(self.catalog.sealed()))
+            orphans = await self._orphans.find(self.catalog.sealed())
+            removed += await self.catalog.drop(orphans)
+            for record in orphans:
+                await self._delete_shared(record.tenant, record.session_id, [record.cache_ref], is_whole=False)
+        if self._shared_collector is not None:
+            with suppress(SidecarUnavailable):
+                await self._shared_collector.collect(None if self._manager is None else self._manager.orphans)
         found = self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
         return removed
+
+    def bring(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> bool:
+        """Begin to fetch KV that is not here from the shared store; return whether it may come."""
+        if self.shared is None or not cache_refs:
+            return False
+        return self.pulls.start(Wanted(tenant, tuple(cache_refs)[:MAX_REFS], peer="")).outcome == "started"
+
+    async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
+        """Delete here and in the shared store; see `ContextCatalog.delete`.
+
+        What the store does not take now is removed later: the context is gone for whoever asks.
+        """
+        removed = await self.catalog.delete(tenant, session_id, cache_refs)
+        await self._delete_shared(tenant, session_id, cache_refs, is_whole=bool(session_id))
+        return removed
+
+    async def flush(self) -> None:
+        """Write to the shared store what it lacks, as far as there is time: this pod may not come back."""
+        if self.shared is not None and self.shared.num_waiting:
+            left = await self.shared.flush(self.settings.store_flush_s)
+            log.info("shared store has what was here", extra={"num_left": left})
+
+    async def _delete_shared(
+        self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef], *, is_whole: bool
+    ) -> None:
+        if self.shared is None or session_id.startswith(KEPT_PREFIX):
+            return
+        try:
+            await self.shared.delete(tenant, session_id, cache_refs, is_whole=is_whole)
+        except SidecarUnavailable as exc:
+            log.warning("shared store does not take a delete; it is tried again", extra={"reason": exc.message})
+
+    def _write_soon(self, record: ManifestRecord, is_touch: bool) -> None:  # noqa: FBT001  # a callback's
+        if self.shared is not None:
+            self.shared.write_soon(record, again=is_touch)
+
+    def _take_shared(self, objects: ObjectStore) -> None:
+        settings = self.settings
+        shared = SharedTier(
+            objects, self.catalog, limits=settings.shared_limits(), clock=self._clock, metrics=self.metrics
+        )
+        self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
+        self.shared = shared
+        self._shared_collector = SharedCollector(
+            shared,
+            objects,
+            grace_s=settings.store_grace_s,
+            interval_s=settings.store_collect_interval_s,
+            clock=self._clock,
+        )
 
     def _ask_manager(self) -> ManagerQuestions | None:
         settings = self.settings

@@ -34,7 +34,7 @@ _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EAC
 _TOGETHER_BYTES, _TOGETHER_FILES = 4 << 20, 64
 """What one thread reads in one go."""
 
-TierName: TypeAlias = Literal["host", "disk", "peer"]
+TierName: TypeAlias = Literal["host", "disk", "peer", "object"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +215,21 @@ class Tiers:
                 yield await ahead.popleft()
         finally:
             await _end(ahead)
+
+    async def copy(self, key: BlockKey) -> bytes | None:
+        """Return a copy of a file of the disk whose checksum is what was vouched for; None when there is none."""
+        async with self._use_of(key):
+            return await self._threads.run(self._copy, key, self.checksum(key))
+
+    def _copy(self, key: BlockKey, vouched: str | None) -> bytes | None:
+        try:
+            if not vouched or (data := self.disk.read(key)) is None:
+                return None
+            file = parse_block_file(data)
+            file.verify()
+            return bytes(data) if file.checksum == vouched else None
+        except (CorruptBlock, OSError):
+            return None
 
     async def read_ahead(self, manifest: Manifest) -> None:
         """Bring what loads of a context will ask for from disk into memory, as much as half of that holds.

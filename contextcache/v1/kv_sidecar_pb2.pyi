@@ -687,17 +687,21 @@ class GetManifestRequest(google.protobuf.message.Message):
 
     TENANT_FIELD_NUMBER: builtins.int
     CACHE_REF_FIELD_NUMBER: builtins.int
+    BRING_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
     """KV."""
+    bring: builtins.bool
+    """Whether KV that is not here shall be fetched from the shared store: it is then pending, until it is known."""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         cache_ref: builtins.str = ...,
+        bring: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bring", b"bring", "cache_ref", b"cache_ref", "tenant", b"tenant"]) -> None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
 

@@ -8,7 +8,7 @@ from pydantic import Field, WithJsonSchema
 
 from deploy.chart.chart_settings import settings_schema
 from deploy.chart.connector_values import connector_schema
-from deploy.chart.kubernetes_values import FreeObject, Port, Resources, SecretKey, SecretName, Tolerations
+from deploy.chart.kubernetes_values import ExtraEnv, FreeObject, Port, Resources, SecretKey, SecretName, Tolerations
 from deploy.chart.pod_values import ImageReference, Pod, PodDisruptionBudget, Repository, resources
 from deploy.chart.section import Section
 from kv_sidecar.settings import SidecarSettings
@@ -195,6 +195,10 @@ class Sidecar(Section):
         default_factory=lambda: resources("500m", "5Gi", "6Gi"),
         description="requests and limits; of memory both must hold memoryLimit, which is taken at the start, and the "
         "limit 512Mi more: the process, and a block for each thread and frame stream",
+    )
+    extra_env: ExtraEnv = Field(
+        default_factory=list,
+        description="more environment variables: credentials of settings.storeUrl where pods have none of their own",
     )
 
 

@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
             type=int,
             help=f"vLLM processes, each with its sidecar, which takes {HOST_MEMORY_BYTES >> 20} MiB",
         )
+        command.add_argument(
+            "--store", choices=("dir", "s3"), help="what the sidecars share, so that KV outlives its pod"
+        )
         command.add_argument("--dev", action="store_true", default=None, help="vLLM's development routes")
         if name == "demo":
             command.add_argument("--json", action="store_true", help="figures as JSON on stdout")
@@ -65,7 +68,12 @@ def _run(options: argparse.Namespace) -> None:
         prepare_model()
     elif name in ("up", "demo"):
         stack = Stack(
-            options.directory, port=options.port, dtype=options.dtype, engines=options.engines, dev=options.dev
+            options.directory,
+            port=options.port,
+            dtype=options.dtype,
+            engines=options.engines,
+            dev=options.dev,
+            store=options.store,
         )
         if name == "demo":
             run_demo(stack, as_json=options.json)

@@ -78,12 +78,12 @@ class GatewayClient:
             verify=False,
         )
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Answer:
+    def stream(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
         """POST `body` as a streamed completion with usage and return the whole answer."""
         sent = dict(body) | {"stream": True, "stream_options": {"include_usage": True}}
         started_s = time.perf_counter()
         try:
-            with self._http.stream("POST", path, json=sent) as response:
+            with self._http.stream("POST", path, json=sent, headers=headers) as response:
                 if not response.is_success:
                     response.read()
                     raise StepFailed(f"POST {path}: HTTP {response.status_code}: {response.text[:_ERROR_CHARS]}")

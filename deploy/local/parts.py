@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from deploy.local import readiness
+from deploy.local import readiness, s3_server
 from deploy.local.engine import engine_command, engine_environment
 from deploy.local.model import MODEL_NAME
 from deploy.local.pods import DRAIN_S
 from deploy.local.ports import LOOPBACK
 from deploy.local.settings import StackSettings
 
-KINDS = ("redis", "manager", "sidecar", "engine", "gateway", "envoy")
+KINDS = ("redis", "s3", "manager", "sidecar", "engine", "gateway", "envoy")
 """What there is, in start order. Parts are named after their kind; the second engine is `engine-1`."""
 HOST_MEMORY_BYTES = 512 << 20
 """What each sidecar takes at its start for its memory tier: some eleven contexts of 2 000 tokens of SmolLM2."""
@@ -44,9 +44,9 @@ class Part:
     """How long it may take to end by itself."""
 
 
-def part_names(engines: int) -> tuple[str, ...]:
+def part_names(engines: int, store: str = "") -> tuple[str, ...]:
     """Return the names of all parts in start order; they are stopped in the reverse."""
-    counted = {"sidecar": engines, "engine": engines}
+    counted = {"sidecar": engines, "engine": engines, "s3": int(store == "s3")}
     return tuple(numbered(kind, number) for kind in KINDS for number in range(counted.get(kind, 1)))
 
 
@@ -55,6 +55,7 @@ def stack_parts(settings: StackSettings) -> tuple[Part, ...]:
     numbers = range(settings.engines)
     return (
         _redis(settings),
+        *([_s3(settings)] if settings.store == "s3" else []),
         _manager(settings),
         *(_sidecar(settings, number) for number in numbers),
         *(_engine(settings, number) for number in numbers),
@@ -80,6 +81,21 @@ def _redis(settings: StackSettings) -> Part:
     return Part("redis", "redis", tuple(command), settings.environment(), (port,), url, ready, 60, 10)
 
 
+def _s3(settings: StackSettings) -> Part:
+    port = settings.ports.s3
+    command = (*_module("deploy.local.s3_server"), str(port))
+    ready, url = partial(s3_server.has_bucket, port), f"http://{LOOPBACK}:{port}/{s3_server.BUCKET}"
+    return Part("s3", "s3", command, settings.environment(), (port,), url, ready, 300, 10)
+
+
+def _store_environment(settings: StackSettings) -> dict[str, str]:
+    if settings.store == "dir":
+        return {"SIDECAR_STORE_URL": f"file://{settings.paths.store}"}
+    if settings.store == "s3":
+        return {"SIDECAR_STORE_URL": f"s3://{s3_server.BUCKET}/stack"} | s3_server.environment(settings.ports.s3)
+    return {}
+
+
 def _manager(settings: StackSettings) -> Part:
     port = settings.ports.manager
     target = f"{LOOPBACK}:{port}"
@@ -101,7 +117,8 @@ def _sidecar(settings: StackSettings, number: int) -> Part:
             "SIDECAR_DATA_DIR": str(paths.sidecar_data(name)),
             "SIDECAR_MANAGER": f"{LOOPBACK}:{ports.manager}",
             "SIDECAR_PEERS": json.dumps(peers),
-        },
+        }
+        | _store_environment(settings),
         defaults={"SIDECAR_MEMORY_LIMIT_BYTES": str(HOST_MEMORY_BYTES)},
     )
     ready = partial(readiness.grpc_serves, target)

@@ -78,6 +78,11 @@ class StackPaths:
         """What Envoy checks keys with; its keeper writes it."""
         return self.root / "envoy-keys" / "filter.json"
 
+    @property
+    def store(self) -> Path:
+        """The directory that the sidecars share, where there is one."""
+        return self.data / "store"
+
     def sidecar_data(self, sidecar: str) -> Path:
         """Return where a sidecar, named as its part, keeps blocks."""
         return self.data / sidecar

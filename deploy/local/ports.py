@@ -49,6 +49,11 @@ class PortPlan:
         return self.envoy + 4
 
     @property
+    def s3(self) -> int:
+        """The S3 server, where the stack has one."""
+        return self.envoy + 5
+
+    @property
     def redis(self) -> int:
         """Sessions."""
         return self.envoy + _OTHERS

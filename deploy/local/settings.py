@@ -24,6 +24,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "engine_args": [],
     "env": {},
     "connector": {},
+    "store": "",
 }
 
 
@@ -46,6 +47,8 @@ class StackSettings:
     """Laid over every part's environment; the prefixes keep parts apart."""
     connector: Mapping[str, Any] = field(default_factory=dict)
     """More of the connector's `kv_connector_extra_config`."""
+    store: str = ""
+    """What the sidecars share: `dir`, a directory; `s3`, an S3 server that the stack starts; empty: nothing."""
 
     @property
     def ports(self) -> PortPlan:

@@ -75,6 +75,7 @@ class Stack:
         engine_args: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         connector: Mapping[str, int | str] | None = None,
+        store: str | None = None,
     ) -> None:
         if engines is not None and not 1 <= engines <= MAX_ENGINES:
             raise StepFailed(f"ENGINES={engines} is out of range: 1 to {MAX_ENGINES}")
@@ -88,6 +89,7 @@ class Stack:
             engine_args=engine_args,
             env=env,
             connector=connector,
+            store=store,
         )
         self._processes = PartProcesses(self.paths)
 
@@ -126,7 +128,8 @@ class Stack:
     @property
     def part_names(self) -> tuple[str, ...]:
         """All parts in start order."""
-        return part_names(self._settings().engines)
+        settings = self._settings()
+        return part_names(settings.engines, settings.store)
 
     def is_up(self) -> bool:
         """Return whether every part runs (ready or not)."""
@@ -143,7 +146,7 @@ class Stack:
             if running:
                 self._refuse_other_settings()
             settings = self._settings(remembered=bool(running))
-            wanted = part_names(settings.engines) if names is None else names
+            wanted = part_names(settings.engines, settings.store) if names is None else names
             missing = [name for name in wanted if name not in running]
             if not missing:
                 say(f"already up: {self.url}")

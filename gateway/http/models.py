@@ -167,6 +167,27 @@ class AnthropicMessages(_Turn):
     max_tokens: int = Field(gt=0)
 
 
+class ConversationName(BaseModel):
+    """A context's name, as OpenAI's clients give it."""
+
+    id: SessionId
+
+
+class NewResponse(_Turn):
+    """A response to give; a turn with `previous_response_id`, `conversation` or `session_id`; a create with `store`."""
+
+    input: str | Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
+    instructions: str | None = Field(None, description="Of this request alone.")
+    previous_response_id: str | None = Field(
+        None, pattern=r"^resp_[1-9][0-9]{0,14}_[A-Za-z0-9_.-]{1,128}$", description="One of `store`'s to go on from."
+    )
+    conversation: SessionId | ConversationName | None = Field(
+        None, description="The context's name: it is created where there is none."
+    )
+    store: bool | None = Field(None, description="True: kept as a context. False: nothing of it is kept.")
+    truncation: Truncation | Literal["disabled"] | None = None  # type: ignore[assignment]  # OpenAI's default
+
+
 class Diverged(BaseModel):
     """Where a replay leaves the context, and why."""
 
@@ -253,6 +274,37 @@ class AnsweredMessage(BaseModel):
     model: str
     content: list[dict[str, JsonValue]]
     usage: MessageUsage
+    session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
+    expires_at: int | None = None
+
+
+class ResponseTokens(BaseModel):
+    """How many of a prompt's tokens were reused."""
+
+    cached_tokens: int = Field(..., ge=0)
+
+
+class ResponseUsage(BaseModel):
+    """OpenAI's usage of a response: the whole prompt is counted."""
+
+    input_tokens: int = Field(..., ge=0)
+    input_tokens_details: ResponseTokens
+    output_tokens: int = Field(..., ge=0)
+    total_tokens: int = Field(..., ge=0)
+    context: ContextUsage | None = Field(None, description="Of a context's request.")
+
+
+class Answered(BaseModel):
+    """A response, and what a context adds. The engine may say more in it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str = Field(..., description="To go on from, where it is kept: `resp_`, the generation, `_`, the context.")
+    status: str
+    model: str
+    output: list[dict[str, JsonValue]]
+    usage: ResponseUsage | None = Field(...)
+    conversation: ConversationName | None = None
     session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
     expires_at: int | None = None
 

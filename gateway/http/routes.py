@@ -23,6 +23,7 @@ from gateway.flows import Gateway
 from gateway.fronts import ReadyState
 from gateway.http.models import (
     SESSION_ID_SCHEMA,
+    Answered,
     AnsweredMessage,
     AnthropicMessages,
     ChatCompletion,
@@ -40,6 +41,7 @@ from gateway.http.models import (
     Error,
     KeptList,
     KeptObject,
+    NewResponse,
     context_list,
     context_object,
     kept_list,
@@ -139,10 +141,10 @@ def _carried(model: type[BaseModel], *codes: str, headers: dict[str, Any]) -> di
     return told | {200: {**told[200], "model": model}}
 
 
-def _turn_answers(model: type[BaseModel] = Completed) -> dict[int | str, dict[str, Any]]:
-    """Return what a completion answers: without a context the engine refuses in its own words."""
+def _turn_answers(model: type[BaseModel] = Completed, *more: str) -> dict[int | str, dict[str, Any]]:
+    """Return what a completion answers, `more` codes too: without a context the engine refuses in its own words."""
     its = "what the engine itself refuses, of a request without a context"
-    found = _carried(model, *_TURNS, headers=_RECEIPT | _SOURCE)
+    found = _carried(model, *_TURNS, *more, headers=_RECEIPT | _SOURCE)
     for status in (400, 404):
         found[status] = {"description": f"{found[status]['description']}; or {its}", "content": _OBJECT}
     return found | {"4XX": {"description": f"{its.capitalize()}.", "content": _OBJECT}}
@@ -260,6 +262,17 @@ async def answer_messages(
     """Answer Anthropic's messages; with `session_id`, continue a context."""
 
 
+@turns.post("/v1/responses", operation_id="response", responses=_turn_answers(Answered, "generation_gone"))
+async def respond(
+    body: NewResponse,
+    key: RepeatKey = "",
+    session: SessionHeader = None,
+    keep: KeepHeader = None,
+    if_match: IfMatch = None,
+) -> None:
+    """Give a response; go on from one that was stored, or in a conversation."""
+
+
 @contexts.get("/v1/context", operation_id="list_contexts", responses=_answers(*_KEPT_BY_MANAGER, "invalid_request"))
 async def list_contexts(
     gateway: AskedGateway,
@@ -281,7 +294,7 @@ async def list_contexts(
 ) -> ContextList | KeptList:
     """List the tenant's live contexts, newest first."""
     if kind == "kept":
-        return kept_list(await gateway.list_kept(tenant, limit=limit, after=after))
+        return kept_list(await gateway.kept.page(tenant, limit=limit, after=after))
     return context_list(await gateway.list_contexts(tenant, limit=limit, after=after, model=model))
 
 
@@ -291,7 +304,7 @@ async def list_contexts(
 async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject | KeptObject:
     """Describe one context, or one kept conversation, its KV included."""
     if session_id.startswith(KEPT_PREFIX):
-        kept, unreachable = await gateway.read_kept(tenant, session_id)
+        kept, unreachable = await gateway.kept.read(tenant, session_id)
         return {**kept_object(kept), "unreachable": list(unreachable)}
     return context_object(*await gateway.read(tenant, session_id))
 
@@ -350,7 +363,7 @@ async def rewind_context(
 async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextDeleted:
     """Delete a context, or a kept conversation, and its KV."""
     if session_id.startswith(KEPT_PREFIX):
-        unreachable = list(await gateway.delete_kept(tenant, session_id))
+        unreachable = list(await gateway.kept.delete(tenant, session_id))
         status: Literal["success", "partial"] = "partial" if unreachable else "success"
         return {"session_id": session_id, "status": status, "unreachable": unreachable}
     await gateway.delete(tenant, session_id)

@@ -57,7 +57,7 @@ class _Pod:
         self.load = EngineLoad()
         self.fingerprint = ""
         self.tiers = frozenset[str]()
-        self.beginnings: dict[str, None] = {}
+        self.beginnings: dict[str, int] = {}
         self.beginnings_end = 0
         self.silent_probes = 0
         self.probes_without_load = 0
@@ -83,7 +83,7 @@ class _Pod:
                 self.in_flight - self.in_flight_at_probe + self.noted_since_probe,
                 self.fingerprint,
                 self.tiers,
-                self.beginnings.keys(),
+                self.beginnings,
             )
         return self._state
 
@@ -156,8 +156,11 @@ class WatchedEndpoints:
         pod = self._pods.get(name)
         return 0 if pod is None else pod.beginnings_end
 
-    def note_beginnings(self, name: str, beginnings: Sequence[str], end: int) -> None:
-        """Remember what was asked for at a pod, the newest last; of all there was, the last ones. O(new)."""
+    def note_beginnings(self, name: str, beginnings: Sequence[str], end: int, *, heard: int) -> None:
+        """Remember what was asked for at a pod, the newest last; of all there was, the last ones. O(new).
+
+        `heard`: the number of the round in which all pods were asked.
+        """
         pod = self._pods.get(name)
         if pod is None:
             return
@@ -166,7 +169,7 @@ class WatchedEndpoints:
         pod.beginnings_end = end
         for beginning in beginnings:
             pod.beginnings.pop(beginning, None)
-            pod.beginnings[beginning] = None
+            pod.beginnings[beginning] = heard
         while len(pod.beginnings) > _BEGINNINGS_MAX:
             del pod.beginnings[next(iter(pod.beginnings))]
 

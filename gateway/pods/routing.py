@@ -223,22 +223,25 @@ def _reason_to_move(holder: EndpointState | None, fitting: Sequence[EndpointStat
 
 
 def _by_affinity(candidates: Sequence[EndpointState], affinity: str, limits: LoadLimits) -> EndpointState:
-    """Return the first in rendezvous order that is not overloaded, of those that know the beginning before the others.
+    """Return the first that is not overloaded: who heard the beginning last, else by rendezvous.
 
     At least one pod is within the mean.
     """
     free = _not_saturated(candidates, limits)
     bound = limits.affinity_overload * (sum(map(load_of, free)) / len(free) + 1)
-    order = sorted(rendezvous_order(free, affinity), key=lambda state: affinity not in state.beginnings)
-    return next(state for state in order if load_of(state) <= bound)
+    return next(state for state in _last_heard_first(free, affinity) if load_of(state) <= bound)
 
 
 def _prefix_at(states: Sequence[EndpointState], chosen: EndpointState, affinity: str) -> str:
-    """Return a sidecar that can be asked for what begins alike, where the chosen pod's own need not have it."""
-    if affinity in chosen.beginnings:
-        return ""
-    others = (state for state in states if affinity in state.beginnings and state.tiers and state is not chosen)
-    return next((state.endpoint.sidecar for state in rendezvous_order(list(others), affinity)), "")
+    """Return a sidecar that was asked for what begins alike after the chosen pod's own was, if that ever was."""
+    heard = chosen.beginnings.get(affinity, 0)
+    later = [state for state in states if state.beginnings.get(affinity, 0) > heard and state.tiers]
+    return next((state.endpoint.sidecar for state in _last_heard_first(later, affinity)), "")
+
+
+def _last_heard_first(states: Sequence[EndpointState], affinity: str) -> list[EndpointState]:
+    """Return them by when they were asked for what begins so: a conversation that moved has its newest KV there."""
+    return sorted(rendezvous_order(states, affinity), key=lambda state: -state.beginnings.get(affinity, 0))
 
 
 def _load_then_age(state: EndpointState) -> tuple[int, int]:

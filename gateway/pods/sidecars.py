@@ -77,6 +77,7 @@ class Sidecars(Mapping[str, KVSidecar]):
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._clients: dict[str, SidecarClient] = {}
+        self._rounds = 0
 
     @override
     def __getitem__(self, name: str) -> KVSidecar:
@@ -106,6 +107,7 @@ class Sidecars(Mapping[str, KVSidecar]):
 
     async def ask_all(self) -> None:
         """Ask every sidecar once, all at the same time, and close what is no longer needed."""
+        self._rounds += 1
         listed = {state.endpoint.name: state.endpoint.sidecar for state in self._endpoints.states()}
         asked = (self._ask(name, address) for name, address in listed.items() if address)
         found = await asyncio.gather(*asked, return_exceptions=True)
@@ -132,7 +134,7 @@ class Sidecars(Mapping[str, KVSidecar]):
             return
         tiers = frozenset(_TIERS[found.tier] for found in stats.tiers if found.tier in _TIERS)
         self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
-        self._endpoints.note_beginnings(name, stats.beginnings, stats.beginnings_end)
+        self._endpoints.note_beginnings(name, stats.beginnings, stats.beginnings_end, heard=self._rounds)
 
     async def _close_one(self, client: SidecarClient) -> None:
         try:

@@ -108,6 +108,15 @@ def test_a_token_in_extra_env_takes_the_place_of_the_secret_s():
     assert given == [own]
 
 
+def test_the_shared_store_and_its_credentials_reach_the_sidecar():
+    own = {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": {"name": "kv-store", "key": "secret"}}}
+    values = {"sidecar": {"settings": {"storeUrl": "s3://kv/release"}, "extraEnv": [own]}}
+    sidecar = container(engine_pod(values), "kv-sidecar")
+
+    assert own in sidecar["env"]
+    assert env_of(sidecar)["SIDECAR_STORE_URL"] == "s3://kv/release"
+
+
 def test_with_tls_vllm_and_its_probes_speak_https():
     vllm = container(engine_pod(TLS_SECRET), "vllm")
     files = {mount["mountPath"] for mount in vllm["volumeMounts"]}

@@ -127,6 +127,10 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"engine": {"shutdownTimeoutS": 600}}),
         ("engine.terminationGracePeriodSeconds",),
     ),
+    "a sidecar that is killed before the shared store has what it has": (
+        merged(ENGINE, {"sidecar": {"settings": {"storeUrl": "s3://kv/release", "storeFlushS": 60}}}),
+        ("engine.terminationGracePeriodSeconds", "storeFlushS"),
+    ),
     "memory beyond what the sidecar may have": (
         merged(ENGINE, {"sidecar": {"memoryLimit": "16Gi"}}),
         ("sidecar.memoryLimit", "sidecar.resources.limits.memory"),

@@ -33,8 +33,9 @@ class SidecarPeerContract:
         new = await there.save(PROMPT, groups=groups)
         manifest = await peer.manifest(TENANT, new.cache_ref)
         async with aclosing(peer.block_files(manifest, 0, range(6))) as files:
-            async for index, data in files:
-                parse_block_file(bytes(data)).verify(block_meta(manifest, index, 0))
+            async for file in files:
+                parse_block_file(bytes(file.data)).verify(block_meta(manifest, file.index, 0))
+                file.release()
 
         assert manifest == await there.catalog.open(TENANT, new.cache_ref)
         assert len(manifest.files) == 6
@@ -60,9 +61,10 @@ class SidecarPeerContract:
         manifest = await peer.manifest(TENANT, new.cache_ref)
         seen = []
         async with aclosing(peer.block_files(manifest, 0, [2, 0])) as files:
-            async for index, data in files:
-                parse_block_file(bytes(data)).verify(block_meta(manifest, index, 0))
-                seen.append(index)
+            async for file in files:
+                parse_block_file(bytes(file.data)).verify(block_meta(manifest, file.index, 0))
+                file.release()
+                seen.append(file.index)
 
         assert seen == [2, 0]
 
@@ -72,19 +74,19 @@ class SidecarPeerContract:
         await there.catalog.delete(TENANT, new.session_id, ())
 
         with pytest.raises(CacheRefNotFound):
-            [index async for index, _ in peer.block_files(manifest, 0, [0])]
+            [file.index async for file in peer.block_files(manifest, 0, [0])]
 
     async def test_another_fingerprint_gets_nothing(self, there, peer):
         new = await there.save(PROMPT)
         manifest = replace(await peer.manifest(TENANT, new.cache_ref), fingerprint="e" * 64)
 
         with pytest.raises(FingerprintMismatch):
-            [index async for index, _ in peer.block_files(manifest, 0, [0])]
+            [file.index async for file in peer.block_files(manifest, 0, [0])]
 
     async def test_who_leaves_early_keeps_nothing_pinned_there(self, there, peer):
         new = await there.save(PROMPT)
         manifest = await peer.manifest(TENANT, new.cache_ref)
         async with aclosing(peer.block_files(manifest, 0, [0, 1, 2])) as files:
-            await anext(files)
+            (await anext(files)).release()
 
         await until(lambda: not there.memory.has_pins, what="no block is pinned")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.kit.fake_vllm import FakeVllm, _json
 
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
 class StrictVllm(FakeVllm):
@@ -71,6 +71,8 @@ def _fault(path: str, raw: bytes) -> str:
 
 
 def _prompt_fault(path: str, body: dict[str, Any]) -> str:
+    if path == "/v1/responses":
+        return "" if isinstance(body.get("input"), str | list) else "input: text or items are wanted"
     if "chat" in path or "messages" in body:
         if "prompt_token_ids" in (body.get("kv_transfer_params") or {}):
             return ""

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import Manifest
 from kv_sidecar.matching import PrefixQuestion
 from kv_sidecar.prefixes import Found
-from kv_sidecar.pulling import Peer
+from kv_sidecar.pulling import Peer, PulledFile
 from kv_sidecar.store import Buffer
 from tests.kit.kv_blocks import SidecarUnderTest
 
@@ -24,6 +25,7 @@ class CatalogPeer(Peer):
         self.asked: list[str] = []
         """cache_refs asked for."""
         self.sent: list[tuple[int, int]] = []
+        self.released: Callable[[int], None] = lambda index: None
         """(rank, position) of the block files handed out."""
         self.num_open = 0
         """Connections made and not closed."""
@@ -53,7 +55,7 @@ class CatalogPeer(Peer):
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]
-    ) -> AsyncGenerator[tuple[int, Buffer], None]:
+    ) -> AsyncGenerator[PulledFile, None]:
         blocks = self._kv.catalog.load(
             await self._kv.catalog.open(manifest.tenant, manifest.cache_ref),
             manifest.fingerprint,
@@ -68,7 +70,9 @@ class CatalogPeer(Peer):
                 if self.sent:
                     await self._pass(self.hold_block)
                 self.sent.append((rank, block.block_index))
-                yield block.block_index, self.change_block(block.data)
+                yield PulledFile(
+                    block.block_index, bytes(self.change_block(block.data)), partial(self.released, block.block_index)
+                )
 
     async def close(self) -> None:
         self.num_open -= 1

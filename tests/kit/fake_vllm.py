@@ -83,6 +83,7 @@ class FakeVllm:
             "/detokenize": self._detokenize,
             "/v1/completions": self._complete,
             "/v1/chat/completions": self._complete,
+            "/v1/responses": self._respond,
         }.get(scope["path"])
         if route is None:
             await _json(send, 404, {"error": {"message": "Not Found"}})
@@ -169,6 +170,51 @@ class FakeVllm:
             },
         )
 
+    async def _respond(self, scope: Any, request: dict[str, Any], send: Any) -> None:
+        if "input" not in request or not isinstance(request.get("model"), str):
+            await _json(send, 400, {"error": {"message": "input and model are required", "code": 400}})
+            return
+        params = request.get("kv_transfer_params") or {}
+        ids = params.get("prompt_token_ids") or encode(json.dumps(request["input"]))
+        text = self.answer(ids)
+        out = encode(text + _called(self.calls)) + ([EOS] if self.finish_reason == "stop" else [])
+        parts = [{"type": "output_text", "text": text, "annotations": []}]
+        output: list[Any] = [{"type": "message", "id": "msg_1", "role": "assistant", "content": parts}] if text else []
+        output += [
+            {"type": "function_call", "id": "fc", "call_id": call["id"], "namespace": None, **call["function"]}
+            for call in self.calls
+        ]
+        usage = {
+            "input_tokens": len(ids),
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": len(out),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(ids) + len(out),
+        }
+        made = {}
+        if request.get("enable_response_messages"):
+            kind = {"type": "raw_message_tokens"}
+            made["input_messages"] = [{"message": "", "tokens": ids, **kind}]
+            made["output_messages"] = [{"message": text, "tokens": out, **kind}]
+        status = "incomplete" if self.finish_reason == "length" else "completed"
+        whole = _response(request, status, output=output, usage=usage, kv_transfer_params=params, **made)
+        if not request.get("stream"):
+            await _json(send, 200, whole)
+            return
+        begun = _response(request, "in_progress", output=[], usage=None)
+        told = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+        told += [{"type": "response.output_text.delta", "item_id": "msg_1", "delta": letter} for letter in text]
+        told.append({"type": "response.completed", "response": whole})
+        stream = [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in told]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for index, event in enumerate(stream):
+            if self.break_off_after is not None and index >= self.break_off_after:
+                return
+            size = self.chunk_bytes or len(event)
+            for start in range(0, len(event), size):
+                await send({"type": "http.response.body", "body": event[start : start + size], "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def _stream(self, send: Any, request: Any, chat: bool, ids: Any, text: str, out: Any, usage: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         kind = "chat.completion.chunk" if chat else "text_completion"
@@ -204,6 +250,11 @@ class FakeVllm:
             for start in range(0, len(event), size):
                 await send({"type": "http.response.body", "body": event[start : start + size], "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _response(request: dict[str, Any], status: str, **more: Any) -> dict[str, Any]:
+    echoed = {key: request.get(key) for key in ("instructions", "metadata", "previous_response_id")}
+    return {"id": "resp_0123", "object": "response", "model": request["model"], "status": status, **echoed, **more}
 
 
 async def _json(send: Any, status: int, answer: dict[str, Any]) -> None:

@@ -240,6 +240,16 @@ class Stack(stack.Stack):
 
         wait_until(is_ready, what="every engine is ready")
 
+    def wait_known_gone(self, engine: str) -> None:
+        """Return when the gateway knows that an engine is not there."""
+
+        def is_gone() -> bool:
+            # Empty when the gateway was too busy to answer.
+            known = {self.engine_named(name): state for name, state in self.gateway_endpoints().items()}
+            return engine in known and not known[engine]["ready"]
+
+        wait_until(is_gone, what=f"the gateway knows that {engine} is gone", deadline_s=90)
+
     def is_untouched(self, part: str = "engine") -> bool:
         """Return whether a part is the process that came up with the stack, and lives."""
         return self._record(part) == self._first[part] and is_alive(self._record(part).name)

@@ -6,6 +6,8 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+from tests.kit.fake_vllm import EOS
+
 
 def anthropic_state(*, merge_inline_system: bool = False) -> SimpleNamespace:
     """Return an application's state with what serves `/v1/messages`. Imports vLLM: some seconds."""
@@ -17,3 +19,19 @@ def anthropic_state(*, merge_inline_system: bool = False) -> SimpleNamespace:
     serving._merge_inline_system = merge_inline_system
     serving._disabled_thinking_effort = "none"
     return SimpleNamespace(anthropic_serving_messages=serving)
+
+
+def responses_state() -> SimpleNamespace:
+    """Return an application's state with what serves `/v1/responses`: it reads items; the toy engine answers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+        from vllm.renderers.online_renderer import OnlineRenderer
+
+    renderer: Any = object.__new__(OnlineRenderer)
+    renderer.use_harmony = renderer.exclude_tools_when_tool_choice_none = False
+    renderer.renderer = SimpleNamespace(get_eos_token_id=lambda: EOS)
+    serving: Any = object.__new__(OpenAIServingResponses)
+    serving.online_renderer = renderer
+    serving.engine_client = SimpleNamespace(input_processor=SimpleNamespace(generation_config_fields={}))
+    return SimpleNamespace(openai_serving_responses=serving)

@@ -120,6 +120,7 @@ def test_a_conversation_of_new_messages_alone_says_what_it_says_when_it_is_resen
     assert computed(usage) == new_tokens(usage) + 1
 
 
+@pytest.mark.thorough
 def test_a_conversation_goes_on_from_disk_after_engine_and_sidecar_were_killed_in_the_middle_of_a_turn(
     stack, client, other
 ):

@@ -3,11 +3,13 @@
 Whatever happens to the holder, the next turn gives the cold answer; what it cost is in the receipt.
 """
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from kv_sidecar.client import KVSidecarClient
 from tests.kit.caller import Caller
 from tests.kit.stack import MODEL
 from tests.kit.until import wait_until
@@ -74,17 +76,6 @@ def sidecar_of(engine):
     return engine.replace("engine", "sidecar")
 
 
-def wait_gone(stack, engine):
-    """Return when the gateway knows that this engine is not there."""
-
-    def is_gone():
-        # Empty when the gateway was too busy to answer.
-        known = {stack.engine_named(name): state for name, state in stack.gateway_endpoints().items()}
-        return engine in known and not known[engine]["ready"]
-
-    wait_until(is_gone, what=f"the gateway knows that {engine} is gone", deadline_s=90)
-
-
 def assert_equals_cold(client, warm):
     """The answer is what an engine gives that never saw the context: a stateless request shares no cache with it."""
     cold = client.complete(prompt=prompt_ids(warm), return_token_ids=True, logprobs=1)
@@ -117,25 +108,30 @@ def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_
     assert_equals_cold(client, again)
 
 
-@pytest.fixture
-def beginnings_known(pair):
-    """A function that waits until the gateway has heard what was asked for at an engine."""
+def wait_beginnings_known(stack, engine):
+    """Return when the gateway has heard of all that was asked for at an engine; engines ask before they answer."""
 
-    def wait(engine, before):
-        def known():
-            return {pair.engine_named(name): state["beginnings"] for name, state in pair.gateway_endpoints().items()}
+    async def asked():
+        client = KVSidecarClient(f"unix://{stack.paths.sidecar_socket(sidecar_of(engine))}", timeout_s=5)
+        try:
+            return len((await client.stats()).beginnings)
+        finally:
+            await client.close()
 
-        wait_until(lambda: known().get(engine, 0), what="the gateway knows", is_so=lambda found: found > before)
+    def known():
+        states = {stack.engine_named(name): state for name, state in stack.gateway_endpoints().items()}
+        return states.get(engine, {}).get("beginnings")
 
-    return wait
+    all_of_them = asyncio.run(asked())
+    wait_until(known, what="the gateway knows", is_so=lambda found: found == all_of_them)
 
 
-def test_a_document_that_another_engine_knows_is_fetched_from_there_for_a_new_context(client, beginnings_known):
+def test_a_document_that_another_engine_knows_is_fetched_from_there_for_a_new_context(client):
     document = ids_of_length(1200, seed=40)
     first = client.create(prompt=[*document, *ids_of_length(40, seed=41)])
     client.wait_sealed(first["session_id"])
     holder = client.stack.engine_named(client.get(first["session_id"])["holder"]["endpoint"])
-    beginnings_known(holder, 0)
+    wait_beginnings_known(client.stack, holder)
     client.stack.drain(holder)
 
     body = {"prompt": [*document, *ids_of_length(30, seed=42)], "return_token_ids": True, "logprobs": 1}
@@ -179,7 +175,7 @@ def killed(pair):
     assert {saved.holder, lost.holder, resting.holder} == {holder}
 
     pair.kill(holder)
-    wait_gone(pair, holder)
+    pair.wait_known_gone(holder)
     moved = saved.ask(" and then")
     pair.kill(sidecar_of(holder))
     recomputed, again = lost.ask(" and then"), lost.ask(" and after that")

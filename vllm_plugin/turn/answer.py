@@ -19,7 +19,7 @@ _DONE = b"[DONE]"
 _ANSWER_BYTES_MAX = 256 << 20
 """Of a whole answer, and of what is held of a stream: some ten times a long one with 20 log-probabilities a token."""
 _TOOL_CALLS_MAX = 1024
-_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 """What reading JSON of any shape may raise."""
 _GIVEN_UP = frozenset({"abort", "error"})
 """vLLM 0.32 v1/engine/__init__.py FINISH_REASON_STRINGS: the engine stopped before the answer's end, as it does with
@@ -77,6 +77,10 @@ class AnswerResult:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.stop_reason = choice.get("stop_reason") if choice.get("finish_reason") else self.stop_reason
 
+    def add_call(self, call_id: str, name: str, arguments: str) -> None:
+        """Take a tool call that came whole."""
+        self._take_tool_call({"id": call_id, "function": {"name": name, "arguments": arguments}})
+
     def _take_tool_call(self, call: dict[str, Any]) -> None:
         index = call.get("index", len(self.tool_calls))
         if not 0 <= index < _TOOL_CALLS_MAX:
@@ -133,11 +137,6 @@ def _settle_result(result: AnswerResult, request: TurnRequest) -> None:
         result.completion_tokens = 0
 
 
-def answer_of(request: TurnRequest) -> JsonAnswer | SseAnswer:
-    """Return what reads a completion's or a chat's answer and tells it in the same words."""
-    return SseAnswer(request) if request.stream else JsonAnswer(request)
-
-
 class JsonAnswer:
     """A whole answer in one body."""
 
@@ -163,7 +162,7 @@ class JsonAnswer:
             self.result.take_usage(self._answer["usage"])
             if self._request.prefill_only:
                 _without_output(choice)
-        except _UNREADABLE as exc:
+        except UNREADABLE as exc:
             raise EngineFailed("the engine's answer cannot be read") from exc
         self.result.check_finished()
         _settle_result(self.result, self._request)
@@ -202,7 +201,7 @@ class SseAnswer:
             return b"".join(self._take_event(event) for event in self._splitter.feed(chunk))
         except ContextCacheError:
             raise
-        except _UNREADABLE as exc:
+        except UNREADABLE as exc:
             raise EngineFailed("the engine sent an event that cannot be read") from exc
 
     def complete(self) -> None:

@@ -24,6 +24,7 @@ from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
 from vllm_plugin.turn.engine import Scope, engine_error
 from vllm_plugin.turn.event_stream import Event, EventSplitter
 from vllm_plugin.turn.request import CHAT_PATH, OUR_FIELDS, TurnRequest, read_turn
+from vllm_plugin.turn.settlement import Turn
 
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
 _OWN = ("_merge_inline_system", "_get_disabled_thinking_effort")
@@ -49,7 +50,7 @@ class Anthropic:
             raise InvalidRequest("this engine carries no contexts here: session_id is not for it", param="session_id")
         return cls(serving, await serving._get_disabled_thinking_effort())  # noqa: SLF001 - _OWN
 
-    def turn(self, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
+    def turn(self, body: dict[str, Any], headers: Mapping[str, str], *_: Any) -> TurnRequest:
         """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for what is vLLM's."""
         # Anthropic's usage tells what was read and what was computed: the whole prompt is needed.
         return replace(read_turn(CHAT_PATH, self._chat(body), headers), usage=UsageFormat.OPENAI)
@@ -63,15 +64,20 @@ class Anthropic:
                 disabled_thinking_effort=self.disabled_effort,
             )
         except ValueError as exc:
-            raise _refused(exc) from exc
+            raise refused(exc) from exc
         except (AttributeError, LookupError, TypeError) as exc:
             # What a tool's result holds has no type of vLLM's own: its converter takes it for what it looks like.
             raise InvalidRequest("a message's parts are not what their types say", param="messages") from exc
         said: dict[str, Any] = chat.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return said | {key: body[key] for key in OUR_FIELDS if key in body}
 
-    def answer(self, request: TurnRequest) -> JsonAnswer | SseAnswer:
+    def asking(self, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the path and the body of a chat's turn for the engine: as they are."""
+        return CHAT_PATH, body
+
+    def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
         """Return what reads the chat's answer and tells it."""
+        request = turn.request
         return _Stream(request, self.serving) if request.stream else _Message(request, self.serving)
 
 
@@ -187,7 +193,7 @@ def _types(serving: Any) -> Any:
     return sys.modules[type(serving).__module__]
 
 
-def _refused(error: Any) -> ContextCacheError:
+def refused(error: Any) -> ContextCacheError:
     """Return vLLM's refusal as ours, without the request's own words."""
     if not hasattr(error, "errors"):
         return InvalidRequest(str(error))

@@ -15,10 +15,8 @@ from typing import Any
 from opentelemetry.trace import SpanKind
 
 from contextcache.claim import (
-    KEPT_PATHS,
     SESSION_HEADER,
     TURN_PATHS,
-    claimed_session,
     is_opaque,
     read_claims,
     read_object,
@@ -38,11 +36,12 @@ from contextcache.errors import (
     error_headers,
 )
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
-from contextcache.model import NewSession, SessionId, TenantId
+from contextcache.model import NewSession, SessionId, TenantId, new_session_id
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import BodyInHand, LargeBodies, joined_headers
+from contextcache.responses import RESPONSES_PATH, continued_by
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
@@ -59,8 +58,9 @@ from vllm_plugin.turn.request import (
     read_new_session,
     read_turn,
 )
+from vllm_plugin.turn.responses import Responses
 from vllm_plugin.turn.settings import TurnSettings
-from vllm_plugin.turn.story import Client, TurnStory
+from vllm_plugin.turn.story import Client, TurnStory, Words
 from vllm_plugin.turn.unrouted import stateless_body
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class TurnMiddleware:
         token = headers.get(IDENTITY_HEADER)
         is_unrouted = token is None and UNROUTED_HEADER in headers
         may_be_turn = scope["path"] in _PATHS
-        is_signed = token is not None and (may_be_turn or scope["path"] in KEPT_PATHS)
+        is_signed = token is not None and may_be_turn
         if not is_unrouted and not is_signed and not self._settings.single_tenant:
             await self._app(scope, receive, send)
             return
@@ -125,7 +125,7 @@ class TurnMiddleware:
         try:
             if is_unrouted:
                 await self._pass_unrouted(scope, headers, Client(receive, started))
-            elif not may_be_turn and not is_signed:
+            elif not may_be_turn:
                 await self._pass_without_context(scope, headers, Client(receive, started))
             else:
                 parent = headers.get(TRACEPARENT, "")
@@ -140,7 +140,7 @@ class TurnMiddleware:
             await self._refuse(EngineFailed("the turn failed"), started)
 
     def _may_concern_us(self, scope: Scope) -> bool:
-        if scope["path"] in _PATHS | KEPT_PATHS or self._settings.single_tenant:
+        if scope["path"] in _PATHS or self._settings.single_tenant:
             return True
         return any(name.lower() == _UNROUTED for name, _ in scope["headers"])
 
@@ -157,14 +157,7 @@ class TurnMiddleware:
         await self._app(scope, receive, told)
 
     async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
-        try:
-            identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
-        except ContextCacheError:
-            if scope["path"] in _PATHS:
-                raise
-            # Nothing but an order to keep can be signed for these: without it they are plain requests.
-            await self._app(scope, client.receive, client.send)
-            return
+        identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
         tenant = self._settings.single_tenant if identity is None else identity.tenant
         with self._admission.body(tenant) as held:
             raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
@@ -183,13 +176,15 @@ class TurnMiddleware:
             identity = self._single_tenant(headers)
             if not create:
                 claims = await self._large_bodies.read(read_claims, raw)
-                named = claimed_session(claims, headers.get(SESSION_HEADER))
+                asked = continued_by(path, claims, headers.get(SESSION_HEADER))
+                named = None if asked is None else asked.session_id or self._new_name(identity.tenant, headers)
         elif not create:
             named = identity.session_id
         if not create and named is None:
             await self._pass(scope, raw, client)
             return
-        words, client = await _in_words_of(scope, client)
+        client = replace(client, words=await _words_of(scope))
+        words = client.words
         body, request = await self._large_bodies.read(lambda whole: _read_turn(path, headers, whole, named, words), raw)
         named_or_new = named or self._name_of_repeated(identity.tenant, body, request)
         new: NewSession | None = None
@@ -229,6 +224,11 @@ class TurnMiddleware:
         if request.repeatable is None or body.get("session_id") is not None:
             return None
         return session_id_of(tenant, request.repeatable.key, self._secret)
+
+    def _new_name(self, tenant: TenantId, headers: dict[str, str]) -> SessionId:
+        """Return the id of what a response creates, as the gateway chooses it."""
+        said = read_repeatable(headers.get(IDEMPOTENCY_HEADER), ())
+        return new_session_id() if said is None else session_id_of(tenant, said.key, self._secret)
 
     def _single_tenant(self, headers: dict[str, str]) -> Identity:
         request_id = headers.get("x-request-id", "direct")
@@ -314,16 +314,15 @@ def _needs_engine(scope: Scope) -> bool:
     return bool(scope["type"] == "http" and (scope["method"] == "POST" or scope["path"] == _HEALTH_PATH))
 
 
-async def _in_words_of(scope: Scope, client: Client) -> tuple[Anthropic | None, Client]:
-    """Return whose words a turn is in, and its client, to be answered in them. None: a completion's or a chat's."""
-    if scope["path"] != MESSAGES_PATH:
-        return None, client
-    words = await Anthropic.of(scope)
-    return words, replace(client, answer_of=words.answer)
+async def _words_of(scope: Scope) -> Words | None:
+    """Return whose words a turn is in; None: a completion's or a chat's."""
+    if scope["path"] == RESPONSES_PATH:
+        return Responses.of(scope)
+    return await Anthropic.of(scope) if scope["path"] == MESSAGES_PATH else None
 
 
 def _read_turn(
-    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None, words: Anthropic | None
+    path: str, headers: dict[str, str], raw: bytes, named: SessionId | None, words: Words | None
 ) -> tuple[dict[str, Any], TurnRequest]:
     """Return a turn's body, and what it asks for; `named`: the context it was routed for, None: it creates one.
 
@@ -334,7 +333,7 @@ def _read_turn(
     if named is not None and body.get("session_id") not in (None, named):
         # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
         raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
-    request = read_turn(path, body, headers) if words is None else words.turn(body, headers)
+    request = read_turn(path, body, headers) if words is None else words.turn(body, headers, raw, named)
     if IDEMPOTENCY_HEADER not in headers:
         return body, request
     said = (path, named or "", headers.get("if-match", ""), headers.get("x-usage-format", ""))

@@ -35,7 +35,7 @@ OUR_FIELDS = frozenset(
 )
 """Body fields the engine never sees."""
 _USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
-_NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
+NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
     "echo": "echo repeats the whole prompt, which a context exists to avoid",
     "use_beam_search": "beam search has no single answer to append to the context",
@@ -103,6 +103,10 @@ class TurnRequest:
     """What names the request, if it may come again."""
     template_fields: Mapping[str, Any] = field(default_factory=dict)
     """What rendering chat messages depends on besides the messages."""
+    instructions: str | None = None
+    """In the place of the system message the conversation begins with; empty: none. None: that stays."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer repeats: a response's `previous_response_id`, `conversation`."""
 
 
 def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> TurnRequest:
@@ -112,7 +116,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         raise InvalidRequest("model must be a non-empty string", param="model")
     prompt = _prompt(path, body)
     _refuse_unsupported(body)
-    fields = {key: value for key, value in body.items() if key not in OUR_FIELDS | _NEVER_FROM_CLIENTS}
+    fields = {key: value for key, value in body.items() if key not in OUR_FIELDS | NEVER_FROM_CLIENTS}
     for key in ("prompt", "messages"):
         fields.pop(key, None)
     stream_options = body.get("stream_options") or {}

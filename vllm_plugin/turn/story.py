@@ -15,10 +15,10 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from opentelemetry.trace import get_current_span
 
@@ -45,7 +45,8 @@ from contextcache.model import (
 )
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
-from vllm_plugin.turn.answer import JsonAnswer, SseAnswer, answer_of
+from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
+from vllm_plugin.turn.anthropic import Anthropic
 from vllm_plugin.turn.background import Background
 from vllm_plugin.turn.composition import compose_first, compose_turn
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
@@ -57,6 +58,7 @@ from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
 from vllm_plugin.turn.repeats import Recording, give_again
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
+from vllm_plugin.turn.responses import Responses, under_instructions
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement, Turn
 from vllm_plugin.turn.transcript import Transcript
@@ -64,6 +66,8 @@ from vllm_plugin.turn.truncation import cut_to_fit
 
 log = logging.getLogger(__name__)
 
+Words: TypeAlias = Anthropic | Responses
+"""Of a call that is a chat's turn in other ones."""
 _GIVING_BACK_S = 0.2
 """For a lease that a silent manager may have given; together with MANAGER_REDIS_TIMEOUT_S below a second."""
 _SERVED_MAX = 10_000
@@ -74,11 +78,22 @@ _BACKGROUND_CALLS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The two ends of the client's connection, and the words it is answered in."""
+    """The two ends of the client's connection, and the words of its call."""
 
     receive: Receive
     send: Send
-    answer_of: Callable[[TurnRequest], JsonAnswer | SseAnswer] = answer_of
+    words: Words | None = None
+    """None: a completion's or a chat's, which the engine's are."""
+
+    def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return what the engine is asked, from what a completion or a chat would ask."""
+        return (path, body) if self.words is None else self.words.asking(body)
+
+    def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
+        """Return what reads the engine's answer and tells it."""
+        if self.words is not None:
+            return self.words.answer(turn)
+        return SseAnswer(turn.request) if turn.request.stream else JsonAnswer(turn.request)
 
 
 class TurnStory:
@@ -127,6 +142,7 @@ class TurnStory:
             session = await self._manager.reserve(
                 new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms, repeatable=request.repeatable
             )
+        request = under_instructions(request, (), ContextMode.AUTO)
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
             crash_point(BEGUN)
@@ -159,6 +175,9 @@ class TurnStory:
             self._read_ahead(session)
             transcript = Transcript(segments)
             mode = request.context_mode or identity.context_mode or ContextMode.AUTO
+            if request.instructions is not None:
+                request = turn.request = under_instructions(request, transcript.messages, mode)
+                mode = request.context_mode or mode
             found = match(transcript, request.prompt, mode=mode, threshold=self._settings.replay_threshold)
             with child_span("turn compose"):
                 composed = await compose_turn(engine, request, transcript, found)
@@ -203,7 +222,7 @@ class TurnStory:
             client_s=self._settings.client_timeout_s,
         )
         delivery = Delivery(
-            client.answer_of(turn.request),
+            client.answer(turn),
             send=client.send,
             patience=patience,
             receipt=lambda: self._settlement.stream_receipt(turn),
@@ -233,7 +252,8 @@ class TurnStory:
         try:
             async with patience.watching():
                 receive = patience.receive(client.receive)
-                await engine.generate(turn.request.path, self._engine_body(turn), receive, delivery.take)
+                path, body = client.asking(turn.request.path, self._engine_body(turn))
+                await engine.generate(path, body, receive, delivery.take)
         except TimeoutError:
             log.warning("the engine did not end a request", extra={"session_id": turn.session.session_id})
         finally:

@@ -19,6 +19,9 @@ from vllm_plugin.turn.matching import Outcome
 from vllm_plugin.turn.request import Prompt, TruncationType, TurnRequest
 from vllm_plugin.turn.transcript import Transcript, common_prefix
 
+_ANSWER_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""What each call names the most that its answer may have."""
+
 
 async def cut_to_fit(
     engine: Engine, request: TurnRequest, transcript: Transcript, prompt: ComposedPrompt
@@ -58,7 +61,7 @@ async def cut_to_fit(
 def _answer_tokens(request: TurnRequest) -> int:
     """Return how many tokens the client wants for the answer; at least one."""
     fields = request.engine_fields
-    return max(1, whole(fields.get("max_completion_tokens")) or whole(fields.get("max_tokens")) or 1)
+    return max(1, next(filter(None, (whole(fields.get(name)) for name in _ANSWER_TOKENS)), 1))
 
 
 async def _cut_messages(

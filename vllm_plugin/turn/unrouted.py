@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from contextcache.claim import SESSION_HEADER, TURN_PATHS, claimed_session, is_opaque, read_claims, refuse_session
+from contextcache.claim import SESSION_HEADER, TURN_PATHS, is_opaque, read_claims, refuse_session
 from contextcache.errors import GatewayUnavailable
+from contextcache.responses import continued_by
 from vllm_plugin.turn.request import CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
@@ -22,7 +23,7 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
     claims = None if is_opaque(headers.get("content-type", "")) else read_claims(body)
     if path not in TURN_PATHS:
         refuse_session(claims)
-    elif claimed_session(claims, headers.get(SESSION_HEADER)) is not None:
+    elif continued_by(path, claims, headers.get(SESSION_HEADER)) is not None:
         raise _away()
     changed = None if claims is None else claims.changed()
     return body if changed is None else changed

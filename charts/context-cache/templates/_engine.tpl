@@ -56,6 +56,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     {{- include "context-cache.tls.env" (dict "root" . "prefix" "SIDECAR_") | nindent 4 }}
     {{- include "context-cache.traces.env" (dict "root" . "prefix" "SIDECAR_") | nindent 4 }}
     {{- include "context-cache.settingsEnv" (dict "prefix" "SIDECAR_" "settings" .Values.sidecar.settings) | nindent 4 }}
+    {{- include "context-cache.extraEnv" .Values.sidecar | nindent 4 }}
   ports:
     - name: kv-grpc
       containerPort: {{ .Values.discovery.sidecarPort }}

@@ -82,13 +82,30 @@ NOT_RIGHT = [
     ("/v1/completions", b'{"session_id": "ctx_1" "prompt": "x"}', {}, (400, "invalid_request")),
     *(
         (path, b'{"\\u0073ession_id": "ctx_none"}', {}, (404, "context_not_found"))
-        for path in ("/v1/chat/completions", "/v1/messages")
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
     ),
     ("/v1/messages", {"messages": []}, {"X-Session-ID": "ctx_none"}, (404, "context_not_found")),
     ("/v1/messages", {"messages": [], "session_id": 7}, {}, (400, "invalid_request")),
     *(
+        ("/v1/responses", {"input": "x", **said}, {}, (404, "context_not_found"))
+        for said in (
+            {"previous_response_id": "resp_0a"},
+            {"previous_response_id": "resp_1_none"},
+            {"conversation": "none", "store": False},
+        )
+    ),
+    *(
+        ("/v1/responses", {"input": "x", **said}, {}, (400, "invalid_request"))
+        for said in (
+            {"conversation": 7},
+            {"previous_response_id": 7},
+            {"store": "yes"},
+            {"conversation": "mine", "previous_response_id": "resp_1_mine"},
+        )
+    ),
+    *(
         (path, {"model": "m", "session_id": named}, {}, (400, "invalid_request"))
-        for path in ("/v1/responses", "/v1/chat/completions/batch", "/v1/embeddings")
+        for path in ("/v1/chat/completions/batch", "/v1/embeddings")
         for named in ("ctx_1", "mine", 7)
     ),
     ("/v1/completions", {"session_id": "ctx_none"}, {"X-Session-ID": "ctx_other"}, (400, "invalid_request")),

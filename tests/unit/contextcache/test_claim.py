@@ -20,8 +20,9 @@ from contextcache.claim import (
     read_strict_claims,
     refuse_session,
 )
-from contextcache.errors import InvalidRequest
+from contextcache.errors import ContextNotFound, InvalidRequest
 from contextcache.requests import LARGE_BYTES
+from contextcache.responses import RESPONSES_PATH, Continued, continued_by
 from tests.kit.hostile_bodies import SHAPES, hostile_body
 from tests.kit.process_memory import memory_bytes
 
@@ -350,12 +351,39 @@ def test_a_call_that_cannot_carry_a_context_refuses_one(named):
 
 def test_a_response_that_the_engine_keeps_is_nobodys_to_name():
     """Its store knows no tenants, and clients may choose the ids in it."""
-    refuse_session(claims({"previous_response_id": None}))
+    for said in ("resp_1", "resp_0123abc", "resp_01_mine", "resp_1_../etc", "resp_1_"):
+        with pytest.raises(ContextNotFound):
+            continued_by(RESPONSES_PATH, claims({"previous_response_id": said}), None)
 
-    with pytest.raises(InvalidRequest) as caught:
-        refuse_session(claims({"previous_response_id": "resp_1"}))
 
-    assert caught.value.param == "previous_response_id"
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, None),
+        ({"store": None, "conversation": None, "previous_response_id": None}, None),
+        ({"store": False}, None),
+        ({"store": True}, Continued(None, creates=True)),
+        ({"conversation": "a"}, Continued("a", creates=True)),
+        ({"conversation": {"id": "a"}, "store": True}, Continued("a", creates=True)),
+        ({"conversation": "a", "store": False}, Continued("a", commits=False)),
+        ({"previous_response_id": "resp_12_a_b"}, Continued("a_b", 12)),
+        ({"previous_response_id": "resp_12_a_b", "store": False}, Continued("a_b", 12, commits=False)),
+        ({"session_id": "a"}, Continued("a")),
+        ({"session_id": "a", "context_create": "if_missing"}, Continued("a", creates=True)),
+        ({"session_id": "a", "conversation": "a"}, Continued("a", creates=True)),
+    ],
+)
+def test_a_response_says_its_context_in_openais_words(said, expected):
+    assert continued_by(RESPONSES_PATH, claims(said), None) == expected
+    in_other_calls = None if "session_id" not in said else Continued("a", creates="context_create" in said)
+    assert continued_by("/v1/chat/completions", claims(said), None) == in_other_calls
+
+
+def test_what_a_response_goes_on_from_is_short_or_refused():
+    for key in ("previous_response_id", "conversation", "store"):
+        with pytest.raises(InvalidRequest) as caught:
+            continued_by(RESPONSES_PATH, claims({key: "x" * 5000}), None)
+        assert caught.value.param == key
 
 
 def test_the_last_of_two_keys_is_the_one_that_counts():

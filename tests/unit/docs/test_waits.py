@@ -70,6 +70,8 @@ NO_WAITS = {
     "vllm_plugin.connector.registered_memory._LOOK_AGAIN_S": "how often",
     "vllm_plugin.connector.transfer._LOOK_AGAIN_S": "how often",
     "kv_sidecar.pulling._ASK_AGAIN_S": "how often",
+    "kv_sidecar.shared_tier.BACKOFF_S": "between two tries",
+    "kv_sidecar.shared_tier._TOMBSTONE_MS": "how long a deleted name is remembered",
     "vllm_plugin.connector.sidecar_link._FIRST_PAUSE_MS": "between two tries",
     "vllm_plugin.connector.sidecar_link._LONGEST_PAUSE_MS": "between two tries",
     "doctor.access_checks._SKEW_S": "a difference of clocks",

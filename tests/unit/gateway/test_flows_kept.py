@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from contextcache.claim import KEPT_PATHS
+from contextcache.claim import TURN_PATHS
 from contextcache.errors import InvalidRequest
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.app import _rules
@@ -46,7 +46,7 @@ async def chat(parts, *messages, **headers):
     return await route(parts, {"model": "stub-model", "messages": [*HEAD, *messages]}, **headers)
 
 
-@pytest.mark.parametrize("path", sorted(KEPT_PATHS))
+@pytest.mark.parametrize("path", sorted(TURN_PATHS))
 async def test_a_key_that_keeps_has_a_group_signed_and_its_bytes_untouched_and_no_store_is_asked(parts, path):
     says(parts, Plain.KEEP)
     forward = await route(parts, {"model": "stub-model", "prompt": "x", "messages": HEAD, "input": "x"}, path=path)

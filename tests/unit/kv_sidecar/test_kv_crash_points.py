@@ -9,11 +9,13 @@ import pytest
 import kv_sidecar
 from contextcache.errors import CacheRefNotFound, CorruptBlock
 from contextcache.model import Manifest
-from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL, BETWEEN_PULLED_BLOCKS, POINTS, point_of
+from kv_sidecar import crash_points
+from kv_sidecar.crash_points import POINTS, point_of
 from kv_sidecar.format.manifest import block_key
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
-CALLED = {"BEFORE_SEAL": BEFORE_SEAL, "AFTER_SEAL": AFTER_SEAL, "BETWEEN_PULLED_BLOCKS": BETWEEN_PULLED_BLOCKS}
+NAMES = ("BEFORE_SEAL", "AFTER_SEAL", "BETWEEN_PULLED_BLOCKS", "AFTER_STORED_BLOCKS", "AFTER_UNSTORED_MANIFEST")
+CALLED = {name: getattr(crash_points, name) for name in NAMES}
 """Points that are no steps on disk, by the name they are called with."""
 TEN = tuple(range(10))
 

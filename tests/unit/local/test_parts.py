@@ -50,6 +50,22 @@ def test_the_first_of_a_kind_has_no_number():
     assert part_names(2) == ("redis", "manager", "sidecar", "sidecar-1", "engine", "engine-1", "gateway", "envoy")
 
 
+def test_a_store_is_a_directory_of_the_stack_s_or_a_part_of_it_and_all_sidecars_have_the_same(
+    make_parts, make_settings
+):
+    assert tuple(make_parts(store="s3", engines=2)) == part_names(2, "s3")
+    assert part_names(1, "s3")[:2] == ("redis", "s3")
+    urls = {}
+    for store in ("", "dir", "s3"):
+        parts = make_parts(store=store, engines=2)
+        (urls[store],) = {parts[name].env.get("SIDECAR_STORE_URL") for name in ("sidecar", "sidecar-1")}
+    assert urls == {"": None, "dir": f"file://{make_settings().paths.store}", "s3": "s3://kv-cache/stack"}
+    assert (
+        make_parts(store="s3")["sidecar"].env["AWS_ENDPOINT_URL"]
+        == make_parts(store="s3")["s3"].url[: -len("/kv-cache")]
+    )
+
+
 def test_every_address_is_on_loopback(make_parts):
     parts = make_parts(engines=2)
     ours = {f"{name}={value}" for part in parts.values() for name, value in part.env.items() if "_LISTEN" in name}

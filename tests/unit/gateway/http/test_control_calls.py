@@ -234,7 +234,7 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
     parts.probe.health["pod-a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=load)
     await parts.endpoints.probe_all()
     parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers=frozenset({"host", "disk"}))
-    parts.endpoints.note_beginnings("pod-a", ["x"], 1)
+    parts.endpoints.note_beginnings("pod-a", ["x"], 1, heard=1)
     ready = await ready_state.describe()
 
     assert (ready["ready"], ready["missing"]) == (True, [])
@@ -282,7 +282,7 @@ async def test_the_openapi_document_has_every_call(client):
         *((method, "/v1/context") for method in ("get", "post")),
         *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
         *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
-        *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages")),
+        *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")),
         *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
     }
     assert "HTTPValidationError" not in json.dumps(document)

@@ -219,8 +219,7 @@ def test_what_begins_alike_goes_where_it_was_before_and_elsewhere_is_told_where_
         return replace(state, endpoint=replace(state.endpoint, sidecar=f"{name}:9001"))
 
     last = rendezvous_order([pod(name) for name in "abcd"], "x")[-1].endpoint.name
-    known = frozenset({"x"})
-    states = [knowing(name, beginnings=known if name == last else frozenset()) for name in "abcd"]
+    states = [knowing(name, beginnings={"x": 1} if name == last else {}) for name in "abcd"]
     busy = [replace(state, in_flight=9) if state.endpoint.name == last else state for state in states]
     gone = [replace(state, ready=False) if state.endpoint.name == last else state for state in states]
     silent = [replace(state, tiers=frozenset()) for state in gone]
@@ -231,6 +230,21 @@ def test_what_begins_alike_goes_where_it_was_before_and_elsewhere_is_told_where_
         assert name_of(elsewhere, affinity="x") != last
         assert choose(elsewhere, affinity="x").prefix_at == f"{last}:9001"
     assert choose(silent, affinity="x").prefix_at == choose(states, affinity="y").prefix_at == ""
+
+
+def test_of_pods_that_know_a_beginning_the_one_asked_last_is_first_since_the_conversation_moved_there():
+    order = [state.endpoint.name for state in rendezvous_order([pod(name) for name in "abcd"], "x")]
+    heard = dict(zip(order, (3, 4, 0, 4), strict=True))
+    states = [
+        replace(pod(name, beginnings={"x": heard[name]} if heard[name] else {}), tiers=frozenset({"disk"}))
+        for name in "abcd"
+    ]
+    states = [replace(state, endpoint=replace(state.endpoint, sidecar=state.endpoint.name)) for state in states]
+    busy = [replace(state, in_flight=9) if heard[state.endpoint.name] == 4 else state for state in states]
+
+    assert (name_of(states, affinity="x"), choose(states, affinity="x").prefix_at) == (order[1], "")
+    assert (name_of(busy, affinity="x"), choose(busy, affinity="x").prefix_at) == (order[0], order[1])
+    assert name_of([state for state in states if state.endpoint.name != order[1]], affinity="x") == order[3]
 
 
 def test_pods_whose_long_names_begin_alike_share_too():

@@ -74,6 +74,19 @@ async def test_what_was_asked_for_at_a_pod_is_known_until_its_sidecar_starts_aga
     assert set(endpoints.states()[0].beginnings) == {"z"}
 
 
+async def test_of_two_pods_that_were_asked_for_the_same_the_later_is_known(sidecars, endpoints, opened):
+    await sidecars.ask_all()
+    opened["a:9001"].beginnings.note("x")
+    opened["a:9001"].beginnings.note("y")
+    opened["b:9001"].beginnings.note("y")
+    await sidecars.ask_all()
+    opened["b:9001"].beginnings.note("x")
+    await sidecars.ask_all()
+
+    first, second, _ = (state.beginnings for state in endpoints.states())
+    assert second["x"] > first["x"] == first["y"] == second["y"]
+
+
 async def test_a_sidecar_that_does_not_answer_is_waited_for_a_bounded_time(endpoints, metrics):
     class Silent(MemorySidecar):
         async def stats(self, *, beginnings_after=0):

@@ -132,15 +132,6 @@ async def test_a_body_that_is_no_object_goes_to_the_engine_as_it_came(pod, kept)
         assert pod.engine.requests[-1][1] == BODIES["/v1/completions"]
 
 
-async def test_an_order_that_cannot_be_trusted_leaves_a_plain_request(pod):
-    path = "/v1/responses"
-    late = pod.identity(kept=GROUP)
-    pod.clock.advance(s=3600)
-    answer = await pod.post(path, json.dumps({"model": "m"}).encode(), late)
-    assert pod.engine.requests == [(path, {"model": "m"})]
-    assert "x-context-cache" not in answer.headers
-
-
 async def test_a_stream_that_begins_before_the_engine_is_asked_is_counted_and_not_held_up():
     sent, asked = [], []
 

@@ -578,7 +578,7 @@ async def test_single_tenant_mode_refuses_a_context_where_none_can_be_carried(tm
     pod = Pod(tmp_path, engine, single_tenant="demo")
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
-    for path in ("/v1/responses", "/v1/chat/completions/batch"):
+    for path in ("/v1/embeddings", "/v1/chat/completions/batch"):
         refused = await pod.post(path, {**body, "session_id": "ctx_1"})
         passed = await pod.post(path, {**body, "session_id": None})
 

@@ -105,7 +105,17 @@ async def test_a_second_header_hides_neither_the_first_ones_claim_nor_its_type(p
     assert pod.engine.requests == []
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions/batch", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    "said", [{"conversation": "mine"}, {"previous_response_id": "resp_1_mine"}, {"store": True}, {"session_id": "mine"}]
+)
+async def test_a_response_with_a_context_finds_its_gateway_away(pod, said):
+    answer = await pod.post("/v1/responses", body_for("/v1/responses", **said), headers=[UNROUTED])
+
+    assert is_away(answer)
+    assert pod.engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/embeddings"])
 @pytest.mark.parametrize("named", ["ctx_1", "mine", 7])
 async def test_a_call_that_cannot_carry_a_context_refuses_one(pod, path, named):
     answer = await pod.post(path, body_for(path, session_id=named), headers=[UNROUTED])

@@ -1,0 +1,91 @@
+"""What a body on `/v1/responses` says of contexts, in OpenAI's words. Pure.
+
+A response's id names the context it is the newest answer of, and the generation that made it: to continue from it,
+nothing else has to be kept. `conversation` names a context, as `session_id` does. `store` says whether an answer stays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from contextcache.claim import Claims, claimed_session
+from contextcache.errors import ContextNotFound, InvalidRequest
+from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SessionId
+
+RESPONSES_PATH = "/v1/responses"
+RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
+"""What says which context it is."""
+_RESPONSE_ID = re.compile(r"resp_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """The context of a response."""
+
+    session_id: SessionId | None
+    """None: a new one."""
+    generation: int | None = None
+    """That it goes on from; None: whichever there is."""
+    creates: bool = False
+    """It is made where there is none."""
+    commits: bool = True
+    """The answer stays."""
+
+
+def response_id(session_id: SessionId, generation: int) -> str:
+    """Return the id of the response that made this generation."""
+    return f"resp_{generation}_{session_id}"
+
+
+def continued_by(path: str, claims: Claims | None, header: str | None) -> Continued | None:
+    """Return the context that a call continues, or creates; None: none. `header` is `X-Session-ID`.
+
+    Raises InvalidRequest, ContextNotFound for the id of a response that nothing was kept of.
+    """
+    named = claimed_session(claims, header)
+    if claims is None or path != RESPONSES_PATH:
+        creates = claims is not None and claims.creates_if_missing()
+        return None if named is None else Continued(named, creates=creates)
+    previous, said = claims.value("previous_response_id"), claims.value("conversation")
+    commits = _store(claims.value("store"))
+    if previous is not None and said is not None:
+        raise InvalidRequest("give either previous_response_id or conversation, not both", param="conversation")
+    generation: int | None = None
+    other: SessionId | None = None
+    if previous is not None:
+        generation, other = _previous(previous)
+    elif said is not None:
+        other = _conversation(said)
+    if named is not None and other not in (None, named):
+        raise InvalidRequest("session_id names another context than the rest of the body", param="session_id")
+    named = named or other
+    stays = commits is not False
+    if named is None:
+        return Continued(None, creates=True) if commits else None
+    is_made = (said is not None and stays) or claims.creates_if_missing()
+    return Continued(named, generation, creates=is_made and generation is None, commits=stays)
+
+
+def _previous(said: Any) -> tuple[int, SessionId]:
+    if not isinstance(said, str):
+        raise InvalidRequest("previous_response_id must be a string", param="previous_response_id")
+    found = _RESPONSE_ID.fullmatch(said)
+    if found is None or not SESSION_ID_PATTERN.fullmatch(found[2]):
+        raise ContextNotFound("nothing is kept of this response: it was not stored", param="previous_response_id")
+    return int(found[1]), SessionId(found[2])
+
+
+def _conversation(said: Any) -> SessionId:
+    name = said.get("id") if isinstance(said, dict) else said
+    if not isinstance(name, str) or not SESSION_ID_PATTERN.fullmatch(name) or name.startswith(KEPT_PREFIX):
+        told = "conversation must be a name, or an object with its id: 1 to 128 letters, digits, '_', '-' or '.'"
+        raise InvalidRequest(told, param="conversation")
+    return SessionId(name)
+
+
+def _store(said: Any) -> bool | None:
+    if said is not None and not isinstance(said, bool):
+        raise InvalidRequest("store must be true or false", param="store")
+    return said

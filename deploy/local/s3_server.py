@@ -1,0 +1,68 @@
+"""`python -m deploy.local.s3_server PORT`: a real S3 server on loopback for `STORE=s3`, which forgets all when it ends.
+
+moto, in an environment of its own under .build, made at the first start: boto3, which it brings, and the Kubernetes
+client want different releases of python-dateutil.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import venv
+from http import HTTPStatus
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+from deploy.local.ports import LOOPBACK
+from deploy.local.progress import StepFailed, run_logged
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = ROOT / ".build" / "s3"
+WANTED = ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5")
+BUCKET = "kv-cache"
+_TIMEOUT_S = 5.0
+
+
+def main() -> None:
+    """Install what is missing, then become the server."""
+    try:
+        server = installed()
+    except StepFailed as failure:
+        sys.exit(f"error: {failure}")
+    os.execv(server, [str(server), "-H", LOOPBACK, "-p", sys.argv[1]])
+
+
+def installed() -> Path:
+    """Return the server's program, installed. Raises StepFailed."""
+    stamp, server = ENVIRONMENT / ".installed", ENVIRONMENT / "bin" / "moto_server"
+    if not stamp.exists() or stamp.read_text() != repr(WANTED):
+        venv.create(ENVIRONMENT, with_pip=True, clear=True)
+        pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+        run_logged([*pip, "install", *WANTED], what="the S3 server", log=ROOT / ".build" / "logs" / "s3.log")
+        stamp.write_text(repr(WANTED))
+    return server
+
+
+def has_bucket(port: int) -> bool:
+    """Make the bucket, and return whether it is there."""
+    request = Request(f"http://{LOOPBACK}:{port}/{BUCKET}", method="PUT")  # our own loopback
+    try:
+        with urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except OSError:
+        return False
+
+
+def environment(port: int) -> dict[str, str]:
+    """Return what a client of it needs in its environment: names and words that it takes, whatever they are."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{port}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "local",
+        "AWS_SECRET_ACCESS_KEY": "local",
+    }
+
+
+if __name__ == "__main__":
+    main()

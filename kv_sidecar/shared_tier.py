@@ -1,0 +1,376 @@
+"""KV that outlives its pod: written behind to a store that all pods share, fetched from there, removed from there.
+
+Objects, by tenant (docs/formats.md):
+
+    <tenant>/manifests/<cache_ref>            a manifest, as its file on disk
+    <tenant>/blocks/<file name>               a block file or tail, as on disk; contexts that begin alike share it
+    <tenant>/holders/<file name>/<session>    empty: a manifest of this session has that block
+    <tenant>/sessions/<session>/<cache_ref>   empty: this manifest is of that session
+
+Rules:
+1. Write: holder, then block, then, when all are there, session and manifest. Remove: the manifest, then holders, the
+   blocks that have none, and the session. A crash in between leaves what no manifest names: shared_collector.py's.
+2. A store has no locks: another pod may begin to hold a block in the moment in which its last holder lets go of it.
+   Then the block is gone, whoever wants that KV computes it, and its manifest goes too. Bytes are never wrong: what
+   comes from here is verified as what comes from a peer is (pulling.py).
+3. Nobody waits for the store but who asks for KV that is nowhere else, and a DELETE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from contextcache.clock import Clock
+from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable
+from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
+from contextcache.process.crash_points import crash_point
+from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import all_keys, decode_manifest, encode_manifest
+from kv_sidecar.index import ManifestRecord, RecentNames
+from kv_sidecar.manifests import MAX_FILE_BYTES
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.object_store import ObjectStore
+from kv_sidecar.store import Buffer
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+_AT_ONCE = 4
+"""Block files on their way to or from the store for one context."""
+_CALLS_AT_ONCE = 16
+"""Calls without bytes."""
+_KNOWN_MAX = 1_000_000
+"""Blocks whose holders are known to be noted; about 200 bytes each."""
+_TOMBSTONE_MS = 3_600_000
+BACKOFF_S, _BACKOFF_S_MAX = 1.0, 30.0
+
+
+class LocalKV(Protocol):
+    """What this pod has: the catalog's side of the write-behind."""
+
+    def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
+        """Return the record of sealed KV."""
+        ...
+
+    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
+        """Return what is sealed here of a session."""
+        ...
+
+    async def manifest(self, record: ManifestRecord) -> Manifest | None:
+        """Return its manifest, or None."""
+        ...
+
+    async def block(self, key: BlockKey) -> Buffer | None:
+        """Return a verified copy of a block file's bytes, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What the shared tier may cost."""
+
+    bytes_per_s: int
+    """Written, at most; 0: no limit."""
+    queue_max: int
+    """Contexts that wait to be written; the oldest give way, and are counted."""
+    block_bytes_max: int
+
+
+class SharedTier:
+    """One pod's view of the store; owns the task that writes. Used from one event loop."""
+
+    def __init__(
+        self, objects: ObjectStore, local: LocalKV, *, limits: SharedLimits, clock: Clock, metrics: SidecarMetrics
+    ) -> None:
+        self._objects = objects
+        self._local = local
+        self._limits = limits
+        self._clock = clock
+        self._metrics = metrics
+        self._queue: OrderedDict[CacheRef, bool] = OrderedDict()
+        """Each with whether it is to be written although the store has it."""
+        self._num_writing = 0
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._paced_until_s = 0.0
+        self._is_hurried = False
+        self._held: OrderedDict[tuple[SessionId, BlockKey], None] = OrderedDict()
+        """Holders that this process has written, and not removed since: their blocks are there."""
+        self._deleted: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
+        self._doomed: deque[Callable[[], Awaitable[None]]] = deque(maxlen=limits.queue_max)
+        """Removals that the store did not take, to be tried again."""
+        self._writer: asyncio.Task[None] | None = None
+
+    # Writing behind.
+
+    @property
+    def num_waiting(self) -> int:
+        """Contexts that are not in the store yet, the one that is being written among them."""
+        return len(self._queue) + self._num_writing
+
+    def start(self) -> None:
+        """Begin to write what is queued."""
+        self._writer = asyncio.create_task(self._write_all())
+
+    async def close(self) -> None:
+        """Stop writing."""
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+
+    def write_soon(self, record: ManifestRecord, *, again: bool = False) -> None:
+        """Queue sealed KV; `again`: the store may have it, with another expiry, or without blocks it lacks by now.
+
+        What is kept of plain requests stays in its pod.
+        """
+        if record.is_kept:
+            return
+        self._queue[record.cache_ref] = again or self._queue.get(record.cache_ref, False)
+        self._queue.move_to_end(record.cache_ref)
+        if len(self._queue) > self._limits.queue_max:
+            self._queue.popitem(last=False)
+            self._metrics.store_writes.labels("queue_full").inc()
+        self._idle.clear()
+        self._work.set()
+
+    async def flush(self, timeout_s: float) -> int:
+        """Write what waits, the newest first, for so many seconds; return how many contexts are left."""
+        self._queue = OrderedDict(reversed(self._queue.items()))
+        self._is_hurried = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return self.num_waiting
+
+    async def _write_all(self) -> None:
+        backoff_s = BACKOFF_S
+        while True:
+            await self._work.wait()
+            try:
+                await self._write_next()
+                backoff_s = BACKOFF_S
+            except SidecarUnavailable as exc:
+                self._metrics.store_writes.labels("unavailable").inc()
+                log.warning("shared store refuses a write", extra={"reason": exc.message})
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
+            except Exception:
+                self._metrics.store_writes.labels("internal_error").inc()
+                log.exception("write to the shared store broke")
+
+    async def _write_next(self) -> None:
+        """Write one context; what the store refuses goes to the end of the queue."""
+        if self._doomed:
+            removal = self._doomed.popleft()
+            try:
+                await removal()
+            except SidecarUnavailable:
+                self._doomed.append(removal)
+                raise
+        elif self._queue:
+            cache_ref, again = self._queue.popitem(last=False)
+            self._num_writing = 1
+            try:
+                outcome = await self._write(cache_ref, again=again)
+            except SidecarUnavailable:
+                self._queue.setdefault(cache_ref, again)
+                raise
+            finally:
+                self._num_writing = 0
+            self._metrics.store_writes.labels(outcome).inc()
+        if not self._queue and not self._doomed:
+            self._work.clear()
+            self._idle.set()
+
+    async def _write(self, cache_ref: CacheRef, *, again: bool) -> str:
+        record = self._local.record(cache_ref)
+        name = _manifest_name("" if record is None else record.tenant, cache_ref)
+        if record is not None and not again and await self._objects.size_bytes(name) is not None:
+            return "present"
+        manifest = None if record is None else await self._local.manifest(record)
+        if record is None or manifest is None:
+            return "gone"
+        try:
+            await each(dict.fromkeys(record.keys), lambda key: self._hold(record, key), at_once=_AT_ONCE)
+        except CacheRefNotFound:
+            return "gone"
+        crash_point(AFTER_STORED_BLOCKS)
+        data = await asyncio.to_thread(encode_manifest, manifest)
+        if cache_ref not in self._deleted:
+            await self._objects.put(_session_name(record.tenant, record.session_id, cache_ref), b"")
+            await self._objects.put(name, data)
+        if cache_ref in self._deleted:
+            # A delete came meanwhile, and may have found nothing.
+            await self.delete(record.tenant, record.session_id, [cache_ref], is_whole=False)
+            return "deleted"
+        return "written"
+
+    async def _hold(self, record: ManifestRecord, key: BlockKey) -> None:
+        """Note that a session holds a block, and write that unless it is there.
+
+        Raises CacheRefNotFound when it has gone here meanwhile.
+        """
+        known = (record.session_id, key)
+        if known in self._held:
+            self._held.move_to_end(known)
+            return
+        await self._objects.put(_holder_name(record.tenant, key, record.session_id), b"")
+        if await self._objects.size_bytes(_block_name(record.tenant, key)) is None:
+            data = await self._local.block(key)
+            if data is None:
+                raise CacheRefNotFound("the block has gone")
+            await self._pace(len(data))
+            await self._objects.put(_block_name(record.tenant, key), data)
+            self._metrics.store_bytes.labels("write").inc(len(data))
+        self._held[known] = None
+        if len(self._held) > _KNOWN_MAX:
+            self._held.popitem(last=False)
+
+    async def _pace(self, size_bytes: int) -> None:
+        if self._is_hurried or not self._limits.bytes_per_s:
+            return
+        now_s = asyncio.get_running_loop().time()
+        begins_s = max(now_s, self._paced_until_s)
+        self._paced_until_s = begins_s + size_bytes / self._limits.bytes_per_s
+        await asyncio.sleep(begins_s - now_s)
+
+    # Fetching; pulling.py has the story.
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """Return a manifest of the store. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""
+        found = None if cache_ref in self._deleted else await self.read(_manifest_name(tenant, cache_ref))
+        if found is None:
+            raise CacheRefNotFound("the shared store has no such KV")
+        if found.expires_at_ms <= self._clock.now_ms():
+            raise CacheRefNotFound("the KV in the shared store has expired")
+        return found
+
+    async def block(self, tenant: TenantId, key: BlockKey) -> Buffer:
+        """Return a block file, unverified. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""
+        data = await self._objects.get(_block_name(tenant, key), limit_bytes=self._limits.block_bytes_max)
+        if data is None:
+            raise CacheRefNotFound("a block has gone from the shared store")
+        self._metrics.store_bytes.labels("read").inc(len(data))
+        return data
+
+    async def read(self, name: str) -> Manifest | None:
+        """Return the manifest under an object's name, or None. Raises CorruptBlock, SidecarUnavailable."""
+        data = await self._objects.get(name, limit_bytes=MAX_FILE_BYTES)
+        # In a thread, as the names of a long context's blocks take a while.
+        return None if data is None else await asyncio.to_thread(decode_manifest, memoryview(data))
+
+    # Removing.
+
+    async def delete(
+        self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef], *, is_whole: bool
+    ) -> None:
+        """Remove KV of a session, and the blocks that nobody else holds; `is_whole`: nothing of the session stays.
+
+        What the store does not take is tried again until it does, or this process ends; then the collector finds it.
+        Raises SidecarUnavailable.
+        """
+        refs = tuple(ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref))
+        refs += tuple(prompt_ref(ref) for ref in refs)
+        for ref in refs:
+            self._deleted.add(ref, self._clock.now_ms())
+            self._queue.pop(ref, None)
+        try:
+            await self._remove(tenant, session_id, refs, is_whole=is_whole)
+        except SidecarUnavailable:
+            self._doomed.append(partial(self._remove, tenant, session_id, refs, is_whole=is_whole))
+            self._idle.clear()
+            self._work.set()
+            raise
+
+    async def _remove(
+        self, tenant: TenantId, session_id: SessionId, cache_refs: Collection[CacheRef], *, is_whole: bool
+    ) -> None:
+        refs = set(cache_refs)
+        if is_whole and session_id:
+            refs |= await self._refs_of(tenant, session_id)
+        held: dict[SessionId, set[BlockKey]] = {session_id: set()} if session_id else {}
+        for ref in refs:
+            name = _manifest_name(tenant, ref)
+            with suppress(CorruptBlock):  # its blocks are the collector's
+                if (found := await self.read(name)) is not None:
+                    held.setdefault(found.session_id, set()).update(all_keys(found))
+            await self._objects.delete(name)
+        for owner, keys in held.items():
+            crash_point(AFTER_UNSTORED_MANIFEST)
+            let_go = keys - await self._wanted_by(tenant, owner, refs)
+            await each(let_go, lambda key, owner=owner: self._let_go(tenant, owner, key))  # type: ignore[misc]
+            await each(refs, lambda ref, owner=owner: self._objects.delete(_session_name(tenant, owner, ref)))  # type: ignore[misc]
+            for record in self._local.of_session(tenant, owner):
+                # Sealed while its blocks were let go of: they are held anew.
+                if record.cache_ref not in refs and not let_go.isdisjoint(record.keys):
+                    self.write_soon(record, again=True)
+
+    async def _refs_of(self, tenant: TenantId, session_id: SessionId) -> set[CacheRef]:
+        return {ref_of(it.name) async for it in self._objects.listed(f"{tenant}/sessions/{session_id}/")}
+
+    async def _wanted_by(self, tenant: TenantId, session_id: SessionId, but: Collection[CacheRef]) -> set[BlockKey]:
+        """Return the blocks that a session's other manifests have, here and in the store."""
+        here = {record.cache_ref: record.keys for record in self._local.of_session(tenant, session_id)}
+        keys = {key for ref, held in here.items() if ref not in but for key in held}
+        for ref in (await self._refs_of(tenant, session_id)).difference(here, but):
+            with suppress(CorruptBlock):
+                if (found := await self.read(_manifest_name(tenant, ref))) is not None:
+                    keys.update(all_keys(found))
+        return keys
+
+    async def _let_go(self, tenant: TenantId, session_id: SessionId, key: BlockKey) -> None:
+        self._held.pop((session_id, key), None)
+        await self._objects.delete(_holder_name(tenant, key, session_id))
+        await self.delete_unheld(tenant, key.file_name)
+
+    async def delete_unheld(self, tenant: TenantId, file_name: str) -> None:
+        """Remove a block file that no session holds."""
+        async for _ in self._objects.listed(f"{tenant}/holders/{file_name}/"):
+            return
+        await self._objects.delete(f"{tenant}/blocks/{file_name}")
+
+
+async def each(
+    items: Iterable[Item], call: Callable[[Item], Awaitable[None]], *, at_once: int = _CALLS_AT_ONCE
+) -> None:
+    """Make a call for each, some at a time; when all have ended, raise what the first of those that failed did."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(item: Item) -> None:
+        async with slots:
+            await call(item)
+
+    ends = await asyncio.gather(*map(one, items), return_exceptions=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+
+
+def _manifest_name(tenant: TenantId, cache_ref: CacheRef) -> str:
+    return f"{tenant}/manifests/{cache_ref}"
+
+
+def _block_name(tenant: TenantId, key: BlockKey) -> str:
+    return f"{tenant}/blocks/{key.file_name}"
+
+
+def _holder_name(tenant: TenantId, key: BlockKey, session_id: SessionId) -> str:
+    return f"{tenant}/holders/{key.file_name}/{session_id}"
+
+
+def _session_name(tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> str:
+    return f"{tenant}/sessions/{session_id}/{cache_ref}"
+
+
+def ref_of(name: str) -> CacheRef:
+    """Return the last part of an object's name."""
+    return name.rpartition("/")[2]

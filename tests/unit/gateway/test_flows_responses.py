@@ -1,0 +1,108 @@
+"""Where a response goes: by its own id, by its conversation, and from an older one into a branch."""
+
+import json
+
+import pytest
+
+from contextcache.errors import ContextNotFound, GenerationGone, InvalidRequest
+from contextcache.model import MIN_TTL_S, Segment, SegmentKind, TurnCommit
+from contextcache.repeats import read_repeatable
+from gateway.paths import Kind
+from tests.kit.gateway_parts import OTHER_KEY, REF, as_told
+from tests.unit.gateway.test_flows_route import identity_of, route
+
+PATH = "/v1/responses"
+AGAIN = {"idempotency-key": "once"}
+
+
+async def ask(parts, *, headers=None, **said):
+    return await route(parts, {"model": "stub-model", "input": "x", **said}, path=PATH, headers=headers)
+
+
+async def add_turn(parts, session_id, *, generation, repeatable=None):
+    """Commit one more turn, which makes `generation`."""
+    await parts.directory.begin_turn("demo", session_id, lease_id=f"l{generation}", lease_ttl_ms=1000)
+    segment = Segment(SegmentKind.PROMPT, (4, 5), text="more")
+    kept = {} if repeatable is None else {"repeatable": repeatable, "answer": b"answer"}
+    commit = TurnCommit("demo", session_id, f"l{generation}", generation - 1, generation - 1, (segment,), REF, "pod-a",
+                        **kept)  # fmt: skip
+    await parts.directory.commit_turn(commit)
+
+
+async def test_the_newest_response_is_continued_where_its_kv_is(parts):
+    await parts.directory.add("mine", holder="pod-b")
+    by_id = await ask(parts, previous_response_id="resp_1_mine")
+    by_name = await ask(parts, conversation={"id": "mine"})
+
+    for forward in (by_id, by_name):
+        assert (forward.kind, forward.endpoint.name, forward.body) == (Kind.TURN, "pod-b", None)
+        assert identity_of(parts, forward).session_id == "mine"
+
+
+async def test_a_response_that_is_stored_gets_a_new_context_and_one_that_is_not_none(parts):
+    stored, again = [await ask(parts, store=True) for _ in range(2)]
+    plain = [await ask(parts, **said) for said in ({}, {"store": False}, {"store": None})]
+    named = await ask(parts, conversation="talk")
+
+    ids = {identity_of(parts, forward).session_id for forward in (stored, again)}
+    assert len(ids) == 2
+    assert all(one.startswith("ctx_") for one in ids)
+    assert (stored.kind, named.kind) == (Kind.CREATE, Kind.CREATE)
+    assert identity_of(parts, named).session_id == "talk"
+    assert [forward.kind for forward in plain] == [Kind.STATELESS] * 3
+
+
+async def test_an_older_response_is_continued_in_a_branch_of_its_own(parts):
+    """Seen to fail: 409 generation_mismatch, for ever."""
+    await parts.directory.add("mine", holder="pod-b")
+    await add_turn(parts, "mine", generation=2)
+    before = await parts.directory.get_session_metadata("demo", "mine")
+    branches = [await ask(parts, previous_response_id="resp_1_mine") for _ in range(2)]
+
+    names = [identity_of(parts, forward).session_id for forward in branches]
+    assert len({*names, "mine"}) == 3
+    for name, forward in zip(names, branches, strict=True):
+        assert as_told(forward.body)["previous_response_id"] == f"resp_1_{name}"
+        branch = await parts.directory.begin_turn("demo", name, lease_id="r", lease_ttl_ms=1000, read_only=True)
+        assert [segment.token_ids for segment in branch.transcript()] == [(1, 2, 3)]
+        assert (branch.session.generation, branch.session.ttl_s) == (1, before.ttl_s)
+    assert await parts.directory.get_session_metadata("demo", "mine") == before
+
+
+async def test_a_branch_that_nothing_is_stored_of_does_not_last(parts):
+    await parts.directory.add("mine")
+    await add_turn(parts, "mine", generation=2)
+    forward = await ask(parts, previous_response_id="resp_1_mine", store=False)
+
+    branch = await parts.directory.get_session_metadata("demo", identity_of(parts, forward).session_id)
+    assert branch.ttl_s == MIN_TTL_S
+
+
+async def test_a_request_that_comes_again_goes_where_it_was_answered(parts):
+    """Seen to fail: a branch, and a second answer."""
+    await parts.directory.add("mine")
+    await add_turn(parts, "mine", generation=2, repeatable=read_repeatable("once", ()))
+    answered = await ask(parts, previous_response_id="resp_1_mine", headers=AGAIN)
+    branches = [await ask(parts, previous_response_id="resp_1_mine", headers={"idempotency-key": "other"})
+                for _ in range(2)]  # fmt: skip
+    stored = [await ask(parts, store=True, headers=AGAIN) for _ in range(2)]
+
+    assert identity_of(parts, answered).session_id == "mine"
+    assert answered.body is None
+    assert len({(forward.body, identity_of(parts, forward).session_id) for forward in branches}) == 1
+    assert len({identity_of(parts, forward).session_id for forward in stored}) == 1
+
+
+async def test_what_is_not_there_cannot_be_continued_and_nobody_else_s_is_not_there(parts):
+    await parts.directory.add("mine")
+    for said in ({"previous_response_id": "resp_1_none"}, {"conversation": "none", "store": False}):
+        with pytest.raises(ContextNotFound):
+            await ask(parts, **said)
+    for generation in (1, 7):
+        body = {"model": "stub-model", "input": "x", "previous_response_id": f"resp_{generation}_mine"}
+        with pytest.raises(ContextNotFound):
+            await route(parts, body, path=PATH, key=OTHER_KEY)
+    with pytest.raises(GenerationGone):
+        await ask(parts, previous_response_id="resp_7_mine")
+    with pytest.raises(InvalidRequest):
+        await route(parts, json.dumps({"previous_response_id": "resp_1_mine", "session_id": "b"}).encode(), path=PATH)

@@ -1,0 +1,374 @@
+"""The shared tier: two pods over one directory, and what is left in it after deletes, crashes, faults and time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, SidecarUnavailable
+from contextcache.model import HeldCacheRef
+from kv_sidecar import shared_tier
+from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
+from kv_sidecar.object_store import ObjectStore
+from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.shared_collector import COLLECTOR
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.until import until
+
+TEN = tuple(range(10))
+"""Two whole blocks and a tail."""
+HOUR_S = 3600
+
+
+class Killed(BaseException):
+    """Raised where a process would end."""
+
+
+class SaysNothingIsNamed:
+    """A manager that knows no session."""
+
+    async def orphans(self, held: list[HeldCacheRef]) -> list[int]:
+        return list(range(len(held)))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    # The store has a clock of its own.
+    return ManualClock(round(time.time() * 1000))
+
+
+@pytest.fixture
+def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
+    """Return a running sidecar with a disk of its own, over the one store."""
+
+    @asynccontextmanager
+    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
+        settings = {"store_url": f"file://{tmp_path}/store", "orphan_after_s": 100 * HOUR_S} | more
+        async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
+            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+            yield kv
+
+    return running
+
+
+def objects(tmp_path: Path) -> set[str]:
+    store = tmp_path / "store"
+    return {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()} - {COLLECTOR}
+
+
+def kinds(tmp_path: Path) -> dict[str, int]:
+    """Return how many objects there are of each kind."""
+    found = [name.split("/")[1] for name in objects(tmp_path)]
+    return {kind: found.count(kind) for kind in ("blocks", "holders", "sessions", "manifests") if kind in found}
+
+
+async def written(kv: SidecarUnderTest) -> None:
+    await kv.sidecar.shared.flush(60)
+    assert kv.sidecar.shared.num_waiting == 0
+
+
+async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
+    assert kv.sidecar.bring(TENANT, [cache_ref])
+
+    async def num_pulls() -> int:
+        return kv.sidecar.pulls.num_pulls
+
+    await until(num_pulls, is_so=lambda number: not number, what="the pull has ended")
+
+
+async def test_a_context_is_served_by_another_pod_when_its_own_is_gone_with_its_disk(pod, tmp_path):
+    async with pod("a") as kv:
+        new = await kv.save(TEN)
+        files = {key: kv.path_of(key).read_bytes() for key in kv.block_files()}
+        await written(kv)
+    assert kinds(tmp_path) == {"blocks": 3, "holders": 3, "sessions": 1, "manifests": 1}
+
+    async with pod("b") as kv:
+        await brought(kv, new.cache_ref)
+        assert await kv.load(new) == ["object"] * 3
+        assert await kv.load(new) == ["host"] * 3
+        assert {key: kv.path_of(key).read_bytes() for key in kv.block_files()} == files
+        assert (kv.counted("pulls_total", outcome="pulled"), kv.sidecar.shared.num_waiting) == (1, 0)
+
+
+async def test_what_the_store_does_not_have_is_asked_for_once_and_missed_at_once_after(pod, clock):
+    async with pod("a") as kv:
+        ref = "ref_" + "0" * 32
+        await brought(kv, ref)
+        assert not kv.sidecar.bring(TENANT, [ref])
+        with pytest.raises(CacheRefNotFound):
+            await kv.catalog.open(TENANT, ref)
+        clock.advance(s=60)
+        assert kv.sidecar.bring(TENANT, [ref])
+
+
+async def test_blocks_that_two_contexts_begin_with_are_stored_once_and_stay_until_both_are_deleted(pod, tmp_path):
+    async with pod("a") as kv:
+        one = await kv.save(TEN, session_id="ctx_1")
+        await kv.save((*TEN[:4], 77, 78, 79, 80), session_id="ctx_2")
+        await written(kv)
+        assert kinds(tmp_path) == {"blocks": 4, "holders": 5, "sessions": 2, "manifests": 2}
+
+        await kv.sidecar.delete(TENANT, "ctx_2", [])
+        assert kinds(tmp_path) == {"blocks": 3, "holders": 3, "sessions": 1, "manifests": 1}
+    async with pod("b") as kv:
+        await brought(kv, one.cache_ref)
+        assert await kv.load(one) == ["object"] * 3
+        await kv.sidecar.delete(TENANT, "ctx_1", [one.cache_ref])
+    assert objects(tmp_path) == set()
+
+
+async def test_a_delete_by_a_pod_that_never_had_the_context_leaves_nothing(pod, tmp_path):
+    async with pod("a") as kv:
+        await kv.save(TEN, session_id="ctx_1")
+        await kv.save((*TEN, 10, 11, 12), session_id="ctx_1")
+        await written(kv)
+    async with pod("b") as kv:
+        await kv.sidecar.delete(TENANT, "ctx_1", [])
+
+    assert objects(tmp_path) == set()
+
+
+@pytest.mark.parametrize("where", ["a", "b"], ids=["where it is", "on another pod"])
+async def test_an_older_generation_goes_alone_and_takes_what_the_newer_one_has_not(pod, tmp_path, where):
+    async with pod("a") as kv:
+        old = await kv.save(TEN, session_id="ctx_1")
+        new = await kv.save((*TEN[:4], 77, 78, 79, 80, 81), session_id="ctx_1")
+        await written(kv)
+        if where == "a":
+            await kv.sidecar.delete(TENANT, "", [old.cache_ref])
+    async with pod("b") as kv:
+        if where == "b":
+            await kv.sidecar.delete(TENANT, "", [old.cache_ref])
+        assert kinds(tmp_path) == {"blocks": 3, "holders": 3, "sessions": 1, "manifests": 1}
+        await brought(kv, new.cache_ref)
+        assert await kv.load(new) == ["object"] * 3
+
+
+async def test_a_context_deleted_while_it_is_written_leaves_nothing(pod, tmp_path):
+    async with pod("a") as kv:
+        shared = kv.sidecar.shared
+        put, begun, may_go_on = shared._objects.put, asyncio.Event(), asyncio.Event()
+
+        async def slow(name, data):
+            begun.set()
+            await may_go_on.wait()
+            await put(name, data)
+
+        shared._objects.put = slow
+        new = await kv.save(TEN)
+        await begun.wait()
+        await kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref])
+        may_go_on.set()
+        await written(kv)
+
+    assert not [name for name in objects(tmp_path) if "/manifests/" in name]
+    assert not [name for name in objects(tmp_path) if "/blocks/" in name]
+
+
+@pytest.mark.parametrize("point", [AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST])
+async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_named(
+    pod, clock, tmp_path, monkeypatch, point
+):
+    def die(passed):
+        if passed == point:
+            raise Killed
+
+    async with pod("a") as kv:
+        kept = await kv.save(TEN, session_id="ctx_1")
+        await written(kv)
+        other = (*TEN[:4], 77, 78, 79, 80, 81)
+        if point == AFTER_UNSTORED_MANIFEST:
+            await kv.save(other, session_id="ctx_2")
+            await written(kv)
+        monkeypatch.setattr(shared_tier, "crash_point", die)
+        if point == AFTER_UNSTORED_MANIFEST:
+            end = kv.sidecar.shared.delete(TENANT, "ctx_2", [], is_whole=True)
+        else:
+            await kv.save(other, session_id="ctx_2")
+            end = asyncio.wait_for(asyncio.shield(kv.sidecar.shared._writer), 60)
+        with pytest.raises(Killed):
+            await end
+        monkeypatch.undo()
+    left = objects(tmp_path)
+    assert kinds(tmp_path)["blocks"] == 5
+
+    async with pod("b", store_grace_s=60, store_collect_interval_s=10) as kv:
+        await kv.sidecar.collect()
+        assert objects(tmp_path) == left
+        clock.advance(s=120)
+        await kv.sidecar.collect()
+        assert kinds(tmp_path) == {"blocks": 3, "holders": 3, "sessions": 1, "manifests": 1}
+        await brought(kv, kept.cache_ref)
+        assert await kv.load(kept) == ["object"] * 3
+
+
+@pytest.mark.parametrize("why", ["expired", "unnamed"])
+async def test_what_has_expired_and_what_no_session_names_is_collected_once_an_interval(pod, clock, tmp_path, why):
+    async with pod("a") as kv:
+        await kv.save(TEN, session_id="ctx_1")
+        await written(kv)
+    times = {"store_grace_s": 60, "store_collect_interval_s": 100}
+    manager = {"manager": SaysNothingIsNamed()} if why == "unnamed" else {}
+    async with pod("b", **times, **manager) as kv:
+        await kv.sidecar.collect()
+        assert kinds(tmp_path)["manifests"] == 1  # not old enough
+        clock.advance(s=99 if why == "unnamed" else HOUR_S + 1)
+        (tmp_path / "store" / COLLECTOR).touch()
+        os.utime(tmp_path / "store" / COLLECTOR, times=(clock.now_ms() / 1000 - 99,) * 2)
+        await kv.sidecar.collect()
+        assert kinds(tmp_path)["manifests"] == 1  # somebody has just been there
+        clock.advance(s=2)
+        await kv.sidecar.collect()
+    assert objects(tmp_path) == set()
+
+
+async def test_a_block_that_has_gone_from_the_store_is_a_miss_and_its_manifest_goes_too(pod, tmp_path):
+    async with pod("a") as kv:
+        new = await kv.save(TEN)
+        await written(kv)
+    next(path for path in (tmp_path / "store").rglob("*") if path.parent.name == "blocks").unlink()
+
+    async with pod("b") as kv:
+        await brought(kv, new.cache_ref)
+        assert (kv.block_files(), kv.manifest_files()) == (set(), set())
+    assert objects(tmp_path) == set()
+
+
+async def test_wrong_bytes_are_a_miss_and_nothing_of_them_stays(pod, tmp_path):
+    async with pod("a") as kv:
+        new = await kv.save(TEN)
+        await written(kv)
+    for path in (tmp_path / "store").rglob("*"):
+        if path.parent.name == "blocks":
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+
+    async with pod("b") as kv:
+        await brought(kv, new.cache_ref)
+        assert kv.counted("pulls_total", outcome="corrupt_block") == 1
+        assert (kv.block_files(), kv.manifest_files()) == (set(), set())
+
+
+async def test_a_store_that_fails_is_tried_again_for_writes_and_for_deletes(pod, tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_tier, "BACKOFF_S", 0.0)
+
+    async def fail(*args, **kwargs):
+        raise SidecarUnavailable("down")
+
+    async with pod("a") as kv:
+        store = kv.sidecar.shared._objects
+        put, delete = store.put, store.delete
+        store.put = fail
+        new = await kv.save(TEN)
+
+        async def refused() -> float:
+            return kv.counted("store_writes_total", outcome="unavailable")
+
+        await until(refused, is_so=lambda count: count > 1, what="the store refused twice")
+        store.put = put
+        await written(kv)
+        assert kinds(tmp_path)["manifests"] == 1
+
+        store.delete = fail
+        await kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref])
+        with pytest.raises(CacheRefNotFound):
+            await kv.sidecar.shared.manifest(TENANT, new.cache_ref)
+        assert objects(tmp_path)
+        store.delete = delete
+        await kv.sidecar.shared.flush(60)
+    assert objects(tmp_path) == set()
+
+
+async def test_what_was_not_written_before_a_kill_is_written_after_the_restart(pod, tmp_path, monkeypatch):
+    async def never(*args, **kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ObjectStore, "put", never)
+    async with pod("a") as kv:
+        new = await kv.save(TEN)
+    monkeypatch.undo()
+    assert objects(tmp_path) == set()
+    for outcome in ("written", "present"):
+        async with pod("a") as kv:
+            await written(kv)
+            assert kv.counted("store_writes_total", outcome=outcome) == 1
+    async with pod("b") as kv:
+        await brought(kv, new.cache_ref)
+        assert await kv.load(new) == ["object"] * 3
+
+
+async def test_the_oldest_waiting_context_gives_way_and_writes_keep_to_their_rate_but_for_the_last_ones(
+    pod, tmp_path, monkeypatch
+):
+    async def never(*args, **kwargs):
+        await asyncio.Event().wait()
+
+    slept_s = []
+
+    async def sleep(delay_s):
+        slept_s.append(delay_s)
+
+    monkeypatch.setattr(ObjectStore, "size_bytes", never)
+    async with pod("a", store_queue_max=1, store_bytes_per_s=100) as kv:
+        for session in ("ctx_1", "ctx_2", "ctx_3"):
+            await kv.save(TEN, session_id=session)
+        assert kv.counted("store_writes_total", outcome="queue_full") >= 1
+        assert kv.sidecar.shared.num_waiting <= 2  # one of them is being written
+    monkeypatch.undo()
+
+    async with pod("b", store_bytes_per_s=100) as kv:
+        shared = kv.sidecar.shared
+        monkeypatch.setattr(shared_tier.asyncio, "sleep", sleep)
+        await shared._pace(200)
+        await shared._pace(100)
+        shared._is_hurried = True
+        await shared._pace(100)
+        monkeypatch.undo()
+    assert slept_s[0] == 0
+    assert slept_s[1:] == [pytest.approx(2, abs=1)]
+
+
+async def test_the_end_of_a_pod_waits_for_the_store_as_long_as_it_is_told(pod, monkeypatch):
+    async def never(*args, **kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ObjectStore, "size_bytes", never)
+    async with pod("a", store_flush_s=0.01) as kv:
+        await kv.save(TEN)
+        await kv.sidecar.flush()
+        assert kv.sidecar.shared.num_waiting == 1
+
+
+async def test_a_new_expiry_reaches_the_store(pod, clock):
+    async with pod("a") as kv:
+        new = await kv.save(TEN)
+        await written(kv)
+        await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 10 * HOUR_S * 1000)
+        await written(kv)
+        clock.advance(s=5 * HOUR_S)
+        assert (await kv.sidecar.shared.manifest(TENANT, new.cache_ref)).expires_at_ms > clock.now_ms()
+
+
+async def test_kv_of_plain_requests_and_another_tenants_name_stay_out(pod, tmp_path):
+    async with pod("a") as kv:
+        await kv.save(TEN, session_id="kept_" + "0" * 32)
+        new = await kv.save(TEN, session_id="ctx_1")
+        await written(kv)
+        assert kinds(tmp_path)["manifests"] == 1
+        with pytest.raises(CacheRefNotFound):
+            await kv.sidecar.shared.manifest("other", new.cache_ref)
+
+
+@pytest.mark.parametrize("url", ["/tmp/x", "ftp://a/b", "s3:", "file:relative"])
+def test_a_url_that_is_no_store_is_refused_at_the_start(url):
+    with pytest.raises(ValueError, match="store"):
+        SidecarSettings(store_url=url)

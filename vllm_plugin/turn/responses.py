@@ -1,0 +1,385 @@
+"""Turns on `/v1/responses`: composed as the chat's turns, answered by vLLM's own route for responses.
+
+What a request's items are as chat messages is vLLM's to say, by the functions that render the same request without a
+context. The engine then gets the items as they came, with our prompt's ids in the place of rendering them, and tells
+which ids it sampled beside what they say (vLLM 0.32 entrypoints/openai/responses/protocol.py:
+`kv_transfer_params.prompt_token_ids`, `enable_response_messages`). The functions are asked of the application behind us
+(`state.openai_serving_responses`), nothing of vLLM's is imported. An engine that has none of them carries no contexts.
+
+OpenAI's `instructions` are those of one request: they take the place of the system message that a conversation begins
+with. A turn that says `previous_response_id` or `conversation` and has none goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from contextcache.claim import SESSION_HEADER, read_strict_claims
+from contextcache.errors import EngineFailed, InvalidRequest
+from contextcache.model import ContextMode, SessionId, UsageFormat
+from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, continued_by, response_id
+from vllm_plugin.turn.answer import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
+from vllm_plugin.turn.anthropic import refused
+from vllm_plugin.turn.engine import Scope
+from vllm_plugin.turn.event_stream import Event
+from vllm_plugin.turn.history import is_resend
+from vllm_plugin.turn.meaning import meanings
+from vllm_plugin.turn.request import CHAT_PATH, NEVER_FROM_CLIENTS, OUR_FIELDS, TurnRequest, read_turn
+from vllm_plugin.turn.settlement import Turn
+
+_RENDERING = ("construct_input_messages", "construct_tool_dicts")
+_MADE = "enable_response_messages"
+_MADE_BY_IT = ("input_messages", "output_messages")
+_CHAT_FIELDS = frozenset({"messages", "return_token_ids", "stream_options"})
+"""That a response's request has not."""
+_TEXT_PARTS = frozenset({"input_text", "output_text"})
+_PARTS = _TEXT_PARTS | {"text", "summary_text", "reasoning_text", "refusal"}
+_ITEMS = frozenset(
+    {"", "message", "reasoning", "function_call", "function_call_output"}
+    | {"custom_tool_call", "custom_tool_call_output"}
+)
+_TOOLS = frozenset({"function", "custom", "namespace"})
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
+_REFUSED: Mapping[str, str] = {
+    "background": "a turn is answered while its client waits",
+    "previous_input_messages": "the context has what came before",
+    "stop": "a text may end within a token",
+}
+_ENDS = {"completed": "stop", "incomplete": "length"}
+"""Finish reasons by status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """vLLM's own words for responses."""
+
+    serving: Any
+    """An OpenAIServingResponses."""
+    rendering: Any
+    """The module of its renderer, which makes messages of items."""
+    ends: frozenset[int]
+    """Tokens that end this model's answers."""
+
+    @classmethod
+    def of(cls, scope: Scope) -> Responses:
+        """Return those of the application behind us. Raises InvalidRequest: it has none."""
+        serving: Any = getattr(getattr(scope.get("app"), "state", None), "openai_serving_responses", None)
+        rendering: Any = None
+        ends: set[int] = set()
+        try:
+            renderer = serving.online_renderer
+            if not renderer.use_harmony:
+                rendering = sys.modules[type(renderer).__module__]
+            told = serving.engine_client.input_processor.generation_config_fields.get("eos_token_id")
+            ends = {renderer.renderer.get_eos_token_id(), *([told] if isinstance(told, int) else told or ())}
+        except AttributeError:
+            rendering = None
+        if not all(hasattr(rendering, name) for name in _RENDERING):
+            raise InvalidRequest("this engine carries no contexts here: session_id is not for it", param="session_id")
+        return cls(serving, rendering, frozenset(ends))
+
+    def turn(
+        self, body: dict[str, Any], headers: Mapping[str, str], raw: bytes, named: SessionId | None
+    ) -> TurnRequest:
+        """Check a turn, `raw` as it came, of the context it was routed for.
+
+        Raises InvalidRequest, with vLLM's words for what is vLLM's.
+        """
+        asked = continued_by(RESPONSES_PATH, read_strict_claims(raw), headers.get(SESSION_HEADER))
+        if asked is None or asked.session_id not in (None, named):
+            raise InvalidRequest("the body names another context than the request was routed for", param="session_id")
+        for key, reason in _REFUSED.items():
+            if body.get(key):
+                raise InvalidRequest(f"{key} cannot be used with a context: {reason}", param=key)
+        given = {key: value for key, value in body.items() if key not in OUR_FIELDS | RESPONSE_FIELDS}
+        parsed, items = self._parsed(given)
+        chat = {
+            **{key: body[key] for key in OUR_FIELDS - {"truncation", "context_create"} if key in body},
+            "model": body.get("model"),
+            "messages": self._messages(items),
+            "tools": self._tools(parsed),
+            "chat_template_kwargs": parsed.chat_template_kwargs,
+            "reasoning_effort": None if parsed.reasoning is None else parsed.reasoning.effort,
+            "stream": parsed.stream,
+            "include_reasoning": parsed.include_reasoning,
+            "truncation": _truncation(body),
+        }
+        turn = read_turn(CHAT_PATH, chat, headers)
+        # Ids that clients choose would meet in the engine.
+        fields = {key: value for key, value in given.items() if key not in NEVER_FROM_CLIENTS | {"request_id"}}
+        if "metadata" in body:
+            fields["metadata"] = body["metadata"]  # of the response, as of the context
+        return replace(
+            turn,
+            engine_fields=fields,
+            # Its usage tells the whole prompt, and what of it was read.
+            usage=UsageFormat.OPENAI,
+            context_mode=turn.context_mode or (ContextMode.APPEND if _continues(body) else None),
+            commit=asked.commits and turn.commit,
+            expected_generation=turn.expected_generation or asked.generation,
+            creates_if_missing=asked.creates,
+            instructions=parsed.instructions or ("" if _continues(body) else None),
+            said={key: body[key] for key in RESPONSE_FIELDS if key in body},
+        )
+
+    def asking(self, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the path and the body of a chat's turn for this engine."""
+        fields = {key: value for key, value in body.items() if key not in _CHAT_FIELDS}
+        return RESPONSES_PATH, {**fields, "store": False, _MADE: True}
+
+    def answer(self, turn: Turn) -> JsonAnswer | SseAnswer:
+        """Return what reads the engine's response and tells it."""
+        told = _Told(turn, self.ends)
+        return _Stream(turn.request, told) if turn.request.stream else _Whole(turn.request, told)
+
+    def _parsed(self, given: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the request without its input, and its input.
+
+        One item and one tool after the other: vLLM's types are unions of dozens, and pydantic makes every error of
+        every member before it tells one (10 000 empty objects: 25 s and 10 GiB).
+        """
+        items, tools = given.get("input"), given.get("tools")
+        for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+            if _kind(tool) not in _TOOLS:
+                raise InvalidRequest("a context's tools are the client's own: functions", param=f"tools[{index}]")
+            self._validated({"input": "", "tools": [tool]})
+        if not isinstance(items, list):
+            return self._validated(given), items
+        parsed: list[Any] = []
+        for index, item in enumerate(items):
+            if not _is_text_item(item):
+                raise InvalidRequest("a context holds text, and calls with their results", param=f"input[{index}]")
+            parsed += self._validated({"input": [item]}).input
+        return self._validated({**given, "input": ""}), parsed
+
+    def _validated(self, body: dict[str, Any]) -> Any:
+        try:
+            return sys.modules[type(self.serving).__module__].ResponsesRequest.model_validate(dict(body))
+        except ValueError as exc:
+            raise refused(exc) from exc
+
+    def _messages(self, items: Any) -> list[dict[str, Any]]:
+        try:
+            made = self.rendering.construct_input_messages(request_instructions=None, request_input=items)
+            return [_message(message) for message in made]
+        except ValueError as exc:
+            raise refused(exc) from exc
+        except (AttributeError, LookupError, TypeError) as exc:
+            raise InvalidRequest("an item's parts are not what its type says", param="input") from exc
+
+    def _tools(self, parsed: Any) -> list[dict[str, Any]] | None:
+        leaves_out = self.serving.online_renderer.exclude_tools_when_tool_choice_none
+        tools: list[dict[str, Any]] | None = self.rendering.construct_tool_dicts(
+            parsed.tools, parsed.tool_choice, exclude_tools_when_tool_choice_none=leaves_out
+        )
+        return tools
+
+
+@dataclass(slots=True)
+class _Told:
+    """How one turn's response is read and told."""
+
+    turn: Turn
+    ends: frozenset[int]
+
+    def read(self, response: dict[str, Any], result: AnswerResult) -> None:
+        """Take what the transcript needs from a response that has come to its end. Raises EngineFailed."""
+        result.token_ids = [token for message in response["output_messages"] for token in message["tokens"]]
+        result.finish_reason = _ENDS.get(response["status"])
+        for item in response["output"]:
+            _take_item(item, result)
+        usage = response["usage"]
+        result.take_usage(
+            {
+                "prompt_tokens": usage["input_tokens"],
+                "completion_tokens": usage["output_tokens"],
+                "prompt_tokens_details": usage["input_tokens_details"],
+            }
+        )
+        ends = self.ends.union(self.turn.request.engine_fields.get("stop_token_ids") or ())
+        # vLLM says of an answer that it gave up what it says of a whole one.
+        is_whole = result.finish_reason == "length" or (result.token_ids[-1:] and result.token_ids[-1] in ends)
+        if not result.finish_reason or not is_whole:
+            result.finish_reason = "abort"
+        result.check_finished()
+
+    def told(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Return a response as its client is told it."""
+        turn = self.turn
+        ours: dict[str, Any] = {"previous_response_id": turn.request.said.get("previous_response_id")}
+        if turn.lease_id:
+            ours["id"] = response_id(turn.session.session_id, turn.session.generation + 1)
+        if turn.request.said.get("conversation") is not None:
+            ours["conversation"] = {"id": turn.session.session_id}
+        hidden = {"kv_transfer_params", *(() if turn.request.engine_fields.get(_MADE) else _MADE_BY_IT)}
+        return {key: value for key, value in response.items() if key not in hidden} | ours
+
+    def closed(self, response: dict[str, Any], usage: dict[str, Any], session: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole response with the turn's usage and session fields."""
+        details = {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]}
+        counted = {**response["usage"], "context": usage["context"]}
+        counted["input_tokens_details"] = {**(counted["input_tokens_details"] or {}), **details}
+        return {**self.told(response), **session, "usage": counted}
+
+
+class _Whole(JsonAnswer):
+    """A response in one body."""
+
+    def __init__(self, request: TurnRequest, told: _Told) -> None:
+        super().__init__(request)
+        self._told = told
+
+    @override
+    def complete(self) -> None:
+        try:
+            self._answer = json.loads(bytes(self._body))
+            self._told.read(self._answer, self.result)
+        except UNREADABLE as exc:
+            raise EngineFailed("the engine's response cannot be read") from exc
+
+    @override
+    def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
+        told = self._told.closed(self._answer, usage, session)
+        if not usage["context"]["committed"]:
+            told["id"] = self._answer["id"]  # nobody can go on from it
+        return json.dumps(told).encode()
+
+
+class _Stream(SseAnswer):
+    """A response as events. The last one, with the whole response, waits for the commit.
+
+    What vLLM tells before it asks the engine waits for what comes after: the receipt is known by then.
+    """
+
+    tells_done: ClassVar[bool] = False
+
+    def __init__(self, request: TurnRequest, told: _Told) -> None:
+        super().__init__(request)
+        self._told = told
+        self._early = b""
+        self._last: Event | None = None
+        self._whole: dict[str, Any] = {}
+
+    @override
+    def failing(self, event: Event) -> bytes:
+        self.result.error = True
+        return self._early + event.raw
+
+    @override
+    def complete(self) -> None:
+        if self.result.error:
+            return
+        if self._last is None:
+            raise EngineFailed("the engine's stream broke off")
+        try:
+            self._told.read(self._whole["response"], self.result)
+        except UNREADABLE as exc:
+            raise EngineFailed("the engine's response cannot be read") from exc
+
+    @override
+    def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
+        assert self._last is not None
+        response = self._told.closed(self._whole["response"], usage, session)
+        return self._early + self._last.with_data(_json({**self._whole, "response": response}))
+
+    @override
+    def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
+        if self._last is not None:
+            raise EngineFailed("the engine went on after its end")
+        kind = answer["type"]
+        if kind in ("error", "response.failed"):
+            return self.failing(event)
+        if kind in ("response.completed", "response.incomplete"):
+            self._hold(event)
+            self._last, self._whole = event, answer
+            return b""
+        if kind in ("response.created", "response.in_progress"):
+            self._early += event.with_data(_json({**answer, "response": self._told.told(answer["response"])}))
+            return b""
+        early, self._early = self._early, b""
+        return early + event.raw
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with what a template is given of it, its parts of text under one name."""
+    kept = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
+    content = kept.get("content")
+    if content is not None and not isinstance(content, str):
+        kept["content"] = [_part(part) for part in content]
+    return kept
+
+
+def _part(part: Any) -> Any:
+    is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
+    return {"type": "text", "text": part["text"]} if is_text else part
+
+
+def _is_text_item(item: Any) -> bool:
+    """Return whether an item is of a kind that a context holds, with nothing but text in its lists."""
+    if _kind(item) not in _ITEMS:
+        return False
+    lists = (item[key] for key in ("content", "output", "summary") if isinstance(item.get(key), list))
+    return all(_kind(part) in _PARTS for parts in lists for part in parts)
+
+
+def _kind(said: Any) -> str:
+    """Return the type of an item, a part or a tool; empty: it says none."""
+    kind = said.get("type", "") if isinstance(said, dict) else None
+    return kind if isinstance(kind, str) else "none of these"
+
+
+def _take_item(item: dict[str, Any], result: AnswerResult) -> None:
+    """Read one output item: the chat message that vLLM would make of it (its `construct_input_messages`)."""
+    if item["type"] == "message":
+        result.text += "".join(part.get("text") or "" for part in item["content"])
+    elif item["type"] == "function_call":
+        space = item.get("namespace")
+        result.add_call(item["call_id"], f"{space}__{item['name']}" if space else item["name"], item["arguments"])
+    elif item["type"] == "custom_tool_call":
+        result.add_call(item["call_id"], item["name"], json.dumps({"input": item["input"]}, ensure_ascii=False))
+
+
+def _continues(body: Mapping[str, Any]) -> bool:
+    """Return whether the body says in OpenAI's words what it goes on from: the input is then what is new."""
+    return body.get("previous_response_id") is not None or body.get("conversation") is not None
+
+
+def _truncation(body: Mapping[str, Any]) -> Any:
+    said = body.get("truncation")
+    if said == "auto":
+        told = 'a context is cut as it is told to: {"type": "rolling_tokens", "tokens": …}, not "auto"'
+        raise InvalidRequest(told, param="truncation")
+    return None if said == "disabled" else said
+
+
+def _json(event: dict[str, Any]) -> bytes:
+    return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def under_instructions(request: TurnRequest, history: Sequence[Mapping[str, Any]], mode: ContextMode) -> TurnRequest:
+    """Return a request whose prompt has its instructions in the place of those that the history begins with.
+
+    `history`: the messages of the transcript; none of a context that is being created. Instructions are no part of the
+    input: whether that is the conversation again is read without them. Raises HistoryAmbiguous.
+    """
+    said, new = request.instructions, request.prompt.messages
+    if said is None or new is None:
+        return request
+    system = ({"role": "system", "content": said},) if said else ()
+    if not history:
+        return replace(request, prompt=replace(request.prompt, messages=(*system, *new)))
+    rest = tuple(map(dict, history[1 if history[0]["role"] == "system" else 0 :]))
+    is_again = mode is ContextMode.AUTO and is_resend(meanings(rest), meanings(new), is_chat=True)
+    if is_again or mode is ContextMode.REPLAY:
+        whole = (*system, *new)
+    elif [*system] == [*history[: len(history) - len(rest)]]:
+        return replace(request, context_mode=ContextMode.APPEND)
+    else:
+        whole = (*system, *rest, *new)
+    return replace(request, prompt=replace(request.prompt, messages=whole), context_mode=ContextMode.REPLAY)
