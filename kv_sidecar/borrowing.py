@@ -7,7 +7,7 @@
 3. The answer names it behind what is here. Whoever loads it hears that it is pending, and waits as for any pull; in
    vain, there is still what is here.
 
-A peer that is gone, slow or of a release that cannot be asked costs this request `_ASK_S`, and no answer.
+A peer that is gone, slow or of a release that cannot be asked costs this request the question's `ask_s`, and no answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from kv_sidecar.prefixes import Found
 from kv_sidecar.pulling import ConnectPeer, Prefix, Pulls, Wanted
 
 log = logging.getLogger(__name__)
-
-_ASK_S = 0.1
-"""A connection and an answer from the same network; the engine's own question may take a few times as long."""
 
 
 class Prefixes:
@@ -56,7 +53,7 @@ class Prefixes:
         self._block_tokens = block_tokens
         self._clock = clock
         self._metrics = metrics
-        self.beginnings = Beginnings()
+        self.beginnings = Beginnings(clock.now_ms())
 
     async def find(self, question: PrefixQuestion) -> Sequence[Found]:
         """See ContextCatalog.match_prefix; what comes from a peer stands last. Raises InvalidRequest."""
@@ -66,7 +63,7 @@ class Prefixes:
         if question.num_tokens - known <= question.tokens_min or not self._rules.allow(question.peer):
             return found
         try:
-            async with asyncio.timeout(_ASK_S):
+            async with asyncio.timeout(question.ask_s):
                 matches = await self._ask(question, known + question.tokens_min)
             begun = [one for there in matches[:1] if (one := self._begin(question, there, known)) is not None]
         except (ContextCacheError, TimeoutError) as exc:
@@ -77,7 +74,7 @@ class Prefixes:
         return [*found, *begun]
 
     async def _ask(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
-        peer = self._connect(question.peer, _ASK_S)
+        peer = self._connect(question.peer, question.ask_s)
         try:
             return await peer.match(question, tokens_min)
         finally:

@@ -23,6 +23,8 @@ from kv_sidecar.store import IoThreads
 
 MATCHES_MAX = 3
 """Named in one answer: whoever asks reads a manifest of each until one will do."""
+ASK_S = 0.1
+"""A connection and an answer from the same network."""
 BEGINNINGS_MAX = 4096
 BEGINNING_CHARS_MAX = 64
 STAYS_MS = 60_000
@@ -47,6 +49,8 @@ class PrefixQuestion:
     """What gateways call requests that begin like this one."""
     peer: str = ""
     """`host:port` of a sidecar that may have more of it."""
+    ask_s: float = ASK_S
+    """Longest to wait for its answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +71,10 @@ class PrefixQuestion:
 class Beginnings:
     """Which beginnings were asked for here, the last ones: gateways send what begins alike to where it was before."""
 
-    def __init__(self) -> None:
+    def __init__(self, begun_at_ms: int = 0) -> None:
+        """`begun_at_ms`: Unix time. Numbers begin there, so that they grow from one life of the process to the next."""
         self._numbers: OrderedDict[str, int] = OrderedDict()
-        self._end = 0
+        self._end = begun_at_ms
 
     def note(self, beginning: str) -> None:
         """Remember one more; the one asked for longest ago goes for it."""
@@ -83,7 +88,7 @@ class Beginnings:
 
     def since(self, after: int) -> tuple[list[str], int]:
         """Return those that came after a number, the newest last, and the number to ask with the next time."""
-        if after > self._end:  # whoever asks knew the process before
+        if after > self._end:  # whoever asks knew the process before, and the clock was put back
             after = 0
         new = takewhile(lambda named: named[1] > after, reversed(self._numbers.items()))
         return [beginning for beginning, _ in new][::-1], self._end

@@ -23,7 +23,7 @@ from kv_sidecar.format.ids import check_fingerprint
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.matching import PrefixQuestion
+from kv_sidecar.matching import ASK_S, PrefixQuestion
 from kv_sidecar.memory_store import Place
 from kv_sidecar.pulling import Wanted
 from kv_sidecar.saves import FailedSave, NewSave
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_WAIT_SEALED_MS = 30_000
 MAX_WAIT_REPORT_MS = 1_000
 MAX_WAIT_SLOT_MS = 1_000
+MAX_ASK_S = 2.0
 MAX_LENT_AT_ONCE = 4_096
 MAX_MORE = 31
 """Files in slots that one message names besides the first: the engine begins to copy while the next ones come."""
@@ -174,6 +175,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             group=request.group,
             beginning=request.beginning,
             peer=request.peer,
+            # A tenth of what the engine has left: it must read what is named here within it too.
+            ask_s=min(max((context.time_remaining() or 0) / 10, ASK_S), MAX_ASK_S),
         )
         found = await self._sidecar.prefixes.find(question)
         matches = [pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens) for one in found]

@@ -1575,7 +1575,7 @@ Global___GetTenantUsageResponse: typing_extensions.TypeAlias = GetTenantUsageRes
 
 @typing.final
 class StatsRequest(google.protobuf.message.Message):
-    """StatsRequest is empty."""
+    """StatsRequest asks for counts, and for what was asked for here of late."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1641,7 +1641,7 @@ class StatsResponse(google.protobuf.message.Message):
     num_pulls: builtins.int
     """Pulls from peers going on now."""
     beginnings_end: builtins.int
-    """To ask with the next time; smaller than what was asked with after a restart, and then all are told."""
+    """To ask with the next time. It grows over restarts; where it did not (the clock was put back), all are told."""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """By tier."""

@@ -164,8 +164,6 @@ class WatchedEndpoints:
         pod = self._pods.get(name)
         if pod is None:
             return
-        if end < pod.beginnings_end:  # its sidecar was started again
-            pod.beginnings.clear()
         pod.beginnings_end = end
         for beginning in beginnings:
             pod.beginnings.pop(beginning, None)

@@ -1,4 +1,4 @@
-"""Deadlines of stacks under test that must see the KV move: a busy machine may be seconds late.
+"""Deadlines of stacks that must see the KV move: a busy machine may be seconds late, so small a model be faster.
 
 The deadlines themselves are unit-tested, on injected clocks.
 """
@@ -12,6 +12,7 @@ CONNECTOR = {
     "prepare_deadline_ms": 20_000,
     "load_deadline_ms": 30_000,
     "save_deadline_ms": 60_000,
+    "load_always_ms": 60_000,
 }
 """For `kv_connector_extra_config`."""
 PARTS = {

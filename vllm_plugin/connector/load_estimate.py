@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
 
-_ALWAYS_MS = 100
-"""A load that is expected to take no longer is made: what short ones take is chance."""
 _LARGE_BYTES = 16 << 20
 """Less says more of the way there and back than of the rate."""
 _LARGE_STEP_TOKENS = 64
@@ -34,7 +32,9 @@ class _Begun:
 class LoadEstimate:
     """Used by the engine's thread only. Times are of one monotonic clock, in ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always_ms: int) -> None:
+        """`always_ms`: a load that is expected to take no longer is made whatever computing takes."""
+        self._always_ms = always_ms
         self._tokens_per_ms = 0.0
         self._bytes_per_ms: defaultdict[pb.Tier.ValueType, float] = defaultdict(float)
         self._begun: dict[str, _Begun] = {}
@@ -74,7 +74,7 @@ class LoadEstimate:
         if not rate or not self._tokens_per_ms:
             return False
         load_ms = (size_bytes + self._queued_bytes) / rate
-        is_slower = load_ms > max(num_tokens / self._tokens_per_ms, _ALWAYS_MS)
+        is_slower = load_ms > max(num_tokens / self._tokens_per_ms, self._always_ms)
         if is_slower and not self._begun:
             # No measurement is on its way that could say otherwise.
             self._bytes_per_ms[tier] = rate * (1 + _FORGET)

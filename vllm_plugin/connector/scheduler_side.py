@@ -117,7 +117,7 @@ class SchedulerSide:
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
         self._adapters = KnownAdapters()
-        self._estimate = LoadEstimate()
+        self._estimate = LoadEstimate(always_ms=settings.load_always_ms)
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""

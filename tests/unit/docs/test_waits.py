@@ -78,7 +78,6 @@ NO_WAITS = {
     "doctor.engine_checks._LONG_S": "what is called slow",
     "doctor.examination._POLL_S": "how often",
     "doctor.story._TTL_S": "the life of its context",
-    "vllm_plugin.connector.load_estimate._ALWAYS_MS": "a load that is always made",
     "doctor.tls_check._SOON_S": "the life of a certificate",
     "deploy.envoy.clusters._KEEP_ALIVE_S": "an idle connection of Envoy's",
     "deploy.envoy.keeper._POLL_S": "how often",

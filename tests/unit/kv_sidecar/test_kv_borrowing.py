@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,9 +34,9 @@ class Pods:
     clock: ManualClock
 
     async def find(
-        self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: str
+        self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: Any
     ) -> list[Found]:
-        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, peer=peer, **more)  # type: ignore[arg-type]  # its fields
+        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, peer=peer, **more)
         return list(await self.here.sidecar.prefixes.find(question))
 
     async def ended(self) -> None:
@@ -122,7 +123,7 @@ async def test_a_prefix_stays_for_a_minute_and_a_conversation_s_for_as_long_as_i
 
     group = f"{KEPT_PREFIX}{'a' * 32}"
     ends_at_ms = pods.clock.now_ms() + 2 * STAYS_MS
-    (found,) = await pods.find((*DOCUMENT, 7), group=group, expires_at_ms=ends_at_ms)  # type: ignore[arg-type]  # a field
+    (found,) = await pods.find((*DOCUMENT, 7), group=group, expires_at_ms=ends_at_ms)
     await pods.ended()
     manifest = await pods.here.catalog.open(TENANT, found.cache_ref)
     assert (manifest.session_id, manifest.expires_at_ms) == (group, ends_at_ms)
@@ -143,14 +144,11 @@ async def test_a_peer_that_is_none_or_is_not_allowed_is_not_asked(pods: Pods, pe
     assert pods.peer.num_open == len(pods.peer.asked) == 0
 
 
-async def test_a_silent_peer_costs_a_moment_and_what_is_here_is_answered(
-    pods: Pods, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kv_sidecar.borrowing._ASK_S", 0.001)
+async def test_a_silent_peer_costs_a_moment_and_what_is_here_is_answered(pods: Pods) -> None:
     ours = await pods.here.save((*DOCUMENT[:12], 50))
     pods.peer.hold_match.clear()
 
-    found = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11))
+    found = await pods.find((*DOCUMENT, 7, 8, 9, 10, 11), ask_s=0.001)
     assert [one.cache_ref for one in found] == [ours.cache_ref]
     assert pods.counted("silent") == 1
     assert pods.peer.num_open == 0
@@ -200,7 +198,19 @@ def test_of_the_beginnings_asked_for_the_last_are_told_and_of_those_what_came_si
     assert (len(told), told[-1]) == (BEGINNINGS_MAX, f"{BEGINNINGS_MAX + 2:032x}")
     assert beginnings.since(end) == ([told[0]], end + 1)
     assert beginnings.since(end + 1) == ([], end + 1)
-    assert len(beginnings.since(end + 100)[0]) == BEGINNINGS_MAX  # whoever asks knew the process before
+    assert len(beginnings.since(end + 100)[0]) == BEGINNINGS_MAX  # the clock was put back
+
+
+async def test_a_sidecar_that_starts_again_tells_what_it_was_asked_for_since_to_who_knew_it_before(
+    tmp_path: Path,
+) -> None:
+    clock, known = ManualClock(), 0
+    for name in ("x", "y"):
+        async with SidecarUnderTest(tmp_path, clock=clock) as sidecar:
+            sidecar.sidecar.prefixes.beginnings.note(name)
+            told, known = sidecar.sidecar.prefixes.beginnings.since(known)
+        assert told == [name]
+        clock.advance(ms=2)
 
 
 async def test_a_beginning_is_no_long_text(pods: Pods) -> None:

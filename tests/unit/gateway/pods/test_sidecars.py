@@ -61,17 +61,20 @@ async def test_what_a_sidecar_says_is_told_to_the_endpoints(sidecars, endpoints,
     assert [state.tiers for state in states] == [{"host", "disk"}, frozenset(), frozenset()]
 
 
-async def test_what_was_asked_for_at_a_pod_is_known_until_its_sidecar_starts_again(sidecars, endpoints, opened):
+async def test_what_was_asked_for_at_a_pod_is_known_and_a_sidecar_that_starts_again_adds_to_it(
+    sidecars, endpoints, opened
+):
     await sidecars.ask_all()
     opened["a:9001"].beginnings.note("x")
     opened["a:9001"].beginnings.note("y")
     await sidecars.ask_all()
     assert [set(state.beginnings) for state in endpoints.states()] == [{"x", "y"}, set(), set()]
 
-    opened["a:9001"].beginnings = Beginnings()
-    opened["a:9001"].beginnings.note("z")
-    await sidecars.ask_all()
-    assert set(endpoints.states()[0].beginnings) == {"z"}
+    for begun_at_ms, name in ((1000, "z"), (0, "clock put back")):
+        opened["a:9001"].beginnings = Beginnings(begun_at_ms)
+        opened["a:9001"].beginnings.note(name)
+        await sidecars.ask_all()
+    assert set(endpoints.states()[0].beginnings) == {"x", "y", "z", "clock put back"}
 
 
 async def test_of_two_pods_that_were_asked_for_the_same_the_later_is_known(sidecars, endpoints, opened):
