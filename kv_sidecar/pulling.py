@@ -175,7 +175,7 @@ class Pulls:
         self._connect = connect
         self._clock = clock
         self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Wanted] = {}
         self._draining = False
         self._absent: RecentNames[tuple[TenantId, CacheRef]] = RecentNames(keep_ms=_ABSENT_MS, max_names=_ABSENT_MAX)
         """What the store did not have, or not in time: asked for again it would be pending for ever."""
@@ -196,7 +196,7 @@ class Pulls:
             return reply
         self._catalog.expect(wanted.tenant, wanted.names)
         task = asyncio.create_task(self._run(wanted))
-        self._tasks.add(task)
+        self._tasks[task] = wanted
         task.add_done_callback(self._ended)
         return reply
 
@@ -222,9 +222,14 @@ class Pulls:
             return Reply("refused", "peer_not_allowed")
         if self._engine.fingerprint is None:
             return Reply("refused", "no_engine")
-        if len(self._tasks) >= self._limits.max_pulls:
+        if len(self._tasks) >= self._limits.max_pulls or (wanted.prefix is not None and self._are_prefixes_many()):
             return Reply("refused", "too_many_pulls")
         return Reply("started")
+
+    def _are_prefixes_many(self) -> bool:
+        """Return whether as many prefixes are fetched as may be: half of all, the rest is for turns that moved."""
+        num_prefixes = sum(wanted.prefix is not None for wanted in self._tasks.values())
+        return num_prefixes >= max(1, self._limits.max_pulls // 2)
 
     async def _run(self, wanted: Wanted) -> None:
         began_at_s = time.monotonic()
@@ -391,6 +396,6 @@ class Pulls:
         crash_point(BETWEEN_PULLED_BLOCKS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("pull broke", exc_info=error)

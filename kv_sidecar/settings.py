@@ -112,7 +112,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="Sidecars that may be pulled from, a JSON list of host:port, host or network (10.0.0.0/8); "
         '"*": any; empty: pulls are off.',
     )
-    pulls_max: int = Field(8, ge=1, description="Pulls from peers at once; more are refused.")
+    pulls_max: int = Field(8, ge=1, description="Pulls from peers at once, half of them of prefixes; more are refused.")
     pull_timeout_s: float = Field(
         10.0,
         gt=0,

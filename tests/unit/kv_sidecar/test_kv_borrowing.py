@@ -16,6 +16,7 @@ from contextcache.model import KEPT_PREFIX, KVGroup
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.matching import BEGINNINGS_MAX, STAYS_MS, Beginnings, PrefixQuestion
 from kv_sidecar.prefixes import Found
+from kv_sidecar.pulling import Wanted
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest
 
@@ -51,7 +52,9 @@ async def pods(tmp_path: Path) -> AsyncIterator[Pods]:
     clock = ManualClock()
     async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
         peer = CatalogPeer(there)
-        here = SidecarUnderTest(tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",))
+        here = SidecarUnderTest(
+            tmp_path / "here", clock=clock, connect_peer=peer.connect, peers=("10.0.0.0/24",), pulls_max=2
+        )
         async with here:
             here.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield Pods(here, there, peer, clock)
@@ -95,6 +98,22 @@ async def test_who_asks_while_it_comes_is_told_the_same_name_and_nothing_comes_t
     assert first == second
     assert pods.peer.asked == pods.peer.asked[:1]
     assert len(pods.peer.sent) == 5
+
+
+async def test_a_storm_of_prefixes_leaves_room_for_a_turn_that_moved(pods: Pods) -> None:
+    await pods.there.save((*DOCUMENT, *range(100, 140)))
+    moved = await pods.there.save((5, 4, 3, 2, 1))
+    pods.peer.hold_manifest.clear()
+    prompts = [DOCUMENT[:num_tokens] for num_tokens in range(BLOCK_TOKENS * 2, len(DOCUMENT), BLOCK_TOKENS)]
+    told = [bool(await pods.find((*prompt, 7))) for prompt in prompts]
+    reply = pods.here.sidecar.pulls.start(Wanted(TENANT, (moved.cache_ref,), PEER))
+    pods.peer.hold_manifest.set()
+    await pods.ended()
+
+    assert len(told) > told.count(True) == 1
+    assert reply.outcome == "started"
+    assert pods.here.counted("pulls_total", outcome="too_many_pulls") == told.count(False)
+    await pods.here.catalog.open(TENANT, moved.cache_ref)
 
 
 async def test_prompts_that_part_within_a_block_fetch_one_prefix(pods: Pods) -> None:
