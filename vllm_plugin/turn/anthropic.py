@@ -31,6 +31,8 @@ _OWN = ("_merge_inline_system", "_get_disabled_thinking_effort")
 """How this engine's template takes system messages and thinking: what the converters must be told."""
 _ERRORS_MAX = 1000
 """That a body may have for the first of them to be told."""
+_PARTS_MAX = 1 << 16
+"""Messages, tools and parts of them: pydantic takes seconds for a million, while nobody else is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class Anthropic:
         return replace(read_turn(CHAT_PATH, self._chat(body), headers), usage=UsageFormat.OPENAI)
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        if sum(_num_parts(body.get(name)) for name in ("messages", "system", "tools")) > _PARTS_MAX:
+            raise InvalidRequest(f"messages and tools have at most {_PARTS_MAX} parts together", param="messages")
         try:
             asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
             chat = self.serving.to_chat_completion_request(
@@ -186,6 +190,13 @@ class _Fed:
 class _Pause:
     def __await__(self) -> Any:
         yield
+
+
+def _num_parts(items: Any) -> int:
+    """Return how many items a list has, with those of their contents."""
+    if not isinstance(items, list):
+        return 0
+    return len(items) + sum(_num_parts(item.get("content")) for item in items if isinstance(item, dict))
 
 
 def _types(serving: Any) -> Any:

@@ -198,6 +198,8 @@ ODD = {"type": "image", "source": "x"}
             "messages",
         ),
         ({"messages": [1] * 2000}, None),
+        ({"messages": [1] * 70_000}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [1] * 70_000}]}]}, "messages"),
     ],
 )
 async def test_what_cannot_be_right_is_refused_in_both_dialects_at_once(pod, body, param):
