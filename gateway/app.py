@@ -200,6 +200,7 @@ async def _watched_sidecars(
     sidecars = Sidecars(
         endpoints,
         connect,
+        clock=SystemClock(),
         metrics=metrics,
         interval_s=_PROBES_PER_SIDECAR_PROBE * settings.probe_interval_s,
         timeout_s=settings.probe_timeout_s,

@@ -101,7 +101,7 @@ class EndpointState:
     """Tiers its sidecar keeps KV in; empty: it has none, or does not answer."""
     beginnings: Mapping[str, int] = field(default_factory=dict)
     """What requests that were served there begin with, by the names that gateways give it; the last ones, not all.
-    Each with the round of questions in which this gateway heard of it last: the greater, the later."""
+    Each with when it was asked for there last, by this gateway's clock."""
 
 
 class SessionDirectory(Protocol):

@@ -53,7 +53,7 @@ class Prefixes:
         self._block_tokens = block_tokens
         self._clock = clock
         self._metrics = metrics
-        self.beginnings = Beginnings(clock.now_ms())
+        self.beginnings = Beginnings(clock)
 
     async def find(self, question: PrefixQuestion) -> Sequence[Found]:
         """See ContextCatalog.match_prefix; what comes from a peer stands last. Raises InvalidRequest."""

@@ -71,27 +71,29 @@ class PrefixQuestion:
 class Beginnings:
     """Which beginnings were asked for here, the last ones: gateways send what begins alike to where it was before."""
 
-    def __init__(self, begun_at_ms: int = 0) -> None:
-        """`begun_at_ms`: Unix time. Numbers begin there, so that they grow from one life of the process to the next."""
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._numbers: OrderedDict[str, int] = OrderedDict()
-        self._end = begun_at_ms
+        """By when they came, in ms, each later than those before: they grow from one life of the process to the next."""
+        self._end = clock.now_ms()
 
     def note(self, beginning: str) -> None:
         """Remember one more; the one asked for longest ago goes for it."""
         if not beginning:
             return
-        self._end += 1
+        self._end = max(self._end + 1, self._clock.now_ms())
         self._numbers[beginning] = self._end
         self._numbers.move_to_end(beginning)
         if len(self._numbers) > BEGINNINGS_MAX:
             self._numbers.popitem(last=False)
 
-    def since(self, after: int) -> tuple[list[str], int]:
-        """Return those that came after a number, the newest last, and the number to ask with the next time."""
+    def since(self, after: int) -> tuple[dict[str, int], int]:
+        """Return those that came after a number, the newest last, how many ms ago, and what to ask with next."""
         if after > self._end:  # whoever asks knew the process before, and the clock was put back
             after = 0
-        new = takewhile(lambda named: named[1] > after, reversed(self._numbers.items()))
-        return [beginning for beginning, _ in new][::-1], self._end
+        new = list(takewhile(lambda named: named[1] > after, reversed(self._numbers.items())))
+        now_ms = self._clock.now_ms()
+        return {beginning: max(now_ms - number, 0) for beginning, number in reversed(new)}, self._end
 
 
 class PrefixMatches:

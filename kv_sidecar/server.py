@@ -283,6 +283,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             fingerprints=self._sidecar.engine.fingerprints,
             num_pulls=self._sidecar.pulls.num_pulls,
             beginnings=beginnings,
+            beginnings_age_ms=beginnings.values(),
             beginnings_end=end,
         )
 

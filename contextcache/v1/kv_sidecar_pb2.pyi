@@ -1634,6 +1634,7 @@ class StatsResponse(google.protobuf.message.Message):
     NUM_PULLS_FIELD_NUMBER: builtins.int
     BEGINNINGS_FIELD_NUMBER: builtins.int
     BEGINNINGS_END_FIELD_NUMBER: builtins.int
+    BEGINNINGS_AGE_MS_FIELD_NUMBER: builtins.int
     num_contexts: builtins.int
     """Sealed manifests."""
     num_quarantined: builtins.int
@@ -1654,6 +1655,10 @@ class StatsResponse(google.protobuf.message.Message):
     def beginnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Beginnings that were asked for here, at most 4096, the newest last. Whether their KV is still there is not said."""
 
+    @property
+    def beginnings_age_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How long ago each of `beginnings` was asked for last, in ms; empty from a sidecar that does not say."""
+
     def __init__(
         self,
         *,
@@ -1664,7 +1669,8 @@ class StatsResponse(google.protobuf.message.Message):
         num_pulls: builtins.int = ...,
         beginnings: collections.abc.Iterable[builtins.str] | None = ...,
         beginnings_end: builtins.int = ...,
+        beginnings_age_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["beginnings", b"beginnings", "beginnings_end", b"beginnings_end", "fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beginnings", b"beginnings", "beginnings_age_ms", b"beginnings_age_ms", "beginnings_end", b"beginnings_end", "fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -156,18 +156,15 @@ class WatchedEndpoints:
         pod = self._pods.get(name)
         return 0 if pod is None else pod.beginnings_end
 
-    def note_beginnings(self, name: str, beginnings: Sequence[str], end: int, *, heard: int) -> None:
-        """Remember what was asked for at a pod, the newest last; of all there was, the last ones. O(new).
-
-        `heard`: the number of the round in which all pods were asked.
-        """
+    def note_beginnings(self, name: str, asked_at_ms: Mapping[str, int], end: int) -> None:
+        """Remember what was asked for at a pod, and when, the newest last; of all there was, the last ones. O(new)."""
         pod = self._pods.get(name)
         if pod is None:
             return
         pod.beginnings_end = end
-        for beginning in beginnings:
+        for beginning, at_ms in asked_at_ms.items():
             pod.beginnings.pop(beginning, None)
-            pod.beginnings[beginning] = heard
+            pod.beginnings[beginning] = at_ms
         while len(pod.beginnings) > _BEGINNINGS_MAX:
             del pod.beginnings[next(iter(pod.beginnings))]
 

@@ -66,6 +66,7 @@ class Sidecars(Mapping[str, KVSidecar]):
         endpoints: WatchedEndpoints,
         connect: Callable[[str], SidecarClient],
         *,
+        clock: Clock,
         metrics: Metrics,
         interval_s: float = 5.0,
         timeout_s: float = 1.0,
@@ -73,11 +74,11 @@ class Sidecars(Mapping[str, KVSidecar]):
         """`connect` makes a client of a gRPC address, without waiting."""
         self._endpoints = endpoints
         self._connect = connect
+        self._clock = clock
         self._metrics = metrics
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._clients: dict[str, SidecarClient] = {}
-        self._rounds = 0
 
     @override
     def __getitem__(self, name: str) -> KVSidecar:
@@ -107,7 +108,6 @@ class Sidecars(Mapping[str, KVSidecar]):
 
     async def ask_all(self) -> None:
         """Ask every sidecar once, all at the same time, and close what is no longer needed."""
-        self._rounds += 1
         listed = {state.endpoint.name: state.endpoint.sidecar for state in self._endpoints.states()}
         asked = (self._ask(name, address) for name, address in listed.items() if address)
         found = await asyncio.gather(*asked, return_exceptions=True)
@@ -134,7 +134,10 @@ class Sidecars(Mapping[str, KVSidecar]):
             return
         tiers = frozenset(_TIERS[found.tier] for found in stats.tiers if found.tier in _TIERS)
         self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
-        self._endpoints.note_beginnings(name, stats.beginnings, stats.beginnings_end, heard=self._rounds)
+        now_ms = self._clock.now_ms()
+        ages_ms = stats.beginnings_age_ms or [0] * len(stats.beginnings)
+        heard = {beginning: now_ms - age for beginning, age in zip(stats.beginnings, ages_ms, strict=False)}
+        self._endpoints.note_beginnings(name, heard, stats.beginnings_end)
 
     async def _close_one(self, client: SidecarClient) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from contextcache.clock import Clock, SystemClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -14,11 +15,11 @@ from kv_sidecar.matching import Beginnings
 class MemorySidecar:
     """Manifests by cache_ref; `down` makes every call fail as an unreachable sidecar does."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.down = False
         self.closed = False
         self.fingerprints: list[str] = []
-        self.beginnings = Beginnings()
+        self.beginnings = Beginnings(clock or SystemClock())
         self.pulls: list[tuple[TenantId, tuple[CacheRef, ...], str]] = []
         self._kept: dict[CacheRef, tuple[Manifest, str]] = {}
         self.saving: set[tuple[TenantId, CacheRef]] = set()
@@ -132,6 +133,7 @@ class MemorySidecar:
             tiers=tiers,
             fingerprints=self.fingerprints,
             beginnings=beginnings,
+            beginnings_age_ms=beginnings.values(),
             beginnings_end=end,
         )
 

@@ -105,7 +105,7 @@ async def test_a_create_says_how_it_begins_and_who_served_such_requests_where_th
 
     first = await route(parts, {"prompt": "x" * 2000 + "1"}, Kind.CREATE)
     beginning = identity(first).beginning
-    parts.endpoints.note_beginnings("pod-b", [beginning], 1, heard=1)
+    parts.endpoints.note_beginnings("pod-b", {beginning: 1}, 1)
     known = await route(parts, {"prompt": "x" * 2000 + "2"}, Kind.CREATE)
     parts.endpoints.note_sidecar("pod-b", fingerprint="f", tiers=frozenset({"disk"}))
     parts.endpoints.mark_unreachable("pod-b")

@@ -37,6 +37,7 @@ class Pods:
     async def find(
         self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: Any
     ) -> list[Found]:
+        more = {"ask_s": 30.0} | more
         question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, peer=peer, **more)
         return list(await self.here.sidecar.prefixes.find(question))
 
@@ -207,17 +208,23 @@ async def test_a_window_s_kv_has_no_beginning_that_stands_by_itself(pods: Pods) 
 
 
 def test_of_the_beginnings_asked_for_the_last_are_told_and_of_those_what_came_since() -> None:
-    beginnings = Beginnings()
+    clock = ManualClock()
+    beginnings = Beginnings(clock)
     for number in range(BEGINNINGS_MAX + 3):
         beginnings.note(f"{number:032x}")
-    told, end = beginnings.since(0)
+    found, end = beginnings.since(0)
+    told = list(found)
+    clock.advance(s=60)
     beginnings.note(told[0])
     beginnings.note("")
+    clock.advance(s=2)
+    again, end_now = beginnings.since(end)
 
     assert (len(told), told[-1]) == (BEGINNINGS_MAX, f"{BEGINNINGS_MAX + 2:032x}")
-    assert beginnings.since(end) == ([told[0]], end + 1)
-    assert beginnings.since(end + 1) == ([], end + 1)
-    assert len(beginnings.since(end + 100)[0]) == BEGINNINGS_MAX  # the clock was put back
+    assert again == {told[0]: 2000}
+    assert beginnings.since(end_now) == ({}, end_now)
+    assert list(beginnings.since(0)[0]) == [*told[1:], told[0]]
+    assert len(beginnings.since(end_now + 100)[0]) == BEGINNINGS_MAX  # the clock was put back
 
 
 async def test_a_sidecar_that_starts_again_tells_what_it_was_asked_for_since_to_who_knew_it_before(
@@ -228,7 +235,7 @@ async def test_a_sidecar_that_starts_again_tells_what_it_was_asked_for_since_to_
         async with SidecarUnderTest(tmp_path, clock=clock) as sidecar:
             sidecar.sidecar.prefixes.beginnings.note(name)
             told, known = sidecar.sidecar.prefixes.beginnings.since(known)
-        assert told == [name]
+        assert list(told) == [name]
         clock.advance(ms=2)
 
 

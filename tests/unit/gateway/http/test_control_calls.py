@@ -234,7 +234,7 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
     parts.probe.health["pod-a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=load)
     await parts.endpoints.probe_all()
     parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers=frozenset({"host", "disk"}))
-    parts.endpoints.note_beginnings("pod-a", ["x"], 1, heard=1)
+    parts.endpoints.note_beginnings("pod-a", {"x": 1}, 1)
     ready = await ready_state.describe()
 
     assert (ready["ready"], ready["missing"]) == (True, [])
