@@ -36,7 +36,7 @@ def make_tiny_model(directory: Path, *, seed: int = 0, max_model_len: int = 2048
         dtype="float32",
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
-    _byte_tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -81,11 +81,11 @@ def make_tiny_windowed_model(directory: Path, *, full_layers: bool, max_model_le
         dtype="float32",
     )
     Gemma3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
-    _byte_tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte, no merges; the last id ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: number for number, symbol in enumerate(alphabet)}
