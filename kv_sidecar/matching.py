@@ -74,7 +74,7 @@ class Beginnings:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._numbers: OrderedDict[str, int] = OrderedDict()
-        """By when they came, in ms, each later than those before: they grow from one life of the process to the next."""
+        """When they came, in ms, each later than those before: they grow from one life of the process to the next."""
         self._end = clock.now_ms()
 
     def note(self, beginning: str) -> None:

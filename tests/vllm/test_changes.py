@@ -36,7 +36,7 @@ def test_each_of_twenty_forks_of_a_document_computes_its_question_alone(client, 
     """Seen to fail with tails looked for under the fork's own name: the last tokens were computed again."""
     client.delete_all()
     wait_until(lambda: stored() == 0, what="nothing is stored")
-    document = ids_of_length(1500, seed=5)
+    document = ids_of_length(4000, seed=5)
     source = client.create(prompt=document, max_tokens=0)["session_id"]
     client.wait_sealed(source)
     blocks = client.get(source)["bytes"]
@@ -49,20 +49,22 @@ def test_each_of_twenty_forks_of_a_document_computes_its_question_alone(client, 
     manifests = stored() - blocks
     client.delete(source)
     asked = [f"{QUESTION} {number}" for number in range(NUM_FORKS)]
-    for session_id, text in list(zip(forks, asked, strict=True))[::5]:
+    for number, (session_id, text) in enumerate(zip(forks, asked, strict=True)):
         client.forget_prefixes()
         warm = client.complete(prompt=text, session_id=session_id, return_token_ids=True, logprobs=1)
         ids = client.engine.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"]
-        cold = client.complete(prompt=[*document, *ids], return_token_ids=True, logprobs=1)
 
         assert warm["usage"]["prompt_tokens"] <= len(ids) + 1
         assert warm["usage"]["context"]["source"] in {"host", "disk"}
+        if number % 10:
+            continue
+        cold = client.complete(prompt=[*document, *ids], return_token_ids=True, logprobs=1)
         assert tokens(warm) == tokens(cold)
         assert logprobs(warm) == pytest.approx(logprobs(cold), abs=LOGPROB_TOLERANCE)
     for session_id in forks:
         client.delete(session_id)
 
-    assert 0 < manifests < (NUM_FORKS + 1) * 20_000
+    assert 0 < manifests < (NUM_FORKS + 1) * 40_000
     wait_until(lambda: stored() == 0, what="the last fork took everything along")
 
 
