@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.kit.tenant_world import MODEL, TENANTS, created, key_of, running_tenants
 
 NUM_FORKS = 20
@@ -17,6 +19,7 @@ TENANT = TENANTS[0]
 HEADERS = {"authorization": f"Bearer {key_of(TENANT)}"}
 
 
+@pytest.mark.thorough
 async def test_twenty_forks_of_a_document_add_no_byte_and_are_warm_until_the_last_one_goes(tmp_path: Path) -> None:
     async with running_tenants(tmp_path) as world:
 

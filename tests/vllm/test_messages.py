@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.stack import MODEL
 from tests.kit.until import wait_until
-from tests.vllm.conftest import both_fronts
+from tests.vllm.conftest import http_front_too
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,7 +100,7 @@ def new_tokens(usage):
     return computed(usage) + usage["cache_read_input_tokens"] - usage["context"]["context_tokens"]
 
 
-@both_fronts
+@http_front_too
 def test_a_conversation_of_new_messages_alone_says_what_it_says_when_it_is_resent_whole(client, other):
     talk = Talk(client, other)
     for number, ask in enumerate(ASKS):
@@ -142,7 +142,7 @@ def test_a_conversation_goes_on_from_disk_after_engine_and_sidecar_were_killed_i
     assert computed(usage) == new_tokens(usage) + 1
 
 
-@both_fronts
+@http_front_too
 def test_what_is_refused_is_told_in_anthropics_shape_and_nobody_else_s_context_is_there(client, other):
     talk = Talk(client, other)
     talk.turn(ASKS[0])

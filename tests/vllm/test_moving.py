@@ -14,7 +14,7 @@ from tests.kit.caller import Caller
 from tests.kit.stack import MODEL
 from tests.kit.until import wait_until
 from tests.kit.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens
-from tests.vllm.conftest import IDLE, both_fronts
+from tests.vllm.conftest import IDLE, http_front_too
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -86,7 +86,7 @@ def assert_equals_cold(client, warm):
 
 
 @pytest.mark.thorough
-@both_fronts
+@http_front_too
 def test_a_turn_on_another_engine_than_the_holder_gets_the_kv_from_its_peer_and_equals_the_cold_answer(client, front):
     conversation = Conversation(client, seed=1 + (front == "http"))
     holder, context_tokens = conversation.holder, conversation.tokens

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kit.stack import MODEL
 from tests.kit.until import wait_until
-from tests.vllm.conftest import both_fronts
+from tests.vllm.conftest import http_front_too
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -88,7 +88,7 @@ def new_tokens(response):
     return response.usage.input_tokens - response.usage.context["context_tokens"]
 
 
-@both_fronts
+@http_front_too
 def test_responses_that_go_on_by_their_ids_say_what_the_whole_conversation_says(client, talk):
     for number, ask in enumerate(ASKS):
         response = talk.ask(ask, stream=number % 2 == 1)
