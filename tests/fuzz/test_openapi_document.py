@@ -18,7 +18,7 @@ REQUEST_DEADLINE_S = 30
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.thorough)])
 def test_every_operation_is_as_the_document_says(stack, tmp_path, examples):
     """schemathesis, all of its checks, with data the document allows and data it does not, and along its links.
 
