@@ -22,10 +22,10 @@ from gateway.http.app import HttpFront
 from gateway.http.carrier import Carrier, carrier_session
 from gateway.kept import Plain
 from gateway.metrics import Metrics
+from gateway.pods.costs import LoadLimits
 from gateway.pods.endpoints import Source, WatchedEndpoints
 from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
 from gateway.pods.probe import HttpProbe
-from gateway.pods.routing import LoadLimits
 from gateway.pods.sidecars import Holders, Sidecars
 from gateway.pods.static import EndpointFile
 from gateway.ports import Authenticator, Endpoint

@@ -44,20 +44,22 @@ from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, che
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
 from gateway.metrics import Metrics
 from gateway.paths import Kind, kind_of
+from gateway.pods.costs import LoadLimits
+from gateway.pods.roster import EndpointDirectory
 from gateway.pods.routing import (
     STRATEGY_HEADER,
     Choice,
-    LoadLimits,
     Reason,
     RouteQuery,
     Strategy,
     choose_endpoint,
     label_affinity,
+    num_tokens_of,
     prompt_affinity,
     strategy_of,
 )
 from gateway.pods.sidecars import Holders, KVState
-from gateway.ports import Authenticator, Endpoint, EndpointDirectory, SessionDirectory
+from gateway.ports import Authenticator, Endpoint, SessionDirectory
 from gateway.tenants.limits import TenantLimits
 
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
@@ -254,6 +256,13 @@ class Gateway:
         self._endpoints.mark_unreachable(unreachable, certain=certain)
         return await self._with_kv(replace(forward, choice=self._choose(forward.query)))
 
+    def sent(self, forward: Forward) -> None:
+        """Remember that a request went where it was to go, before any report tells of what it left there."""
+        choice = forward.choice
+        self._endpoints.note_placed(
+            choice.endpoint.name, forward.query.affinity, at_ms=self._clock.now_ms(), is_new=choice.is_placed
+        )
+
     async def read(self, tenant: TenantId, session_id: SessionId) -> tuple[CacheSessionMetadata, KVState]:
         """Return a context and its KV. Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar."""
         check_id(session_id)
@@ -341,6 +350,7 @@ class Gateway:
         query = RouteQuery(
             model=session.model_id,
             holder=session.holder,
+            num_tokens=session.num_tokens,
             strategy=strategy_of(admission.headers.get(STRATEGY_HEADER)),
             subset=admission.subset,
         )
@@ -351,7 +361,7 @@ class Gateway:
     def _conversation(self, admission: Admission, claims: Claims) -> Forward:
         """Return where one more request of what seems to be a conversation goes; no store is asked about it."""
         group = group_of(admission.tenant, admission.headers, claims, self._rules.label_headers)
-        query = self._query(admission, claims, affinity=group)
+        query = self._query(admission, claims, conversation=group)
         if admission.plain is Plain.ROUTE:
             return self._forward(Kind.STATELESS, claims.changed(salt=self._stateless_salt(admission)), query)
         choice = self._choose(query)
@@ -360,7 +370,7 @@ class Gateway:
 
     def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
-        query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims))
+        query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims), stays=True)
         choice = self._choose(query)
         named = {"beginning": query.affinity, "prefix_at": choice.prefix_at}
         headers = self._identity_header(admission, session_id, **named)
@@ -391,15 +401,25 @@ class Gateway:
         claims: Claims | None = None,
         *,
         affinity: str = "",
+        conversation: str = "",
+        stays: bool = False,
         light: bool = False,
     ) -> RouteQuery:
         strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
         if strategy is Strategy.SESSION_AFFINITY:
-            affinity = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or affinity
+            conversation = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or conversation
         elif strategy is Strategy.PREFIX_CACHE and claims is not None:
             affinity = affinity or prompt_affinity(admission.tenant, claims)
-        model = None if claims is None else claims.model()
-        return RouteQuery(model=model, affinity=affinity, strategy=strategy, subset=admission.subset, light=light)
+        return RouteQuery(
+            model=None if claims is None else claims.model(),
+            affinity=conversation or affinity,
+            is_conversation=bool(conversation),
+            stays=stays or bool(conversation),
+            num_tokens=0 if claims is None else num_tokens_of(claims),
+            strategy=strategy,
+            subset=admission.subset,
+            light=light,
+        )
 
     def _forward(
         self,
@@ -415,7 +435,7 @@ class Gateway:
         return Forward(choice, kind, headers or {}, self._removed_headers, body, query, session)
 
     def _choose(self, query: RouteQuery) -> Choice:
-        choice = choose_endpoint(self._endpoints.states(), query, limits=self._rules.limits, rng=self._rng)
+        choice = choose_endpoint(self._endpoints.roster(), query, limits=self._rules.limits, rng=self._rng)
         if self._choices:
             self._choices[choice.reason].inc()
         return choice

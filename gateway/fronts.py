@@ -20,7 +20,8 @@ from contextcache.wire.rpc import cause_of
 from gateway.flows import Forward, Gateway
 from gateway.metrics import Metrics
 from gateway.paths import MethodNotAllowed
-from gateway.ports import EndpointDirectory, EndpointState
+from gateway.pods.roster import EndpointDirectory
+from gateway.ports import EndpointState
 from gateway.tenants.keys import AUTHENTICATE
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class ReadyState:
 
     async def describe(self) -> dict[str, Any]:
         """Return what `/readyz` on the metrics port says; `missing` names what is not there."""
-        states = self._endpoints.states()
+        states = self._endpoints.roster().states
         missing = [] if await self._manager_serves() else ["context manager"]
         if not any(state.ready for state in states):
             missing.append("ready endpoint")
@@ -159,5 +160,6 @@ def _described(state: EndpointState) -> dict[str, Any]:
         "waiting": state.load.waiting,
         "kv_usage": round(state.load.kv_usage, 3),
         "tiers": sorted(state.tiers),
-        "beginnings": len(state.beginnings),
+        "beginnings": state.beginnings,
+        "placed": state.placed,
     }

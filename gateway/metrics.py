@@ -38,8 +38,8 @@ class Metrics:
         )
         self.choices = Counter(
             "contextcache_gateway_choices_total",
-            "Pods chosen, by reason: holder, holder_away, holder_draining, holder_saturated, affinity, least_loaded, "
-            "strategy.",
+            "Pods chosen, by reason: holder, holder_away, holder_draining, holder_saturated, holder_queue, affinity, "
+            "least_loaded, strategy.",
             ["reason"],
             registry=registry,
         )

@@ -6,7 +6,6 @@ Every call that leaves the process has a deadline of its own and fails with a Co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -79,9 +78,9 @@ class EngineLoad:
     """Share of the KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class EndpointState:
-    """What is known about a pod at this moment."""
+    """What is known about a pod, now: its owner changes it in place, for every request looks at some."""
 
     endpoint: Endpoint
     ready: bool
@@ -97,11 +96,13 @@ class EndpointState:
     """Requests this gateway knows to have come to the pod, less those known to have ended, since `load` was read."""
     fingerprint: str = ""
     """Of its engine's KV, as its sidecar said last; empty: not known."""
-    tiers: frozenset[str] = frozenset()
-    """Tiers its sidecar keeps KV in; empty: it has none, or does not answer."""
-    beginnings: Mapping[str, int] = field(default_factory=dict)
-    """What requests that were served there begin with, by the names that gateways give it; the last ones, not all.
-    Each with when it was asked for there last, by this gateway's clock."""
+    tiers: Mapping[str, float] = field(default_factory=dict)
+    """Tiers its sidecar keeps KV in, each with the share of its limit that is taken; empty: it has none, or does not
+    answer."""
+    beginnings: int = 0
+    """How many beginnings its sidecar told of, of those remembered."""
+    placed: int = 0
+    """New contexts that this gateway has sent there lately: later requests follow them."""
 
 
 class SessionDirectory(Protocol):
@@ -227,33 +228,6 @@ class KVSidecar(Protocol):
 
         Returns `started`, `present` (here already or on its way) or `refused`.
         """
-        ...
-
-
-class EndpointDirectory(Protocol):
-    """Which pods there are and how they do. In memory; the calls never wait."""
-
-    def states(self) -> Sequence[EndpointState]:
-        """Return all pods, ready or not."""
-        ...
-
-    def endpoint(self, name: str) -> Endpoint | None:
-        """Return the pod of this name, ready or not; None when there is none."""
-        ...
-
-    def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.
-
-        Not `certain`: it did not take one in time; the last ready pod stays, as long as its probes let it.
-        """
-        ...
-
-    def note_routed(self, name: str) -> None:
-        """Count one request as sent to this pod by somebody else, who will not say when it ends; a pod gone is none."""
-        ...
-
-    def carrying(self, name: str) -> AbstractContextManager[None]:
-        """Count one request as in flight to this pod for the length of the `with` block."""
         ...
 
 

@@ -41,8 +41,8 @@ from gateway.fronts import (
 )
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound
+from gateway.pods.roster import EndpointDirectory
 from gateway.pods.routing import Reason
-from gateway.ports import EndpointDirectory
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits, Upload
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ Picker = Literal["choose", "hint"]
 
 _ROUTED = "routed"
 """Status under which a request is counted that went on to a pod: Envoy sees what came of it, we do not."""
-_HINTED = frozenset({Reason.HOLDER, Reason.AWAY, Reason.DRAINING, Reason.SATURATED})
+_HINTED = frozenset({Reason.HOLDER, Reason.AWAY, Reason.DRAINING, Reason.SATURATED, Reason.QUEUE})
 """Choices that are about where a context's KV is, or shall be."""
 _ONE_HOP_HEADERS = frozenset({"proxy-authorization", "proxy-connection"})
 """Envoy ends the other headers that are for one hop itself."""
@@ -282,6 +282,7 @@ class EnvoyFront:
         self._metrics.route_seconds.labels(call.kind).observe(call.routing_s)
         if self._names_pod(forward):
             self._endpoints.note_routed(forward.endpoint.name)
+            self._gateway.sent(forward)
         describe(get_current_span(), forward)
         return forward
 

@@ -45,7 +45,7 @@ from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound
-from gateway.ports import EndpointDirectory
+from gateway.pods.roster import EndpointDirectory
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 
 log = logging.getLogger(__name__)
@@ -183,6 +183,7 @@ class HttpFront(FastAPI):
             name = forward.endpoint.name
             try:
                 with self._endpoints.carrying(name):
+                    self.gateway.sent(forward)
                     await self._carrier.carry(forward, body, exchange)
                 return
             except ConnectTimedOut as exc:

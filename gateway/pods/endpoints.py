@@ -15,6 +15,7 @@ from prometheus_client import Gauge
 
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
+from gateway.pods.roster import Roster
 from gateway.ports import Endpoint, EndpointState, EngineLoad
 
 log = logging.getLogger(__name__)
@@ -44,48 +45,23 @@ Source = Callable[[], Sequence[Endpoint] | None]
 
 _BEGINNINGS_MAX = 4096
 """Remembered of a pod: as many as its sidecar tells."""
+_ALL_BEGINNINGS_MAX = 1 << 19
+"""Remembered of all pods, some 500 bytes each; of more than 128 pods fewer of each are."""
+_PLACED_WINDOW = 128
+"""New contexts a pod, on average, after which those before count half: enough that chance moves few of them."""
 
 
 class _Pod:
-    """One pod's state, made anew only after something changed: every request looks at every pod."""
+    """One pod as requests see it, and what is kept to know that."""
 
     def __init__(self, endpoint: Endpoint, in_flight_gauge: Gauge) -> None:
-        self.endpoint = endpoint
+        self.state = EndpointState(endpoint, ready=False, models=frozenset(), in_flight=0, routed_at=0)
         self.in_flight_gauge = in_flight_gauge
-        self.ready = False
-        self.models = frozenset[ModelId]()
-        self.load = EngineLoad()
-        self.fingerprint = ""
-        self.tiers = frozenset[str]()
-        self.beginnings: dict[str, int] = {}
+        self.beginnings: dict[str, bool] = {}
+        """Whether its sidecar told of them; the one heard of last is last."""
         self.beginnings_end = 0
         self.silent_probes = 0
         self.probes_without_load = 0
-        self.in_flight = 0
-        self.in_flight_at_probe = 0
-        self.noted_since_probe = 0
-        """Requests sent there by somebody who does not say when they end."""
-        self.routed_at = 0
-        self._state: EndpointState | None = None
-
-    def changed(self) -> None:
-        self._state = None
-
-    def state(self) -> EndpointState:
-        if self._state is None:
-            self._state = EndpointState(
-                self.endpoint,
-                self.ready,
-                self.models,
-                self.in_flight,
-                self.routed_at,
-                self.load,
-                self.in_flight - self.in_flight_at_probe + self.noted_since_probe,
-                self.fingerprint,
-                self.tiers,
-                self.beginnings,
-            )
-        return self._state
 
 
 class WatchedEndpoints:
@@ -116,23 +92,49 @@ class WatchedEndpoints:
         self._pods: dict[str, _Pod] = {}
         self._gone: dict[str, _Pod] = {}
         """Pods no longer listed that still have requests of ours; bounded by those."""
+        self._roster: Roster | None = None
+        self._knowing: dict[str, dict[str, int]] = {}
+        """By beginning, see Roster.knowing."""
+        self._num_placed = 0
         self.follow(endpoints)
+
+    def roster(self) -> Roster:
+        """Return all pods, ready or not; the same object until one comes, goes, or serves something else."""
+        if self._roster is None:
+            self._roster = Roster([pod.state for pod in self._pods.values()], self._knowing)
+        return self._roster
 
     def states(self) -> Sequence[EndpointState]:
         """Return all pods, ready or not."""
-        return [pod.state() for pod in self._pods.values()]
+        return self.roster().states
 
     def endpoint(self, name: str) -> Endpoint | None:
         """Return the pod of this name, ready or not; None when there is none."""
         pod = self._pods.get(name)
-        return None if pod is None else pod.endpoint
+        return None if pod is None else pod.state.endpoint
 
     def note_routed(self, name: str) -> None:
         """Count one request as sent to this pod by somebody else, who will not say when it ends; a pod gone is none."""
         pod = self._pods.get(name)
         if pod is not None:
             self._used(pod)
-            pod.noted_since_probe += 1
+            pod.state.since_probe += 1
+
+    def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> None:
+        """Remember what was just sent to a pod, before its reports tell; a pod gone is none. See EndpointDirectory."""
+        pod = self._pods.get(name)
+        if pod is None:
+            return
+        if beginning:
+            self._note_beginning(pod, beginning, at_ms, is_told=False)
+        if not is_new:
+            return
+        pod.state.placed += 1
+        self._num_placed += 1
+        if self._num_placed >= _PLACED_WINDOW * len(self._pods):
+            for other in self._pods.values():
+                other.state.placed //= 2
+            self._num_placed = sum(other.state.placed for other in self._pods.values())
 
     def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
         """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.
@@ -143,13 +145,12 @@ class WatchedEndpoints:
         if pod is not None and (certain or not self._is_last(pod)):
             self._set_ready(pod, ready=False)
 
-    def note_sidecar(self, name: str, *, fingerprint: str, tiers: frozenset[str]) -> None:
+    def note_sidecar(self, name: str, *, fingerprint: str, tiers: Mapping[str, float]) -> None:
         """Remember what a pod's sidecar said; an empty fingerprint leaves the last one, which the engine still has."""
         pod = self._pods.get(name)
         if pod is not None:
-            pod.fingerprint = fingerprint or pod.fingerprint
-            pod.tiers = tiers
-            pod.changed()
+            pod.state.fingerprint = fingerprint or pod.state.fingerprint
+            pod.state.tiers = tiers
 
     def beginnings_end(self, name: str) -> int:
         """Return what to ask a pod's sidecar for new beginnings with; 0: for all."""
@@ -163,10 +164,7 @@ class WatchedEndpoints:
             return
         pod.beginnings_end = end
         for beginning, at_ms in asked_at_ms.items():
-            pod.beginnings.pop(beginning, None)
-            pod.beginnings[beginning] = at_ms
-        while len(pod.beginnings) > _BEGINNINGS_MAX:
-            del pod.beginnings[next(iter(pod.beginnings))]
+            self._note_beginning(pod, beginning, at_ms, is_told=True)
 
     @contextmanager
     def carrying(self, name: str) -> Iterator[None]:
@@ -180,13 +178,14 @@ class WatchedEndpoints:
             yield
             return
         self._used(pod)
-        pod.in_flight += 1
+        pod.state.in_flight += 1
+        pod.state.since_probe += 1
         pod.in_flight_gauge.inc()
         try:
             yield
         finally:
-            pod.in_flight -= 1
-            pod.changed()
+            pod.state.in_flight -= 1
+            pod.state.since_probe -= 1
             pod.in_flight_gauge.dec()
             self._forget_if_gone(pod)
 
@@ -195,7 +194,10 @@ class WatchedEndpoints:
         assert len({endpoint.name for endpoint in endpoints}) == len(endpoints), "endpoint names must differ"
         before = self._pods
         self._pods = {endpoint.name: self._pod_of(endpoint) for endpoint in endpoints}
+        self._roster = None
         for name, pod in before.items():
+            if self._pods.get(name) is not pod:
+                self._forget_placed(pod)
             if name not in self._pods:
                 log.info("endpoint gone", extra={"endpoint": name})
                 self._set_ready(pod, ready=False)
@@ -225,7 +227,7 @@ class WatchedEndpoints:
                 raise fault
 
     async def _probe_one(self, pod: _Pod) -> None:
-        endpoint = pod.endpoint
+        endpoint = pod.state.endpoint
         health = await self._probe(endpoint)
         # What answered may no longer be what is listed under this name.
         if self._pods.get(endpoint.name) is pod:
@@ -234,7 +236,9 @@ class WatchedEndpoints:
     def _note(self, pod: _Pod, health: Health) -> None:
         if health.healthy:
             pod.silent_probes = 0
-            pod.models = health.models
+            if pod.state.models != health.models:
+                pod.state.models = health.models
+                self._roster = None
             self._note_load(pod, health.load)
             self._set_ready(pod, ready=True)
         elif health.certain:
@@ -246,7 +250,7 @@ class WatchedEndpoints:
                 self._set_ready(pod, ready=False)
 
     def _is_last(self, pod: _Pod) -> bool:
-        return not any(other.ready for other in self._pods.values() if other is not pod)
+        return not any(other.state.ready for other in self._pods.values() if other is not pod)
 
     def _note_load(self, pod: _Pod, load: EngineLoad | None) -> None:
         """Take what a probe found; what it should have found and did not is what it was, for a while.
@@ -260,40 +264,59 @@ class WatchedEndpoints:
             self._set_load(pod, EngineLoad())
 
     def _set_load(self, pod: _Pod, load: EngineLoad) -> None:
-        pod.load = load
-        pod.in_flight_at_probe = pod.in_flight
-        pod.noted_since_probe = 0
-        pod.changed()
+        pod.state.load = load
+        pod.state.since_probe = 0
         for state, value in zip(_LOAD_STATES, (load.running, load.waiting), strict=True):
-            self._metrics.endpoint_load.labels(pod.endpoint.name, state).set(value)
+            self._metrics.endpoint_load.labels(pod.state.endpoint.name, state).set(value)
 
     def _set_ready(self, pod: _Pod, *, ready: bool) -> None:
-        if pod.ready != ready:
-            pod.ready = ready
-            pod.changed()
-            self._metrics.endpoint_ready.labels(pod.endpoint.name).set(int(ready))
-            log.info("endpoint ready" if ready else "endpoint not ready", extra={"endpoint": pod.endpoint.name})
+        if pod.state.ready != ready:
+            name = pod.state.endpoint.name
+            pod.state.ready = ready
+            self._roster = None
+            self._metrics.endpoint_ready.labels(name).set(int(ready))
+            log.info("endpoint ready" if ready else "endpoint not ready", extra={"endpoint": name})
 
     def _used(self, pod: _Pod) -> None:
         self._num_routed += 1
-        pod.routed_at = self._num_routed
-        pod.changed()
+        pod.state.routed_at = self._num_routed
+
+    def _note_beginning(self, pod: _Pod, beginning: str, at_ms: int, *, is_told: bool) -> None:
+        was_told = pod.beginnings.pop(beginning, False)
+        pod.beginnings[beginning] = was_told or is_told
+        pod.state.beginnings += is_told and not was_told
+        pods = self._knowing.setdefault(beginning, {})
+        name = pod.state.endpoint.name
+        pods[name] = max(at_ms, pods.get(name, 0))
+        while len(pod.beginnings) > min(_BEGINNINGS_MAX, _ALL_BEGINNINGS_MAX // len(self._pods)):
+            self._forget_beginning(pod, next(iter(pod.beginnings)))
+
+    def _forget_placed(self, pod: _Pod) -> None:
+        self._num_placed -= pod.state.placed
+        pod.state.placed = pod.beginnings_end = 0
+        for beginning in list(pod.beginnings):
+            self._forget_beginning(pod, beginning)
+
+    def _forget_beginning(self, pod: _Pod, beginning: str) -> None:
+        pod.state.beginnings -= pod.beginnings.pop(beginning)
+        pods = self._knowing[beginning]
+        del pods[pod.state.endpoint.name]
+        if not pods:
+            del self._knowing[beginning]
 
     def _pod_of(self, endpoint: Endpoint) -> _Pod:
         """Return the pod as it is known, if what is listed is still the same one; else one to be asked first."""
         pod = self._pods.get(endpoint.name) or self._gone.pop(endpoint.name, None)
-        if pod is None or pod.endpoint.url != endpoint.url:
+        if pod is None or pod.state.endpoint.url != endpoint.url:
             # Requests to what had this name before end where they began.
             pod = _Pod(endpoint, self._metrics.requests_in_flight.labels(endpoint.name))
             self._metrics.endpoint_ready.labels(endpoint.name).set(0)
-        elif pod.endpoint != endpoint:
-            pod.endpoint = endpoint
-            pod.changed()
+        pod.state.endpoint = endpoint
         return pod
 
     def _forget_if_gone(self, pod: _Pod) -> None:
-        name = pod.endpoint.name
-        if self._gone.get(name) is pod and not pod.in_flight:
+        name = pod.state.endpoint.name
+        if self._gone.get(name) is pod and not pod.state.in_flight:
             del self._gone[name]
             self._forget_metrics(name)
 

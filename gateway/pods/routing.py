@@ -1,31 +1,43 @@
 """Which pod takes a request. Pure.
 
 In this order: pods that are ready, in the proxy's subset, serve the model and do not drain; of those the ones whose
-queue is not full; of those the holder of the context's KV, unless it is saturated and another is not, or the client
-asked for something else; else, where requests with the same beginning should meet (a new context), a pod where they
-did already, or the one that rendezvous hashing names, unless it is loaded well beyond the others; else the least
-loaded.
+queue is not full; of those, unless the client asked for something else, the one where the KV is (a turn's holder, the
+pod that was asked last for a kept conversation), as long as waiting there costs less than having the KV elsewhere;
+else, where requests with the same beginning should meet (a new context), the one that costs least, of those that have
+not been given more than their share of new contexts; else the least loaded.
 
-A pod's load is what its engine said at the last probe, corrected by what this gateway knows to have come and gone
-since. Other gateways' requests show at the next probe.
+Of many pods a few are looked at: the holder, those that know the beginning, those that a ring names for it, or some
+taken at random.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 
 from contextcache.claim import Claims
-from contextcache.errors import EndpointsSaturated, NoReadyEndpoint
+from contextcache.errors import EndpointsSaturated
 from contextcache.model import ModelId, TenantId
+from gateway.pods.costs import (
+    MOVE_GAIN,
+    LoadLimits,
+    busy_s,
+    is_full,
+    is_saturated,
+    load_of,
+    move_s,
+    placed_max,
+    queue_s,
+    room_s,
+    waiting_at,
+)
+from gateway.pods.roster import RETRY_AFTER_S, Candidates, Roster, some_of
 from gateway.ports import Endpoint, EndpointState
 
-_RETRY_AFTER_S = 2
-"""About two probe intervals: long enough for a pod to be seen ready."""
 STRATEGY_HEADER = "routing-strategy"
 """AIBrix's header, with its values; unknown ones are ignored. It travels on: an engine does not know it."""
 _PREFIX_BYTES = 1024
@@ -33,6 +45,7 @@ _PREFIX_BYTES = 1024
 _MESSAGE_BYTES = 64 << 10
 """Within which a first message is looked for."""
 _DIGEST_BYTES = 16
+_TOKEN_BYTES = 4
 _JSON = json.JSONDecoder()
 
 
@@ -55,23 +68,11 @@ class Reason(Enum):
     """The holder is not there, not ready, not allowed, or serves another model now."""
     DRAINING = "holder_draining"
     SATURATED = "holder_saturated"
+    QUEUE = "holder_queue"
+    """Waiting at the holder costs more than having its KV elsewhere."""
     AFFINITY = "affinity"
     LEAST_LOADED = "least_loaded"
     STRATEGY = "strategy"
-
-
-@dataclass(frozen=True, slots=True)
-class LoadLimits:
-    """When a pod has enough."""
-
-    saturated_waiting: int = 32
-    """Requests in a pod's queue from which turns move away from their holder."""
-    saturated_kv_usage: float = 0.98
-    """Share of KV blocks in use from which, with requests waiting, the same holds."""
-    shed_waiting: int = 256
-    """Requests in every pod's queue from which new ones are refused; 0: never."""
-    affinity_overload: float = 1.25
-    """Times the mean load (plus one) that the rendezvous pod may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,12 @@ class RouteQuery:
     """Endpoint that has the context's KV; empty: none, or not known."""
     affinity: str = ""
     """Requests with equal ones should meet on one pod; empty: no wish."""
+    is_conversation: bool = False
+    """Requests with the same affinity go on from each other: where the newest was is the KV."""
+    stays: bool = False
+    """What it makes stays on its pod, and later requests follow: a context, a kept conversation."""
+    num_tokens: int = 0
+    """Whose KV it needs, as far as is known: a context's, or about as many as its prompt has."""
     strategy: Strategy | None = None
     subset: frozenset[str] | None = None
     """Addresses (`host:port`) that the proxy in front allows; None: all."""
@@ -96,6 +103,8 @@ class Choice:
 
     endpoint: Endpoint
     reason: Reason
+    is_placed: bool = False
+    """Whether something stays there now that did not: a new context, or one that has left its holder."""
     prefix_at: str = ""
     """Sidecar of a pod that served what begins alike, where this one did not; empty: no other is known."""
 
@@ -105,32 +114,24 @@ def strategy_of(header: str | None) -> Strategy | None:
     return _STRATEGIES.get(header.strip().lower()) if header else None
 
 
-def choose_endpoint(states: Sequence[EndpointState], query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:
+def choose_endpoint(roster: Roster, query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:
     """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated.
 
     Pods that serve `query.model` come first; when none does, any ready pod may say so in the engine's own words.
     """
-    fitting = _candidates(states, query)
-    candidates = _with_room(fitting, query, limits)
+    candidates = roster.candidates(query.model, query.subset)
+    if query.light:
+        limits = replace(limits, shed_waiting=0)
     if query.strategy is Strategy.RANDOM or query.strategy is Strategy.LEAST_REQUEST:
         # The client wants another pod more than its KV.
-        free = _not_saturated(candidates, limits)
-        chosen = rng.choice(free).endpoint if query.strategy is Strategy.RANDOM else least_loaded(free, rng)
-        return Choice(chosen, Reason.STRATEGY)
+        free = _not_saturated(_some(candidates, limits, rng), limits)
+        chosen = rng.choice(free) if query.strategy is Strategy.RANDOM else least_loaded(free, rng)
+        return Choice(chosen.endpoint, Reason.STRATEGY, query.stays or chosen.endpoint.name != query.holder != "")
     if query.holder:
-        holder = _named(candidates, query.holder)
-        if holder is not None and not is_saturated(holder, limits):
-            return Choice(holder.endpoint, Reason.HOLDER)
-        free = _not_saturated(candidates, limits)
-        if holder is not None and holder in free:
-            # All are saturated: the holder is as good as any, and has the KV.
-            return Choice(holder.endpoint, Reason.HOLDER)
-        away = _named(states, query.holder)
-        return Choice(_least_loaded_alike(free, away, rng), _reason_to_move(away, fitting))
+        return _at_holder(candidates, roster.named(query.holder), query, limits, rng)
     if query.affinity:
-        home = _by_affinity(candidates, query.affinity, limits)
-        return Choice(home.endpoint, Reason.AFFINITY, _prefix_at(states, home, query.affinity))
-    return Choice(least_loaded(candidates, rng), Reason.LEAST_LOADED)
+        return _where_alike(roster, candidates, query, limits, rng)
+    return Choice(least_loaded(_some(candidates, limits, rng), rng).endpoint, Reason.LEAST_LOADED, query.stays)
 
 
 def prompt_affinity(tenant: TenantId, claims: Claims) -> str:
@@ -144,104 +145,119 @@ def label_affinity(tenant: TenantId, label: str) -> str:
     return _digest(tenant, label.encode("utf-8", "surrogatepass")) if label else ""
 
 
-def waiting_at(state: EndpointState) -> int:
-    """Return the requests in a pod's queue by now: where some wait, what comes waits too, and what ends lets one in."""
-    return max(0, state.load.waiting + state.since_probe) if state.load.waiting else 0
+def num_tokens_of(claims: Claims) -> int:
+    """Return about how many tokens a body's prompt or messages are: as if it were English."""
+    fields = claims.fields
+    return sum(len(memoryview(spelled)) for spelled in (fields.prompt, fields.messages, fields.input)) // _TOKEN_BYTES
 
 
-def is_saturated(state: EndpointState, limits: LoadLimits) -> bool:
-    """Return whether a pod has so much to do that even a context's holder is not worth waiting for."""
-    if not state.load.waiting:
-        return False
-    waiting = waiting_at(state)
-    return waiting >= limits.saturated_waiting or (waiting > 0 and state.load.kv_usage >= limits.saturated_kv_usage)
-
-
-def load_of(state: EndpointState) -> int:
-    """Return the requests a pod has by now, never fewer than this gateway is carrying to it."""
-    return max(state.load.running + state.load.waiting + state.since_probe, state.in_flight)
-
-
-def least_loaded(candidates: Sequence[EndpointState], rng: Random) -> Endpoint:
+def least_loaded(candidates: Sequence[EndpointState], rng: Random) -> EndpointState:
     """Return the pod with the least load; among equals, of two taken at random the one used longer ago."""
     if len(candidates) <= 2:
-        return min(candidates, key=_load_then_age).endpoint
+        return min(candidates, key=_load_then_age)
     loads = [load_of(state) for state in candidates]
     least = min(loads)
     equals = [state for state, load in zip(candidates, loads, strict=True) if load == least]
     pair = rng.sample(equals, 2) if len(equals) > 2 else equals
-    return min(pair, key=_load_then_age).endpoint
+    return min(pair, key=_load_then_age)
 
 
-def rendezvous_order(candidates: Sequence[EndpointState], affinity: str) -> list[EndpointState]:
-    """Return pods in the order in which these bytes prefer them: a pod that goes moves only its own requests."""
+def _at_holder(
+    candidates: Candidates, holder: EndpointState | None, query: RouteQuery, limits: LoadLimits, rng: Random
+) -> Choice:
+    """Return the holder, or the least loaded pod where the holder cannot take it or another one costs less."""
+    if holder is None or holder not in candidates:
+        reason = Reason.DRAINING if holder is not None and holder.ready and holder.endpoint.draining else Reason.AWAY
+        return _moved(_not_saturated(_some(candidates, limits, rng), limits), holder, reason, rng)
+    is_busy = is_saturated(holder, limits)
+    most_s = queue_s(holder) - move_s(query.num_tokens) * (1 if is_busy else MOVE_GAIN)
+    if most_s <= 0 and not is_full(holder, limits):
+        return Choice(holder.endpoint, Reason.HOLDER)
+    others = [state for state in _some(candidates, limits, rng) if state is not holder]
+    if is_full(holder, limits):
+        better = _not_saturated(others, limits)
+    else:
+        # Only to where nothing waits: what a move computes, the queue there waits for too, and all would come to move.
+        idle = [state for state in others if not waiting_at(state)]
+        better = [state for state in idle if busy_s(state) + room_s(state, query.num_tokens) < most_s]
+    if not better:
+        return Choice(holder.endpoint, Reason.HOLDER)
+    return _moved(better, holder, Reason.SATURATED if is_busy else Reason.QUEUE, rng)
 
-    def weight(state: EndpointState) -> bytes:
-        return hashlib.blake2b(f"{affinity}\0{state.endpoint.name}".encode(), digest_size=8).digest()
 
-    return sorted(candidates, key=weight, reverse=True)
-
-
-def _candidates(states: Sequence[EndpointState], query: RouteQuery) -> list[EndpointState]:
-    subset, model = query.subset, query.model
-    ready = [state for state in states if state.ready and (subset is None or state.endpoint.address in subset)]
-    if not ready:
-        raise NoReadyEndpoint("no pod is ready to take the request", retry_after_s=_RETRY_AFTER_S)
-    if model is not None:
-        ready = [state for state in ready if not state.models or model in state.models] or ready
-    return [state for state in ready if not state.endpoint.draining] or ready
+def _moved(others: Sequence[EndpointState], holder: EndpointState | None, reason: Reason, rng: Random) -> Choice:
+    """Return the least loaded pod for what leaves its holder: of those that can use its KV, if there are any."""
+    fingerprint = holder.fingerprint if holder is not None else ""
+    alike = [state for state in others if fingerprint and state.fingerprint == fingerprint and state.tiers]
+    return Choice(least_loaded(alike or others, rng).endpoint, reason, is_placed=True)
 
 
-def _with_room(candidates: list[EndpointState], query: RouteQuery, limits: LoadLimits) -> list[EndpointState]:
-    if query.light or not limits.shed_waiting:
-        return candidates
-    with_room = [state for state in candidates if not state.load.waiting or waiting_at(state) < limits.shed_waiting]
-    if not with_room:
-        raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=_RETRY_AFTER_S)
-    return with_room
+def _where_alike(roster: Roster, candidates: Candidates, query: RouteQuery, limits: LoadLimits, rng: Random) -> Choice:
+    """Return where such requests were, as long as that costs least; else the first that the ring names, or another."""
+    heard = roster.knowing(query.affinity)
+    names = heard if query.is_conversation else some_of(list(heard), rng)
+    knowing = [state for name in names if (state := roster.named(name)) is not None]
+    fitting = [state for state in knowing if state in candidates]
+    if query.is_conversation and fitting:
+        chosen = _at_holder(candidates, _asked_last(fitting, heard), query, limits, rng)
+    else:
+        # Where nobody knows the beginning, all gateways send it to the same pod.
+        having = fitting if knowing else candidates.near(query.affinity, 1)
+        chosen = _cheapest(candidates, having, query, limits, rng)
+    return replace(chosen, reason=Reason.AFFINITY, prefix_at=_prefix_at(knowing, heard, chosen.endpoint, query))
+
+
+def _cheapest(
+    candidates: Candidates, having: Sequence[EndpointState], query: RouteQuery, limits: LoadLimits, rng: Random
+) -> Choice:
+    """Return the pod that costs least, of those with no more than their share of what was placed lately."""
+    has = {state.endpoint.name for state in having}
+    any_ = some_of(candidates.states, rng)
+    looked_at = candidates.near(query.affinity)
+    looked_at += [state for state in (*having, *any_) if state not in looked_at]
+    if query.stays:
+        share = placed_max(sum(state.placed for state in any_), len(any_), limits)
+        looked_at = [state for state in looked_at if state.placed <= share]
+    open_ = [state for state in looked_at if not is_full(state, limits)] or _some(candidates, limits, rng)
+    free = _not_saturated(open_, limits)
+    brought_s = move_s(query.num_tokens)
+
+    def cost_s(state: EndpointState) -> float:
+        here_s = busy_s(state) + room_s(state, query.num_tokens)
+        return here_s if state.endpoint.name in has else here_s + brought_s
+
+    return Choice(min(free, key=cost_s).endpoint, Reason.AFFINITY, query.stays)
+
+
+def _some(candidates: Candidates, limits: LoadLimits, rng: Random) -> Sequence[EndpointState]:
+    """Return pods whose queue is not full: all, or of many some. Raises EndpointsSaturated."""
+    for some in (some_of(candidates.states, rng), candidates.states):
+        if with_room := [state for state in some if not is_full(state, limits)]:
+            return with_room
+    raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=RETRY_AFTER_S)
 
 
 def _not_saturated(candidates: Sequence[EndpointState], limits: LoadLimits) -> Sequence[EndpointState]:
     return [state for state in candidates if not is_saturated(state, limits)] or candidates
 
 
-def _named(states: Sequence[EndpointState], name: str) -> EndpointState | None:
-    return next((state for state in states if state.endpoint.name == name), None)
+def _prefix_at(knowing: Sequence[EndpointState], heard: Mapping[str, int], chosen: Endpoint, query: RouteQuery) -> str:
+    """Return the sidecar to fetch the beginning from, where the chosen pod has it not, or not the newest.
 
-
-def _least_loaded_alike(candidates: Sequence[EndpointState], holder: EndpointState | None, rng: Random) -> Endpoint:
-    """Return the least loaded pod for a turn that leaves its holder: of those that can use its KV, if there are any."""
-    fingerprint = holder.fingerprint if holder is not None else ""
-    alike = [state for state in candidates if fingerprint and state.fingerprint == fingerprint and state.tiers]
-    return least_loaded(alike or candidates, rng)
-
-
-def _reason_to_move(holder: EndpointState | None, fitting: Sequence[EndpointState]) -> Reason:
-    if holder is not None and holder in fitting:
-        return Reason.SATURATED
-    return Reason.DRAINING if holder is not None and holder.ready and holder.endpoint.draining else Reason.AWAY
-
-
-def _by_affinity(candidates: Sequence[EndpointState], affinity: str, limits: LoadLimits) -> EndpointState:
-    """Return the first that is not overloaded: who heard the beginning last, else by rendezvous.
-
-    At least one pod is within the mean.
+    Of a conversation the one asked last has the most; of others the one asked first has had time to compute it.
     """
-    free = _not_saturated(candidates, limits)
-    bound = limits.affinity_overload * (sum(map(load_of, free)) / len(free) + 1)
-    return next(state for state in _last_heard_first(free, affinity) if load_of(state) <= bound)
+    there = heard.get(chosen.name, 0)
+    if there and not query.is_conversation:
+        return ""
+    later = [state for state in knowing if state.tiers and heard[state.endpoint.name] > there]
+    if not later:
+        return ""
+    first = min(later, key=lambda state: heard[state.endpoint.name])
+    return (_asked_last(later, heard) if query.is_conversation else first).endpoint.sidecar
 
 
-def _prefix_at(states: Sequence[EndpointState], chosen: EndpointState, affinity: str) -> str:
-    """Return a sidecar that was asked for what begins alike after the chosen pod's own was, if that ever was."""
-    heard = chosen.beginnings.get(affinity, 0)
-    later = [state for state in states if state.beginnings.get(affinity, 0) > heard and state.tiers]
-    return next((state.endpoint.sidecar for state in _last_heard_first(later, affinity)), "")
-
-
-def _last_heard_first(states: Sequence[EndpointState], affinity: str) -> list[EndpointState]:
-    """Return them by when they were asked for what begins so: a conversation that moved has its newest KV there."""
-    return sorted(rendezvous_order(states, affinity), key=lambda state: -state.beginnings.get(affinity, 0))
+def _asked_last(states: Sequence[EndpointState], heard: Mapping[str, int]) -> EndpointState:
+    return max(states, key=lambda state: (heard[state.endpoint.name], state.endpoint.name))
 
 
 def _load_then_age(state: EndpointState) -> tuple[int, int]:

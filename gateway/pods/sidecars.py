@@ -19,7 +19,8 @@ from contextcache.model import CacheRef, CacheSessionMetadata, KeptGroup, Sessio
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
-from gateway.ports import Endpoint, EndpointDirectory, KVSidecar, SessionDirectory
+from gateway.pods.roster import EndpointDirectory
+from gateway.ports import Endpoint, KVSidecar, SessionDirectory
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +131,13 @@ class Sidecars(Mapping[str, KVSidecar]):
                 after = self._endpoints.beginnings_end(name)
                 stats = await self._client(address).stats(beginnings_after=after)
         except (ContextCacheError, TimeoutError):
-            self._endpoints.note_sidecar(name, fingerprint="", tiers=frozenset())
+            self._endpoints.note_sidecar(name, fingerprint="", tiers={})
             return
-        tiers = frozenset(_TIERS[found.tier] for found in stats.tiers if found.tier in _TIERS)
+        tiers = {
+            _TIERS[found.tier]: found.size_bytes / found.limit_bytes if found.limit_bytes else 0.0
+            for found in stats.tiers
+            if found.tier in _TIERS
+        }
         self._endpoints.note_sidecar(name, fingerprint=",".join(stats.fingerprints), tiers=tiers)
         now_ms = self._clock.now_ms()
         ages_ms = stats.beginnings_age_ms or [0] * len(stats.beginnings)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from contextcache.claim import read_claims
 from contextcache.errors import (
     ContextNotFound,
     EndpointsSaturated,
@@ -17,7 +18,7 @@ from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
-from gateway.pods.routing import Reason
+from gateway.pods.routing import Reason, prompt_affinity
 from gateway.ports import Endpoint, EngineLoad
 from gateway.tenants.keys import KeyFile, SingleTenant
 from tests.kit.gateway_parts import KEY, REF, SECRET, GatewayParts
@@ -103,11 +104,10 @@ async def test_a_create_says_how_it_begins_and_who_served_such_requests_where_th
     def identity(forward):
         return verify_identity(forward.set_headers[IDENTITY_HEADER], SECRET, now_ms=parts.clock.now_ms())
 
-    first = await route(parts, {"prompt": "x" * 2000 + "1"}, Kind.CREATE)
-    beginning = identity(first).beginning
+    beginning = prompt_affinity("demo", read_claims(json.dumps({"prompt": "x" * 2000}).encode()))
     parts.endpoints.note_beginnings("pod-b", {beginning: 1}, 1)
     known = await route(parts, {"prompt": "x" * 2000 + "2"}, Kind.CREATE)
-    parts.endpoints.note_sidecar("pod-b", fingerprint="f", tiers=frozenset({"disk"}))
+    parts.endpoints.note_sidecar("pod-b", fingerprint="f", tiers={"disk": 0.5})
     parts.endpoints.mark_unreachable("pod-b")
     moved = await route(parts, {"prompt": "x" * 2000 + "3"}, Kind.CREATE)
     other = await route(parts, {"prompt": "y"}, Kind.CREATE)
@@ -268,7 +268,7 @@ async def pods_of(parts, bodies, kind=Kind.COMPLETION, **head):
 
 async def test_new_contexts_that_begin_alike_meet_and_others_spread():
     parts = await many_pods()
-    alike = [{"model": "stub-model", "prompt": "You are brief. " * 100 + str(number)} for number in range(8)]
+    alike = [{"model": "stub-model", "prompt": "You are brief. " * 100 + str(number)} for number in range(4)]
     others = [{"model": "stub-model", "prompt": str(number)} for number in range(16)]
 
     assert len(set(await pods_of(parts, alike, Kind.CREATE))) == 1

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.app import _rules
-from gateway.pods.routing import LoadLimits
+from gateway.pods.costs import LoadLimits
 from gateway.ports import Endpoint
 from gateway.settings import GatewaySettings, endpoint_of, is_loopback
 

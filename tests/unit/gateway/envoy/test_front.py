@@ -12,6 +12,7 @@ from gateway.envoy.front import EnvoyFront
 from gateway.envoy.messages import PIECE_BYTES
 from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
 from gateway.pods.endpoints import Health
+from gateway.ports import EngineLoad
 from gateway.tenants.limits import FrontLimits
 from tests.kit.ext_proc import (
     DUPLEX,
@@ -26,6 +27,7 @@ from tests.kit.ext_proc import (
 from tests.kit.gateway_parts import SECRET, as_told
 
 JSON = {"content-type": "application/json"}
+QUEUED = Health(healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(running=4, waiting=20, kv_usage=0.5))
 HOLDER = {"envoy.lb": {"x-gateway-destination-endpoint": "pod-b:8001"}}
 
 
@@ -558,15 +560,23 @@ async def test_a_hint_names_the_holder_and_nothing_else(parts):
     assert noted.names == ["pod-b"]
 
 
-async def test_a_hint_names_the_pod_that_the_kv_moves_to(parts):
+@pytest.mark.parametrize("health", [Health(healthy=False), QUEUED], ids=["away", "queue"])
+async def test_a_hint_names_the_pod_that_the_kv_moves_to(parts, health):
     await parts.directory.add("ctx_1", holder="pod-b")
-    parts.probe.health["pod-b"] = Health(healthy=False)
+    parts.probe.health["pod-b"] = health
     await parts.endpoints.probe_all()
     stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}), picker="hint")
 
     assert stream.answers[0].metadata["envoy.lb.subset_hint"] == {
         "x-gateway-destination-endpoint-subset": ["pod-a:8001"]
     }
+
+
+@pytest.mark.parametrize(("picker", "placed"), [("choose", 1), ("hint", 0)])
+async def test_a_new_context_counts_at_its_pod_where_that_is_ours_to_choose(parts, picker, placed):
+    await ask(parts, head(path="/v1/context", headers=JSON), body({"prompt": "x"}), picker=picker)
+
+    assert sum(state.placed for state in parts.endpoints.states()) == placed
 
 
 @pytest.mark.parametrize("holder", ["", None])

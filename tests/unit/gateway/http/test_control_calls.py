@@ -233,8 +233,9 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
     load = EngineLoad(running=2, waiting=1, kv_usage=0.12345)
     parts.probe.health["pod-a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=load)
     await parts.endpoints.probe_all()
-    parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers=frozenset({"host", "disk"}))
+    parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers={"host": 0.5, "disk": 0.1})
     parts.endpoints.note_beginnings("pod-a", {"x": 1}, 1)
+    parts.endpoints.note_placed("pod-a", "y", at_ms=1, is_new=True)
     ready = await ready_state.describe()
 
     assert (ready["ready"], ready["missing"]) == (True, [])
@@ -248,6 +249,7 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
         "kv_usage": 0.123,
         "tiers": ["disk", "host"],
         "beginnings": 1,
+        "placed": 1,
     }
 
     parts.directory.down = True

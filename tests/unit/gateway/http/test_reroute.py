@@ -53,7 +53,7 @@ async def test_another_pod_takes_what_the_holder_does_not(answer_of, parts, faul
     answer = await answer_of(carrier)
 
     assert (answer.status_code, carrier.asked) == (200, ["pod_a", "pod_b"])
-    assert [state.endpoint.name for state in parts.endpoints.states() if state.ready] == ["pod-b"]
+    assert [(state.ready, state.placed) for state in parts.endpoints.states()] == [(False, 0), (True, 1)]
 
 
 async def test_the_last_pod_is_asked_again_when_it_was_only_late(answer_of, parts):

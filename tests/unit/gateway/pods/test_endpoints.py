@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import Metrics
-from gateway.pods.endpoints import Health, WatchedEndpoints
+from gateway.pods.endpoints import _BEGINNINGS_MAX, _PLACED_WINDOW, Health, WatchedEndpoints
 from gateway.ports import Endpoint, EngineLoad
 from tests.kit.gateway_parts import Pods
 
@@ -237,13 +237,13 @@ async def test_a_fault_of_one_probe_costs_the_others_nothing(metrics):
 
 
 async def test_a_sidecars_last_fingerprint_stays_while_it_is_away(endpoints):
-    endpoints.note_sidecar("a", fingerprint="f1", tiers=frozenset({"host"}))
-    endpoints.note_sidecar("a", fingerprint="", tiers=frozenset())
-    endpoints.note_sidecar("gone", fingerprint="f1", tiers=frozenset())
+    endpoints.note_sidecar("a", fingerprint="f1", tiers={"host": 0.5})
+    endpoints.note_sidecar("a", fingerprint="", tiers={})
+    endpoints.note_sidecar("gone", fingerprint="f1", tiers={})
 
     assert [(state.fingerprint, state.tiers) for state in endpoints.states()] == [
-        ("f1", frozenset()),
-        ("", frozenset()),
+        ("f1", {}),
+        ("", {}),
     ]
 
 
@@ -305,3 +305,60 @@ async def test_a_probe_without_figures_leaves_a_pod_as_loaded_as_it_was_for_a_wh
         assert (endpoints.states()[0].load, endpoints.states()[0].since_probe) == (loaded, 1)
     await endpoints.probe_all()
     assert (endpoints.states()[0].load, endpoints.states()[0].since_probe) == (EngineLoad(), 0)
+
+
+async def test_what_was_just_sent_somewhere_is_known_and_what_a_pod_tells_of_the_time_before_is_earlier(endpoints):
+    endpoints.note_placed("b", "x", at_ms=5000, is_new=False)
+    endpoints.note_beginnings("a", {"x": 4000}, 1)
+    endpoints.note_beginnings("b", {"x": 4500}, 1)
+
+    assert endpoints.roster().knowing("x") == {"a": 4000, "b": 5000}
+    assert [state.placed for state in endpoints.states()] == [0, 0]
+
+
+async def test_new_contexts_are_counted_and_those_of_long_ago_count_less_and_less(endpoints):
+    for number in range(3 * _PLACED_WINDOW):
+        endpoints.note_placed("a" if number % 4 else "b", "", at_ms=1, is_new=True)
+        endpoints.note_placed("gone", "x", at_ms=1, is_new=True)
+
+    a, b = (state.placed for state in endpoints.states())
+    assert a + b < 2 * _PLACED_WINDOW
+    assert a == pytest.approx(3 * b, abs=2)
+    assert endpoints.roster().knowing("x") == {}
+
+
+async def test_what_is_known_of_a_pod_goes_with_it_and_with_one_of_its_name_elsewhere(endpoints):
+    for name in ("a", "b"):
+        endpoints.note_placed(name, "x", at_ms=1, is_new=True)
+    endpoints.follow([Endpoint("a", "http://elsewhere")])
+
+    assert endpoints.roster().knowing("x") == {}
+    assert [state.placed for state in endpoints.states()] == [0]
+    assert endpoints.beginnings_end("a") == 0
+
+
+async def test_a_pods_last_beginnings_are_remembered_not_all(endpoints):
+    endpoints.note_beginnings("a", {str(number): 1 for number in range(_BEGINNINGS_MAX + 1)}, 1)
+    endpoints.note_placed("a", "1", at_ms=1, is_new=False)
+    endpoints.note_placed("a", "new", at_ms=1, is_new=False)
+
+    assert [bool(endpoints.roster().knowing(name)) for name in ("0", "1", "2", "3", "new")] == [0, 1, 0, 1, 1]
+    assert endpoints.states()[0].beginnings == _BEGINNINGS_MAX - 1
+
+
+async def test_a_roster_stays_until_a_pod_comes_goes_or_serves_something_else(endpoints, pods):
+    await endpoints.probe_all()
+    roster = endpoints.roster()
+    pods.health["a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(9, 9, 0.9))
+    with endpoints.carrying("a"):
+        await endpoints.probe_all()
+
+    assert endpoints.roster() is roster
+    assert roster.named("a").load.running == 9
+    pods.health["a"] = Health(healthy=True, models=frozenset({"other"}))
+    await endpoints.probe_all()
+    assert [len(endpoints.roster().candidates(name, None).states) for name in ("other", "stub-model", "none")] == [
+        1,
+        1,
+        2,
+    ]

@@ -8,18 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import EndpointsSaturated, NoReadyEndpoint
-from gateway.pods.routing import (
+from gateway.pods.costs import (
+    MOVE_GAIN,
     LoadLimits,
-    Reason,
-    RouteQuery,
-    Strategy,
-    choose_endpoint,
+    busy_s,
     is_saturated,
     load_of,
-    rendezvous_order,
-    strategy_of,
+    move_s,
+    placed_max,
+    queue_s,
+    room_s,
     waiting_at,
 )
+from gateway.pods.roster import LOOKED_AT_MAX, Candidates, Roster
+from gateway.pods.routing import Reason, RouteQuery, Strategy, choose_endpoint, strategy_of
 from gateway.ports import Endpoint, EndpointState, EngineLoad
 from tests.kit.seed import random_of
 
@@ -33,8 +35,12 @@ def pod(name, *, ready=True, models=("m",), in_flight=0, routed_at=0, draining=F
     return EndpointState(endpoint, ready, frozenset(models), in_flight, routed_at, **more)
 
 
-def choose(states, *, limits=LIMITS, seed=0, **query):
-    return choose_endpoint(states, RouteQuery(**query), limits=limits, rng=Random(seed))
+def choose(states, *, limits=LIMITS, seed=0, knowing=None, **query):
+    return choose_endpoint(Roster(states, knowing), RouteQuery(**query), limits=limits, rng=Random(seed))
+
+
+def near(states, affinity):
+    return Candidates(states).near(affinity, len(states))
 
 
 def name_of(states, **query):
@@ -42,9 +48,96 @@ def name_of(states, **query):
 
 
 def test_a_ready_holder_is_chosen_though_others_have_less_to_do():
-    choice = choose([pod("a"), pod("b", in_flight=9, load=EngineLoad(9, 31, 0.97))], model="m", holder="b")
+    states = [pod("a"), pod("b", in_flight=9, load=EngineLoad(9, 31, 0.97))]
+    choice = choose(states, model="m", holder="b", num_tokens=200_000)
 
-    assert (choice.endpoint.name, choice.reason) == ("b", Reason.HOLDER)
+    assert (choice.endpoint.name, choice.reason, choice.is_placed) == ("b", Reason.HOLDER, False)
+
+
+def test_a_turn_leaves_its_holder_for_its_queue_only_where_that_costs_more_than_bringing_the_kv():
+    """Of 31 waiting behind nine, the last waits for 28 s."""
+    states = [pod("a"), pod("b", load=EngineLoad(9, 31, 0.97))]
+    choice = choose(states, holder="b", num_tokens=140_000)
+    busy = [pod("a", load=EngineLoad(9, 3, 0.97)), states[1]]
+    full = [pod("a", tiers={"host": 1.0, "disk": 1.0}), states[1]]
+
+    assert (choice.endpoint.name, choice.reason, choice.is_placed) == ("a", Reason.QUEUE, True)
+    assert name_of(full, holder="b", num_tokens=140_000) == "b"
+    assert name_of(full, holder="b", num_tokens=1000) == "a"
+    assert name_of(busy, holder="b", num_tokens=1000) == "b"
+
+
+def test_a_saturated_holder_is_left_where_a_move_costs_no_more_and_another_one_by_half_more():
+    """24 s in the queue; 160 000 tokens cost 20 s."""
+    for waiting, saturated, chosen in ((27, 32, "b"), (27, 27, "a"), (36, 64, "a")):
+        states = [pod("a"), pod("b", load=EngineLoad(9, waiting, 0.5))]
+        limits = LoadLimits(saturated_waiting=saturated)
+
+        assert name_of(states, holder="b", num_tokens=160_000, limits=limits) == chosen
+
+
+def test_what_was_just_sent_waits_where_it_finds_no_kv_blocks():
+    tight = EngineLoad(running=10, waiting=0, kv_usage=0.8)
+
+    assert [waiting_at(pod("a", load=tight, since_probe=number)) for number in (0, 2, 12)] == [0, 0, 10]
+    assert name_of([pod("a", load=tight, since_probe=12), pod("b")], holder="a") == "b"
+    assert name_of([pod("a", load=tight, since_probe=2), pod("b")], holder="a") == "a"
+
+
+def test_room_costs_nothing_until_a_tier_is_nearly_full_and_then_what_is_displaced():
+    def cost(host, disk):
+        return room_s(pod("a", tiers={"host": host, "disk": disk}), 12_000)
+
+    assert cost(0.8, 0.8) == room_s(pod("a"), 12_000) == 0
+    assert [cost(0.9, 0), cost(1, 0), cost(1, 1)] == pytest.approx([0.5, 1, 2.5])
+
+
+def test_of_pods_that_do_not_know_a_beginning_one_with_room_takes_it():
+    order = [state.endpoint.name for state in near([pod(name) for name in "abc"], "x")]
+    fills = dict(zip(order, (1.0, 1.0, 0.5), strict=True))
+    states = [pod(name, tiers={"disk": fills[name]}) for name in "abc"] + [pod("gone", ready=False)]
+
+    assert name_of(states, affinity="x", num_tokens=8000, stays=True, knowing={"x": {"gone": 1}}) == order[2]
+
+
+def test_a_pod_that_has_its_share_of_new_contexts_gets_no_more_and_what_does_not_stay_is_not_counted():
+    home, second = [state.endpoint.name for state in near([pod(name) for name in "abcd"], "x")][:2]
+    states = [pod(name, placed=40 if name == home else 1, tiers={"disk": 0.1}) for name in "abcd"]
+    states = [replace(state, endpoint=replace(state.endpoint, sidecar=state.endpoint.name)) for state in states]
+    knowing = {"x": {home: 1}}
+    choice = choose(states, affinity="x", num_tokens=100_000, stays=True, knowing=knowing)
+
+    assert (choice.endpoint.name, choice.prefix_at, choice.is_placed) == (second, home, True)
+    assert name_of(states, affinity="x", num_tokens=100_000, knowing=knowing) == home
+    assert not choose(states, affinity="x", knowing=knowing).is_placed
+
+
+def test_a_share_is_one_of_all_pods_not_of_those_that_know_a_beginning():
+    states = [pod(f"pod-{number}") for number in range(8 * LOOKED_AT_MAX)]
+    hot = near(states, "x")[:LOOKED_AT_MAX]
+    for state in hot:
+        state.placed = 40
+    knowing = {"x": {state.endpoint.name: 1 for state in hot}}
+    cold = {state.endpoint.name for state in states if not state.placed}
+
+    assert name_of(states, affinity="x", stays=True, num_tokens=100_000, knowing=knowing) in cold
+    assert name_of(states, affinity="x", num_tokens=100_000, knowing=knowing) not in cold
+
+
+def test_of_many_pods_few_are_looked_at_and_the_holder_is_found_all_the_same():
+    states = [pod(f"pod-{number}") for number in range(8 * LOOKED_AT_MAX)]
+    states[77].load = EngineLoad(9, 31, 0.97)
+    first = near(states, "x")[0]
+    first.load = FULL
+
+    assert name_of(states, holder="pod-77", num_tokens=200_000) == "pod-77"
+    assert name_of(states, holder="pod-77") != "pod-77"
+    assert name_of(states, affinity="x") == near(states, "x")[1].endpoint.name
+    assert len({name_of(states, seed=seed) for seed in range(50)}) > LOOKED_AT_MAX
+    others = [state for state in states if state.endpoint.name != "pod-7"]
+    for state in others:
+        state.load = FULL
+    assert name_of(states) == name_of(states, affinity="x") == name_of(states, holder="pod-8") == "pod-7"
 
 
 @pytest.mark.parametrize(
@@ -78,9 +171,9 @@ def test_a_turn_moves_to_a_pod_that_can_use_its_kv():
     states = [
         pod("a"),
         pod("b", ready=False, fingerprint="f1"),
-        pod("c", in_flight=9, fingerprint="f1", tiers=frozenset({"host"})),
+        pod("c", in_flight=9, fingerprint="f1", tiers={"host": 0.5}),
         pod("d", fingerprint="f1"),
-        pod("e", fingerprint="f2", tiers=frozenset({"host"})),
+        pod("e", fingerprint="f2", tiers={"host": 0.5}),
     ]
 
     assert name_of(states, holder="b") == "c"
@@ -100,7 +193,7 @@ def test_what_came_and_went_since_the_probe_counts():
     assert load_of(pod("a", load=busy, since_probe=-60, in_flight=3)) == 3
     assert waiting_at(pod("a", load=busy, since_probe=5)) == 35
     assert waiting_at(pod("a", load=busy, since_probe=-60)) == 0
-    assert waiting_at(pod("a", load=EngineLoad(8, 0, 0.5), since_probe=60)) == 0
+    assert waiting_at(pod("a", load=EngineLoad(8, 0, 0.0), since_probe=60)) == 0
     assert name_of([pod("a", load=busy, since_probe=5), pod("b")], holder="a") == "b"
 
 
@@ -115,7 +208,7 @@ def test_equals_share_evenly():
     rng = random_of("equals")
     for number in range(1, 1001):
         states = [pod(name, routed_at=at) for name, at in routed_at.items()]
-        chosen = choose_endpoint(states, RouteQuery(), limits=LIMITS, rng=rng).endpoint.name
+        chosen = choose_endpoint(Roster(states), RouteQuery(), limits=LIMITS, rng=rng).endpoint.name
         routed_at[chosen] = number
         counts[chosen] += 1
 
@@ -198,58 +291,62 @@ def test_a_strategy_is_read_whatever_its_case():
     ]
 
 
-def test_what_begins_alike_meets_until_the_pod_is_overloaded():
+def test_what_begins_alike_meets_until_the_pod_costs_more_than_what_it_begins_with():
     idle = [pod(name) for name in "abcd"]
-    first = name_of(idle, affinity="x")
-    busy = [pod(name, in_flight=4 if name == first else 1) for name in "abcd"]
-    loaded = [pod(name, in_flight=9 if name == first else 1) for name in "abcd"]
-    kv_full = EngineLoad(running=0, waiting=1, kv_usage=0.99)
-    saturated = [pod(name, load=kv_full if name == first else EngineLoad()) for name in "abcd"]
-    second = rendezvous_order(idle, "x")[1].endpoint.name
+    first, second = [state.endpoint.name for state in near(idle, "x")][:2]
 
-    assert name_of(busy, affinity="x") == second
-    assert name_of([pod(name, in_flight=1 if name == first else 0) for name in "abcd"], affinity="x") == first
-    assert name_of(loaded, affinity="x") == name_of(saturated, affinity="x") == second
+    def with_first(**more):
+        return [pod(name, **(more if name == first else {})) for name in "abcd"]
+
     assert choose(idle, affinity="x").reason is Reason.AFFINITY
+    assert name_of(with_first(in_flight=4), affinity="x") == first
+    assert name_of(with_first(in_flight=9), affinity="x") == second
+    assert name_of(with_first(in_flight=9), affinity="x", num_tokens=8000) == first
+    assert name_of(with_first(load=EngineLoad(0, 1, 0.99)), affinity="x", num_tokens=8000) == second
 
 
 def test_what_begins_alike_goes_where_it_was_before_and_elsewhere_is_told_where_that_is():
-    def knowing(name, **more):
-        state = pod(name, tiers=frozenset({"disk"}), **more)
-        return replace(state, endpoint=replace(state.endpoint, sidecar=f"{name}:9001"))
-
-    last = rendezvous_order([pod(name) for name in "abcd"], "x")[-1].endpoint.name
-    states = [knowing(name, beginnings={"x": 1} if name == last else {}) for name in "abcd"]
+    last = near([pod(name) for name in "abcd"], "x")[-1].endpoint.name
+    states = [pod(name, tiers={"disk": 0.5}) for name in "abcd"]
+    states = [
+        replace(state, endpoint=replace(state.endpoint, sidecar=f"{state.endpoint.name}:9001")) for state in states
+    ]
     busy = [replace(state, in_flight=9) if state.endpoint.name == last else state for state in states]
     gone = [replace(state, ready=False) if state.endpoint.name == last else state for state in states]
-    silent = [replace(state, tiers=frozenset()) for state in gone]
+    silent = [replace(state, tiers={}) for state in gone]
 
-    assert (name_of(states, affinity="x"), choose(states, affinity="x").prefix_at) == (last, "")
-    assert name_of(states, affinity="y") == rendezvous_order(states, "y")[0].endpoint.name
+    def chosen(among, affinity="x"):
+        choice = choose(among, affinity=affinity, knowing={"x": {last: 1}})
+        return choice.endpoint.name, choice.prefix_at
+
+    assert chosen(states) == (last, "")
+    assert chosen(states, "y")[0] == near(states, "y")[0].endpoint.name
     for elsewhere in (busy, gone):
-        assert name_of(elsewhere, affinity="x") != last
-        assert choose(elsewhere, affinity="x").prefix_at == f"{last}:9001"
-    assert choose(silent, affinity="x").prefix_at == choose(states, affinity="y").prefix_at == ""
+        assert chosen(elsewhere)[0] != last
+        assert chosen(elsewhere)[1] == f"{last}:9001"
+    assert chosen(silent)[1] == chosen(states, "y")[1] == ""
 
 
-def test_of_pods_that_know_a_beginning_the_one_asked_last_is_first_since_the_conversation_moved_there():
-    order = [state.endpoint.name for state in rendezvous_order([pod(name) for name in "abcd"], "x")]
-    heard = dict(zip(order, (3, 4, 0, 4), strict=True))
-    states = [
-        replace(pod(name, beginnings={"x": heard[name]} if heard[name] else {}), tiers=frozenset({"disk"}))
-        for name in "abcd"
-    ]
+def test_a_conversation_goes_where_it_was_last_since_its_newest_turn_is_there():
+    heard = {"a": 3, "b": 4, "d": 4}
+    states = [pod(name, tiers={"disk": 0.5}) for name in "abcd"]
     states = [replace(state, endpoint=replace(state.endpoint, sidecar=state.endpoint.name)) for state in states]
-    busy = [replace(state, in_flight=9) if heard[state.endpoint.name] == 4 else state for state in states]
+    busy = [replace(state, load=SATURATED) if state.endpoint.name in "bd" else state for state in states]
 
-    assert (name_of(states, affinity="x"), choose(states, affinity="x").prefix_at) == (order[1], "")
-    assert (name_of(busy, affinity="x"), choose(busy, affinity="x").prefix_at) == (order[0], order[1])
-    assert name_of([state for state in states if state.endpoint.name != order[1]], affinity="x") == order[3]
+    def chosen(among, **more):
+        choice = choose(among, affinity="x", is_conversation=True, knowing={"x": heard}, **more)
+        return choice.endpoint.name, choice.prefix_at
+
+    assert chosen(states) == ("d", "")
+    assert chosen(states[:3]) == ("b", "")
+    assert chosen(busy)[0] in "ac"
+    assert chosen(busy)[1] == "d"
+    assert chosen([replace(state, in_flight=9) for state in states]) == ("d", "")
 
 
 def test_pods_whose_long_names_begin_alike_share_too():
     states = [pod("x" * 120 + str(number)) for number in range(4)]
-    chosen = [rendezvous_order(states, str(key))[0].endpoint.name for key in range(64)]
+    chosen = [near(states, str(key))[0].endpoint.name for key in range(64)]
 
     assert set(chosen) == {state.endpoint.name for state in states}
 
@@ -268,7 +365,8 @@ pods_ = st.builds(
             "load": loads,
             "since_probe": st.integers(-300, 300),
             "fingerprint": st.sampled_from(["", "f1", "f2"]),
-            "tiers": st.sampled_from([frozenset(), frozenset({"host"})]),
+            "tiers": st.sampled_from([{}, {"host": 0.5}, {"host": 1.0, "disk": 0.95}]),
+            "placed": st.integers(0, 100),
         }
     ),
     st.booleans(),
@@ -279,6 +377,9 @@ queries = st.builds(
     model=st.sampled_from([None, "m", "n", "unknown"]),
     holder=st.sampled_from(["", "pod-gone", *NAMES]),
     affinity=st.sampled_from(["", "x", "y"]),
+    is_conversation=st.booleans(),
+    stays=st.booleans(),
+    num_tokens=st.integers(0, 200_000),
     strategy=st.sampled_from([None, *Strategy]),
     subset=st.none() | st.frozensets(st.sampled_from([f"{name}:8000" for name in NAMES])),
     light=st.booleans(),
@@ -318,12 +419,15 @@ def test_a_holder_that_fits_is_chosen_unless_the_client_asked_for_another(states
         return
     holder = fit[number % len(fit)]
     query = replace(query, holder=holder.endpoint.name)
-    chosen = choose_endpoint(states, query, limits=limits, rng=Random(0))
-    better = [s for s in fit if not is_saturated(s, limits)]
+    chosen = choose_endpoint(Roster(states), query, limits=limits, rng=Random(0))
+    most_s = queue_s(holder) - move_s(query.num_tokens) * (1 if is_saturated(holder, limits) else MOVE_GAIN)
+    cheaper = [
+        s for s in fit if s is not holder and not waiting_at(s) and busy_s(s) + room_s(s, query.num_tokens) < most_s
+    ]
 
-    if is_saturated(holder, limits) and better:
-        assert chosen.endpoint in [s.endpoint for s in better]
-        assert chosen.reason is Reason.SATURATED
+    if cheaper:
+        assert chosen.endpoint in [s.endpoint for s in cheaper]
+        assert chosen.reason is (Reason.SATURATED if is_saturated(holder, limits) else Reason.QUEUE)
     else:
         assert (chosen.endpoint, chosen.reason) == (holder.endpoint, Reason.HOLDER)
 
@@ -333,7 +437,7 @@ def test_a_holder_that_fits_is_chosen_unless_the_client_asked_for_another(states
 def test_the_same_seed_chooses_the_same_pod(states, query, seed):
     def chosen():
         try:
-            return choose_endpoint(states, query, limits=LIMITS, rng=Random(seed))
+            return choose_endpoint(Roster(states), query, limits=LIMITS, rng=Random(seed))
         except (NoReadyEndpoint, EndpointsSaturated) as exc:
             return type(exc)
 
@@ -345,20 +449,20 @@ def test_the_same_seed_chooses_the_same_pod(states, query, seed):
 def test_a_pod_that_goes_moves_only_its_own_requests(names, affinity, data):
     states = [pod(name) for name in names]
     lost = data.draw(st.sampled_from(sorted(names)))
-    before = rendezvous_order(states, affinity)
-    after = rendezvous_order([state for state in states if state.endpoint.name != lost], affinity)
+    before = near(states, affinity)
+    after = near([state for state in states if state.endpoint.name != lost], affinity)
 
     assert [state for state in before if state.endpoint.name != lost] == after
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=6), st.text(min_size=1, max_size=8))
-def test_affinity_overloads_no_pod_beyond_its_bound(in_flight, affinity):
-    states = [pod(NAMES[number], in_flight=value) for number, value in enumerate(in_flight)]
-    chosen = choose(states, affinity=affinity).endpoint.name
-    load = next(state.in_flight for state in states if state.endpoint.name == chosen)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=6), st.integers(0, 1000))
+def test_no_pod_gets_more_new_contexts_than_its_share(placed, num_tokens):
+    states = [pod(NAMES[number], placed=value) for number, value in enumerate(placed)]
+    chosen = choose(states, affinity="x", stays=True, num_tokens=num_tokens).endpoint.name
+    state = next(state for state in states if state.endpoint.name == chosen)
 
-    assert load <= LIMITS.affinity_overload * (sum(in_flight) / len(in_flight) + 1)
+    assert state.placed <= placed_max(sum(placed), len(placed), LIMITS)
 
 
 @settings(deadline=None)
@@ -369,6 +473,6 @@ def test_the_least_loaded_is_never_more_loaded_than_another_that_fits(states, st
     if not fit:
         return
     states = fit
-    chosen = choose_endpoint(states, query, limits=LIMITS, rng=Random(0)).endpoint
+    chosen = choose_endpoint(Roster(states), query, limits=LIMITS, rng=Random(0)).endpoint
 
     assert load_of(next(s for s in fit if s.endpoint == chosen)) == min(map(load_of, fit))

@@ -65,7 +65,7 @@ async def test_what_a_sidecar_says_is_told_to_the_endpoints(sidecars, endpoints,
     states = endpoints.states()
 
     assert [state.fingerprint for state in states] == ["f-a:9001,f-1", "f-b:9001,f-1", ""]
-    assert [state.tiers for state in states] == [{"host", "disk"}, frozenset(), frozenset()]
+    assert [state.tiers for state in states] == [{"host": 0.0, "disk": 0.0}, {}, {}]
 
 
 async def test_what_was_asked_for_at_a_pod_is_known_and_a_sidecar_that_starts_again_adds_to_it(
@@ -75,13 +75,13 @@ async def test_what_was_asked_for_at_a_pod_is_known_and_a_sidecar_that_starts_ag
     opened["a:9001"].beginnings.note("x")
     opened["a:9001"].beginnings.note("y")
     await sidecars.ask_all()
-    assert [set(state.beginnings) for state in endpoints.states()] == [{"x", "y"}, set(), set()]
+    assert [set(endpoints.roster().knowing(name)) for name in "xyz"] == [{"a"}, {"a"}, set()]
 
     for begun_at_ms, name in ((clock.now_ms() + 1000, "z"), (0, "clock put back")):
         opened["a:9001"].beginnings = Beginnings(ManualClock(begun_at_ms))
         opened["a:9001"].beginnings.note(name)
         await sidecars.ask_all()
-    assert set(endpoints.states()[0].beginnings) == {"x", "y", "z", "clock put back"}
+    assert all(set(endpoints.roster().knowing(name)) == {"a"} for name in ("x", "y", "z", "clock put back"))
 
 
 async def test_of_two_pods_that_were_asked_for_the_same_the_later_is_known_however_seldom_they_are_heard(
@@ -96,9 +96,9 @@ async def test_of_two_pods_that_were_asked_for_the_same_the_later_is_known_howev
     clock.advance(s=3)
     await sidecars.ask_all()
 
-    first, second, _ = (state.beginnings for state in endpoints.states())
-    assert second["x"] > first["x"]
-    assert first["y"] > second["y"]
+    x, y = (endpoints.roster().knowing(name) for name in "xy")
+    assert x["b"] > x["a"]
+    assert y["a"] > y["b"]
 
 
 async def test_a_sidecar_that_does_not_say_when_it_was_asked_was_asked_just_now(
@@ -108,7 +108,7 @@ async def test_a_sidecar_that_does_not_say_when_it_was_asked_was_asked_just_now(
     monkeypatch.setattr(opened["a:9001"], "stats", lambda **_: answered(pb.StatsResponse(beginnings=["x"])))
     await sidecars.ask_all()
 
-    assert endpoints.states()[0].beginnings == {"x": clock.now_ms()}
+    assert endpoints.roster().knowing("x") == {"a": clock.now_ms()}
 
 
 async def answered(answer):
@@ -123,7 +123,7 @@ async def test_a_sidecar_that_does_not_answer_is_waited_for_a_bounded_time(endpo
     sidecars = Sidecars(endpoints, lambda _: Silent(), clock=clock, metrics=metrics, timeout_s=0.001)
     await sidecars.ask_all()
 
-    assert {state.tiers for state in endpoints.states()} == {frozenset()}
+    assert [state.tiers for state in endpoints.states()] == [{}, {}, {}]
 
 
 async def test_doors_to_pods_that_are_gone_are_closed(sidecars, endpoints, opened):
