@@ -302,6 +302,41 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def _simulate(result: Mapping[str, Any]) -> str:
+    tiers = ("device", "host", "disk", "peer", "store", "recompute")
+    rows = [
+        [
+            _spaced(row["pods"]),
+            row["when"],
+            f"{row['hit_rate']:.1%}",
+            *(f"{row['restores'].get(tier, 0):.1%}" for tier in tiers),
+            f"{row['stayed']:.1%}",
+            f"{row['served_skew']:.2f}",
+            *(f"{_spaced(row['first_token_ms'][q])} ms" for q in ("50", "95")),
+            *(f"{row['busy'][what]:.0%}" for what in ("compute", "seal")),
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["pods", "when", "tokens not computed", *tiers, "turns that stayed", "skew", "first token, p50", "p95"]
+    return _table([*heads, "GPU", "disk writes"], rows)
+
+
+def _simulate_control(result: Mapping[str, Any]) -> str:
+    rows = [[figure(value) for value in row.values()] for row in result["control"]]
+    return _table(list(result["control"][0]), rows)
+
+
+def _simulate_rates(result: Mapping[str, Any]) -> str:
+    rates = result["rates"]
+    token_bytes = rates["bytes_per_token"]
+    computed, sealed = (rates["computed_tokens_per_s"] * token_bytes / 1e9, rates["sealed_bytes_per_s"] / 1e9)
+    in_time = rates["pull_wait_s"] * min(rates["sealed_bytes_per_s"], rates["wire_bytes_per_s"]) / token_bytes
+    return (
+        f"{computed:.2f} GB/s of KV computed, {sealed:.2f} GB/s written and read back from others: "
+        f"{_spaced(in_time)} tokens in the {rates['pull_wait_s']:.0f} s that a turn waits for"
+    )
+
+
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft": ("bench_ttft", _ttft),
     "ttft-peer": ("bench_ttft_peer", _ttft_peer),
@@ -320,6 +355,9 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "scale-8b": ("bench_scale", partial(_scale, "tokens, 8B")),
     "scale-long": ("bench_scale", partial(_scale, "tokens, long")),
     "memory-of-a-context": ("bench_scale", _memory_of_a_context),
+    "simulate": ("bench_simulate", _simulate),
+    "simulate-rates": ("bench_simulate", _simulate_rates),
+    "simulate-control": ("bench_simulate", _simulate_control),
     "codec": ("bench_codec", _codec),
     "codec-numbers": ("bench_codec", _codec_numbers),
     "weights": ("bench_weights", _weights),
