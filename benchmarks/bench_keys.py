@@ -23,13 +23,14 @@ from typing import Any
 from benchmarks.front.process_figures import cpu_seconds
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
-from deploy.envoy.api_keys import discovered
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.routes import EXT_PROC
-from deploy.envoy.settings import EnvoySettings, GatewayAddress
 from deploy.local.progress import say
 from deploy.local.table import render
-from gateway.tenants.keys import hash_key, read_digests
+from gateway.envoy.api_keys import discovered
+from gateway.envoy.bootstrap import bootstrap
+from gateway.envoy.key_watch import KeyWatch
+from gateway.envoy.routes import EXT_PROC
+from gateway.envoy.settings import EnvoySettings, GatewayAddress
+from gateway.tenants.keys import hash_key
 
 KEY = "key-7"
 LONG_KEY = "k" * 1024
@@ -76,31 +77,23 @@ class Way:
 
 def shape(keys_file: Path | None, pod: str, *, port: int, admin_port: int, access_log: Path) -> dict[str, Any]:
     """Return a bootstrap without the plugin: what is compared is the check alone."""
-    more: dict[str, Any] = {}
-    if keys_file is not None:
-        filter_file = filter_file_of(keys_file)
-        filter_file.write_text(json.dumps(discovered(read_digests(keys_file))))
-        more = {"api_keys_file": str(keys_file), "api_keys_filter_file": str(filter_file)}
     settings = EnvoySettings(
         listen_port=port,
         admin_port=admin_port,
         gateways=(GatewayAddress(http=pod, ext_proc=pod),),
         pods=(pod,),
         access_log=str(access_log),
-        concurrency=1,
-        **more,
+        config_dir=str((keys_file or access_log).with_suffix("")),
+        api_keys_file=str(keys_file or ""),
     )
+    if keys_file is not None:
+        KeyWatch.of(settings)
     made = bootstrap(settings)
     manager = made["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager["http_filters"] = [found for found in manager["http_filters"] if found["name"] != EXT_PROC]
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
         route["typed_per_filter_config"].pop(EXT_PROC)
     return made
-
-
-def filter_file_of(keys_file: Path) -> Path:
-    """Return where Envoy reads the keys of a key file."""
-    return keys_file.with_name(f"{keys_file.stem}.filter.json")
 
 
 def start_way(processes: Processes, name: str, num_keys: int, key: str) -> Way:
@@ -115,7 +108,7 @@ def start_way(processes: Processes, name: str, num_keys: int, key: str) -> Way:
 
 async def reload_s(found: Way, num_keys: int) -> float:
     """Return how long Envoy needs to take new keys over, counted from the moment they are written."""
-    filter_file = filter_file_of(found.processes.directory / f"{found.name}.keys.json")
+    filter_file = found.processes.directory / f"{found.name}.keys" / "keys" / "filter.json"
     new = filter_file.with_suffix(".new")
     new.write_text(json.dumps(discovered([hash_key(KEY), *(hash_key(f"new-{number}") for number in range(num_keys))])))
     start_s = time.perf_counter()

@@ -13,7 +13,10 @@ PARTS = {
     "gateway": ("gateway", "routes requests to vLLM pods; `gateway hash-key` hashes an API key from stdin"),
     "manager": ("context_manager", "sessions, transcripts and turns, in Redis"),
     "sidecar": ("kv_sidecar", "KV blocks beside one vLLM pod"),
-    "envoy": ("deploy.envoy", "Envoy in front: `envoy run --config FILE`, `envoy bootstrap`, `envoy validate`"),
+    "envoy": (
+        "gateway.envoy",
+        "beside an Envoy in front: `envoy bootstrap` before it starts, `envoy attend` until it ends",
+    ),
     "injector": ("injector", "the webhook that adds sidecar and plugin to vLLM pods; `injector payload DIR`"),
     "doctor": ("doctor", "checks a running deployment and says what is wrong"),
 }

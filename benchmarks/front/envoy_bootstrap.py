@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import EXT_PROC
-from deploy.envoy.settings import EnvoySettings, GatewayAddress
+from gateway.envoy.bootstrap import bootstrap
+from gateway.envoy.clusters import PLUGIN
+from gateway.envoy.routes import EXT_PROC
+from gateway.envoy.settings import EnvoySettings, GatewayAddress
 
 
 def with_plugin(
@@ -21,7 +21,6 @@ def with_plugin(
         gateways=(GatewayAddress(http=gateway, ext_proc=ext_proc),),
         pods=(pod,),
         access_log=str(access_log),
-        concurrency=1,
     )
     return bootstrap(settings)
 

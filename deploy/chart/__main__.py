@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.chart.dashboard import dashboard_json
-from deploy.chart.envoy_template import envoy_defaults, envoy_template
 from deploy.chart.generate_readme import readme
 from deploy.chart.generate_schema import values_schema
 from deploy.chart.generate_values import values_yaml
@@ -24,8 +23,6 @@ def generated() -> Mapping[str, str]:
         "values.schema.json": values_schema(ChartValues),
         "README.md": readme(ChartValues),
         "files/sections.json": sections_json(ChartValues),
-        "files/envoy.yaml": envoy_template(),
-        "files/envoy-defaults.json": envoy_defaults(),
         "files/dashboard.json": dashboard_json(),
     }
 

@@ -91,16 +91,17 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "metrics_listen": _FIXED,
         "admin_host": _FIXED,
         "admin_port": _FIXED,
-        "sds_dir": _FIXED,
+        "config_dir": _FIXED,
         "api_keys_file": "auth",
-        "api_keys_filter_file": _FIXED,
         "drain_delay_s": "envoy.drainDelayS",
+        "drain_timeout_s": "envoy.drainTimeoutS",
+        "log_level": "logLevel",
         "engine_paths": "gateway.settings.enginePaths: both must know the same",
         "cors_origins": "gateway.settings.corsOrigins: both must know the same",
         "max_body_bytes": "gateway.settings.maxBodyBytes: both must have the same",
     },
 }
-"""Prefix of a process's settings → field → which value of the chart sets it, and why. Envoy's have no environment."""
+"""Prefix of a process's settings → field → which value of the chart sets it, and why."""
 
 
 def settings_schema(settings: type[BaseModel], prefix: str) -> dict[str, Any]:

@@ -220,7 +220,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Envoy's answers by class",
             (
                 Query(
-                    rate("envoy_http_downstream_rq_xx", by="envoy_response_code_class"),
+                    rate(
+                        "envoy_http_downstream_rq_xx",
+                        by="envoy_response_code_class",
+                        where='envoy_http_conn_manager_prefix="front"',
+                    ),
                     "{{envoy_response_code_class}}xx",
                 ),
             ),

@@ -8,9 +8,9 @@ from pydantic import Field, WithJsonSchema
 
 from deploy.chart.chart_settings import settings_schema
 from deploy.chart.kubernetes_values import DNS_LABEL, Resources, SecretName, Strings
-from deploy.chart.pod_values import Autoscaling, Pod, PodDisruptionBudget, resources
+from deploy.chart.pod_values import Autoscaling, ImageReference, Pod, PodDisruptionBudget, Repository, Tag, resources
 from deploy.chart.section import Section
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.settings import EnvoySettings
 
 EnvoySettingsMap = Annotated[dict[str, Any], WithJsonSchema(settings_schema(EnvoySettings, "ENVOY_"))]
 _HOSTNAME = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
@@ -18,6 +18,17 @@ Hostname = Annotated[str, WithJsonSchema({"type": "string", "pattern": _HOSTNAME
 Network = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[0-9a-fA-F.:]+/[0-9]{1,3}$"})]
 Name = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"})]
 Namespace = Annotated[str, WithJsonSchema({"type": "string", "pattern": DNS_LABEL, "maxLength": 63})]
+
+
+ENVOY_VERSION = "1.40.0"
+"""Of the official image: what the tests run, as constraints.txt pins the wheel."""
+
+
+class EnvoyImage(ImageReference):
+    """Envoy's own image."""
+
+    repository: Repository = Field("envoyproxy/envoy", description="path in the registry")
+    tag: Tag = Field(f"distroless-v{ENVOY_VERSION}", description="tag; this version is the one that the tests run")
 
 
 class EnvoyService(Section):
@@ -72,18 +83,27 @@ class EnvoyValues(Pod):
     )
     replicas: int = Field(2, ge=1, description="pods of mode proxy, unless the autoscaler has them")
     settings: EnvoySettingsMap = Field(
-        default_factory=dict, description="settings of the bootstrap, as python -m deploy.envoy bootstrap --help says"
+        default_factory=dict, description="settings of the bootstrap, as context-cache envoy --help lists them"
     )
+    image: EnvoyImage = Field(default_factory=EnvoyImage, description="Envoy's image")
+    concurrency: int = Field(2, ge=1, description="Envoy's worker threads")
     drain_delay_s: int = Field(
         5,
         ge=1,
-        description="seconds from SIGTERM (not ready from then on) to closing the port; load balancers notice then",
+        description="seconds from the pod's end (not ready from then on) to closing the port; load balancers notice "
+        "then",
     )
+    drain_timeout_s: int = Field(600, ge=0, description="seconds running answers get to finish after that")
     service: EnvoyService = Field(default_factory=EnvoyService, description="the Service of mode proxy")
     tls: EnvoyTls = Field(default_factory=EnvoyTls, description="HTTPS for clients in mode proxy")
     resources: Resources = Field(
         default_factory=lambda: resources("500m", "512Mi", "2560Mi"),
-        description="requests and limits of the container; the memory limit lies above settings.maxHeapBytes, 2 GiB",
+        description="requests and limits of Envoy; the memory limit lies above settings.maxHeapBytes, 2 GiB",
+    )
+    attendant_resources: Resources = Field(
+        default_factory=lambda: resources("10m", "64Mi", "128Mi"),
+        description="requests and limits of the attendant, which follows the API keys and drains Envoy, and of the "
+        "init container that writes the bootstrap",
     )
     pdb: PodDisruptionBudget = Field(default_factory=PodDisruptionBudget, description="its PodDisruptionBudget")
     autoscaling: Autoscaling = Field(default_factory=Autoscaling, description="a HorizontalPodAutoscaler on CPU")

@@ -154,7 +154,7 @@ ExtraEnv = Annotated[
                     "name": {
                         "type": "string",
                         "pattern": r"^[A-Za-z_][A-Za-z0-9_.-]*$",
-                        "not": {"pattern": r"^(GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_"},
+                        "not": {"pattern": r"^(GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR|ENVOY)_"},
                     },
                     "value": {"type": "string"},
                     "valueFrom": {"type": "object"},

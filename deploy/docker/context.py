@@ -17,7 +17,7 @@ from deploy.local.install import ROOT
 from deploy.local.progress import Step, StepFailed, run_logged
 
 HERE = Path(__file__).parent
-EXTRAS = ("gateway", "manager", "sidecar", "envoy", "injector", "doctor", "tracing")
+EXTRAS = ("gateway", "manager", "sidecar", "injector", "doctor", "tracing")
 PAYLOAD_PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 """Pythons that vLLM 0.32 runs on: compiled modules carry the version in their names, so they lie side by side."""
 PAYLOAD_PACKAGES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin")

@@ -13,7 +13,7 @@ from context_manager.settings import ManagerSettings
 from contextcache.process.settings import TlsSettings, TracingSettings
 from deploy.chart.chart_settings import CHART_SETTINGS
 from deploy.chart.connector_values import CHART_CONNECTOR_KEYS, connector_fields
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
 from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
@@ -27,7 +27,7 @@ PROCESSES: Mapping[str, type[BaseModel]] = {
     "INJECTOR_": InjectorSettings,
     "ENVOY_": EnvoySettings,
 }
-"""By prefix of the variables; Envoy's are options of a command instead."""
+"""By prefix of the variables."""
 SHARED = {**TlsSettings.model_fields, **TracingSettings.model_fields}
 """Fields that several processes have, told once."""
 
@@ -47,9 +47,8 @@ def _process(prefix: str) -> Iterator[str]:
     for name, field in PROCESSES[prefix].model_fields.items():
         if name in SHARED and field.description == SHARED[name].description:
             continue
-        shown = "--" + name.replace("_", "-") if prefix == "ENVOY_" else prefix + name.upper()
         default = field.get_default(call_default_factory=True)
-        yield _entry(shown, name, default, field.description, CHART_SETTINGS[prefix].get(name, ""))
+        yield _entry(prefix + name.upper(), name, default, field.description, CHART_SETTINGS[prefix].get(name, ""))
 
 
 def _connector() -> Iterator[str]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 LOG = ROOT / ".build" / "logs" / "install.log"
-EXTRAS = "gateway,manager,sidecar,vllm-plugin,envoy,injector,doctor,tracing,local,dev"
+EXTRAS = "gateway,manager,sidecar,vllm-plugin,injector,doctor,tracing,local,dev"
 MINIMUM_PYTHON = (3, 11)
 NEEDED_BYTES = 7 << 30
 """The environment (5 GiB with CPU torch), pip's downloads and the model."""

@@ -15,7 +15,7 @@ from functools import partial
 from deploy.local import readiness, s3_server
 from deploy.local.engine import engine_command, engine_environment
 from deploy.local.model import MODEL_NAME
-from deploy.local.pods import DRAIN_S
+from deploy.local.pods import DRAIN_S, envoy_environment
 from deploy.local.ports import LOOPBACK
 from deploy.local.settings import StackSettings
 
@@ -159,10 +159,11 @@ def _gateway(settings: StackSettings) -> Part:
 def _envoy(settings: StackSettings) -> Part:
     ports = settings.ports
     url = f"http://{LOOPBACK}:{ports.envoy}"
-    command = (*_module("deploy.envoy"), "run", "--config", str(settings.paths.envoy))
+    command = _module("deploy.local.envoy")
+    env = settings.environment(envoy_environment(settings))
     ready = readiness.EnvoyReady(url, f"http://{LOOPBACK}:{ports.envoy_admin}")
     both = (ports.envoy, ports.envoy_admin)
-    return Part("envoy", "envoy", command, settings.environment(), both, url, ready, 60, DRAIN_S + 10)
+    return Part("envoy", "envoy", command, env, both, url, ready, 60, DRAIN_S + 10)
 
 
 def _module(name: str) -> tuple[str, ...]:

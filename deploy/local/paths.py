@@ -70,13 +70,8 @@ class StackPaths:
 
     @property
     def envoy(self) -> Path:
-        """Envoy's bootstrap."""
-        return self.root / "envoy.yaml"
-
-    @property
-    def envoy_keys(self) -> Path:
-        """What Envoy checks keys with; its keeper writes it."""
-        return self.root / "envoy-keys" / "filter.json"
+        """What Envoy starts from: its bootstrap, and what it checks keys with."""
+        return self.root / "envoy"
 
     @property
     def store(self) -> Path:

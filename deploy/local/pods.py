@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
 from typing import Any
 
-from deploy.envoy.settings import EnvoySettings, GatewayAddress
 from deploy.local.ports import LOOPBACK
 from deploy.local.settings import StackSettings
 
@@ -34,31 +33,31 @@ def endpoints_of(settings: StackSettings) -> list[dict[str, Any]]:
     ]
 
 
-def envoy_settings(settings: StackSettings, endpoints: Sequence[Mapping[str, Any]]) -> EnvoySettings:
-    """Return what Envoy's bootstrap is made of."""
+def envoy_environment(settings: StackSettings) -> dict[str, str]:
+    """Return what Envoy's bootstrap is made of, as variables."""
     ports = settings.ports
-    return EnvoySettings(
-        listen_host=LOOPBACK,
-        listen_port=ports.envoy,
-        admin_port=ports.envoy_admin,
-        gateways=(GatewayAddress(http=f"{LOOPBACK}:{ports.gateway}", ext_proc=f"{LOOPBACK}:{ports.ext_proc}"),),
-        pods=tuple(str(endpoint["url"]).removeprefix("http://") for endpoint in endpoints),
+    return {
+        "ENVOY_LISTEN_HOST": LOOPBACK,
+        "ENVOY_LISTEN_PORT": str(ports.envoy),
+        "ENVOY_ADMIN_PORT": str(ports.envoy_admin),
+        "ENVOY_GATEWAYS": json.dumps([f"{LOOPBACK}:{ports.gateway},{LOOPBACK}:{ports.ext_proc}"]),
+        "ENVOY_PODS": json.dumps([f"{LOOPBACK}:{ports.engine(number)}" for number in range(settings.engines)]),
         # Nobody in front has to notice that we go.
-        drain_delay_s=0,
-        drain_timeout_s=DRAIN_S,
-        api_keys_file=str(settings.paths.api_keys),
-        api_keys_filter_file=str(settings.paths.envoy_keys),
+        "ENVOY_DRAIN_DELAY_S": "0",
+        "ENVOY_DRAIN_TIMEOUT_S": str(DRAIN_S),
+        "ENVOY_API_KEYS_FILE": str(settings.paths.api_keys),
+        "ENVOY_CONFIG_DIR": str(settings.paths.envoy),
         **_both_fronts(settings),
-    )
+    }
 
 
-def _both_fronts(settings: StackSettings) -> dict[str, float]:
+def _both_fronts(settings: StackSettings) -> dict[str, str]:
     """Return what Envoy does as the gateway is told to: how long a pod may be silent, and how long a look may take."""
     told = settings.environment()
     found = {}
     if idle_s := told.get("GATEWAY_IDLE_TIMEOUT_S"):
-        found["idle_timeout_s"] = float(idle_s)
+        found["ENVOY_IDLE_TIMEOUT_S"] = idle_s
     if manager_s := told.get("GATEWAY_MANAGER_TIMEOUT_S"):
         # Somebody waits longer for the context manager than is shipped: that is no dead gateway either.
-        found["plugin_timeout_s"] = float(manager_s) + _ROUTING_S
+        found["ENVOY_PLUGIN_TIMEOUT_S"] = str(float(manager_s) + _ROUTING_S)
     return found

@@ -14,15 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.routes import PODS
 from deploy.local import readiness
 from deploy.local.model import MODEL_DIR, ROOT, prepare_model
 from deploy.local.parts import Part, part_names, stack_parts
 from deploy.local.paths import StackPaths
-from deploy.local.pods import endpoint_name, endpoints_of, envoy_settings
+from deploy.local.pods import endpoint_name, endpoints_of
 from deploy.local.ports import LOOPBACK, MAX_ENGINES, check_ports_free
 from deploy.local.processes import is_alive, session_members
 from deploy.local.progress import Step, StepFailed, log_excerpt, say
@@ -37,6 +33,7 @@ from deploy.local.state import (
     write_endpoints,
     write_settings,
 )
+from gateway.envoy.routes import PODS
 
 DEFAULT_DIRECTORY = ROOT / ".stack"
 SEEN_WITHIN_S = 60.0
@@ -310,12 +307,9 @@ class Stack:
         return parts[name]
 
     def _prepare(self, settings: StackSettings, *, fresh: bool) -> None:
-        """Make directories, secrets and what gateway and Envoy read."""
+        """Make directories, secrets and what the gateway reads."""
         sidecars = [name for name in part_names(settings.engines) if name.startswith("sidecar")]
         self.paths.make(sidecars, fresh=fresh)
         make_secrets(self.paths)
-        endpoints = self._endpoints(settings)
         if fresh:  # later a drained engine stays drained
-            write_endpoints(self.paths, endpoints)
-        told = bootstrap(envoy_settings(settings, endpoints))
-        self.paths.envoy.write_text(yaml.safe_dump(told, sort_keys=False))
+            write_endpoints(self.paths, self._endpoints(settings))

@@ -179,7 +179,7 @@ def _payload(data: bytes) -> bytes | io.BytesIO:
 def _open_pod_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Return an unconnected socket that notices a pod whose node is gone without a word.
 
-    The kernel answers for a pod that is merely busy, so nothing here cuts off a long answer. deploy/envoy/clusters.py
+    The kernel answers for a pod that is merely busy, so nothing here cuts off a long answer. gateway/envoy/clusters.py
     has the same times for Envoy.
     """
     family, kind, _, _, _ = address

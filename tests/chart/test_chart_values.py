@@ -137,7 +137,15 @@ def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]
     if "$ref" in node:
         node = {**root["$defs"][node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
     inner = node.get("properties")
-    settings = path.rpartition(".")[2] in {"settings", "turn", "connector", "resources", "payloadResources", "affinity"}
+    settings = path.rpartition(".")[2] in {
+        "settings",
+        "turn",
+        "connector",
+        "resources",
+        "payloadResources",
+        "attendantResources",
+        "affinity",
+    }
     if inner is None or settings or path.endswith("namespaceSelector"):
         yield path, node
         return
@@ -157,6 +165,7 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
         "tolerations": [{"key": "other", "operator": "Exists"}],
         "resources": {"limits": {"memory": "900Gi"}},
         "payloadResources": {"limits": {"memory": "900Gi"}},
+        "attendantResources": {"limits": {"memory": "900Gi"}},
         "extraEnv": [{"name": "OTHER", "value": "1"}],
         "turn": {"replayThreshold": 0.5},
         "connector": {"load_threads": 7},
@@ -171,7 +180,7 @@ def other_values(path: str, node: dict, default: Any) -> list[Any]:
         "gateway.settings": {"tenantBurst": 7},
         "contextManager.settings": {"tenantContextsMax": 7},
         "sidecar.settings": {"ioThreads": 7},
-        "envoy.settings": {"concurrency": 7},
+        "envoy.settings": {"idleTimeoutS": 7},
         "injector.settings": {"maxRequests": 7},
     }
     if path in SAMPLES:
@@ -244,7 +253,7 @@ def test_the_bases_render():
 def test_the_block_of_a_pod_arrives_in_it_and_in_no_other(component, key, release):
     documents = render(RELEASES[release])
     pod = pod_of(documents, component)
-    container = next(one for one in pod.spec["containers"] if "resources" in one)
+    container = next(one for one in pod.containers if one["name"] in {component, "vllm"})
     wanted = RELEASES[release].values[key]
 
     assert POD["podAnnotations"].items() <= pod.annotations.items()
@@ -276,7 +285,7 @@ def test_images_come_from_where_the_values_say():
     fixed = {container["image"] for pod in pods(render(RELEASES["images by digest"])) for container in pod.containers}
 
     assert {image.partition(":5000/")[0] for image in images} == {"registry.example.org"}
-    assert fixed == {f"context-cache@{DIGEST}", f"context-cache-vllm@{DIGEST}"}
+    assert fixed == {f"context-cache@{DIGEST}", f"context-cache-vllm@{DIGEST}", f"envoyproxy/envoy@{DIGEST}"}
 
 
 def vllm_of(release: str) -> tuple[dict, list[str]]:

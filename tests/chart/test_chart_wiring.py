@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 from tests.chart.each_release import in_each_release
 from tests.chart.manifests import (
@@ -136,7 +137,9 @@ def test_whatever_stays_is_probed(documents):
         if pod.owner.startswith("Pod/"):
             continue
         for container in pod.spec["containers"]:
-            assert {"livenessProbe", "readinessProbe"} <= container.keys(), (pod.owner, container["name"])
+            # The attendant of Envoy answers nobody; it ends when it cannot go on.
+            if container["name"] != "attendant":
+                assert {"livenessProbe", "readinessProbe"} <= container.keys(), (pod.owner, container["name"])
         for container in pod.native_sidecars:
             assert "startupProbe" in container, (pod.owner, container["name"])
 
@@ -167,6 +170,8 @@ def test_settings_that_are_files_are_mounted_where_they_are_said_to_be(documents
         for container in pod.containers:
             paths = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
             for name, value in env_of(container).items():
+                if name.startswith("ENVOY_"):  # what Envoy beside it reads
+                    paths += [mount["mountPath"] for one in pod.running for mount in one["volumeMounts"]]
                 if name.endswith(("_FILE", "_DIR", "_SOCKET")) and isinstance(value, str) and value.startswith("/"):
                     assert any(value == path or value.startswith(f"{path}/") for path in paths), (pod.owner, name)
 
@@ -227,9 +232,8 @@ def test_addresses_in_settings_name_services_and_ports_of_this_release(release, 
     for pod in pods(documents):
         for container in pod.containers:
             for name, value in env_of(container).items():
-                if isinstance(value, str) and domain in value:
-                    host, _, port = value.removeprefix("dns:///").partition("/")[0].rpartition(":")
-                    service = services[host.removesuffix(domain)]
+                for host, port in re.findall(rf"([\w-]+){re.escape(domain)}\.?:(\d+)", str(value)):
+                    service = services[host]
                     found = [other for other in pods(documents) if selects(service["spec"]["selector"], other.labels)]
                     numbers = {other["port"] for other in service["spec"]["ports"]}
 

@@ -5,6 +5,7 @@ tests/kit/rendered/substitutions.py lists what has to differ on one machine.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import ssl
@@ -51,6 +52,7 @@ class _RenderedRelease:
 
         assert failed == []
         assert {one.name for pod in cluster.pods for one in pod.running} == {
+            "attendant",
             "context-manager",
             "envoy",
             "gateway",
@@ -186,6 +188,18 @@ class TestPlain(_RenderedRelease):
         assert answer["usage"]["context"]["source"] == "disk"
         assert answer["usage"]["context"]["cached_tokens"] >= len(prompt)
         front.delete(first["session_id"])
+
+    def test_an_envoy_that_is_replaced_cuts_no_answer(self, cluster, front):
+        (old,) = [pod for pod in cluster.of("envoy") if pod.address == front.address.rpartition(":")[0]]
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(front.stream, prompt="one two three", max_tokens=1500, ignore_eos=True)
+            killed = cluster.replace(old)
+            events = answer.result()
+        [drained] = [line for line in old["attendant"].log.read_text().splitlines() if "envoy drains" in line]
+
+        assert json.loads(drained)["active_requests"] >= 1
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert killed == []
 
     def test_a_rollout_of_the_managers_fails_no_request(self, cluster, front):
         assert_a_rollout_fails_no_request(cluster, front, "context-manager")

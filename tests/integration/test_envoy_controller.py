@@ -13,7 +13,7 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
-from deploy.envoy.clusters import PLUGIN
+from gateway.envoy.clusters import PLUGIN
 from gateway.flows import DESTINATION_HEADER
 from tests.kit import http2
 from tests.kit.envoy_process import envoy_settings, running_envoy

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 
-from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import PODS
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.clusters import PLUGIN
+from gateway.envoy.routes import PODS
+from gateway.envoy.settings import EnvoySettings
 from tests.kit.envoy_process import DEADLINE_S, RunningEnvoy, running_envoy
 from tests.kit.name_server import NameServer
 from tests.kit.ports import free_port
@@ -72,7 +72,6 @@ async def running_named():
         settings = EnvoySettings(
             pods=[f"{PODS_NAME}.:{port}"],
             gateways=[{"http": f"{GATEWAYS_NAME}.:{front.port}", "ext_proc": f"{GATEWAYS_NAME}.:{plugin.port}"}],
-            concurrency=1,
             plugin_timeout_s=60,
             connect_timeout_s=20,
         )

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import FRONT_PATHS
+from gateway.envoy.clusters import PLUGIN
+from gateway.envoy.routes import FRONT_PATHS
 from gateway.tenants.keys import AUTHENTICATE, KEY_BYTES_MAX, hash_key
 from tests.kit import http2
+from tests.kit.attended_envoy import Attended, attended_envoy
 from tests.kit.fronts import Client
 from tests.kit.gateway_parts import KEY, OTHER_KEY, write_keys
 from tests.kit.gateway_process import GatewayProcess
 from tests.kit.gateway_server import RunningManager, settings_for
-from tests.kit.kept_envoy import Kept, kept_envoy
 from tests.kit.ports import free_port
 from tests.kit.stub_engine import StubEngine
 from tests.kit.until import until
@@ -62,22 +62,22 @@ ACCEPTED = {
 
 @dataclass
 class Door:
-    """A keeper and its Envoy before a real gateway process."""
+    """An Envoy and its attendant before a real gateway process."""
 
-    kept: Kept
+    attended: Attended
     gateway: GatewayProcess
     key_file: Path
     log: Path
 
     @property
     def port(self) -> int:
-        return int(self.kept.url.rpartition(":")[2])
+        return int(self.attended.url.rpartition(":")[2])
 
     async def ask(self, path: str, headers: Headers, *, method: str = "POST", body: bytes = BODY) -> tuple[int, str]:
         """Return status and the rest of the answer, for headers as they are."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
         head = f"{method} {path} HTTP/1.1\r\nhost: g\r\n{lines}content-length: {len(body)}\r\n\r\n"
-        answer = await Client(self.port, self.kept.http).raw(head.encode() + body)
+        answer = await Client(self.port, self.attended.http).raw(head.encode() + body)
         return int(answer.split()[1]), answer.decode()
 
     async def statuses(self, paths: Iterable[str], headers: Headers) -> set[int]:
@@ -90,7 +90,7 @@ class Door:
         return answer["error"]["code"] if "error" in answer else None
 
     async def num_refused(self) -> int:
-        async with self.kept.http.get(f"{self.kept.metrics_url}/stats/prometheus") as answer:
+        async with self.attended.http.get(f"{self.attended.metrics_url}/stats/prometheus") as answer:
             [line] = [line for line in (await answer.text()).splitlines() if line.startswith("envoy_api_keys_refused{")]
         return int(line.split()[-1])
 
@@ -107,7 +107,7 @@ class Door:
 
 @asynccontextmanager
 async def opened(tmp_path, **more):
-    """A door whose pod is the keeper's stub; `more`: settings of Envoy."""
+    """A door whose pod is a stub; `more`: settings of Envoy."""
     pod_port = free_port()
     manager = RunningManager()
     await manager.start()
@@ -120,13 +120,12 @@ async def opened(tmp_path, **more):
         "gateway": (gateway.http_port, gateway.ext_proc_port),
         "pod_port": pod_port,
         "api_keys_file": str(settings.api_keys_file),
-        "api_keys_filter_file": str(tmp_path / "envoy" / "keys.json"),
     }
     try:
-        async with kept_envoy(tmp_path, [free_port() for _ in range(3)], **more) as kept:
+        async with attended_envoy(tmp_path, [free_port() for _ in range(3)], **more) as attended:
             await gateway.start()
-            await kept.until_healthy(PLUGIN)
-            yield Door(kept, gateway, settings.api_keys_file, tmp_path / "keeper.log")
+            await attended.until_healthy(PLUGIN)
+            yield Door(attended, gateway, settings.api_keys_file, tmp_path / "attendant.log")
     finally:
         await gateway.stop()
         await manager.stop()

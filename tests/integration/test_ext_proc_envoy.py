@@ -16,9 +16,9 @@ from aiohttp import web
 from contextcache.clock import SystemClock
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
-from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import EXT_PROC
+from gateway.envoy.clusters import PLUGIN
 from gateway.envoy.messages import allowed_subset, destination_metadata, head_answer
+from gateway.envoy.routes import EXT_PROC
 from gateway.envoy.server import SERVICE_NAME
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY, SECRET

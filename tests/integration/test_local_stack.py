@@ -14,8 +14,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import PODS
 from deploy.local.model import MODEL_NAME
 from deploy.local.parts import part_names
 from deploy.local.ports import PORTS_OF_A_STACK, is_free, plan_ports
@@ -24,6 +22,8 @@ from deploy.local.progress import StepFailed
 from deploy.local.readiness import envoy_hosts, gateway_endpoints
 from deploy.local.stack import Stack
 from deploy.local.state import API_KEYS, RunningPart, read_state, write_part
+from gateway.envoy.clusters import PLUGIN
+from gateway.envoy.routes import PODS
 from tests.kit.patience import PARTS
 from tests.kit.ports import free_ports
 from tests.kit.until import wait_until

@@ -11,14 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-import yaml
 
-from deploy.envoy.api_keys import discovered
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.keeper import envoy_command
-from deploy.envoy.settings import EnvoySettings
-from deploy.envoy.tls import secrets
-from gateway.tenants.keys import read_digests
+from deploy.local.envoy import envoy_command
+from gateway.envoy.bootstrap import LISTENER, bootstrap
+from gateway.envoy.folder import write_folder
+from gateway.envoy.settings import EnvoySettings
 from tests.kit.gateway_parts import LISTED_CALL
 from tests.kit.until import until
 
@@ -88,7 +85,7 @@ def envoy_settings(*, pods: Sequence[int], gateways: Sequence[tuple[int, int]], 
     return EnvoySettings(
         pods=[f"127.0.0.1:{port}" for port in pods],
         gateways=[{"http": f"127.0.0.1:{http}", "ext_proc": f"127.0.0.1:{ext_proc}"} for http, ext_proc in gateways],
-        **{"concurrency": 1, "engine_paths": (LISTED_CALL,), **patience, **more},
+        **{"engine_paths": (LISTED_CALL,), **patience, **more},
     )
 
 
@@ -102,17 +99,11 @@ async def running_envoy(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        updates = {"listen_port": 0, "admin_port": 0, "access_log": str(folder / "access.jsonl"), "sds_dir": name}
-        if settings.api_keys_file:
-            filter_file = folder / "api-keys.json"
-            filter_file.write_text(json.dumps(discovered(read_digests(Path(settings.api_keys_file)))))
-            updates["api_keys_filter_file"] = str(filter_file)
+        updates = {"listen_port": 0, "admin_port": 0, "access_log": str(folder / "access.jsonl"), "config_dir": name}
         settings = settings.model_copy(update=updates)
-        config = folder / "envoy.yaml"
-        config.write_text(yaml.safe_dump(change(bootstrap(settings))))
-        for file, secret in secrets(settings).items():
-            (folder / file).write_text(yaml.safe_dump(secret))
-        command = envoy_command(config, admin_file=folder / "admin")
+        config = write_folder(settings)
+        config.write_text(json.dumps(change(bootstrap(settings))))
+        command = envoy_command(config, "--admin-address-path", str(folder / "admin"), concurrency=1)
         with (folder / "envoy.log").open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -155,5 +146,7 @@ async def _started(process: asyncio.subprocess.Process, folder: Path, http: aioh
         return json.loads((await envoy.admin("/listeners?format=json"))[1]).get("listener_statuses", [])
 
     statuses = await until(listeners, what="Envoy listens")
-    envoy.port = statuses[0]["local_address"]["socket_address"]["port_value"]
+    envoy.port = next(
+        found["local_address"]["socket_address"]["port_value"] for found in statuses if found["name"] == LISTENER
+    )
     return envoy

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from deploy.envoy.clusters import PLUGIN
-from deploy.envoy.routes import PODS
+from gateway.envoy.clusters import PLUGIN
+from gateway.envoy.routes import PODS
 from gateway.settings import GatewaySettings
 from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY

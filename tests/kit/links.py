@@ -7,7 +7,7 @@ takes the place of the part's own. What is not named stays direct.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ class Links:
         if part.kind == "sidecar":
             peers = json.loads(env["SIDECAR_PEERS"])
             env["SIDECAR_PEERS"] = json.dumps([self._instead_of_sidecar(peer) for peer in peers])
+        if part.kind == "envoy":
+            env["ENVOY_PODS"] = json.dumps([self._instead_of_engine(pod) for pod in json.loads(env["ENVOY_PODS"])])
         return replace(part, env=env, command=self._command(part))
 
     def endpoints(self, endpoints: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,10 +103,16 @@ class Links:
         return tuple(command)
 
     def _instead_of_sidecar(self, address: str) -> str:
+        return self._instead_of(address, "gateway-sidecar", self._ports.sidecar)
+
+    def _instead_of_engine(self, address: str) -> str:
+        return self._instead_of(address, "gateway-engine", self._ports.engine)
+
+    def _instead_of(self, address: str, link: str, port_of: Callable[[int], int]) -> str:
         direct: Mapping[str, str] = {
-            f"{LOOPBACK}:{self._ports.sidecar(_parsed(name)[1])}": proxy.address
+            f"{LOOPBACK}:{port_of(_parsed(name)[1])}": proxy.address
             for name, proxy in self.proxies.items()
-            if _parsed(name)[0] == "gateway-sidecar"
+            if _parsed(name)[0] == link
         }
         return direct.get(address, address)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from deploy.envoy.routes import TYPE
+from gateway.envoy.routes import TYPE
 
 _A = 1
 _TTL_S = 5

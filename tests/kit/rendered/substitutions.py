@@ -16,12 +16,11 @@ Added to the environment:
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from tests.kit.name_server import NameServer
 
@@ -45,14 +44,16 @@ class Substitutions:
         """Return the text with rules 1 to 4 applied, once each place."""
         return self._pattern().sub(self._replace, text)
 
-    def file(self, name: str, content: bytes) -> bytes:
+    def file(self, content: bytes) -> bytes:
         """Return what a mounted file holds; keys and certificates stay as they are."""
         if b"-----BEGIN" in content:
             return content
-        changed = self(content.decode())
-        if name == "envoy.yaml":
-            changed = yaml.safe_dump(self.names.asked_by(yaml.safe_load(changed)))
-        return changed.encode()
+        return self(content.decode()).encode()
+
+    def bootstrap(self, command: Sequence[str]) -> None:
+        """Apply rule 5 to what a command starts Envoy from, if it does: the other rules held when that was written."""
+        for path in (Path(word) for word in command if word.endswith("/envoy.json")):
+            path.write_text(json.dumps(self.names.asked_by(json.loads(path.read_text()))))
 
     def _pattern(self) -> re.Pattern[str]:
         paths = "|".join(re.escape(path) for path in sorted(self.mounts, key=len, reverse=True))

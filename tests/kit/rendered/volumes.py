@@ -95,4 +95,4 @@ class Volumes:
         for item in items:
             file = folder / item["path"]
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(change.file(item["path"], content[item["key"]]))
+            file.write_bytes(change.file(content[item["key"]]))

@@ -91,10 +91,8 @@ def test_a_marked_place_is_filled_and_the_rest_left_alone():
 @pytest.mark.parametrize("prefix", PROCESSES)
 def test_every_setting_stands_once(prefix):
     """Seen to fail with the section of the injector taken out."""
-    shown = "--" if prefix == "ENVOY_" else prefix
     for name in PROCESSES[prefix].model_fields.keys() - SHARED:
-        option = shown + (name.replace("_", "-") if prefix == "ENVOY_" else name.upper())
-        assert SETTINGS.count(f"\n- `{option}` (") == 1, option
+        assert SETTINGS.count(f"\n- `{prefix}{name.upper()}` (") == 1, name
 
 
 @pytest.mark.parametrize("part", [*PARTS, "connector"])

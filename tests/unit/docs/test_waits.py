@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from context_manager.settings import ManagerSettings
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
 from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
@@ -23,9 +23,10 @@ ENVIRONMENT = {
     "SIDECAR_": SidecarSettings,
     "TURN_": TurnSettings,
     "INJECTOR_": InjectorSettings,
+    "ENVOY_": EnvoySettings,
 }
 PACKAGES = (
-    "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "injector", "doctor", "deploy/envoy",
+    "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "injector", "doctor",
 )  # fmt: skip
 NO_WAITS = {
     "contextcache.model.DEFAULT_TTL_S": "lives of contexts",
@@ -84,9 +85,9 @@ NO_WAITS = {
     "doctor.examination._POLL_S": "how often",
     "doctor.story._TTL_S": "the life of its context",
     "doctor.tls_check._SOON_S": "the life of a certificate",
-    "deploy.envoy.clusters._KEEP_ALIVE_S": "an idle connection of Envoy's",
-    "deploy.envoy.keeper._POLL_S": "how often",
-    "deploy.envoy.key_watch._INTERVAL_S": "how often",
+    "gateway.envoy.clusters._KEEP_ALIVE_S": "an idle connection of Envoy's",
+    "gateway.envoy.drain._POLL_S": "how often",
+    "gateway.envoy.key_watch._INTERVAL_S": "how often",
 }
 """Fixed times that bound no wait, and what they are."""
 _DURATION = re.compile(r"(?<!_per)_(s|ms)$")
@@ -103,7 +104,6 @@ def settings() -> Iterator[str]:
     """Return every setting that is a duration, as the page writes it."""
     for prefix, model in ENVIRONMENT.items():
         yield from (prefix + name.upper() for name in model.model_fields if _DURATION.search(name))
-    yield from ("--" + name.replace("_", "-") for name in EnvoySettings.model_fields if _DURATION.search(name))
     yield from filter(_DURATION.search, connector_fields())
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from deploy.envoy.settings import EnvoySettings
 from deploy.local.parts import HOST_MEMORY_BYTES, part_names, stack_parts
 from deploy.local.paths import StackPaths
-from deploy.local.pods import endpoints_of, envoy_settings
+from deploy.local.pods import endpoints_of
 from deploy.local.settings import StackSettings
+from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
 
 SIDECAR_FILES = ("SIDECAR_DATA_DIR", "SIDECAR_UNIX_SOCKET")
@@ -32,7 +32,11 @@ def make_parts(make_settings):
 
 def told(settings):
     """Return what Envoy is told."""
-    return envoy_settings(settings, endpoints_of(settings))
+    env = {part.name: part for part in stack_parts(settings)}["envoy"].env
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        return EnvoySettings()
 
 
 def transfer_config(engine):
@@ -68,7 +72,9 @@ def test_a_store_is_a_directory_of_the_stack_s_or_a_part_of_it_and_all_sidecars_
 
 def test_every_address_is_on_loopback(make_parts):
     parts = make_parts(engines=2)
-    ours = {f"{name}={value}" for part in parts.values() for name, value in part.env.items() if "_LISTEN" in name}
+    ours = {
+        f"{name}={value}" for part in parts.values() for name, value in part.env.items() if name.endswith("_LISTEN")
+    }
 
     assert all("127.0.0.1" in part.url for part in parts.values())
     assert {listen.partition("=")[0] for listen in ours} == {

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.local.parts import stack_parts
 from deploy.local.paths import StackPaths
-from deploy.local.pods import endpoints_of, envoy_settings
+from deploy.local.pods import endpoints_of
 from deploy.local.settings import StackSettings
 from tests.kit.links import Links
 
@@ -45,7 +45,7 @@ def test_a_proxy_stands_in_for_a_parts_own_address_wherever_that_part_is_asked_t
     assert parts["manager"].env["MANAGER_REDIS_URL"] == "redis://127.0.0.1:1/0"
     assert parts["gateway"].env["GATEWAY_MANAGER"] == "127.0.0.1:2"
     assert (endpoints[1]["url"], endpoints[1]["sidecar"]) == ("http://127.0.0.1:3", "127.0.0.1:4")
-    assert envoy_settings(settings, endpoints).pods[1] == "127.0.0.1:3"
+    assert json.loads(parts["envoy"].env["ENVOY_PODS"])[1] == "127.0.0.1:3"
     assert json.loads(parts["sidecar"].env["SIDECAR_PEERS"]) == ["127.0.0.1:4"]
     assert parts["engine-1"].env["TURN_MANAGER"] == "127.0.0.1:5"
     assert parts["engine-1"].env["TURN_SIDECAR"] == "127.0.0.1:6"

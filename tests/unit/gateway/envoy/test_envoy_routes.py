@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, GATEWAY_HTTP, PODS, SHOWN_BYTES_MAX, routes
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.bootstrap import bootstrap
+from gateway.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, GATEWAY_HTTP, PODS, SHOWN_BYTES_MAX, routes
+from gateway.envoy.settings import EnvoySettings
 from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of
 from gateway.settings import GatewaySettings
 from tests.kit.engine_calls import known_calls

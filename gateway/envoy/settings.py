@@ -1,4 +1,4 @@
-"""What Envoy's bootstrap is made from. No environment: Envoy is a file's process, and one file says all of it."""
+"""What an Envoy in front of the pods is told: `ENVOY_…` variables of whoever writes its bootstrap and drains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
 
+from contextcache.process.settings import ProcessSettings
 from gateway.settings import CorsOrigin, EngineCall, is_loopback
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
@@ -57,7 +59,7 @@ class GatewayAddress(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
-        """Take `http,ext_proc` too, as a command line says it."""
+        """Take `http,ext_proc` too."""
         if not isinstance(value, str):
             return value
         http, _, ext_proc = value.partition(",")
@@ -67,16 +69,18 @@ class GatewayAddress(BaseModel):
     ext_proc: Address = Field(description="its external processor (gRPC)")
 
 
-class EnvoySettings(BaseModel):
+class EnvoySettings(ProcessSettings):
     """Everything an Envoy in front of the pods can be told."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="ENVOY_")
 
-    gateways: tuple[GatewayAddress, ...] = Field(min_length=1, description="the plugin's replicas")
+    gateways: tuple[GatewayAddress, ...] = Field(
+        min_length=1, description='JSON list of the plugin\'s replicas, "host:http port,host:ext_proc port"'
+    )
     pods: tuple[Address, ...] = Field(
         min_length=1,
-        description="vLLM pods; the plugin's choice is found here by IP and port, so a pod given by name gets only "
-        "requests that nobody chose a pod for",
+        description="JSON list of vLLM pods, host:port; the plugin's choice is found here by IP and port, so a pod "
+        "given by name gets only requests that nobody chose a pod for",
     )
     listen_host: str = Field("127.0.0.1", description="address to listen on")
     listen_port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -132,22 +136,19 @@ class EnvoySettings(BaseModel):
         "", description="PEM certificate chain shown to clients, with its key HTTPS; empty: plain HTTP"
     )
     listen_key_file: EnvoyPath = Field("", description="its PEM private key, in the same folder")
-    sds_dir: EnvoyPath = Field(
+    config_dir: EnvoyPath = Field(
         "/etc/context-cache/envoy",
         min_length=1,
-        description="folder of the SDS files that name those certificates, beside the bootstrap; with TLS only",
+        description="folder of what is written for Envoy: envoy.json, the SDS files that name its certificates, keys",
     )
     api_keys_file: EnvoyPath = Field(
         "",
-        description="JSON file of key hashes and tenants, as GATEWAY_API_KEYS_FILE; Envoy then checks keys itself, and "
-        "the keeper has to run it; empty: it does not look at keys",
-    )
-    api_keys_filter_file: EnvoyPath = Field(
-        "", description="file that the keeper writes from it for Envoy, anew when keys change; in a folder of its own"
+        description="JSON file of key hashes and tenants, as GATEWAY_API_KEYS_FILE; Envoy then checks keys itself; "
+        "followed when it changes; empty: it does not look at keys",
     )
     metrics_listen: str = Field(
         "",
-        description="host:port where the keeper answers /stats/prometheus, /ready and /healthz, no TLS; empty: none",
+        description="host:port where Envoy answers /stats/prometheus, /ready and /healthz, no TLS; empty: none",
     )
     traces_endpoint: str = Field(
         "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no traces"
@@ -161,8 +162,19 @@ class EnvoySettings(BaseModel):
     traces_ca_file: EnvoyPath = Field(
         "/etc/ssl/certs/ca-certificates.crt", description="PEM certificates of who may sign a https:// collector's"
     )
-    concurrency: int = Field(2, ge=1, description="worker threads")
     access_log: str = Field("/dev/stdout", description="file of the access log, JSON lines; empty: none")
+    log_level: str = Field("INFO", description="of what writes the bootstrap and drains; not Envoy's own")
+
+    @property
+    def admin_address(self) -> str:
+        """`host:port` of the admin interface."""
+        host = f"[{self.admin_host}]" if ":" in self.admin_host else self.admin_host
+        return f"{host}:{self.admin_port}"
+
+    @property
+    def api_keys_filter_file(self) -> str:
+        """What Envoy checks keys with, in a folder of its own: Envoy looks again when a file is moved there."""
+        return posixpath.join(self.config_dir, "keys", "filter.json")
 
     @model_validator(mode="after")
     def _admin_is_local(self) -> Self:
@@ -171,9 +183,9 @@ class EnvoySettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _keys_have_a_filter(self) -> Self:
-        if bool(self.api_keys_file) != bool(self.api_keys_filter_file):
-            raise ValueError("api_keys_file and api_keys_filter_file belong together: set both or none")
+    def _probes_find_the_admin_interface(self) -> Self:
+        if self.metrics_listen and not self.admin_port:
+            raise ValueError("metrics_listen shows the admin interface's: admin_port must be known")
         return self
 
     @field_validator("metrics_listen")

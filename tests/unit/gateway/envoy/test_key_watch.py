@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from deploy.envoy.api_keys import discovered
-from deploy.envoy.key_watch import KeyWatch
+from gateway.envoy.api_keys import discovered
+from gateway.envoy.key_watch import KeyWatch
 from gateway.tenants.keys import hash_key
 from tests.kit.gateway_parts import write_keys
 

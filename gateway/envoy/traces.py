@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from deploy.envoy.routes import TYPE
-from deploy.envoy.settings import TRACES_PORT, EnvoySettings, duration
-from deploy.envoy.tls import public_tls
+from gateway.envoy.routes import TYPE
+from gateway.envoy.settings import TRACES_PORT, EnvoySettings, duration
+from gateway.envoy.tls import public_tls
 
 TRACES = "traces"
 """Cluster of the collector."""

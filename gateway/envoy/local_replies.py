@@ -16,8 +16,8 @@ from contextcache.errors import (
     NoReadyEndpoint,
     error_body,
 )
-from deploy.envoy.routes import CONTROL, TYPE
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.routes import CONTROL, TYPE
+from gateway.envoy.settings import EnvoySettings
 from gateway.paths import PathNotFound
 
 

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from contextcache.claim import MINTED_PREFIX, SESSION_HEADER, TURN_PATHS
-from deploy.envoy.settings import EnvoySettings, duration
+from gateway.envoy.settings import EnvoySettings, duration
 from gateway.paths import CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS
 
 PODS = "pods"

@@ -10,10 +10,10 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.envoy.routes import GATEWAY_HTTP, PODS, TYPE
-from deploy.envoy.settings import EnvoySettings, duration, split_address
-from deploy.envoy.tls import upstream_tls
-from deploy.envoy.traces import traces_cluster
+from gateway.envoy.routes import GATEWAY_HTTP, PODS, TYPE
+from gateway.envoy.settings import EnvoySettings, duration, split_address
+from gateway.envoy.tls import upstream_tls
+from gateway.envoy.traces import traces_cluster
 
 PLUGIN = "plugin"
 """Cluster of the external processors."""
@@ -66,7 +66,7 @@ def _pods(settings: EnvoySettings) -> dict[str, Any]:
         "health_checks": [_health_check({"http_health_check": {"path": "/health"}})],
         # A pod that its Service no longer lists gets nothing new, though it answers still: it ends or is not ready.
         "ignore_health_on_host_removal": True,
-        "typed_extension_protocol_options": _http_1(),
+        "typed_extension_protocol_options": http_1(),
         **upstream_tls(settings, "http/1.1"),
     }
 
@@ -108,7 +108,7 @@ def _gateway_http(settings: EnvoySettings) -> dict[str, Any]:
         # Not /healthz: a front that drains must be left before it closes its connections. One that lacks the context
         # manager or a pod is left too while another has them, and asked all the same when none has.
         "health_checks": [_health_check({"http_health_check": {"path": "/readyz"}})],
-        "typed_extension_protocol_options": _http_1(),
+        "typed_extension_protocol_options": http_1(),
         **upstream_tls(settings, "http/1.1"),
     }
 
@@ -164,7 +164,8 @@ def _health_check(how: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _http_1() -> dict[str, Any]:
+def http_1() -> dict[str, Any]:
+    """Return the options of a cluster that speaks HTTP/1.1."""
     return _protocol(
         {
             "common_http_protocol_options": {"idle_timeout": f"{_KEEP_ALIVE_S}s"},

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
-from deploy.envoy.api_keys import key_filter, refusal_counter
-from deploy.envoy.clusters import LB_NAMESPACE, PLUGIN, clusters, socket_address
-from deploy.envoy.local_replies import local_reply_config
-from deploy.envoy.routes import EXT_PROC, TYPE, routes
-from deploy.envoy.settings import EnvoySettings, duration
-from deploy.envoy.tls import downstream_tls
-from deploy.envoy.traces import tracing
+from gateway.envoy.api_keys import key_filter, refusal_counter
+from gateway.envoy.clusters import LB_NAMESPACE, PLUGIN, clusters, socket_address
+from gateway.envoy.local_replies import local_reply_config
+from gateway.envoy.probes import admin_cluster, connection_limit, probe_listener
+from gateway.envoy.routes import EXT_PROC, TYPE, routes
+from gateway.envoy.settings import EnvoySettings, duration
+from gateway.envoy.tls import downstream_tls
+from gateway.envoy.traces import tracing
 from gateway.flows import ROUTING_HEADERS
 from gateway.fronts import CORS_EXPOSED_HEADERS, CORS_HEADERS, CORS_MAX_AGE_S, CORS_METHODS, CORS_POD_HEADERS
 
@@ -35,22 +36,15 @@ _RECEIPT_HEADERS = (
 
 
 def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
-    """Return the bootstrap. What only Envoy's command line can say travels in `node.metadata`, for the keeper."""
+    """Return the bootstrap."""
     return {
-        "node": {
-            "id": "context-cache",
-            "cluster": "context-cache",
-            "metadata": {
-                "concurrency": settings.concurrency,
-                "drain_delay_s": settings.drain_delay_s,
-                "drain_timeout_s": settings.drain_timeout_s,
-                "metrics_listen": settings.metrics_listen,
-                "api_keys_file": settings.api_keys_file,
-                "api_keys_filter_file": settings.api_keys_filter_file,
-            },
+        "node": {"id": "context-cache", "cluster": "context-cache"},
+        "admin": {"address": socket_address(settings.admin_address)},
+        "static_resources": {
+            "listeners": [_listener(settings), *probe_listener(settings)],
+            "clusters": [*clusters(settings), *admin_cluster(settings)],
         },
-        "admin": {"address": socket_address(_joined(settings.admin_host, settings.admin_port))},
-        "static_resources": {"listeners": [_listener(settings)], "clusters": clusters(settings)},
+        **connection_limit(settings),
         "overload_manager": _overload_manager(settings),
     }
 
@@ -63,6 +57,8 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
     return {
         "name": LISTENER,
         "address": socket_address(_joined(settings.listen_host, settings.listen_port)),
+        # A drain closes listeners of this direction, and those of probes and metrics stay.
+        "traffic_direction": "INBOUND",
         "filter_chains": [
             {
                 "filters": [

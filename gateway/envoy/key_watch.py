@@ -5,21 +5,20 @@ A broken file changes nothing, as in the gateway: the last good keys stay, and t
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import logging
-import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from contextcache.process.settings import file_version
-from deploy.envoy.api_keys import discovered
+from gateway.envoy.api_keys import discovered
+from gateway.envoy.settings import EnvoySettings
 from gateway.tenants.keys import read_digests
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_STOP_S = 5.0
 
 
 class KeyWatch:
@@ -32,20 +31,19 @@ class KeyWatch:
         self._version = file_version(keys_file)
         self._failed_version: tuple[int, int, int] | None = (0, 0, 0)
         """Of a file that could not be taken over, None: it is gone."""
-        self._stopped = threading.Event()
         filter_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write()
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look for changes in a thread of its own for the block."""
-        thread = threading.Thread(target=self._watch, name="key-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopped.set()
-            thread.join(_STOP_S)
+    @classmethod
+    def of(cls, settings: EnvoySettings) -> Self:
+        """Watch the key file of an Envoy that has one. Raises ValueError, OSError."""
+        return cls(Path(settings.api_keys_file), Path(settings.api_keys_filter_file))
+
+    async def follow(self) -> None:
+        """Look for changes until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.to_thread(self.look)
 
     def look(self) -> None:
         """Write the filter anew if the key file is another one than at the last look."""
@@ -61,10 +59,6 @@ class KeyWatch:
             self._failed_version = version
         else:
             self._version = version
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(_INTERVAL_S):
-            self.look()
 
     def _write(self) -> None:
         """Publish at once: Envoy reads the file when it is moved to its place."""

@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from contextcache.errors import ContextCacheError, Unauthorized, error_body
-from deploy.envoy.routes import API_KEYS, LUA, TYPE
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.routes import API_KEYS, LUA, TYPE
+from gateway.envoy.settings import EnvoySettings
 from gateway.tenants.keys import AUTHENTICATE, KEY_BYTES_MAX, KEY_NEEDED, KEY_UNKNOWN
 
 _REFUSED = "response.code_details == 'lua_response'"
 
 
 def key_filter(settings: EnvoySettings) -> list[dict[str, Any]]:
-    """Return the filter, whose configuration the keeper writes; nothing where there are no keys."""
+    """Return the filter, whose configuration `key_watch` writes; nothing where there are no keys."""
     if not settings.api_keys_file:
         return []
     source = {"path_config_source": {"path": settings.api_keys_filter_file}, "resource_api_version": "V3"}
@@ -57,7 +57,7 @@ def discovered(digests: Iterable[str]) -> dict[str, Any]:
         "FAILED": error_body(ContextCacheError("the API key could not be checked")).decode(),
     }
     head = "".join(f"local {name} = [=[{text}]=]\n" for name, text in told.items())
-    code = head + importlib.resources.files("deploy.envoy").joinpath("api_keys.lua").read_text()
+    code = head + importlib.resources.files("gateway.envoy").joinpath("api_keys.lua").read_text()
     lua = {"@type": f"{LUA}.Lua", "default_source_code": {"inline_string": code}}
     resource = {"@type": f"{TYPE}config.core.v3.TypedExtensionConfig", "name": API_KEYS, "typed_config": lua}
     return {"version_info": hashlib.sha256(known.encode()).hexdigest()[:16], "resources": [resource]}

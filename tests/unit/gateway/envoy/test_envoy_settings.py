@@ -1,22 +1,23 @@
-"""What an Envoy can be told, by file and by option, and what its bootstrap then says."""
+"""What an Envoy can be told, by its variables, and what its bootstrap then says."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
-from deploy.envoy.__main__ import main
-from deploy.envoy.bootstrap import bootstrap
-from deploy.envoy.keeper import KeeperSettings, envoy_command
-from deploy.envoy.settings import EnvoySettings, duration
-from deploy.envoy.tls import secrets
+from gateway.envoy.__main__ import main
+from gateway.envoy.api_keys import discovered
+from gateway.envoy.bootstrap import bootstrap
+from gateway.envoy.folder import write_folder
+from gateway.envoy.settings import EnvoySettings, duration
+from gateway.envoy.tls import secrets
 
 NEEDED = {"gateways": ["127.0.0.1:1,127.0.0.1:2"], "pods": ["127.0.0.1:3"]}
-OPTIONS = ["--gateways", "127.0.0.1:1,127.0.0.1:2", "--pods", "127.0.0.1:3"]
+VARIABLES = {"ENVOY_GATEWAYS": '["127.0.0.1:1,127.0.0.1:2"]', "ENVOY_PODS": '["127.0.0.1:3"]'}
 
 
 def cluster(name: str, settings: EnvoySettings) -> dict:
@@ -80,53 +81,47 @@ def test_nothing_of_an_answer_goes_through_the_plugin():
     assert [mode[f"response_{part}_mode"] for part in ("header", "body", "trailer")] == ["SKIP", "NONE", "SKIP"]
 
 
-def test_options_win_over_the_file_and_make_the_same_bootstrap(tmp_path, capsys):
-    path = tmp_path / "settings.json"
-    path.write_text(json.dumps(NEEDED | {"listen_port": 1, "drain_delay_s": 7}))
+@pytest.fixture
+def told(monkeypatch):
+    """Set variables of Envoy's."""
 
-    assert main(["bootstrap", "--settings", str(path), "--listen-port", "2", "--fail-open-stateless", "false"]) == 0
-    expected = EnvoySettings(**NEEDED, listen_port=2, drain_delay_s=7, fail_open_stateless=False)
-    assert yaml.safe_load(capsys.readouterr().out) == bootstrap(expected)
+    def tell(**variables: str):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return tell
+
+
+def test_its_variables_say_all_of_it(tmp_path, told):
+    told(**VARIABLES, ENVOY_CONFIG_DIR=str(tmp_path), ENVOY_LISTEN_PORT="2", ENVOY_FAIL_OPEN_STATELESS="false")
+
+    assert main(["bootstrap"]) == 0
+    expected = EnvoySettings(**NEEDED, listen_port=2, fail_open_stateless=False, config_dir=str(tmp_path))
+    assert json.loads((tmp_path / "envoy.json").read_text()) == bootstrap(expected)
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("variables", "named"),
     [
-        ([], "--gateways"),
-        ([*OPTIONS, "--admin-host", "0.0.0.0"], "loopback only"),
-        ([*OPTIONS, "--pods", "x"], "--pods"),
+        ({}, "ENVOY_GATEWAYS"),
+        (VARIABLES | {"ENVOY_ADMIN_HOST": "0.0.0.0"}, "loopback only"),
+        (VARIABLES | {"ENVOY_PODS": '["x"]'}, "ENVOY_PODS"),
+        (VARIABLES | {"ENVOY_PODS": "127.0.0.1:3"}, "pods"),
+        (VARIABLES | {"ENVOY_METRICS_LISTEN": "0.0.0.0:9090", "ENVOY_ADMIN_PORT": "0"}, "admin_port"),
     ],
 )
-def test_settings_that_cannot_be_right_are_named(options, named, capsys):
-    assert main(["bootstrap", *options]) == 2
+def test_variables_that_cannot_be_right_are_named(variables, named, told, capsys):
+    told(**variables)
+
+    with pytest.raises(SystemExit, match="2"):
+        main(["bootstrap"])
     assert named in capsys.readouterr().err
 
 
-def test_the_keeper_finds_in_the_bootstrap_what_it_has_to_know(tmp_path, capsys):
-    keys = ["--api-keys-file", "/k/keys.json", "--api-keys-filter-file", "/f/filter.json"]
-    main(["bootstrap", *OPTIONS, *keys, "--concurrency", "3", "--drain-delay-s", "0", "--drain-timeout-s", "1.5"])
-    path = tmp_path / "envoy.yaml"
-    path.write_text(capsys.readouterr().out)
-    command = envoy_command(path, admin_file=tmp_path / "admin")
-
-    assert KeeperSettings.of(path) == KeeperSettings(
-        concurrency=3,
-        drain_delay_s=0,
-        drain_timeout_s=1.5,
-        metrics_listen="",
-        api_keys_file="/k/keys.json",
-        api_keys_filter_file="/f/filter.json",
-    )
-    assert command[command.index("--concurrency") + 1] == "3"
-
-
-@pytest.mark.parametrize("text", ["", "admin: {}", "node: []", "node: {metadata: {concurrency: x}}", "{", "node: 1"])
-def test_a_file_that_is_no_bootstrap_of_ours_is_named(tmp_path, text):
-    path = tmp_path / "envoy.yaml"
-    path.write_text(text)
-
-    with pytest.raises(ValueError, match=r"envoy\.yaml is not a bootstrap"):
-        KeeperSettings.of(path)
+@pytest.mark.parametrize("arguments", [[], ["run"], ["bootstrap", "x"]])
+def test_a_command_that_there_is_not_is_refused_with_those_there_are(arguments, capsys):
+    assert main(arguments) == 2
+    assert "envoy attend" in capsys.readouterr().err
 
 
 TLS = {"tls_cert_file": "/a/tls.crt", "tls_key_file": "/a/tls.key", "tls_ca_file": "/b/ca.crt"}
@@ -139,7 +134,6 @@ LISTEN = {"listen_cert_file": "/c/tls.crt", "listen_key_file": "/c/tls.key"}
         ({"tls_cert_file": "/a/tls.crt"}, "belong together"),
         (TLS | {"tls_ca_file": ""}, "belong together"),
         ({"listen_key_file": "/a/tls.key"}, "belong together"),
-        ({"api_keys_file": "/a/keys.json"}, "belong together"),
         (TLS | {"tls_key_file": "/elsewhere/tls.key"}, "two folders"),
         (TLS | {"tls_key_file": "a/tls.key"}, "not an absolute path"),
         ({"metrics_listen": "9090"}, "not host:port"),
@@ -161,16 +155,16 @@ def test_a_duration_is_as_envoy_reads_it(seconds, text):
 
 
 def test_every_cluster_of_ours_gets_certificates_and_each_secret_a_file():
-    settings = EnvoySettings(**NEEDED, **TLS, **LISTEN, sds_dir="/sds")
+    settings = EnvoySettings(**NEEDED, **TLS, **LISTEN, config_dir="/sds")
     protocols = {
         name: cluster(name, settings)["transport_socket"]["typed_config"]["common_tls_context"]["alpn_protocols"]
         for name in ("pods", "plugin", "gateway_http")
     }
     files = secrets(settings)
-    named = set(re.findall(r"/sds/([a-z-]+\.yaml)", json.dumps(bootstrap(settings))))
+    named = set(re.findall(r"/sds/([a-z-]+\.json)", json.dumps(bootstrap(settings))))
 
     assert protocols == {"pods": ["http/1.1"], "plugin": ["h2"], "gateway_http": ["http/1.1"]}
-    assert named == set(files) == {"own-certificate.yaml", "trusted-ca.yaml", "listen-certificate.yaml"}
+    assert named == set(files) == {"own-certificate.json", "trusted-ca.json", "listen-certificate.json"}
     assert all(len(file["resources"]) == 1 for file in files.values())
 
 
@@ -189,13 +183,44 @@ def test_without_certificates_there_is_no_tls_anywhere():
     assert "transport_socket" not in json.dumps(bootstrap(EnvoySettings(**NEEDED)))
 
 
-def test_a_folder_gets_the_bootstrap_and_what_it_names(tmp_path):
-    options = [word for name, path in TLS.items() for word in (f"--{name.replace('_', '-')}", path)]
+def files_in(folder: Path) -> dict[str, str]:
+    """Write what stands for certificates and return the settings that name them."""
+    found = {name: str(folder / Path(path).name) for name, path in TLS.items()}
+    for path in found.values():
+        Path(path).touch()
+    return found
 
-    assert main(["bootstrap", *OPTIONS, *options, "--out", str(tmp_path)]) == 0
-    expected = EnvoySettings(**NEEDED, **TLS, sds_dir=str(tmp_path))
-    written = {path.name: yaml.safe_load(path.read_text()) for path in tmp_path.iterdir()}
-    assert written == {"envoy.yaml": bootstrap(expected), **secrets(expected)}
+
+@pytest.mark.parametrize("name", [*TLS, *LISTEN])
+def test_a_certificate_that_is_not_there_is_named(name, tmp_path):
+    there = files_in(tmp_path) | {
+        "listen_cert_file": str(tmp_path / "tls.crt"),
+        "listen_key_file": str(tmp_path / "tls.key"),
+    }
+    settings = EnvoySettings(**NEEDED, **there, config_dir=str(tmp_path))
+    missing = str(tmp_path / "elsewhere")
+
+    with pytest.raises(ValueError, match=f"ENVOY_{name.upper()}: there is no file {missing}"):
+        write_folder(settings.model_copy(update={name: missing}))
+
+
+def test_a_folder_gets_the_bootstrap_and_what_it_names(tmp_path):
+    (tmp_path / "keys.json").write_text('{"keys": []}')
+    keys_file = str(tmp_path / "keys.json")
+    settings = EnvoySettings(**NEEDED, **files_in(tmp_path), config_dir=str(tmp_path / "made"), api_keys_file=keys_file)
+    path = write_folder(settings)
+    written = {
+        str(file.relative_to(path.parent)): json.loads(file.read_text())
+        for file in path.parent.rglob("*")
+        if file.is_file()
+    }
+
+    assert path.name == "envoy.json"
+    assert written == {
+        "envoy.json": bootstrap(settings),
+        "keys/filter.json": discovered(()),
+        **secrets(settings),
+    }
 
 
 @pytest.mark.parametrize(

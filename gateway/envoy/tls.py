@@ -11,8 +11,8 @@ from __future__ import annotations
 import posixpath
 from typing import Any
 
-from deploy.envoy.routes import TYPE
-from deploy.envoy.settings import EnvoySettings
+from gateway.envoy.routes import TYPE
+from gateway.envoy.settings import EnvoySettings
 
 _TLS = f"{TYPE}extensions.transport_sockets.tls.v3."
 _OWN = "own-certificate"
@@ -21,7 +21,7 @@ _LISTEN = "listen-certificate"
 
 
 def secrets(settings: EnvoySettings) -> dict[str, dict[str, Any]]:
-    """Return the SDS files by name: what has to lie in `sds_dir`. They name key files and hold no key."""
+    """Return the SDS files by name: what has to lie in `config_dir`. They name key files and hold no key."""
     found = {}
     if settings.tls_cert_file:
         found[_OWN] = _certificate(settings.tls_cert_file, settings.tls_key_file)
@@ -36,7 +36,7 @@ def secrets(settings: EnvoySettings) -> dict[str, dict[str, Any]]:
     if settings.listen_cert_file:
         found[_LISTEN] = _certificate(settings.listen_cert_file, settings.listen_key_file)
     return {
-        f"{name}.yaml": {"resources": [{"@type": f"{_TLS}Secret", "name": name, **secret}]}
+        f"{name}.json": {"resources": [{"@type": f"{_TLS}Secret", "name": name, **secret}]}
         for name, secret in found.items()
     }
 
@@ -106,7 +106,7 @@ def _folder_of(path: str) -> dict[str, str]:
 
 
 def _by_sds(settings: EnvoySettings, name: str) -> dict[str, Any]:
-    path = posixpath.join(settings.sds_dir, f"{name}.yaml")
+    path = posixpath.join(settings.config_dir, f"{name}.json")
     return {"name": name, "sds_config": {"path_config_source": {"path": path}, "resource_api_version": "V3"}}
 
 
