@@ -54,6 +54,8 @@ class Certificate:
             await asyncio.to_thread(self.reload)
 
     def _load(self) -> None:
+        for file in self._files:
+            file.open("rb").close()  # ssl would not say which one is missing
         # First elsewhere: with a key that is another's the context in use would be left with half of each.
         expires_at_s = _expires_at_s(*self._files)
         self.context.load_cert_chain(*self._files, password=_NO_PASSWORD)

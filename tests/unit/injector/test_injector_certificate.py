@@ -113,3 +113,11 @@ def test_an_expired_certificate_is_refused_at_the_start(files, metrics):
 
     with pytest.raises(OSError, match="expired"):
         Certificate(*files, metrics)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_file_that_is_missing_is_named(number, files, metrics):
+    files[number].unlink()
+
+    with pytest.raises(FileNotFoundError, match=str(files[number])):
+        Certificate(*files, metrics)

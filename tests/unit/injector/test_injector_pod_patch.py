@@ -261,3 +261,16 @@ def test_the_mark_of_a_pod_that_was_skipped_is_written_once_and_goes_with_the_in
     assert marked["metadata"]["annotations"] == {"context-cache.io/inject-skipped": "port"}
     assert skip_patch(marked, Reason.PORT) == []
     assert "context-cache.io/inject-skipped" not in injected(marked)["metadata"]["annotations"]
+
+
+def test_the_token_of_the_pod_s_account_stays_out_of_our_containers():
+    """Admission mounts it where nothing is mounted. The engine's own is not touched."""
+    after = injected(make_pod())
+    path = "/var/run/secrets/kubernetes.io/serviceaccount"
+    ours = [one for one in after["spec"]["initContainers"] if one["name"] in {"kv-sidecar", "context-cache-payload"}]
+    mounted = [mount for one in ours for mount in one["volumeMounts"] if mount["mountPath"] == path]
+    [volume] = [one for one in after["spec"]["volumes"] if one["name"] == "context-cache-no-token"]
+
+    assert [(mount["name"], mount["readOnly"]) for mount in mounted] == [("context-cache-no-token", True)] * 2
+    assert volume == {"name": "context-cache-no-token", "emptyDir": {}}
+    assert path not in str(engine_of(after))
