@@ -68,7 +68,8 @@ class Metrics:
         self.discovery_failures = Counter(
             "contextcache_gateway_discovery_failures_total",
             "Lists and watches of the Kubernetes API that failed, by resource and reason: unavailable, forbidden, "
-            "unauthorized, not_found, expired, invalid, internal. The last known pods stay.",
+            "unauthorized, starting (refused, for less than a minute, what was allowed before), not_found, expired, "
+            "invalid, internal. The last known pods stay.",
             ["resource", "reason"],
             registry=registry,
         )

@@ -35,8 +35,13 @@ _SHORT_WATCH_S = 1.0
 """A watch that ends sooner and without an event got nowhere."""
 _DELAY_S, _REFUSED_DELAY_S, _DELAY_MAX_S = 0.2, 5.0, 30.0
 """Between tries: at first, at first when it is not allowed, at most."""
+_STARTING_S = 60.0
+"""An API server that starts refuses valid accounts until it has read all Roles, 12 to 26 s on a v1.36. So what was
+allowed once and is refused now is asked for again soon, for so long; refused for longer, the Role is gone."""
+_STARTING_DELAY_MAX_S = 1.0
 _RELIST_FAILURES = 3
 """So many failures in a row, and the copy is made anew: the version to go on from may be what fails."""
+_REFUSED = {KubernetesForbidden.reason, KubernetesUnauthorized.reason}
 
 
 class Reflector(Generic[_Read]):
@@ -71,7 +76,11 @@ class Reflector(Generic[_Read]):
         """Where to go on; empty: list first."""
         self._list_at = 0.0
         self._num_failures = 0
-        self._failing_with: type[Exception] | None = None
+        self._failing_with: str | None = None
+        """The reason, as metrics and the log have it."""
+        self._worked = False
+        """True once a watch did, or the server was away: then Roles may be as they should be."""
+        self._refused_since_s: float | None = None
 
     async def run(self) -> None:
         """List and watch until cancelled."""
@@ -79,13 +88,14 @@ class Reflector(Generic[_Read]):
             try:
                 await self._follow()
             except KubernetesError as exc:
-                self._failed(exc, exc.reason)
-                await asyncio.sleep(self._delay_s(exc))
+                reason = self._reason(exc)
+                self._failed(exc, reason)
+                await asyncio.sleep(self._delay_s(reason))
             except Exception as exc:
                 # The loop must live: without it pods would come and go unseen.
                 log.exception("discovery failed by a fault of our own", extra={"resource": self._resource.plural})
                 self._failed(exc, "internal")
-                await asyncio.sleep(self._delay_s(exc))
+                await asyncio.sleep(self._delay_s("internal"))
 
     async def _follow(self) -> None:
         """List when it is time, then watch until the watch ends. Raises KubernetesError."""
@@ -139,6 +149,7 @@ class Reflector(Generic[_Read]):
 
     def _works(self) -> None:
         self._num_failures = 0
+        self._worked, self._refused_since_s = True, None
         if self._failing_with is not None:
             self._failing_with = None
             log.info("discovery works again", extra={"resource": self._resource.plural})
@@ -147,26 +158,38 @@ class Reflector(Generic[_Read]):
         self._metrics.discovery_failures.labels(self._resource.plural, reason).inc()
         self._num_failures += 1
         self.tried.set()
-        refused = isinstance(exc, KubernetesForbidden | KubernetesUnauthorized)
         if isinstance(exc, KubernetesExpired) or self._num_failures >= _RELIST_FAILURES:
             # So who may list and not watch lives by lists.
             self._resource_version = ""
-        if isinstance(exc, KubernetesExpired) or self._failing_with is type(exc):
+        if isinstance(exc, KubernetesExpired) or self._failing_with == reason:
             return
-        self._failing_with = type(exc)
-        log.warning("discovery fails, the last known pods stay", extra=self._fields(exc, refused=refused))
+        self._failing_with = reason
+        log.warning("discovery fails, the last known pods stay", extra=self._fields(exc, reason))
 
-    def _fields(self, exc: Exception, *, refused: bool) -> dict[str, object]:
+    def _reason(self, exc: KubernetesError) -> str:
+        """Return why it failed; refused by a server that allowed it before or was away, it is `starting` at first."""
+        if not isinstance(exc, KubernetesForbidden | KubernetesUnauthorized):
+            return exc.reason
+        now_s = asyncio.get_running_loop().time()
+        if self._refused_since_s is None:
+            self._refused_since_s = now_s
+            self._worked = self._worked or self._failing_with == KubernetesUnavailable.reason
+        return "starting" if self._worked and now_s - self._refused_since_s < _STARTING_S else exc.reason
+
+    def _fields(self, exc: Exception, reason: str) -> dict[str, object]:
         fields: dict[str, object] = {"resource": self._resource.plural, "error": str(exc)}
-        if refused:
+        if reason == "starting":
+            fields["means"] = "refused what was allowed before, as an API server does that has just started"
+        if reason in _REFUSED:
             fields["needs"] = "a Role, bound to this service account, with the verbs list and watch"
             fields["needs_on"] = f"{self._resource.plural} of {self._resource.group_version}"
             fields["needs_in"] = self._selection.namespace
         return fields
 
-    def _delay_s(self, exc: Exception) -> float:
-        first_s: float = _REFUSED_DELAY_S if isinstance(exc, KubernetesForbidden | KubernetesUnauthorized) else _DELAY_S
-        longest_s = min(first_s * 2.0 ** min(self._num_failures - 1, 16), _DELAY_MAX_S)
+    def _delay_s(self, reason: str) -> float:
+        first_s: float = _REFUSED_DELAY_S if reason in _REFUSED else _DELAY_S
+        most_s = _STARTING_DELAY_MAX_S if reason == "starting" else _DELAY_MAX_S
+        longest_s = min(first_s * 2.0 ** min(self._num_failures - 1, 16), most_s)
         # Spread out: all gateways lose the same server at the same time.
         return longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 

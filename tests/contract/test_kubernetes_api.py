@@ -156,6 +156,9 @@ async def test_a_server_that_is_away_is_unavailable_and_may_come_back(kube, fake
     with pytest.raises(KubernetesUnavailable):
         await fake_admin.list(slices_of(fake_admin))
     await kube.back()
+    with pytest.raises(KubernetesForbidden):
+        await fake_admin.list(slices_of(fake_admin))
+    await fake_admin.until_started()
 
     assert (await fake_admin.list(slices_of(fake_admin))).objects == ()
 

@@ -149,6 +149,7 @@ async def churn(admin, kube, rng) -> None:
         if kube is not None and step == 300:
             await kube.away()
             await kube.back()
+            await admin.until_started()
 
 
 def entry(number: int, rng: random.Random):

@@ -104,6 +104,7 @@ async def test_a_gateway_serves_the_pods_the_cluster_has(gateway, engines, kube,
     await ask(gateway, 6)
     await kube.back()
 
+    await admin.until_started()
     await admin.remove(ENDPOINT_SLICES, "pod-a")
     await until_pods(gateway, lambda pods: set(pods) == {"pod-b"})
     await ask(gateway, 2)

@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 TOKEN = "fake-token"
+_REFUSALS_OF_A_START = 4
 KINDS = {"pods": "Pod", "endpointslices": "EndpointSlice", "secrets": "Secret"}
 GROUP_VERSIONS = {"pods": "v1", "secrets": "v1", "endpointslices": "discovery.k8s.io/v1"}
 
@@ -69,6 +70,8 @@ class FakeKube:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     _transports: dict[web.StreamResponse, asyncio.Transport] = field(default_factory=dict)
     _instead: tuple[int, str, str] | None = None
+    _refusals: int = 0
+    """Requests that a server refuses that was away and has not read all Roles yet."""
     _runner: web.AppRunner | None = None
 
     @property
@@ -93,7 +96,8 @@ class FakeKube:
         self.port = self._runner.addresses[0][1]
 
     async def away(self) -> None:
-        """Refuse connections and break those there are."""
+        """Refuse connections and break those there are. Back again, it first forbids what its Roles allow."""
+        self._refusals = _REFUSALS_OF_A_START
         runner, self._runner = self._runner, None
         if runner is not None:
             self.disconnect()
@@ -149,7 +153,8 @@ class FakeKube:
         if (scheme.lower(), token) != ("bearer", self.token):
             raise Refusal(401, "Unauthorized", "Unauthorized")
         self.requests.append((verb, plural))
-        if not self.allows(verb, plural, namespace):
+        self._refusals = max(0, (refuses := self._refusals) - 1)
+        if refuses or not self.allows(verb, plural, namespace):
             raise Refusal(403, "Forbidden", f'{plural} is forbidden: User "test" cannot {verb} resource "{plural}"')
         if verb == "list":
             return self._list(request, plural, namespace)
@@ -245,7 +250,9 @@ class FakeKube:
 
     async def _delete(self, key: Key, _body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         old = self._stored(key)
-        if not old["metadata"].get("finalizers"):
+        # A pod that a scheduler may place has a kubelet to wait for, and there is none here.
+        runs = key[0] == "pods" and not old.get("spec", {}).get("nodeSelector")
+        if not old["metadata"].get("finalizers") and not runs:
             return 200, await self._remove(key, old)
         ending = old["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}
         return 200, await self._store(key, old | {"metadata": ending})

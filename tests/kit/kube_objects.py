@@ -7,7 +7,14 @@ from typing import Any
 import aiohttp
 
 from contextcache.kubernetes.client import KubernetesApi
-from contextcache.kubernetes.objects import KubernetesObject, Resource, Selection
+from contextcache.kubernetes.objects import (
+    ENDPOINT_SLICES,
+    KubernetesForbidden,
+    KubernetesObject,
+    Resource,
+    Selection,
+)
+from tests.kit.until import until
 
 SELECTOR = "context-cache.io/engines=cc"
 LABELS = {"context-cache.io/engines": "cc"}
@@ -50,7 +57,9 @@ def slice_entry(pod: str, address: str, **conditions: bool | None) -> dict[str, 
 
 def pod_object(name: str, *, sidecar: bool = True, annotations: dict[str, str] | None = None) -> dict[str, Any]:
     """Return a vLLM pod, with its native sidecar or without."""
-    spec: dict[str, Any] = {"containers": [{"name": "vllm", "image": "vllm:1"}]}
+    # No node has that: a pod that ran would end slowly, and its name be taken so long.
+    nowhere = {"context-cache.io/node": "nowhere"}
+    spec: dict[str, Any] = {"containers": [{"name": "vllm", "image": "vllm:1"}], "nodeSelector": nowhere}
     if sidecar:
         spec["initContainers"] = [{"name": "kv-sidecar", "image": "cc:1", "restartPolicy": "Always"}]
     metadata = {"name": name, "labels": LABELS, "annotations": annotations or {}}
@@ -79,6 +88,11 @@ class KubeAdmin(KubernetesApi):
     async def remove_all(self, resource: Resource) -> None:
         for found in (await self.list(Selection(resource, self.namespace, ""))).objects:
             await self.remove(resource, found["metadata"]["name"])
+
+    async def until_started(self) -> None:
+        """Ask until a server that was away allows again what its Roles allow."""
+        selection = Selection(ENDPOINT_SLICES, self.namespace, "")
+        await until(lambda: self.list(selection), what="it is allowed", despite=(KubernetesForbidden,))
 
     async def _send(self, method: str, path: str, body: KubernetesObject | None = None) -> dict[str, Any]:
         client = await self._connected()

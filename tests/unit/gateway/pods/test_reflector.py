@@ -166,6 +166,41 @@ async def test_what_is_forbidden_is_asked_for_slowly_from_the_start():
 
 
 @pytest.mark.looptime
+async def test_a_server_that_starts_and_refuses_what_it_allowed_is_asked_again_soon(caplog):
+    rig = Rig()
+    await rig.run_for(70)
+    rig.script.watch_error = KubernetesUnavailable("away")
+    rig.script.list_error = KubernetesUnavailable("away")
+    await rig.run_for(120)
+    caplog.clear()
+    rig.script.list_error = rig.script.watch_error = KubernetesForbidden("caches are empty")
+    rig.script.calls.clear()
+    await rig.run_for(20)
+
+    gaps = [later - earlier for earlier, later in pairwise(rig.script.times_of("list"))]
+    assert len(gaps) >= 15
+    assert max(gaps) <= 1
+    assert rig.failures("forbidden") is None
+    assert rig.failures("starting") >= 15
+    [told] = caplog.records
+    assert "has just started" in told.means
+    assert not hasattr(told, "needs")
+
+
+@pytest.mark.looptime
+async def test_what_stays_forbidden_for_a_minute_is_no_start(caplog):
+    rig = Rig()
+    await rig.run_for(70)
+    rig.script.list_error = rig.script.watch_error = KubernetesForbidden("no role any more")
+    await rig.run_for(300)
+
+    times = rig.script.times_of("list")
+    assert times[-1] - times[-2] >= 15
+    assert rig.failures("forbidden") >= 5
+    assert [hasattr(told, "needs") for told in caplog.records] == [False, True]
+
+
+@pytest.mark.looptime
 async def test_after_three_failures_in_a_row_it_lists():
     rig = Rig()
     rig.script.watch_error = KubernetesUnavailable("this version breaks the server")
