@@ -94,7 +94,7 @@ class Engine(Pod):
 
     enabled: bool = Field(False, description="run vLLM; off when your own vLLM pods get the sidecar injected")
     image: EngineImage = Field(default_factory=EngineImage, description="vLLM with the plugin")
-    replicas: int = Field(1, ge=0, description="pods")
+    replicas: int = Field(1, ge=0, description="pods; null: whoever else scales them has them")
     model: str = Field("", description="model: a name at the hub or a path under modelCache.mountPath; required")
     served_model_name: str = Field("", description="name that clients use; empty: the model's")
     tensor_parallel_size: int = Field(

@@ -81,7 +81,11 @@ class EnvoyValues(Pod):
         "later); inferencePool: an InferencePool and routes for a Gateway that knows them; none: clients use the "
         "gateway's Service",
     )
-    replicas: int = Field(2, ge=1, description="pods of mode proxy, unless the autoscaler has them")
+    replicas: int = Field(
+        2,
+        ge=1,
+        description="pods of mode proxy, unless the autoscaler has them; null: whoever else scales them has them",
+    )
     settings: EnvoySettingsMap = Field(
         default_factory=dict, description="settings of the bootstrap, as context-cache envoy --help lists them"
     )

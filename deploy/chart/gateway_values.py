@@ -42,7 +42,9 @@ class Keda(Section):
 class GatewayValues(Pod):
     """Routes requests to vLLM pods and answers for contexts."""
 
-    replicas: int = Field(2, ge=1, description="pods, unless an autoscaler has them")
+    replicas: int = Field(
+        2, ge=1, description="pods, unless an autoscaler has them; null: whoever else scales them has them"
+    )
     settings: GatewaySettingsMap = Field(
         default_factory=dict, description="settings of the process, GATEWAY_… variables"
     )

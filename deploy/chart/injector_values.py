@@ -33,7 +33,7 @@ class InjectorValues(Pod):
     """Adds sidecar and plugin to vLLM pods with the label context-cache.io/inject: "true"."""
 
     enabled: bool = Field(False, description="run the webhook; see docs/injector.md")
-    replicas: int = Field(2, ge=1, description="pods")
+    replicas: int = Field(2, ge=1, description="pods; null: whoever else scales them has them")
     settings: InjectorSettingsMap = Field(
         default_factory=dict, description="settings of the process, INJECTOR_… variables"
     )

@@ -17,7 +17,7 @@ ManagerSettingsMap = Annotated[dict[str, Any], WithJsonSchema(settings_schema(Ma
 class ContextManagerValues(Pod):
     """Keeps who has which context, until when, whose turn; stateless over Redis."""
 
-    replicas: int = Field(2, ge=1, description="pods")
+    replicas: int = Field(2, ge=1, description="pods; null: whoever else scales them has them")
     settings: ManagerSettingsMap = Field(
         default_factory=dict, description="settings of the process, MANAGER_… variables"
     )

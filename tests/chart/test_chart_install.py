@@ -176,3 +176,55 @@ def test_the_test_hook_is_a_restricted_pod_that_tells_the_story():
 @pytest.mark.parametrize("name", ["no tests", "existing secrets"])
 def test_without_tests_or_without_a_key_there_is_no_hook(name):
     assert [document for document in render(RELEASES[name]) if document["kind"] == "Pod"] == []
+
+
+def replicas_of(cluster: ApiServer) -> dict[str, int | None]:
+    """Return what Deployments say of their replicas, by the end of their names."""
+    made = cluster.of_kind("Deployment")
+    return {name.removeprefix("cc-context-cache-"): found["spec"].get("replicas") for name, found in made.items()}
+
+
+PARTS = ("gateway", "contextManager", "envoy", "engine", "injector")
+
+
+def test_who_says_that_others_scale_gets_no_line_of_replicas():
+    """Seen to fail with the line rendered empty. An empty one or a number is taken from, or fought over with, others."""
+    values = merged(REDIS, ENGINE, INJECTOR, {part: {"replicas": None} for part in PARTS})
+    made = [document for document in render(Release(values)) if document["kind"] == "Deployment"]
+
+    assert len(made) == len(PARTS)
+    assert [document["metadata"]["name"] for document in made if "replicas" in document["spec"]] == []
+
+
+@pytest.mark.parametrize(
+    "scaler", [{"autoscaling": {"enabled": True}}, {"keda": {"enabled": True, "prometheusServer": "http://p:9090"}}]
+)
+def test_an_autoscaler_that_is_new_finds_the_pods_that_there_are(helm, scaler):
+    """Without a line Kubernetes takes 1 until the autoscaler acts."""
+    helm("install", str(CHART), *CHANGES, values=merged(REDIS, {"gateway": {"replicas": 4}}))
+    helm("upgrade", str(CHART), *CHANGES, values=merged(REDIS, {"gateway": scaler}))
+    kept = replicas_of(helm.cluster)["gateway"]
+    helm.cluster.of_kind("Deployment")["cc-context-cache-gateway"]["spec"]["replicas"] = 1
+    helm("upgrade", str(CHART), *CHANGES, values=merged(REDIS, {"gateway": scaler}))
+
+    assert kept == 4
+    assert replicas_of(helm.cluster)["gateway"] == 2
+
+
+@pytest.mark.parametrize(
+    ("storage", "named"),
+    [
+        ({"size": "20Gi"}, "valkey.storage: the claim"),
+        ({"storageClassName": "fast"}, "valkey.storage: the claim"),
+        ({"enabled": False}, "valkey.storage.enabled"),
+    ],
+)
+def test_a_change_of_valkey_s_volume_is_refused_before_anything_changes(helm, storage, named):
+    helm("install", str(CHART), *CHANGES, values=VALKEY)
+    before = json.dumps(helm.cluster.of_kind("Deployment"), sort_keys=True)
+    changed = merged(VALKEY, {"valkey": {"storage": storage}, "logLevel": "DEBUG"})
+
+    with pytest.raises(AssertionError, match=named):
+        helm("upgrade", str(CHART), *CHANGES, values=changed)
+    assert json.dumps(helm.cluster.of_kind("Deployment"), sort_keys=True) == before
+    helm("upgrade", str(CHART), *CHANGES, values=VALKEY)
