@@ -33,10 +33,10 @@ _PYTHON_PATH = "PYTHONPATH"
 _FILE_MODE = 0o444
 _GROUP = 65532
 """Group of the sidecar's files; whoever is in it opens its sockets."""
-_NO_TOKEN = "context-cache-no-token"
-_TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-"""Admission mounts the token of the pod's ServiceAccount into every container that has nothing there, ours included when
-it looks again after the patch. Our containers ask no API server, so something empty is there."""
+_EMPTY = "context-cache-no-token"
+_ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Admission mounts the token of the pod's ServiceAccount into every container that has nothing there, ours included
+when it looks again after the patch. Our containers ask no API server, so something empty is there."""
 _RESTRICTED = {
     "runAsNonRoot": True,
     "runAsUser": 65532,
@@ -84,7 +84,7 @@ def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
         *_names(pod, "containers"),
         *_names(pod, "initContainers"),
     }
-    taken |= {_NO_TOKEN, *(volume["name"] for volume in parts.volumes)} & set(_names(pod, "volumes"))
+    taken |= {_EMPTY, *(volume["name"] for volume in parts.volumes)} & set(_names(pod, "volumes"))
     if taken:
         raise NotInjected(Reason.NAME_TAKEN, f"the pod has containers or volumes of these names: {sorted(taken)}")
     ports = _ports([*(spec.get("containers") or []), *(spec.get("initContainers") or [])]) & _ports([parts.sidecar])
@@ -104,9 +104,9 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
     ours = [copy.deepcopy(dict(container)) for container in (parts.payload, parts.sidecar)]
     _share_user(spec, ours, sidecar_user(pod, engine))
     for container in ours:
-        mount = {"name": _NO_TOKEN, "mountPath": _TOKEN_PATH, "readOnly": True}
+        mount = {"name": _EMPTY, "mountPath": _ACCOUNT_PATH, "readOnly": True}
         container["volumeMounts"] = [*container.get("volumeMounts", []), mount]
-    volumes = [*_volumes(spec, parts), {"name": _NO_TOKEN, "emptyDir": {}}]
+    volumes = [*_volumes(spec, parts), {"name": _EMPTY, "emptyDir": {}}]
     command.append(engine, parts.arguments)
     _add_env(engine, parts)
     _add_mounts(engine, parts)

@@ -188,7 +188,7 @@ PARTS = ("gateway", "contextManager", "envoy", "engine", "injector")
 
 
 def test_who_says_that_others_scale_gets_no_line_of_replicas():
-    """Seen to fail with the line rendered empty. An empty one or a number is taken from, or fought over with, others."""
+    """Seen to fail with an empty line, which is as good as 1."""
     values = merged(REDIS, ENGINE, INJECTOR, {part: {"replicas": None} for part in PARTS})
     made = [document for document in render(Release(values)) if document["kind"] == "Deployment"]
 
