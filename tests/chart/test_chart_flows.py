@@ -215,7 +215,7 @@ def test_the_store_is_reached_on_the_port_that_its_address_names(redis, ports):
     policy = one(render(Release({"redis": redis})), "NetworkPolicy", "-manager")
     opened = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
 
-    assert opened - {53} == ports
+    assert opened - {53, 5353} == ports
 
 
 def test_a_model_may_be_fetched_by_the_engine_alone():

@@ -88,6 +88,7 @@ SAMPLES: dict[str, Any] = {
     "engine.extraArgs": ["--other"],
     "engine.modelCache.mountPath": "/other",
     "engine.modelCache.size": "7Gi",
+    "engine.modelCache.emptyDirSize": "7Gi",
     "engine.tensorParallelSize": 2,
     "engine.gpu.count": 2,
     "engine.blockSize": 32,
@@ -285,7 +286,7 @@ def test_images_come_from_where_the_values_say():
     fixed = {container["image"] for pod in pods(render(RELEASES["images by digest"])) for container in pod.containers}
 
     assert {image.partition(":5000/")[0] for image in images} == {"registry.example.org"}
-    assert fixed == {f"context-cache@{DIGEST}", f"context-cache-vllm@{DIGEST}", f"envoyproxy/envoy@{DIGEST}"}
+    assert fixed == {f"context-cache@{DIGEST}", f"context-cache-vllm@{DIGEST}", f"docker.io/envoyproxy/envoy@{DIGEST}"}
 
 
 def vllm_of(release: str) -> tuple[dict, list[str]]:

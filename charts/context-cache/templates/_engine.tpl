@@ -82,13 +82,25 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
   # The memory that both containers use (memoryLimit) counts here, in full and from the start on.
   resources:
-    {{- toYaml .Values.sidecar.resources | nindent 4 }}
+    {{- include "context-cache.sidecar.resources" . | nindent 4 }}
   volumeMounts:
     - name: kv-run
       mountPath: /run/context-cache
     - name: kv-blocks
       mountPath: /var/lib/context-cache
     {{- include "context-cache.tls.mount" . | nindent 4 }}
+    {{- with .Values.sidecar.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{/* Its resources. Blocks in an emptyDir lie on the node's disk: asked for, or the pod is evicted when that is full. */}}
+{{- define "context-cache.sidecar.resources" -}}
+{{- $asked := dict }}
+{{- if eq .Values.sidecar.storage.type "emptyDir" }}
+{{- $asked = dict "requests" (dict "ephemeral-storage" .Values.sidecar.storage.size) }}
+{{- end }}
+{{- merge (deepCopy (.Values.sidecar.resources | default dict)) $asked | toYaml }}
 {{- end }}
 
 {{/* Whom the sidecar may pull from, a JSON list. Pods come and go, so it cannot list them. */}}
@@ -119,6 +131,9 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
   {{- end }}
 {{ include "context-cache.signing.volume" . }}
 {{ include "context-cache.tls.volume" . }}
+{{- with .Values.sidecar.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{/* A volume that is made and deleted with its pod: takes what has size and storageClassName. */}}

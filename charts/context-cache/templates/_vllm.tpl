@@ -113,6 +113,10 @@ readinessProbe:
 {{- $_ := mergeOverwrite $resources (dict "limits" $gpus "requests" $gpus) }}
 {{- end }}
 {{- end }}
+{{- $models := .Values.engine.modelCache }}
+{{- if and $models.emptyDirSize (not (or $models.existingClaim $models.size)) }}
+{{- $resources = merge $resources (dict "requests" (dict "ephemeral-storage" $models.emptyDirSize)) }}
+{{- end }}
 {{- toYaml $resources }}
 {{- end }}
 
