@@ -31,7 +31,7 @@ KINDS = {
     "cert-manager.io/v1": ("Certificate", "Issuer"),
     "monitoring.coreos.com/v1": ("PodMonitor", "PrometheusRule"),
     "keda.sh/v1alpha1": ("ScaledObject",),
-    "gateway.networking.k8s.io/v1": ("HTTPRoute",),
+    "gateway.networking.k8s.io/v1": ("HTTPRoute", "BackendTLSPolicy"),
     "gateway.envoyproxy.io/v1alpha1": ("EnvoyExtensionPolicy", "BackendTrafficPolicy", "ClientTrafficPolicy"),
     "inference.networking.k8s.io/v1": ("InferencePool",),
 }

@@ -186,6 +186,17 @@ CUSTOM_RESOURCES: dict[tuple[str, str], Schema] = {
         ),
         lua=many({"type": "object"}),
     ),
+    ("gateway.networking.k8s.io/v1", "BackendTLSPolicy"): record(
+        "targetRefs",
+        "validation",
+        targetRefs=many(record("group", "kind", "name", group={"type": "string"}, kind=TEXT, name=TEXT)),
+        validation=record(
+            "hostname",
+            "caCertificateRefs",
+            hostname=TEXT,
+            caCertificateRefs=many(record("group", "kind", "name", group={"type": "string"}, kind=TEXT, name=TEXT)),
+        ),
+    ),
     ("gateway.envoyproxy.io/v1alpha1", "BackendTrafficPolicy"): record(
         "targetRefs",
         targetRefs=many(TARGET),

@@ -364,3 +364,27 @@ def test_without_an_envoy_there_is_no_external_processor():
 
     assert "GATEWAY_EXT_PROC_LISTEN" not in env_of(gateway)
     assert "9002" not in str(of_kind(documents, "Service")) + str(gateway)
+
+
+def test_another_envoy_is_told_whose_certificates_the_parts_show():
+    documents = render(RELEASES["envoy gateway and tls"])
+    policy = one(documents, "BackendTLSPolicy")["spec"]
+    services = {made["metadata"]["name"] for made in of_kind(documents, "Service")}
+    backends = {
+        backend["name"]
+        for route in of_kind(documents, "HTTPRoute")
+        for rule in route["spec"]["rules"]
+        for backend in rule["backendRefs"]
+    }
+    [volume] = [found for found in pod_of(documents, "gateway").spec["volumes"] if found["name"] == "tls"]
+
+    assert {target["name"] for target in policy["targetRefs"]} == backends <= services
+    assert policy["validation"]["hostname"] == told_to_gateway(documents)["GATEWAY_TLS_SERVER_NAME"]
+    assert [ref["name"] for ref in policy["validation"]["caCertificateRefs"]] == [volume["secret"]["secretName"]]
+    assert of_kind(render(RELEASES["envoy gateway"]), "BackendTLSPolicy") == []
+
+
+def told_to_gateway(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a gateway's variables."""
+    [gateway] = pod_of(documents, "gateway").containers
+    return env_of(gateway)
