@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from deploy.chart.kubernetes_values import FreeObject, NetworkPolicyPeers, Port
 from deploy.chart.section import Section
 
-_DNS = [
+_DNS: list[dict[str, Any]] = [
     {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
         "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
