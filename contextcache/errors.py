@@ -296,6 +296,12 @@ class CorruptBlock(ContextCacheError):
     grpc_status = "DATA_LOSS"
 
 
+class KeyNotAtHand(CorruptBlock):
+    """An object of the shared store that does not open: a key that is not here, or bytes that were changed. A miss."""
+
+    code = "key_not_at_hand"
+
+
 class StorageFull(ContextCacheError):
     """No room for another block within the limits: the save is dropped and counted."""
 

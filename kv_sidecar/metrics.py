@@ -99,11 +99,15 @@ class SidecarMetrics:
         self.store_writes = counter(
             "store_writes",
             "Contexts written to the shared store, by how that ended (`written`, `present` before, `deleted` or `gone` "
-            "meanwhile, `queue_full`, `unavailable`: tried again, `internal_error`).",
+            "meanwhile, `no_key` for their tenant, `queue_full`, `unavailable`: tried again, `internal_error`).",
             ("outcome",),
         )
         self.store_bytes = counter(
             "store_bytes", "Bytes of block files written to the shared store and read from there.", ("operation",)
+        )
+        self.store_unopened = counter(
+            "store_unopened_objects",
+            "Objects of the shared store that did not open (a key that is not here, or changed bytes): misses.",
         )
         self.store_waiting = Gauge(
             "contextcache_sidecar_store_waiting", "Contexts not yet written to the shared store.", registry=registry

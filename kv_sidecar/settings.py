@@ -130,6 +130,11 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="Store that all pods of a release share, under which KV outlives its pod: s3://bucket/path, "
         "gs://…, az://… (credentials as their own tools find them) or file:///directory that all mount; empty: none.",
     )
+    store_keys_file: Path | None = Field(
+        None,
+        description="JSON file of the keys that KV in the store is encrypted with, by tenant; a change takes effect "
+        "within seconds; empty: it is not encrypted.",
+    )
     store_timeout_s: float = Field(10.0, gt=0, description="Longest time of one call to the store, with its retries.")
     store_bytes_per_s: int = Field(
         0, ge=0, description="Bytes of KV written to the store per second, at most; 0: as many as it takes."
@@ -159,7 +164,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
 
     metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint; 0.0.0.0 in a pod.")
 
-    @field_validator("unix_socket", "memory_limit_bytes", mode="before")
+    @field_validator("unix_socket", "memory_limit_bytes", "store_keys_file", mode="before")
     @classmethod
     def _none_when_empty(cls, value: object) -> object:
         return None if value == "" else value

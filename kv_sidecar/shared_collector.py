@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError, CorruptBlock
+from contextcache.errors import ContextCacheError, CorruptBlock, KeyNotAtHand
 from contextcache.model import HeldCacheRef, SessionId, TenantId
 from kv_sidecar.object_store import ObjectStore, StoredObject
 from kv_sidecar.orphans import QUESTION_REFS
@@ -19,6 +19,9 @@ from kv_sidecar.shared_tier import SharedTier, each, ref_of
 
 COLLECTOR = "collector"
 """The object whose age says when somebody last collected."""
+_NEVER_MS = 1 << 62
+_AGAIN_MS = -1
+"""When no manifest was written: it is read again in the next pass."""
 Orphans: TypeAlias = Callable[[Sequence[HeldCacheRef]], Awaitable[Sequence[int]]]
 """Return the positions of those that no session names. Raises ContextCacheError where nobody says."""
 
@@ -60,8 +63,9 @@ class SharedCollector:
         holders = [it async for it in self._objects.listed(f"{tenant}/holders/")]
         sessions = [it async for it in self._objects.listed(f"{tenant}/sessions/")]
         manifests = [it async for it in self._objects.listed(f"{tenant}/manifests/")]
+        owner_of = {ref_of(it.name): it.name.split("/")[2] for it in sessions}
         for stored in manifests:
-            await self._see(stored)
+            await self._see(stored, owner_of.get(ref_of(stored.name), ""))
         doomed = await self._overdue(tenant, manifests, before_ms, orphans)
         for name, session_id in doomed:
             await self._shared.delete(tenant, session_id, [ref_of(name)], is_whole=False)
@@ -84,13 +88,19 @@ class SharedCollector:
         await each(unheld, lambda name: self._shared.delete_unheld(tenant, name))
         return len(doomed)
 
-    async def _see(self, stored: StoredObject) -> None:
-        """Read a manifest of the store, unless it was since it was written; one that is none goes."""
+    async def _see(self, stored: StoredObject, owner: SessionId) -> None:
+        """Read a manifest of the store, unless it was since it was written; one that is none goes.
+
+        One that does not open stays until the manager says that no session, and not `owner`, names it.
+        """
         known = self._seen.get(stored.name)
         if known is not None and known[0] == stored.modified_at_ms:
             return
         try:
             found = await self._shared.read(stored.name)
+        except KeyNotAtHand:
+            self._seen[stored.name] = (_AGAIN_MS, owner, _NEVER_MS)
+            return
         except CorruptBlock:
             await self._objects.delete(stored.name)
             found = None
@@ -110,7 +120,7 @@ class SharedCollector:
                 _, owner, expires_at_ms = self._seen[stored.name]
                 if expires_at_ms <= now_ms:
                     doomed.append((stored.name, owner))
-                elif stored.modified_at_ms < before_ms:
+                elif owner and stored.modified_at_ms < before_ms:
                     asked.append((stored.name, owner))
         for start in range(0, len(asked) if orphans is not None else 0, QUESTION_REFS):
             part = asked[start : start + QUESTION_REFS]

@@ -7,6 +7,8 @@ Objects, by tenant (docs/formats.md):
     <tenant>/holders/<file name>/<session>    empty: a manifest of this session has that block
     <tenant>/sessions/<session>/<cache_ref>   empty: this manifest is of that session
 
+With keys (encryption.py) manifests and blocks are encrypted, and `<file name>` is what the key makes of it.
+
 Rules:
 1. Write: holder, then block, then, when all are there, session and manifest. Remove: the manifest, then holders, the
    blocks that have none, and the session. A crash in between leaves what no manifest names: shared_collector.py's.
@@ -28,10 +30,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from contextcache.clock import Clock
-from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable
+from contextcache.errors import CacheRefNotFound, CorruptBlock, KeyNotAtHand, SidecarUnavailable
 from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
+from kv_sidecar.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, decode_manifest, encode_manifest
 from kv_sidecar.index import ManifestRecord, RecentNames
@@ -88,9 +91,18 @@ class SharedTier:
     """One pod's view of the store; owns the task that writes. Used from one event loop."""
 
     def __init__(
-        self, objects: ObjectStore, local: LocalKV, *, limits: SharedLimits, clock: Clock, metrics: SidecarMetrics
+        self,
+        objects: ObjectStore,
+        local: LocalKV,
+        *,
+        limits: SharedLimits,
+        clock: Clock,
+        metrics: SidecarMetrics,
+        keys: StoreKeys | None = None,
     ) -> None:
+        """`keys`: what objects are encrypted with; None: they are not."""
         self._objects = objects
+        self._keys = keys
         self._local = local
         self._limits = limits
         self._clock = clock
@@ -103,8 +115,8 @@ class SharedTier:
         self._idle.set()
         self._paced_until_s = 0.0
         self._is_hurried = False
-        self._held: OrderedDict[tuple[SessionId, BlockKey], None] = OrderedDict()
-        """Holders that this process has written, and not removed since: their blocks are there."""
+        self._held: OrderedDict[tuple[SessionId, str], None] = OrderedDict()
+        """Holders, by their block's name, written by this process and not removed since: those blocks are there."""
         self._deleted: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
         self._doomed: deque[Callable[[], Awaitable[None]]] = deque(maxlen=limits.queue_max)
         """Removals that the store did not take, to be tried again."""
@@ -194,46 +206,55 @@ class SharedTier:
     async def _write(self, cache_ref: CacheRef, *, again: bool) -> str:
         record = self._local.record(cache_ref)
         name = _manifest_name("" if record is None else record.tenant, cache_ref)
+        key = None if record is None or self._keys is None else next(iter(self._keys.of(record.tenant)), None)
+        if record is not None and self._keys is not None and key is None:
+            return "no_key"
         if record is not None and not again and await self._objects.size_bytes(name) is not None:
             return "present"
         manifest = None if record is None else await self._local.manifest(record)
         if record is None or manifest is None:
             return "gone"
         try:
-            await each(dict.fromkeys(record.keys), lambda key: self._hold(record, key), at_once=_AT_ONCE)
+            await each(dict.fromkeys(record.keys), lambda block: self._hold(record, block, key), at_once=_AT_ONCE)
         except CacheRefNotFound:
             return "gone"
         crash_point(AFTER_STORED_BLOCKS)
         data = await asyncio.to_thread(encode_manifest, manifest)
         if cache_ref not in self._deleted:
             await self._objects.put(_session_name(record.tenant, record.session_id, cache_ref), b"")
-            await self._objects.put(name, data)
+            await self._put(name, data, key)
         if cache_ref in self._deleted:
             # A delete came meanwhile, and may have found nothing.
             await self.delete(record.tenant, record.session_id, [cache_ref], is_whole=False)
             return "deleted"
         return "written"
 
-    async def _hold(self, record: ManifestRecord, key: BlockKey) -> None:
+    async def _hold(self, record: ManifestRecord, block: BlockKey, key: TenantKey | None) -> None:
         """Note that a session holds a block, and write that unless it is there.
 
         Raises CacheRefNotFound when it has gone here meanwhile.
         """
-        known = (record.session_id, key)
+        file_name = block.file_name if key is None else key.hidden(block.file_name)
+        known = (record.session_id, file_name)
         if known in self._held:
             self._held.move_to_end(known)
             return
-        await self._objects.put(_holder_name(record.tenant, key, record.session_id), b"")
-        if await self._objects.size_bytes(_block_name(record.tenant, key)) is None:
-            data = await self._local.block(key)
+        await self._objects.put(_holder_name(record.tenant, file_name, record.session_id), b"")
+        if await self._objects.size_bytes(_block_name(record.tenant, file_name)) is None:
+            data = await self._local.block(block)
             if data is None:
                 raise CacheRefNotFound("the block has gone")
             await self._pace(len(data))
-            await self._objects.put(_block_name(record.tenant, key), data)
+            await self._put(_block_name(record.tenant, file_name), data, key)
             self._metrics.store_bytes.labels("write").inc(len(data))
         self._held[known] = None
         if len(self._held) > _KNOWN_MAX:
             self._held.popitem(last=False)
+
+    async def _put(self, name: str, data: Buffer, key: TenantKey | None) -> None:
+        if key is not None:
+            data = await asyncio.to_thread(key.encrypt, name, data)
+        await self._objects.put(name, data)
 
     async def _pace(self, size_bytes: int) -> None:
         if self._is_hurried or not self._limits.bytes_per_s:
@@ -256,17 +277,39 @@ class SharedTier:
 
     async def block(self, tenant: TenantId, key: BlockKey) -> Buffer:
         """Return a block file, unverified. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""
-        data = await self._objects.get(_block_name(tenant, key), limit_bytes=self._limits.block_bytes_max)
-        if data is None:
-            raise CacheRefNotFound("a block has gone from the shared store")
-        self._metrics.store_bytes.labels("read").inc(len(data))
-        return data
+        for file_name in self._file_names(tenant, key):
+            data = await self._get(_block_name(tenant, file_name), limit_bytes=self._limits.block_bytes_max)
+            if data is not None:
+                self._metrics.store_bytes.labels("read").inc(len(data))
+                return data
+        raise CacheRefNotFound("a block has gone from the shared store")
 
     async def read(self, name: str) -> Manifest | None:
         """Return the manifest under an object's name, or None. Raises CorruptBlock, SidecarUnavailable."""
-        data = await self._objects.get(name, limit_bytes=MAX_FILE_BYTES)
+        data = await self._get(name, limit_bytes=MAX_FILE_BYTES)
         # In a thread, as the names of a long context's blocks take a while.
         return None if data is None else await asyncio.to_thread(decode_manifest, memoryview(data))
+
+    async def _get(self, name: str, *, limit_bytes: int) -> Buffer | None:
+        data = await self._objects.get(name, limit_bytes=limit_bytes + OVERHEAD_BYTES_MAX)
+        if data is None:
+            return None
+        try:
+            if self._keys is None:
+                return opened(None, name, memoryview(data))
+            return await asyncio.to_thread(opened, self._keys.of(name.partition("/")[0]), name, memoryview(data))
+        except KeyNotAtHand:
+            self._metrics.store_unopened.inc()
+            raise
+
+    def _file_names(self, tenant: TenantId, key: BlockKey) -> list[str]:
+        """Return what a block may be called in the store, as what is written now would be first."""
+        if self._keys is None:
+            return [key.file_name]
+        return [tenant_key.hidden(key.file_name) for tenant_key in self._keys.of(tenant)]
+
+    def _names_of(self, tenant: TenantId, keys: Iterable[BlockKey]) -> set[str]:
+        return {name for key in keys for name in self._file_names(tenant, key)}
 
     # Removing.
 
@@ -297,46 +340,46 @@ class SharedTier:
         refs = set(cache_refs)
         if is_whole and session_id:
             refs |= await self._refs_of(tenant, session_id)
-        held: dict[SessionId, set[BlockKey]] = {session_id: set()} if session_id else {}
+        held: dict[SessionId, set[str]] = {session_id: set()} if session_id else {}
         for ref in refs:
             name = _manifest_name(tenant, ref)
             with suppress(CorruptBlock):  # its blocks are the collector's
                 if (found := await self.read(name)) is not None:
-                    held.setdefault(found.session_id, set()).update(all_keys(found))
+                    held.setdefault(found.session_id, set()).update(self._names_of(tenant, all_keys(found)))
             await self._objects.delete(name)
-        for owner, keys in held.items():
+        for owner, names in held.items():
             crash_point(AFTER_UNSTORED_MANIFEST)
-            let_go = keys - await self._wanted_by(tenant, owner, refs)
-            await each(let_go, lambda key, owner=owner: self._let_go(tenant, owner, key))  # type: ignore[misc]
+            let_go = names - await self._wanted_by(tenant, owner, refs)
+            await each(let_go, lambda name, owner=owner: self._let_go(tenant, owner, name))  # type: ignore[misc]
             await each(refs, lambda ref, owner=owner: self._objects.delete(_session_name(tenant, owner, ref)))  # type: ignore[misc]
             for record in self._local.of_session(tenant, owner):
                 # Sealed while its blocks were let go of: they are held anew.
-                if record.cache_ref not in refs and not let_go.isdisjoint(record.keys):
+                if record.cache_ref not in refs and not let_go.isdisjoint(self._names_of(tenant, record.keys)):
                     self.write_soon(record, again=True)
 
     async def _refs_of(self, tenant: TenantId, session_id: SessionId) -> set[CacheRef]:
         return {ref_of(it.name) async for it in self._objects.listed(f"{tenant}/sessions/{session_id}/")}
 
-    async def _wanted_by(self, tenant: TenantId, session_id: SessionId, but: Collection[CacheRef]) -> set[BlockKey]:
-        """Return the blocks that a session's other manifests have, here and in the store."""
+    async def _wanted_by(self, tenant: TenantId, session_id: SessionId, but: Collection[CacheRef]) -> set[str]:
+        """Return the names of the blocks that a session's other manifests have, here and in the store."""
         here = {record.cache_ref: record.keys for record in self._local.of_session(tenant, session_id)}
         keys = {key for ref, held in here.items() if ref not in but for key in held}
         for ref in (await self._refs_of(tenant, session_id)).difference(here, but):
             with suppress(CorruptBlock):
                 if (found := await self.read(_manifest_name(tenant, ref))) is not None:
                     keys.update(all_keys(found))
-        return keys
+        return self._names_of(tenant, keys)
 
-    async def _let_go(self, tenant: TenantId, session_id: SessionId, key: BlockKey) -> None:
-        self._held.pop((session_id, key), None)
-        await self._objects.delete(_holder_name(tenant, key, session_id))
-        await self.delete_unheld(tenant, key.file_name)
+    async def _let_go(self, tenant: TenantId, session_id: SessionId, file_name: str) -> None:
+        self._held.pop((session_id, file_name), None)
+        await self._objects.delete(_holder_name(tenant, file_name, session_id))
+        await self.delete_unheld(tenant, file_name)
 
     async def delete_unheld(self, tenant: TenantId, file_name: str) -> None:
         """Remove a block file that no session holds."""
         async for _ in self._objects.listed(f"{tenant}/holders/{file_name}/"):
             return
-        await self._objects.delete(f"{tenant}/blocks/{file_name}")
+        await self._objects.delete(_block_name(tenant, file_name))
 
 
 async def each(
@@ -359,12 +402,12 @@ def _manifest_name(tenant: TenantId, cache_ref: CacheRef) -> str:
     return f"{tenant}/manifests/{cache_ref}"
 
 
-def _block_name(tenant: TenantId, key: BlockKey) -> str:
-    return f"{tenant}/blocks/{key.file_name}"
+def _block_name(tenant: TenantId, file_name: str) -> str:
+    return f"{tenant}/blocks/{file_name}"
 
 
-def _holder_name(tenant: TenantId, key: BlockKey, session_id: SessionId) -> str:
-    return f"{tenant}/holders/{key.file_name}/{session_id}"
+def _holder_name(tenant: TenantId, file_name: str, session_id: SessionId) -> str:
+    return f"{tenant}/holders/{file_name}/{session_id}"
 
 
 def _session_name(tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> str:

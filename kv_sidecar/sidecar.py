@@ -18,6 +18,7 @@ from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
+from kv_sidecar.encryption import StoreKeys
 from kv_sidecar.index import ManifestRecord
 from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.manifests import ManifestStore, SealedManifests
@@ -53,7 +54,7 @@ class Sidecar:
     ) -> None:
         """Take what tests replace: `directory` stops the world between two steps, the other two need no wire.
 
-        Raises OSError or ValueError when the certificate files cannot serve.
+        Raises OSError or ValueError when the certificate files, or the store's keys, cannot serve.
         """
         self.settings = settings
         self._clock = clock
@@ -226,7 +227,12 @@ class Sidecar:
     def _take_shared(self, objects: ObjectStore) -> None:
         settings = self.settings
         shared = SharedTier(
-            objects, self.catalog, limits=settings.shared_limits(), clock=self._clock, metrics=self.metrics
+            objects,
+            self.catalog,
+            limits=settings.shared_limits(),
+            clock=self._clock,
+            metrics=self.metrics,
+            keys=None if settings.store_keys_file is None else StoreKeys(settings.store_keys_file),
         )
         self.metrics.store_waiting.set_function(lambda: shared.num_waiting)
         self.shared = shared

@@ -20,6 +20,7 @@ from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.shared_collector import COLLECTOR
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.store_keys import write_store_keys
 from tests.kit.until import until
 
 TEN = tuple(range(10))
@@ -44,13 +45,14 @@ def clock() -> ManualClock:
     return ManualClock(round(time.time() * 1000))
 
 
-@pytest.fixture
-def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
+@pytest.fixture(params=[None, {"*": ["1"]}], ids=["plain", "encrypted"])
+def pod(tmp_path: Path, clock: ManualClock, request: pytest.FixtureRequest) -> Callable[..., object]:
     """Return a running sidecar with a disk of its own, over the one store."""
+    keys = {} if request.param is None else {"store_keys_file": write_store_keys(tmp_path / "keys", request.param)}
 
     @asynccontextmanager
     async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
-        settings = {"store_url": f"file://{tmp_path}/store", "orphan_after_s": 100 * HOUR_S} | more
+        settings = {"store_url": f"file://{tmp_path}/store", "orphan_after_s": 100 * HOUR_S} | keys | more
         async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
@@ -254,7 +256,8 @@ async def test_wrong_bytes_are_a_miss_and_nothing_of_them_stays(pod, tmp_path):
 
     async with pod("b") as kv:
         await brought(kv, new.cache_ref)
-        assert kv.counted("pulls_total", outcome="corrupt_block") == 1
+        is_encrypted = kv.settings.store_keys_file is not None
+        assert kv.counted("pulls_total", outcome="key_not_at_hand" if is_encrypted else "corrupt_block") == 1
         assert (kv.block_files(), kv.manifest_files()) == (set(), set())
 
 
