@@ -19,6 +19,8 @@ AFTER_STORED_BLOCKS = "sidecar.store.blocks"
 """All blocks of a context are in the shared store, its manifest is not."""
 AFTER_UNSTORED_MANIFEST = "sidecar.store.manifest-gone"
 """The manifest has gone from the shared store, its blocks have not."""
+AFTER_EVICTED_MANIFEST = "sidecar.store.evicted-manifest"
+"""The same, for want of room there."""
 
 POINTS: tuple[str, ...] = (
     *(f"sidecar.{kind}.{step}" for kind in ("block", "tail") for step in _BLOCK_STEPS),
@@ -28,6 +30,7 @@ POINTS: tuple[str, ...] = (
     BETWEEN_PULLED_BLOCKS,
     AFTER_STORED_BLOCKS,
     AFTER_UNSTORED_MANIFEST,
+    AFTER_EVICTED_MANIFEST,
 )
 """All of them; a block or tail without a manifest may come back after a crash, so its removal has no sync."""
 

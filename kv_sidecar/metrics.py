@@ -109,6 +109,10 @@ class SidecarMetrics:
             "store_unopened_objects",
             "Objects of the shared store that did not open (a key that is not here, or changed bytes): misses.",
         )
+        self.store_evicted = counter(
+            "store_evicted_contexts",
+            "Contexts that left the shared store to make room there, used longest ago first; they stay where they are.",
+        )
         self.store_waiting = Gauge(
             "contextcache_sidecar_store_waiting", "Contexts not yet written to the shared store.", registry=registry
         )
@@ -125,8 +129,19 @@ class SidecarMetrics:
             "contextcache_sidecar_lent_bytes", "Bytes of slots that engines may be writing to.", registry=registry
         )
         self.lost_spans = counter("lost_spans", "Spans of traces that did not reach the collector.")
-        self.tenant_bytes = TenantBytes()
-        registry.register(self.tenant_bytes)
+        self.tenant_bytes = TenantBytes(
+            "contextcache_sidecar_tenant_bytes",
+            "Bytes of block files on disk by tenant, each file once: the `SIDECAR_TENANTS_SHOWN_MAX` largest by name, "
+            "all others under an empty one. `SIDECAR_TENANT_LIMIT_BYTES` is held against it; shown anew in each pass "
+            "of the collector.",
+            registry=registry,
+        )
+        self.store_tenant_bytes = TenantBytes(
+            "contextcache_sidecar_store_tenant_bytes",
+            "Bytes of block files in the shared store by tenant, as the last pass over it counted them: each pod of a "
+            "release shows the same. Named as those on disk; `SIDECAR_STORE_TENANT_LIMIT_BYTES` is held against it.",
+            registry=registry,
+        )
         for tier in TIERS:
             self.hits.labels(tier)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from typing_extensions import override
@@ -74,8 +75,10 @@ OTHERS = ""
 class TenantBytes(Collector):
     """A gauge whose labels come and go together. Written by the collector's pass, read by whoever scrapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, text: str, *, registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
         self._shown: dict[TenantId, int] = {}
+        registry.register(self)
 
     def show(self, found: Mapping[TenantId, int], *, tenants_max: int) -> None:
         """Show the `tenants_max` largest by name and the rest together; 0: all together."""
@@ -89,13 +92,7 @@ class TenantBytes(Collector):
     @override
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauge as it was last shown."""
-        family = GaugeMetricFamily(
-            "contextcache_sidecar_tenant_bytes",
-            "Bytes of block files on disk by tenant, each file once: the `SIDECAR_TENANTS_SHOWN_MAX` largest by name, "
-            "all others under an empty one. `SIDECAR_TENANT_LIMIT_BYTES` is held against it; shown anew in each pass "
-            "of the collector.",
-            labels=("tenant",),
-        )
+        family = GaugeMetricFamily(self._name, self._text, labels=("tenant",))
         for tenant, size_bytes in self._shown.items():
             family.add_metric((tenant,), size_bytes)
         yield family

@@ -11,7 +11,7 @@ import grpc.aio
 from typing_extensions import override
 
 from contextcache.convert import groups_from_pb, kept_group_to_pb, manifest_to_pb
-from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
+from contextcache.errors import InvalidRequest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.rpc import FRAME_BYTES
@@ -154,14 +154,7 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
-        try:
-            manifest = await self._catalog.open(request.tenant, request.cache_ref)
-        except CacheRefPending:
-            raise
-        except CacheRefNotFound:
-            if not (request.bring and self._sidecar.bring(request.tenant, [request.cache_ref])):
-                raise
-            raise CacheRefPending("the KV is on its way") from None
+        manifest = await self._sidecar.manifest(request.tenant, request.cache_ref, bring=request.bring)
         return pb.GetManifestResponse(manifest=manifest_to_pb(manifest), tier=TIERS[self._catalog.tier_of(manifest)])
 
     @override

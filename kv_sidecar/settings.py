@@ -11,6 +11,7 @@ from contextcache.process.settings import TlsSettings, TracingSettings
 from kv_sidecar.object_store import check_store_url
 from kv_sidecar.peers import PeerRules, PullLimits
 from kv_sidecar.saves import CatalogLimits
+from kv_sidecar.shared_collector import CollectorLimits
 from kv_sidecar.shared_tier import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
@@ -151,6 +152,15 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="Age in seconds from which an object that nothing names is removed from the store; longer than any "
         "context takes to be written.",
     )
+    store_limit_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of blocks in the store, of the whole release: from 95 % on the contexts used longest ago "
+        "leave it, down to 90 %, in its collector's pass; 0: no limit. No save is refused for it.",
+    )
+    store_tenant_limit_bytes: int = Field(
+        0, ge=0, description="The same for each tenant's blocks in the store; 0: no limit."
+    )
     store_collect_interval_s: int = Field(
         900, ge=1, description="Seconds between two passes over the store, of all pods together."
     )
@@ -223,6 +233,15 @@ class SidecarSettings(TlsSettings, TracingSettings):
             bytes_per_s=self.store_bytes_per_s,
             queue_max=self.store_queue_max,
             block_bytes_max=self.block_size_bytes_max,
+        )
+
+    def collector_limits(self) -> CollectorLimits:
+        """Return when the store is collected, and what is left there."""
+        return CollectorLimits(
+            grace_s=self.store_grace_s,
+            interval_s=self.store_collect_interval_s,
+            limit_bytes=self.store_limit_bytes,
+            tenant_limit_bytes=self.store_tenant_limit_bytes,
         )
 
     def pull_limits(self) -> PullLimits:

@@ -25,7 +25,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -33,7 +33,7 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, KeyNotAtHand, SidecarUnavailable
 from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from contextcache.process.crash_points import crash_point
-from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
+from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST, AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, decode_manifest, encode_manifest
@@ -41,6 +41,7 @@ from kv_sidecar.index import ManifestRecord, RecentNames
 from kv_sidecar.manifests import MAX_FILE_BYTES
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore
+from kv_sidecar.shared_eviction import StoredSession
 from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ _CALLS_AT_ONCE = 16
 """Calls without bytes."""
 _KNOWN_MAX = 1_000_000
 """Blocks whose holders are known to be noted; about 200 bytes each."""
+_NOTE_MS = 3_600_000
 _TOMBSTONE_MS = 3_600_000
 BACKOFF_S, _BACKOFF_S_MAX = 1.0, 30.0
 
@@ -74,6 +76,16 @@ class LocalKV(Protocol):
     async def block(self, key: BlockKey) -> Buffer | None:
         """Return a verified copy of a block file's bytes, or None."""
         ...
+
+
+@dataclass(slots=True)
+class Known:
+    """What this process has written of a session: as long as `last` is there, so are these blocks."""
+
+    last: CacheRef = ""
+    """The manifest that it wrote last; the first one that goes, whoever removes the session's KV."""
+    files: set[str] = field(default_factory=set)
+    """Names of the blocks that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +127,13 @@ class SharedTier:
         self._idle.set()
         self._paced_until_s = 0.0
         self._is_hurried = False
-        self._held: OrderedDict[tuple[SessionId, str], None] = OrderedDict()
-        """Holders, by their block's name, written by this process and not removed since: those blocks are there."""
+        self._known: OrderedDict[tuple[TenantId, SessionId], Known] = OrderedDict()
+        self._num_known = 0
+        self._noted: RecentNames[tuple[TenantId, SessionId]] = RecentNames(keep_ms=_NOTE_MS, max_names=65_536)
+        """Sessions that the store was told of in the last hour: they were used."""
         self._deleted: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
-        self._doomed: deque[Callable[[], Awaitable[None]]] = deque(maxlen=limits.queue_max)
-        """Removals that the store did not take, to be tried again."""
+        self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=limits.queue_max)
+        """Removals that the store did not take, and what it is told of use: tried until it takes them."""
         self._writer: asyncio.Task[None] | None = None
 
     # Writing behind.
@@ -180,15 +194,20 @@ class SharedTier:
                 log.exception("write to the shared store broke")
 
     async def _write_next(self) -> None:
-        """Write one context; what the store refuses goes to the end of the queue."""
-        if self._doomed:
-            removal = self._doomed.popleft()
+        """Write one context; what the store refuses goes to the end of the queue.
+
+        One chore before it, whose refusal does not keep it from being tried: the store may take the one and not the
+        other.
+        """
+        refused: SidecarUnavailable | None = None
+        if self._chores:
+            chore = self._chores.popleft()
             try:
-                await removal()
-            except SidecarUnavailable:
-                self._doomed.append(removal)
-                raise
-        elif self._queue:
+                await chore()
+            except SidecarUnavailable as exc:
+                self._chores.append(chore)
+                refused = exc
+        if self._queue:
             cache_ref, again = self._queue.popitem(last=False)
             self._num_writing = 1
             try:
@@ -199,7 +218,9 @@ class SharedTier:
             finally:
                 self._num_writing = 0
             self._metrics.store_writes.labels(outcome).inc()
-        if not self._queue and not self._doomed:
+        if refused is not None:
+            raise refused
+        if not self._queue and not self._chores:
             self._work.clear()
             self._idle.set()
 
@@ -214,8 +235,9 @@ class SharedTier:
         manifest = None if record is None else await self._local.manifest(record)
         if record is None or manifest is None:
             return "gone"
+        known = await self._known_of(record)
         try:
-            await each(dict.fromkeys(record.keys), lambda block: self._hold(record, block, key), at_once=_AT_ONCE)
+            await each(dict.fromkeys(record.keys), lambda it: self._hold(record, it, key, known), at_once=_AT_ONCE)
         except CacheRefNotFound:
             return "gone"
         crash_point(AFTER_STORED_BLOCKS)
@@ -223,21 +245,38 @@ class SharedTier:
         if cache_ref not in self._deleted:
             await self._objects.put(_session_name(record.tenant, record.session_id, cache_ref), b"")
             await self._put(name, data, key)
+            known.last = cache_ref
         if cache_ref in self._deleted:
             # A delete came meanwhile, and may have found nothing.
             await self.delete(record.tenant, record.session_id, [cache_ref], is_whole=False)
             return "deleted"
         return "written"
 
-    async def _hold(self, record: ManifestRecord, block: BlockKey, key: TenantKey | None) -> None:
+    async def _known_of(self, record: ManifestRecord) -> Known:
+        """Return what the store still has of what was written of a session: another pod may have collected it."""
+        session = (record.tenant, record.session_id)
+        known = self._known.get(session)
+        if known is not None and known.last:
+            is_there = await self._objects.size_bytes(_manifest_name(record.tenant, known.last)) is not None
+            if not is_there:
+                self._forget(session)
+        known = self._known.setdefault(session, Known())
+        self._known.move_to_end(session)
+        while self._num_known > _KNOWN_MAX and len(self._known) > 1:
+            self._forget(next(iter(self._known)))
+        return known
+
+    def _forget(self, session: tuple[TenantId, SessionId]) -> None:
+        if (known := self._known.pop(session, None)) is not None:
+            self._num_known -= len(known.files)
+
+    async def _hold(self, record: ManifestRecord, block: BlockKey, key: TenantKey | None, known: Known) -> None:
         """Note that a session holds a block, and write that unless it is there.
 
         Raises CacheRefNotFound when it has gone here meanwhile.
         """
         file_name = block.file_name if key is None else key.hidden(block.file_name)
-        known = (record.session_id, file_name)
-        if known in self._held:
-            self._held.move_to_end(known)
+        if file_name in known.files:
             return
         await self._objects.put(_holder_name(record.tenant, file_name, record.session_id), b"")
         if await self._objects.size_bytes(_block_name(record.tenant, file_name)) is None:
@@ -247,9 +286,8 @@ class SharedTier:
             await self._pace(len(data))
             await self._put(_block_name(record.tenant, file_name), data, key)
             self._metrics.store_bytes.labels("write").inc(len(data))
-        self._held[known] = None
-        if len(self._held) > _KNOWN_MAX:
-            self._held.popitem(last=False)
+        known.files.add(file_name)
+        self._num_known += 1
 
     async def _put(self, name: str, data: Buffer, key: TenantKey | None) -> None:
         if key is not None:
@@ -273,7 +311,19 @@ class SharedTier:
             raise CacheRefNotFound("the shared store has no such KV")
         if found.expires_at_ms <= self._clock.now_ms():
             raise CacheRefNotFound("the KV in the shared store has expired")
+        self.note_use(tenant, found.session_id, cache_ref)
         return found
+
+    def note_use(self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> None:
+        """Have the store know that a context that is there was used, once an hour: what was not leaves it first."""
+        session, now_ms = (tenant, session_id), self._clock.now_ms()
+        if self._noted.added_at_ms(session, now_ms) is None:
+            self._noted.add(session, now_ms)
+            self._add_chore(partial(self._note, tenant, session_id, cache_ref))
+
+    async def _note(self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> None:
+        if await self._objects.size_bytes(_manifest_name(tenant, cache_ref)) is not None:
+            await self._objects.put(_session_name(tenant, session_id, cache_ref), b"")
 
     async def block(self, tenant: TenantId, key: BlockKey) -> Buffer:
         """Return a block file, unverified. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""
@@ -329,10 +379,13 @@ class SharedTier:
         try:
             await self._remove(tenant, session_id, refs, is_whole=is_whole)
         except SidecarUnavailable:
-            self._doomed.append(partial(self._remove, tenant, session_id, refs, is_whole=is_whole))
-            self._idle.clear()
-            self._work.set()
+            self._add_chore(partial(self._remove, tenant, session_id, refs, is_whole=is_whole))
             raise
+
+    def _add_chore(self, chore: Callable[[], Awaitable[None]]) -> None:
+        self._chores.append(chore)
+        self._idle.clear()
+        self._work.set()
 
     async def _remove(
         self, tenant: TenantId, session_id: SessionId, cache_refs: Collection[CacheRef], *, is_whole: bool
@@ -371,9 +424,23 @@ class SharedTier:
         return self._names_of(tenant, keys)
 
     async def _let_go(self, tenant: TenantId, session_id: SessionId, file_name: str) -> None:
-        self._held.pop((session_id, file_name), None)
+        known = self._known.get((tenant, session_id))
+        if known is not None and file_name in known.files:
+            known.files.remove(file_name)
+            self._num_known -= 1
         await self._objects.delete(_holder_name(tenant, file_name, session_id))
         await self.delete_unheld(tenant, file_name)
+
+    async def evict(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> None:
+        """Remove what a listing told of a session; it may be written again. Raises SidecarUnavailable.
+
+        A turn that is written meanwhile lacks what leaves here: a miss (rule 2).
+        """
+        self._forget((tenant, session_id))
+        await each(session.cache_refs, lambda ref: self._objects.delete(_manifest_name(tenant, ref)))
+        crash_point(AFTER_EVICTED_MANIFEST)
+        await each(session.files, lambda name: self._let_go(tenant, session_id, name))
+        await each(session.cache_refs, lambda ref: self._objects.delete(_session_name(tenant, session_id, ref)))
 
     async def delete_unheld(self, tenant: TenantId, file_name: str) -> None:
         """Remove a block file that no session holds."""

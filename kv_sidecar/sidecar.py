@@ -11,8 +11,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
-from contextcache.errors import SidecarUnavailable
-from contextcache.model import KEPT_PREFIX, CacheRef, SessionId, TenantId
+from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
+from contextcache.model import KEPT_PREFIX, CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.arena import SUFFIX, ArenaDoor
 from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
@@ -185,9 +185,29 @@ class Sidecar:
         if self._shared_collector is not None:
             with suppress(SidecarUnavailable):
                 await self._shared_collector.collect(None if self._manager is None else self._manager.orphans)
+            self.metrics.store_tenant_bytes.show(
+                self._shared_collector.bytes_by_tenant, tenants_max=self.settings.tenants_shown_max
+            )
         found = self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
         return removed
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool) -> Manifest:
+        """Return a sealed manifest as `ContextCatalog.open` does; the shared store learns of the use.
+
+        `bring`: one that is not here is fetched from there, and pending. Raises CacheRefNotFound, CacheRefPending.
+        """
+        try:
+            manifest = await self.catalog.open(tenant, cache_ref)
+        except CacheRefPending:
+            raise
+        except CacheRefNotFound:
+            if not (bring and self.bring(tenant, [cache_ref])):
+                raise
+            raise CacheRefPending("the KV is on its way") from None
+        if self.shared is not None and not manifest.session_id.startswith(KEPT_PREFIX):
+            self.shared.note_use(tenant, manifest.session_id, cache_ref)
+        return manifest
 
     def bring(self, tenant: TenantId, cache_refs: Sequence[CacheRef]) -> bool:
         """Begin to fetch KV that is not here from the shared store; return whether it may come."""
@@ -239,9 +259,9 @@ class Sidecar:
         self._shared_collector = SharedCollector(
             shared,
             objects,
-            grace_s=settings.store_grace_s,
-            interval_s=settings.store_collect_interval_s,
+            limits=settings.collector_limits(),
             clock=self._clock,
+            metrics=self.metrics,
         )
 
     def _ask_manager(self) -> ManagerQuestions | None:

@@ -52,6 +52,8 @@ NO_WAITS = {
     "context_manager.store_clock._SKEW_TOLD_MS": "a difference of clocks",
     "kv_sidecar.arena._POLL_S": "how often",
     "kv_sidecar.catalog._FRESH_MS": "an age of files",
+    "kv_sidecar.encryption._LOOK_INTERVAL_S": "how often",
+    "kv_sidecar.shared_tier._NOTE_MS": "how often",
     "kv_sidecar.matching.STAYS_MS": "how long something is kept",
     "gateway.tenants.keys._RECHECK_S": "how often",
     "gateway.http.carrier._KEEP_ALIVE_S": "an idle connection of ours",

@@ -14,7 +14,14 @@ from kv_sidecar.crash_points import POINTS, point_of
 from kv_sidecar.format.manifest import block_key
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
-NAMES = ("BEFORE_SEAL", "AFTER_SEAL", "BETWEEN_PULLED_BLOCKS", "AFTER_STORED_BLOCKS", "AFTER_UNSTORED_MANIFEST")
+NAMES = (
+    "BEFORE_SEAL",
+    "AFTER_SEAL",
+    "BETWEEN_PULLED_BLOCKS",
+    "AFTER_STORED_BLOCKS",
+    "AFTER_UNSTORED_MANIFEST",
+    "AFTER_EVICTED_MANIFEST",
+)
 CALLED = {name: getattr(crash_points, name) for name in NAMES}
 """Points that are no steps on disk, by the name they are called with."""
 TEN = tuple(range(10))

@@ -9,8 +9,7 @@ from kv_sidecar.quota import TenantBytes
 
 def shown(found: dict[str, int], tenants_max: int) -> dict[str, float]:
     registry = CollectorRegistry()
-    tenants = TenantBytes()
-    registry.register(tenants)
+    tenants = TenantBytes("contextcache_sidecar_tenant_bytes", "x", registry=registry)
     tenants.show({"was-here": 5}, tenants_max=9)
     tenants.show(found, tenants_max=tenants_max)
     return {sample.labels["tenant"]: sample.value for family in registry.collect() for sample in family.samples}
