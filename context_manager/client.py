@@ -173,11 +173,11 @@ class ContextManagerClient:
             ),
         )
 
-    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str) -> None:
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
         """See ContextCacheManager.note_holder."""
         await self._call(
             lambda stub: stub.NoteHolder,
-            lambda: pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder),
+            lambda: pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of),
         )
 
     async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:

@@ -143,12 +143,18 @@ class ContextCacheManager:
                 now_ms=self._clock.now_ms(),
             )
 
-    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str) -> None:
-        """Add an endpoint to those that may have KV of a session, before KV is sent there."""
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
+        """Add an endpoint to those that may have KV of a session, before KV is sent there.
+
+        `instead_of`: the holder that it takes the place of once it has the KV, where that still is the holder.
+        """
         check_session(tenant, session_id)
         check_holder(holder)
+        if instead_of:
+            check_holder(instead_of)
+        key, now_ms = SessionKey(tenant, session_id), self._clock.now_ms()
         with self._metrics.store_call("note_holder"):
-            await self._store.note_holder(SessionKey(tenant, session_id), holder=holder, now_ms=self._clock.now_ms())
+            await self._store.note_holder(key, holder=holder, instead_of=instead_of, now_ms=now_ms)
 
     async def commit_turn(self, commit: TurnCommit) -> CacheSessionMetadata:
         """Make a turn durable and release its lease, in one step. Raises LeaseLost, GenerationMismatch."""

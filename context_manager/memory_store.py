@@ -143,9 +143,11 @@ class MemorySessionStore(SessionStore):
         self._rows[key] = replace(row, lease_until_ms=now_ms + lease_ttl_ms)
 
     @override
-    async def note_holder(self, key: SessionKey, *, holder: str, now_ms: int) -> None:
+    async def note_holder(self, key: SessionKey, *, holder: str, instead_of: str = "", now_ms: int) -> None:
         row = self._existing(key, now_ms)
         session = replace(row.session, holders=with_holder(row.session.holders, holder))
+        if instead_of and session.holder == instead_of:
+            session = replace(session, holder=holder)
         self._rows[key] = replace(row, session=session)
 
     @override

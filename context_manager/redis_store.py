@@ -163,8 +163,8 @@ class RedisSessionStore(SessionStore):
         await self._change("renew", key, now_ms, lease_id, now_ms + lease_ttl_ms)
 
     @override
-    async def note_holder(self, key: SessionKey, *, holder: str, now_ms: int) -> None:
-        await self._change("note_holder", key, now_ms, holder)
+    async def note_holder(self, key: SessionKey, *, holder: str, instead_of: str = "", now_ms: int) -> None:
+        await self._change("note_holder", key, now_ms, holder, instead_of)
 
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:

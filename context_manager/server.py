@@ -89,7 +89,9 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
 
     @override
     async def NoteHolder(self, request: pb.NoteHolderRequest, context: Context) -> pb.NoteHolderResponse:
-        await self._manager.note_holder(request.tenant, request.session_id, holder=request.holder)
+        await self._manager.note_holder(
+            request.tenant, request.session_id, holder=request.holder, instead_of=request.instead_of
+        )
         return pb.NoteHolderResponse()
 
     @override

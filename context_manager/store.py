@@ -169,8 +169,8 @@ class SessionStore(Protocol):
         """Let the caller's living lease end `lease_ttl_ms` from now. Raises LeaseLost."""
         ...
 
-    async def note_holder(self, key: SessionKey, *, holder: str, now_ms: int) -> None:
-        """Add an endpoint to those that may have KV of the session."""
+    async def note_holder(self, key: SessionKey, *, holder: str, instead_of: str = "", now_ms: int) -> None:
+        """Add an endpoint to those that may have KV of the session; it takes the place of a holder `instead_of`."""
         ...
 
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:

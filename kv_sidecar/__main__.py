@@ -43,6 +43,8 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
             await stop.wait()
             log.info("sidecar drains")
             await sidecar.pulls.close()
+            # While it serves: peers pull from here, and the engine may still be saving.
+            await sidecar.hand_over()
             await server.stop(settings.drain_s)
             await sidecar.flush()
     finally:

@@ -463,7 +463,7 @@ class ContextCatalog:
         return await self._finish(self._collect())
 
     def sealed(self) -> list[ManifestRecord]:
-        """Return the records of all sealed manifests of sessions, expired ones too."""
+        """Return the records of all sealed manifests of sessions, expired ones too, the one used longest ago first."""
         return [record for record in self._manifests.index.records() if not record.is_kept]
 
     async def drop(self, records: Sequence[ManifestRecord]) -> Removed:

@@ -21,6 +21,10 @@ AFTER_UNSTORED_MANIFEST = "sidecar.store.manifest-gone"
 """The manifest has gone from the shared store, its blocks have not."""
 AFTER_EVICTED_MANIFEST = "sidecar.store.evicted-manifest"
 """The same, for want of room there."""
+AFTER_HANDOVER_NOTE = "sidecar.handover.noted"
+"""The manager knows of the peer that is to take a context over, which has nothing yet."""
+AFTER_HANDOVER_SEAL = "sidecar.handover.sealed"
+"""The peer has it, and is not the holder yet."""
 
 POINTS: tuple[str, ...] = (
     *(f"sidecar.{kind}.{step}" for kind in ("block", "tail") for step in _BLOCK_STEPS),
@@ -31,6 +35,8 @@ POINTS: tuple[str, ...] = (
     AFTER_STORED_BLOCKS,
     AFTER_UNSTORED_MANIFEST,
     AFTER_EVICTED_MANIFEST,
+    AFTER_HANDOVER_NOTE,
+    AFTER_HANDOVER_SEAL,
 )
 """All of them; a block or tail without a manifest may come back after a crash, so its removal has no sync."""
 

@@ -96,6 +96,12 @@ class SidecarMetrics:
             buckets=PULL_SECONDS,
             registry=registry,
         )
+        self.handed_over = counter(
+            "handed_over_contexts",
+            "Contexts that a pod that ends gave to a peer, by how that ended (`moved`: the peer is the holder now; "
+            "`refused` by the peer, `gone`: no session names them, `failed`).",
+            ("outcome",),
+        )
         self.store_writes = counter(
             "store_writes",
             "Contexts written to the shared store, by how that ended (`written`, `present` before, `deleted` or `gone` "

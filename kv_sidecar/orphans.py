@@ -23,7 +23,7 @@ import grpc
 from contextcache.clock import Clock
 from contextcache.convert import held_to_pb
 from contextcache.errors import ContextCacheError, StoreUnavailable
-from contextcache.model import CacheRef, HeldCacheRef, prompt_ref
+from contextcache.model import CacheRef, HeldCacheRef, SessionId, TenantId, prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
@@ -149,7 +149,7 @@ class Orphans:
 
 
 class ManagerQuestions:
-    """Satisfies orphans.Manager, over one connection that is made at the first question."""
+    """Satisfies orphans.Manager and leaving.Sessions, over one connection that is made at the first question."""
 
     def __init__(self, address: str, *, timeout_s: float, tls: WatchedTls | None = None) -> None:
         """`address`: host:port or unix:///path; `timeout_s`: deadline of every question."""
@@ -165,6 +165,15 @@ class ManagerQuestions:
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
         return tuple(answer.orphans)
+
+    async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
+        """See leaving.Sessions."""
+        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
+        request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
+        try:
+            await stub.NoteHolder(request, timeout=self._timeout_s)
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
 
     async def close(self) -> None:
         """Close the connection; a question in flight fails."""

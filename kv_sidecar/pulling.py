@@ -181,6 +181,11 @@ class Pulls:
         """What the store did not have, or not in time: asked for again it would be pending for ever."""
 
     @property
+    def is_draining(self) -> bool:
+        """Whether nothing more is pulled."""
+        return self._draining
+
+    @property
     def num_pulls(self) -> int:
         """Pulls going on."""
         return len(self._tasks)

@@ -278,6 +278,8 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             beginnings=beginnings,
             beginnings_age_ms=beginnings.values(),
             beginnings_end=end,
+            endpoint=self._sidecar.settings.endpoint_name,
+            draining=self._sidecar.pulls.is_draining,
         )
 
 

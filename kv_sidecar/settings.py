@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
+from kv_sidecar.leaving import HandOverLimits
 from kv_sidecar.object_store import check_store_url
 from kv_sidecar.peers import PeerRules, PullLimits
 from kv_sidecar.saves import CatalogLimits
@@ -126,6 +127,28 @@ class SidecarSettings(TlsSettings, TracingSettings):
     pull_manifest_timeout_s: float = Field(
         1.0, gt=0, description="Longest wait for a peer's manifest, a few KB: one that takes longer hangs."
     )
+    endpoint_name: str = Field(
+        "",
+        description="This pod's name as the gateway knows it, as TURN_ENDPOINT_NAME; empty: this sidecar hands no "
+        "contexts to peers when it ends, and takes none.",
+    )
+    handover_s: float = Field(
+        20.0,
+        ge=0,
+        description="Seconds after SIGTERM in which, without a store, peers take over the contexts that are here, the "
+        "one used last first; the pod's grace period has to be longer; 0: none.",
+    )
+    handover_bytes_max: int = Field(
+        16 << 30, ge=0, description="Bytes of contexts that peers take over when this sidecar ends; 0: no limit."
+    )
+    handover_peers: tuple[str, ...] = Field(
+        (),
+        description="Sidecars that may take contexts over, a JSON list of host:port, of a host all its addresses (a "
+        "headless Service); empty: those that SIDECAR_PEERS names by host:port.",
+    )
+    handover_address: str = Field(
+        "", description="host:port under which peers reach this sidecar; empty: SIDECAR_LISTEN."
+    )
     store_url: str = Field(
         "",
         description="Store that all pods of a release share, under which KV outlives its pod: s3://bucket/path, "
@@ -144,7 +167,9 @@ class SidecarSettings(TlsSettings, TracingSettings):
         100_000, ge=1, description="Contexts that wait to be written to the store; the oldest give way."
     )
     store_flush_s: float = Field(
-        20.0, ge=0, description="Seconds after SIGTERM in which what the store lacks is written, the newest first."
+        20.0,
+        ge=0,
+        description="Seconds after SIGTERM in which what the store lacks is written, what was used last first.",
     )
     store_grace_s: int = Field(
         3600,
@@ -183,6 +208,14 @@ class SidecarSettings(TlsSettings, TracingSettings):
     @classmethod
     def _are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         PeerRules(value)
+        return value
+
+    @field_validator("handover_peers")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        rules = PeerRules(("*",))
+        if not all(rules.allow(peer) for peer in value):
+            raise ValueError("not host:port")
         return value
 
     @field_validator("store_url")
@@ -233,6 +266,17 @@ class SidecarSettings(TlsSettings, TracingSettings):
             bytes_per_s=self.store_bytes_per_s,
             queue_max=self.store_queue_max,
             block_bytes_max=self.block_size_bytes_max,
+        )
+
+    def handover_limits(self) -> HandOverLimits:
+        """Return who takes contexts over when this sidecar ends, and what that may take."""
+        named = (peer for peer in self.peers if ":" in peer and "/" not in peer)
+        return HandOverLimits(
+            timeout_s=self.handover_s,
+            bytes_max=self.handover_bytes_max,
+            endpoint=self.endpoint_name,
+            address=self.handover_address or self.listen,
+            peers=self.handover_peers or tuple(named),
         )
 
     def collector_limits(self) -> CollectorLimits:

@@ -69,6 +69,10 @@ class LocalKV(Protocol):
         """Return what is sealed here of a session."""
         ...
 
+    def sealed(self) -> list[ManifestRecord]:
+        """Return all that is sealed here of sessions, the one used longest ago first."""
+        ...
+
     async def manifest(self, record: ManifestRecord) -> Manifest | None:
         """Return its manifest, or None."""
         ...
@@ -169,8 +173,9 @@ class SharedTier:
         self._work.set()
 
     async def flush(self, timeout_s: float) -> int:
-        """Write what waits, the newest first, for so many seconds; return how many contexts are left."""
-        self._queue = OrderedDict(reversed(self._queue.items()))
+        """Write what waits, what was used last first, for so many seconds; return how many contexts are left."""
+        by_use = [record.cache_ref for record in reversed(self._local.sealed()) if record.cache_ref in self._queue]
+        self._queue = OrderedDict((ref, self._queue[ref]) for ref in dict.fromkeys([*by_use, *self._queue]))
         self._is_hurried = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

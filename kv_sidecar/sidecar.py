@@ -16,10 +16,12 @@ from contextcache.model import KEPT_PREFIX, CacheRef, Manifest, SessionId, Tenan
 from kv_sidecar.arena import SUFFIX, ArenaDoor
 from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.encryption import StoreKeys
 from kv_sidecar.index import ManifestRecord
+from kv_sidecar.leaving import HandOver
 from kv_sidecar.load_reports import LoadReports
 from kv_sidecar.manifests import ManifestStore, SealedManifests
 from kv_sidecar.memory_store import MemoryStore
@@ -223,6 +225,23 @@ class Sidecar:
         removed = await self.catalog.delete(tenant, session_id, cache_refs)
         await self._delete_shared(tenant, session_id, cache_refs, is_whole=bool(session_id))
         return removed
+
+    async def hand_over(self) -> None:
+        """Have peers take over what is here, as far as there is time; with a shared store there is no need to."""
+        limits = self.settings.handover_limits()
+        is_possible = self._questions is not None and limits.endpoint and limits.timeout_s
+        if self.shared is not None or not is_possible or not self.catalog.num_contexts:
+            return
+        assert self._questions is not None
+        story = HandOver(
+            self.catalog.sealed,
+            self._questions,
+            connect=lambda address: KVSidecarClient(address, tls=self.tls),
+            fingerprint=lambda: self.engine.fingerprint,
+            limits=limits,
+            metrics=self.metrics,
+        )
+        log.info("peers have what was here", extra={"num_moved": await story.run()})
 
     async def flush(self) -> None:
         """Write to the shared store what it lacks, as far as there is time: this pod may not come back."""

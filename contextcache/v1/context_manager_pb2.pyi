@@ -724,20 +724,24 @@ class NoteHolderRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
+    INSTEAD_OF_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
     """Session."""
     holder: builtins.str
     """Endpoint, as TurnCommit names it."""
+    instead_of: builtins.str
+    """When this is the session's holder, the endpoint above has its KV by now and takes its place; empty: it may only have some."""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         session_id: builtins.str = ...,
         holder: builtins.str = ...,
+        instead_of: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["holder", b"holder", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holder", b"holder", "instead_of", b"instead_of", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
 
 Global___NoteHolderRequest: typing_extensions.TypeAlias = NoteHolderRequest
 

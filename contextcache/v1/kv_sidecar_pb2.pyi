@@ -1635,6 +1635,8 @@ class StatsResponse(google.protobuf.message.Message):
     BEGINNINGS_FIELD_NUMBER: builtins.int
     BEGINNINGS_END_FIELD_NUMBER: builtins.int
     BEGINNINGS_AGE_MS_FIELD_NUMBER: builtins.int
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     num_contexts: builtins.int
     """Sealed manifests."""
     num_quarantined: builtins.int
@@ -1643,6 +1645,10 @@ class StatsResponse(google.protobuf.message.Message):
     """Pulls from peers going on now."""
     beginnings_end: builtins.int
     """To ask with the next time. It grows over restarts; where it did not (the clock was put back), all are told."""
+    endpoint: builtins.str
+    """Name under which sessions remember this pod; empty: it has not been told."""
+    draining: builtins.bool
+    """Whether it is ending: it takes nothing more."""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """By tier."""
@@ -1670,7 +1676,9 @@ class StatsResponse(google.protobuf.message.Message):
         beginnings: collections.abc.Iterable[builtins.str] | None = ...,
         beginnings_end: builtins.int = ...,
         beginnings_age_ms: collections.abc.Iterable[builtins.int] | None = ...,
+        endpoint: builtins.str = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["beginnings", b"beginnings", "beginnings_age_ms", b"beginnings_age_ms", "beginnings_end", b"beginnings_end", "fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beginnings", b"beginnings", "beginnings_age_ms", b"beginnings_age_ms", "beginnings_end", b"beginnings_end", "draining", b"draining", "endpoint", b"endpoint", "fingerprints", b"fingerprints", "num_contexts", b"num_contexts", "num_pulls", b"num_pulls", "num_quarantined", b"num_quarantined", "tiers", b"tiers"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse

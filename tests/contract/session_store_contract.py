@@ -427,6 +427,19 @@ class SessionStoreContract:
             await store.note_holder(KEY, holder="pod-1", now_ms=NOW)
         assert await store.count_sessions() == 0
 
+    async def test_an_endpoint_takes_the_place_of_the_holder_it_is_named_for_and_of_no_other(
+        self, store: SessionStore
+    ) -> None:
+        created = await self.create(store)
+        await store.note_holder(KEY, holder="pod-3", instead_of="pod-2", now_ms=NOW)
+        assert (await store.get(KEY, now_ms=NOW)).holder == created.holder == "pod-1"
+        await store.note_holder(KEY, holder="pod-3", instead_of="pod-1", now_ms=NOW)
+        noted = await store.get(KEY, now_ms=NOW)
+
+        assert noted == replace(created, holder="pod-3", holders=("pod-1", "pod-3"))
+        await store.note_holder(KEY, holder="pod-4", now_ms=NOW)
+        assert (await store.get(KEY, now_ms=NOW)).holder == "pod-3"
+
     async def test_of_a_session_that_was_at_too_many_endpoints_it_is_not_known_where(self, store: SessionStore) -> None:
         await self.create(store)
         for number in range(2, HOLDERS_MAX + 1):

@@ -21,6 +21,8 @@ NAMES = (
     "AFTER_STORED_BLOCKS",
     "AFTER_UNSTORED_MANIFEST",
     "AFTER_EVICTED_MANIFEST",
+    "AFTER_HANDOVER_NOTE",
+    "AFTER_HANDOVER_SEAL",
 )
 CALLED = {name: getattr(crash_points, name) for name in NAMES}
 """Points that are no steps on disk, by the name they are called with."""

@@ -375,3 +375,23 @@ async def test_kv_of_plain_requests_and_another_tenants_name_stay_out(pod, tmp_p
 def test_a_url_that_is_no_store_is_refused_at_the_start(url):
     with pytest.raises(ValueError, match="store"):
         SidecarSettings(store_url=url)
+
+
+async def test_a_pod_that_ends_writes_what_was_used_last_first(pod, monkeypatch):
+    async with pod("a") as kv:
+        shared = kv.sidecar.shared
+        await shared.close()
+        refs = [(await kv.save(tuple(range(n, n + 10)), session_id=f"ctx_{n}")).cache_ref for n in (0, 100, 200)]
+        await kv.catalog.open(TENANT, refs[0])
+        wrote, write = [], shared._write
+
+        async def writing(cache_ref, *, again):
+            wrote.append(cache_ref)
+            return await write(cache_ref, again=again)
+
+        monkeypatch.setattr(shared, "_write", writing)
+        flushed = asyncio.create_task(shared.flush(60))
+        await asyncio.sleep(0)
+        shared.start()
+        assert await flushed == 0
+        assert wrote == [refs[0], refs[2], refs[1]]
