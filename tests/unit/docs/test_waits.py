@@ -64,6 +64,7 @@ NO_WAITS = {
     "gateway.pods.reflector._DELAY_S": "between two tries",
     "gateway.pods.reflector._REFUSED_DELAY_S": "between two tries",
     "gateway.pods.reflector._DELAY_MAX_S": "between two tries",
+    "gateway.pods.reflector._STARTING_DELAY_MAX_S": "between two tries",
     "gateway.pods.roster.RETRY_AFTER_S": "what clients are told",
     "gateway.pods.costs.REQUEST_S": "what something costs",
     "gateway.pods.costs.BESIDE_S": "the same",

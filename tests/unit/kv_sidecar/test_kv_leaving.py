@@ -172,6 +172,7 @@ def test_peers_are_those_that_are_named_by_address_and_a_wrong_one_is_refused_at
 
     assert settings.handover_limits().peers == ("pod-1:50061",)
     assert settings.handover_limits().address == "10.0.0.1:50061"
+    assert SidecarSettings(handover_address="10.0.0.2:50061").handover_limits().address == "10.0.0.2:50061"
     assert SidecarSettings(handover_peers=("kv:1",)).handover_limits().peers == ("kv:1",)
     with pytest.raises(ValueError, match="host:port"):
         SidecarSettings(handover_peers=("kv",))

@@ -239,6 +239,13 @@ def test_a_collector_is_where_its_address_says(endpoint, host, port, tls):
     assert ("transport_socket" in found) is tls
 
 
+def test_a_collector_is_believed_by_the_ca_that_is_named_for_it():
+    found = cluster("traces", EnvoySettings(**NEEDED, traces_endpoint="https://otel", traces_ca_file="/ca/otel.crt"))
+    context = found["transport_socket"]["typed_config"]["common_tls_context"]
+
+    assert context["validation_context"]["trusted_ca"] == {"filename": "/ca/otel.crt"}
+
+
 def test_without_a_collector_nothing_is_traced():
     text = json.dumps(bootstrap(EnvoySettings(**NEEDED)))
 
