@@ -60,6 +60,9 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
         "disk_limit_bytes": "sidecar.diskLimit",
         "manager": "the release's context managers",
         "peers": "sidecar.peers, sidecar.peerNetworks",
+        "endpoint_name": "the pod's name",
+        "handover_address": "the pod's address",
+        "handover_peers": "sidecar.peers",
         "log_level": "logLevel",
     },
     "TURN_": {

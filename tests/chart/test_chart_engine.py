@@ -41,7 +41,7 @@ def test_amounts_reach_the_sidecar_as_whole_bytes(amount):
 def test_the_sidecar_takes_what_the_chart_says(monkeypatch):
     values = {"sidecar": {"peerNetworks": ["10.0.0.0/8"], "settings": {"ioThreads": 8}}}
     for name, value in env_of(container(engine_pod(values), "kv-sidecar")).items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value if isinstance(value, str) else "engine-0")
     settings = SidecarSettings()
 
     assert settings.peers == ("10.0.0.0/8",)
@@ -116,6 +116,18 @@ def test_the_shared_store_and_its_credentials_reach_the_sidecar():
 
     assert own in sidecar["env"]
     assert env_of(sidecar)["SIDECAR_STORE_URL"] == "s3://kv/release"
+
+
+@pytest.mark.parametrize("peers", [True, False])
+def test_a_pod_that_ends_knows_its_name_its_address_and_who_takes_its_contexts_over(peers):
+    env = env_of(container(engine_pod({"sidecar": {"peers": peers}}), "kv-sidecar"))
+    named = {"fieldRef": {"fieldPath": "metadata.name"}}
+    address = {"fieldRef": {"fieldPath": "status.podIP"}}
+
+    assert (env["SIDECAR_ENDPOINT_NAME"], env["POD_IP"]) == (named, address)
+    assert env["SIDECAR_HANDOVER_ADDRESS"] == "$(POD_IP):50061"
+    takers = json.loads(env["SIDECAR_HANDOVER_PEERS"])
+    assert takers == (["cc-context-cache-engines.llm.svc.cluster.local:50061"] if peers else [])
 
 
 def test_with_tls_vllm_and_its_probes_speak_https():

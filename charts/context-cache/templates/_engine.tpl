@@ -47,6 +47,19 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
       value: {{ include "context-cache.manager.address" . | quote }}
     - name: SIDECAR_PEERS
       value: {{ include "context-cache.sidecar.peers" . | quote }}
+    # When the pod ends its peers take its contexts over, and the manager hears which pod has them.
+    - name: SIDECAR_ENDPOINT_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.name
+    - name: POD_IP
+      valueFrom:
+        fieldRef:
+          fieldPath: status.podIP
+    - name: SIDECAR_HANDOVER_ADDRESS
+      value: "$(POD_IP):{{ .Values.discovery.sidecarPort }}"
+    - name: SIDECAR_HANDOVER_PEERS
+      value: {{ include "context-cache.sidecar.takers" . | quote }}
     - name: SIDECAR_METRICS_HOST
       value: 0.0.0.0
     - name: SIDECAR_METRICS_PORT
@@ -110,6 +123,12 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 {{- else }}
 {{- .Values.sidecar.peerNetworks | default (list "*") | toJson }}
 {{- end }}
+{{- end }}
+
+{{/* Who may take its contexts over when it ends, a JSON list: what the Service of the engines resolves to then. */}}
+{{- define "context-cache.sidecar.takers" -}}
+{{- $engines := include "context-cache.serviceHost" (dict "root" . "service" "engines") }}
+{{- ternary (list (printf "%s:%d" $engines (int .Values.discovery.sidecarPort))) list .Values.sidecar.peers | toJson }}
 {{- end }}
 
 {{/* Volumes of a pod with vLLM: the sockets, the sidecar's disk, and the Secrets the plugin and the sidecar read. */}}
