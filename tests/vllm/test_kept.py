@@ -23,6 +23,8 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = [TEXT, CHAT, "/v1/messages", "/v1/responses"]
 BLOCK_TOKENS = 32
 """Of the engine."""
+HEAD_TOKENS = 8
+"""More than prompts with other heads begin with alike."""
 ASKS = ["Name a river.", "And a lake?", "And a sea?", "Which of them is the largest?"]
 
 
@@ -238,7 +240,9 @@ def test_many_requests_at_once_with_other_texts_and_the_same_ids_are_one_prefill
     # Of a block that is not full, or has the last token, the engine shares nothing.
     assert computed_tokens(stack) - before <= len(ids) + 31 * ((len(ids) - 1) % BLOCK_TOKENS + 1)
     assert wait_until(lambda: [n for n in kept_tokens(stack) if n >= len(ids)], what="it is kept")
-    assert all(list(manifest.token_ids)[: len(ids)] == ids for manifest in kept_manifests(stack))
+    # By their random head: what another test asked last may have been saved after it was told to be gone.
+    shared = [common(list(manifest.token_ids), ids) for manifest in kept_manifests(stack)]
+    assert {num_tokens for num_tokens in shared if num_tokens > HEAD_TOKENS} == {len(ids)}
 
 
 def computed_tokens(stack):
