@@ -157,6 +157,8 @@ class Cluster:
         service = self._services()[host]
         (entry,) = [entry for entry in service["spec"]["ports"] if entry["port"] == port]
         pods = self._selected(service)
+        if not pods:
+            return f"{host}:{port}"  # a name that leads nowhere
         pod = next((pod for pod in pods if pod.ready), pods[0])
         return f"{pod.address}:{_target(entry, pod)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from tests.kit.until import wait_until
 START_S = 420.0
 """A container may take so long to pass its startup probe, whatever the chart says of a machine of its own."""
 _POLL_S = 0.3
+_VARIABLE = re.compile(r"\$\((\w+)\)")
 
 
 class Pod:
@@ -135,7 +137,10 @@ class Pod:
     ) -> Container:
         change = substitutions(self.address, self._volumes.mounts(spec))
         self._volumes.fill(spec, change)
-        env = {item["name"]: self._value(item) for item in spec.get("env", [])}
+        env: dict[str, str] = {}
+        for item in spec.get("env", []):
+            # As Kubernetes does: `$(NAME)` is what a variable before it holds.
+            env[item["name"]] = _VARIABLE.sub(lambda found: env[found[1]], self._value(item))
         assert not spec.get("envFrom"), "not known here"
         more = {"KUBECONFIG": str(self._kubeconfig)} if self.spec.get("automountServiceAccountToken", True) else {}
         return Container(spec, env=env, more_env=more, change=change, address=self.address, folder=folder)
