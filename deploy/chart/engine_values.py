@@ -146,7 +146,9 @@ class Engine(Pod):
         10, ge=1, description="seconds between a pod's removal from discovery and SIGTERM: gateways have seen it go"
     )
     termination_grace_period_seconds: int = Field(
-        120, ge=1, description="must exceed preStopSleepS and shutdownTimeoutS and leave the sidecar its handoverS and drainS"
+        120,
+        ge=1,
+        description="must exceed preStopSleepS and shutdownTimeoutS and leave the sidecar its handoverS and drainS",
     )
     rollout: Rollout = Field(default_factory=Rollout, description="rolling upgrade")
     probes: Probes = Field(default_factory=Probes, description="probes of vLLM")
