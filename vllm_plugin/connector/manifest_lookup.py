@@ -36,6 +36,8 @@ _SILENT_SHARE = 10
 """The part of the deadline that is waited for a sidecar that let the last question run out."""
 
 NOTHING_LIKE_IT = "no_manifest"
+NOTHING_IN_COMMON = "other_tokens"
+"""A context was named, and what is stored under its name begins otherwise."""
 _NEW_SHARE = 4
 """What follows a whole context is taken for new up to this part of it: another question would find nothing."""
 
@@ -328,6 +330,9 @@ class _Best:
             self._miss(reason)
             return False
         shared = common_prefix(np.asarray(manifest.token_ids, dtype=np.int64), self.prompt)
+        if not shared:
+            self._miss(NOTHING_IN_COMMON)
+            return False
         limit = min(shared, max(len(self.prompt) - 1, 1))
         usable = restorable_tokens(manifest, self._facts, limit)
         if usable == limit:

@@ -92,6 +92,15 @@ def test_the_candidate_with_the_longest_common_prefix_wins(engine: Engine) -> No
     assert report_of(engine, (A, B)).loaded_tokens == 149
 
 
+def test_a_context_whose_name_holds_other_tokens_is_a_miss_that_says_so(engine: Engine) -> None:
+    saved(engine, [token + 300 for token in PROMPT], A)
+    engine.loop.add("turn", PROMPT, params=transfer(load=(A,)))
+    engine.loop.run_to_end("turn")
+
+    assert (report_of(engine).outcome, report_of(engine).reason) == (pb.LOAD_OUTCOME_MISS, "other_tokens")
+    assert engine.counted("missed_loads", "other_tokens") == 1
+
+
 def test_the_context_before_is_not_asked_about_when_the_newest_serves_whole(engine: Engine) -> None:
     saved(engine, PROMPT[:100], B)
     answer = saved(engine, PROMPT, A)
