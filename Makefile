@@ -89,7 +89,7 @@ bench: install ## time to first token: cold, prefix cache, restored after a rest
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json)
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## one other; ONLY=agents|beside|checksum|codec|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|transfer|turn_cost|turns|weights WITH='--check …'
+bench-one: install ## one other; ONLY=agents|beside|checksum|codec|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
 images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from deploy.local.table import figure
@@ -31,6 +32,7 @@ _OVERHEAD = {
     "step": "between two tokens, while 5 800 tokens beside it are saved",
     "longest step": "longest wait for a token meanwhile",
 }
+_TIER_KINDS = ("store", "encrypted")
 _SYSTEMS = {"ours": "ours", "lmcache": "LMCache", "tiering": "vLLM's tiering"}
 
 
@@ -337,6 +339,17 @@ def _simulate_rates(result: Mapping[str, Any]) -> str:
     )
 
 
+def _store(result: Mapping[str, Any]) -> str:
+    rows = []
+    for store, found in result["gb_per_s"].items():
+        of = {what: median(values) for what, values in found.items()}
+        for way in ("write", "read"):
+            copy = of[f"copy, {way}"]
+            tier = [f"{of[f'{kind}, {way}']:.2f} GB/s ({_share(of[f'{kind}, {way}'] / copy)})" for kind in _TIER_KINDS]
+            rows.append([f"{store}, {way}", f"{copy:.2f} GB/s", *tier])
+    return _table(["", "copied with the same library", "by the sidecar", "encrypted"], rows)
+
+
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft": ("bench_ttft", _ttft),
     "ttft-peer": ("bench_ttft_peer", _ttft_peer),
@@ -358,6 +371,7 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "simulate": ("bench_simulate", _simulate),
     "simulate-rates": ("bench_simulate", _simulate_rates),
     "simulate-control": ("bench_simulate", _simulate_control),
+    "store": ("bench_store", _store),
     "codec": ("bench_codec", _codec),
     "codec-numbers": ("bench_codec", _codec_numbers),
     "weights": ("bench_weights", _weights),
