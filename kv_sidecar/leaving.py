@@ -127,14 +127,16 @@ class HandOver:
 
     def _hottest(self) -> list[ManifestRecord]:
         """Return the next contexts, each with the newest it has, that have not been tried and fit."""
-        newest: dict[tuple[TenantId, SessionId], ManifestRecord] = {}
-        for record in reversed(self._sealed()):
-            newest.setdefault((record.tenant, record.session_id), record)
+        seen: set[tuple[TenantId, SessionId]] = set()
         chosen: list[ManifestRecord] = []
-        for record in newest.values():
-            if record.cache_ref in self._tried or len(chosen) == _AT_ONCE:
+        for record in reversed(self._sealed()):
+            if len(chosen) == _AT_ONCE:
+                break
+            session = (record.tenant, record.session_id)
+            if session in seen:
                 continue
-            if self._limits.bytes_max and record.size_bytes > self._left_bytes:
+            seen.add(session)
+            if record.cache_ref in self._tried or (self._limits.bytes_max and record.size_bytes > self._left_bytes):
                 continue
             self._left_bytes -= record.size_bytes
             self._tried.add(record.cache_ref)
