@@ -23,6 +23,7 @@ from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
+from tests.kit.until import until
 
 TENANT = "demo"
 SESSION = "ctx_1"
@@ -214,3 +215,18 @@ class SidecarUnderTest:
 
     def _files(self, directory: str) -> list[Path]:
         return [path for path in (self.settings.data_dir / directory).glob("*/*") if path.is_file()]
+
+
+async def written(kv: SidecarUnderTest) -> None:
+    """Return when the shared store has what was sealed."""
+    assert await kv.sidecar.shared.flush(60) == 0
+
+
+async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
+    """Have KV fetched from the shared store, and return when that has ended, well or badly."""
+    assert kv.sidecar.bring(TENANT, [cache_ref])
+
+    async def num_pulls() -> int:
+        return kv.sidecar.pulls.num_pulls
+
+    await until(num_pulls, is_so=lambda number: not number, what="the pull has ended")

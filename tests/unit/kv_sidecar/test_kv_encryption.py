@@ -14,9 +14,8 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, KeyNotAtHand
 from kv_sidecar.encryption import MAGIC, StoreKeys, key_id_of, opened
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.store_keys import write_store_keys
-from tests.kit.until import until
 
 NAME = f"{TENANT}/blocks/x"
 DATA = b"pages of a block" * 64
@@ -55,19 +54,6 @@ def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
 
 def stored(tmp_path: Path, kind: str = "") -> list[Path]:
     return [path for path in (tmp_path / "store" / TENANT / kind).rglob("*") if path.is_file()]
-
-
-async def written(kv: SidecarUnderTest) -> None:
-    assert await kv.sidecar.shared.flush(60) == 0
-
-
-async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
-    assert kv.sidecar.bring(TENANT, [cache_ref])
-
-    async def num_pulls() -> int:
-        return kv.sidecar.pulls.num_pulls
-
-    await until(num_pulls, is_so=lambda number: not number, what="the pull has ended")
 
 
 def test_what_was_encrypted_opens_again_and_shows_nothing_of_itself(keys_of):

@@ -19,7 +19,7 @@ from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.shared_collector import COLLECTOR
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.store_keys import write_store_keys
 from tests.kit.until import until
 
@@ -69,20 +69,6 @@ def kinds(tmp_path: Path) -> dict[str, int]:
     """Return how many objects there are of each kind."""
     found = [name.split("/")[1] for name in objects(tmp_path)]
     return {kind: found.count(kind) for kind in ("blocks", "holders", "sessions", "manifests") if kind in found}
-
-
-async def written(kv: SidecarUnderTest) -> None:
-    await kv.sidecar.shared.flush(60)
-    assert kv.sidecar.shared.num_waiting == 0
-
-
-async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
-    assert kv.sidecar.bring(TENANT, [cache_ref])
-
-    async def num_pulls() -> int:
-        return kv.sidecar.pulls.num_pulls
-
-    await until(num_pulls, is_so=lambda number: not number, what="the pull has ended")
 
 
 async def test_a_context_is_served_by_another_pod_when_its_own_is_gone_with_its_disk(pod, tmp_path):

@@ -17,7 +17,7 @@ from contextcache.errors import SidecarUnavailable
 from kv_sidecar import shared_tier
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
 from kv_sidecar.shared_eviction import LOWER_MARK, UPPER_MARK, Shelf, StoredSession, leaving
-from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 
 HOUR_S = 3600
@@ -97,19 +97,6 @@ def pod(tmp_path: Path, clock: ManualClock) -> Callable[..., object]:
             yield kv
 
     return running
-
-
-async def written(kv: SidecarUnderTest) -> None:
-    assert await kv.sidecar.shared.flush(60) == 0
-
-
-async def brought(kv: SidecarUnderTest, cache_ref: str) -> None:
-    assert kv.sidecar.bring(TENANT, [cache_ref])
-
-    async def num_pulls() -> int:
-        return kv.sidecar.pulls.num_pulls
-
-    await until(num_pulls, is_so=lambda number: not number, what="the pull has ended")
 
 
 def sessions_in(tmp_path: Path) -> set[str]:
