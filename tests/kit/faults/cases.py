@@ -224,8 +224,9 @@ def kill_case(world: World, part: str) -> Row:
 def kill_mid_turn_case(world: World, part: str, kill: Callable[[], object] | None = None, *, name: str = "") -> Row:
     """A part is killed in the middle of a turn and started again; nothing acknowledged is lost."""
     told = world.new()
-    row = during_turn(world, f"kill in mid-turn: {name or part}", told, kill or (lambda: world.stack.kill(part)))
-    world.revive(part)
+    case, killed = f"kill in mid-turn: {name or part}", kill or (lambda: world.stack.kill(part))
+    # It must be there again before an answer that was whole all the same is compared with the engine's own.
+    row = during_turn(world, case, told, killed, after=lambda: world.revive(part))
     recover(world, told, row)
     return row
 
