@@ -86,7 +86,7 @@ def _missing_hint(missing: str) -> str:
 
 def _pods(endpoints: dict[str, Any]) -> Iterator[Finding]:
     if not endpoints:
-        hint = "Discovery finds no vLLM pod: engine.enabled, or the injector, and the label context-cache.io/engines."
+        hint = "Discovery finds no vLLM pod: engine.model, or the injector, and the label context-cache.io/engines."
         yield failed("pods", "the gateway knows no pod", hint)
         return
     away = sorted(name for name, state in endpoints.items() if not state.get("ready"))

@@ -1,105 +1,199 @@
-"""The whole of the chart's values: one field a section, each section a module of its own."""
+"""What values.yaml says, read with its comments: for the schema, the README's tables, and the keys that must stay maps.
+
+values.yaml is written by hand. Above every key stands its meaning (`# -- …`); behind it, where the default does not say
+what the key takes, `# @schema` and a type of types.yaml, `[type]` for a list of them, or a JSON schema to add to what
+the default says. `settings.GATEWAY_` and its like are the maps of a process's settings. A map without a mark is a
+section: its keys are the only ones.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from pydantic import Field, WithJsonSchema
+import yaml
 
-from deploy.chart.common_values import (
-    AuthValues,
-    Image,
-    RbacValues,
-    SecurityContext,
-    ServiceAccountValues,
-    SigningValues,
-    TestsValues,
-    TracingValues,
-    restricted_container,
-    restricted_pod,
-)
-from deploy.chart.engine_values import Discovery, Engine, Sidecar
-from deploy.chart.envoy_values import EnvoyValues
-from deploy.chart.gateway_values import GatewayValues
-from deploy.chart.injector_values import InjectorValues
-from deploy.chart.kubernetes_values import FreeObject, Labels, Strings
-from deploy.chart.manager_values import ContextManagerValues
-from deploy.chart.monitoring_values import MonitoringValues
-from deploy.chart.network_values import NetworkPolicyValues
-from deploy.chart.redis_values import RedisValues, ValkeyValues
-from deploy.chart.section import Section
-from deploy.chart.tls_values import Tls
+from deploy.chart.process_settings import PROCESSES, connector_schema, settings_schema
 
-_NAME = r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$"
-Name = Annotated[str, WithJsonSchema({"type": "string", "pattern": _NAME, "maxLength": 40})]
-"""What names of objects begin with: they stay DNS labels with any suffix."""
-Domain = Annotated[str, WithJsonSchema({"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"})]
-LogLevel = Annotated[str, WithJsonSchema({"enum": ["DEBUG", "INFO", "WARNING", "ERROR"]})]
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+TYPES = Path(__file__).with_name("types.yaml")
+_MARK = " # @schema "
+_MAPS = ("settings.", "securityContext")
+"""Types of maps that templates look into."""
+_OF_PODS_MIN = 4
+"""Sections that have the same key with the same meaning: then it is one that all pods have."""
+_BY_DEFAULT = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
-class ChartValues(Section):
-    """What a user of the chart can say."""
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the values."""
 
-    name_override: Name = Field("", description="instead of context-cache in names and in app.kubernetes.io/name")
-    fullname_override: Name = Field(
-        "", description="what every name begins with, at most 40 characters; empty: release name and chart name"
-    )
-    common_labels: Labels = Field(default_factory=dict, description="more labels of every object")
-    common_annotations: Strings = Field(default_factory=dict, description="more annotations of every object")
-    cluster_domain: Domain = Field("cluster.local", description="DNS domain of the cluster")
-    log_level: LogLevel = Field("INFO", description="least level of log lines of every process of ours")
-    global_: FreeObject = Field(
-        default_factory=dict, alias="global", description="values of an umbrella chart; nothing here reads them"
-    )
-    pod_security_context: SecurityContext = Field(
-        default_factory=restricted_pod, description="securityContext of pods; the default fits Pod Security restricted"
-    )
-    container_security_context: SecurityContext = Field(
-        default_factory=restricted_container, description="securityContext of containers; the same"
-    )
-    image: Image = Field(default_factory=Image, description="the image of every process of ours")
-    service_account: ServiceAccountValues = Field(
-        default_factory=ServiceAccountValues, description="ServiceAccounts of gateway and context-manager"
-    )
-    rbac: RbacValues = Field(default_factory=RbacValues, description="what those accounts may do")
-    auth: AuthValues = Field(default_factory=AuthValues, description="API keys of clients")
-    signing: SigningValues = Field(
-        default_factory=SigningValues, description="the secret that gateways sign with and pods verify with"
-    )
-    redis: RedisValues = Field(
-        default_factory=RedisValues,
-        description="the store of sessions: exactly one of redis.url, redis.existingSecret and valkey.enabled",
-    )
-    valkey: ValkeyValues = Field(
-        default_factory=ValkeyValues,
-        description="one Valkey node, for trying: its restart is an outage, and its volume goes with the release",
-    )
-    gateway: GatewayValues = Field(
-        default_factory=GatewayValues, description="routes requests to vLLM pods and answers for contexts"
-    )
-    context_manager: ContextManagerValues = Field(
-        default_factory=ContextManagerValues,
-        description="who has which context, until when, whose turn; stateless over Redis",
-    )
-    envoy: EnvoyValues = Field(default_factory=EnvoyValues, description="what clients talk to")
-    engine: Engine = Field(default_factory=Engine, description="vLLM of the chart's own, with a kv-sidecar beside it")
-    sidecar: Sidecar = Field(
-        default_factory=Sidecar, description="the kv-sidecar beside every vLLM pod, the chart's own and injected ones"
-    )
-    discovery: Discovery = Field(
-        default_factory=Discovery, description="what every vLLM pod of the release has in common"
-    )
-    injector: InjectorValues = Field(
-        default_factory=InjectorValues,
-        description="the webhook that adds sidecar and plugin to vLLM Deployments you have",
-    )
-    tls: Tls = Field(default_factory=Tls, description="mutual TLS between the parts")
-    network_policy: NetworkPolicyValues = Field(
-        default_factory=NetworkPolicyValues, description="default deny, and then exactly the flows that are needed"
-    )
-    monitoring: MonitoringValues = Field(
-        default_factory=MonitoringValues,
-        description="PodMonitors, alert rules and a dashboard for the Prometheus operator and Grafana",
-    )
-    tracing: TracingValues = Field(default_factory=TracingValues, description="OpenTelemetry traces")
-    tests: TestsValues = Field(default_factory=TestsValues, description="helm test")
+    path: str
+    """Dotted, from the top."""
+    default: Any
+    meaning: str
+    type: Any
+    """What stands behind `# @schema`; None: what its default is."""
+    keys: Sequence[Key] | None
+    """Of a section; None: it is a value."""
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        return self.path.rpartition(".")[2]
+
+
+class BadValues(Exception):
+    """values.yaml is not as it must be; the message says where."""
+
+
+def read_values(text: str) -> list[Key]:
+    """Return the keys of the text of values.yaml. Raises BadValues: a key without its meaning or type."""
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.MappingNode)
+    return list(_keys(root, text.splitlines(), yaml.safe_load(text), ""))
+
+
+def schema_text(keys: Sequence[Key]) -> str:
+    """Return values.schema.json: what Helm refuses. Draft 2020-12; both Helm 3 and Helm 4 obey it. Raises BadValues."""
+    types = yaml.safe_load(TYPES.read_text())
+    types |= {f"settings.{prefix}": settings_schema(prefix) for prefix in PROCESSES}
+    types["settings.connector"] = connector_schema()
+    types["securityContext"] = types["object"]
+    used: dict[str, Any] = {}
+
+    def of_type(name: str, key: Key) -> dict[str, Any]:
+        if name not in types:
+            raise BadValues(f"{key.path}: types.yaml has no {name}")
+        used[name] = types[name]
+        return {"$ref": f"#/$defs/{name}"}
+
+    def of_key(key: Key) -> dict[str, Any]:
+        if key.keys is not None:
+            found = of_section(key.keys)
+        elif isinstance(key.type, str):
+            found = of_type(key.type, key)
+        elif isinstance(key.type, list):
+            found = {"type": "array", "items": of_type(key.type[0], key)}
+        else:
+            found = {"type": _BY_DEFAULT[type(key.default)], **(key.type or {})}
+        return {"description": key.meaning, **found}
+
+    def of_section(inner: Sequence[Key]) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {key.name: of_key(key) for key in inner},
+        }
+
+    schema = {"$schema": DRAFT, "title": "Values of the context-cache chart", **of_section(keys), "$defs": used}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def maps_text(keys: Sequence[Key]) -> str:
+    """Return the paths of the keys that must stay maps as a JSON list, each after the one it is in.
+
+    Helm takes a key that is null out of the values before it looks at the schema, which could only say "required" and
+    would then complain of every file that leaves defaults alone. Templates look into these, so they refuse it by name.
+    """
+    return json.dumps(list(_maps(keys)), indent=0) + "\n"
+
+
+def tables(keys: Sequence[Key]) -> str:
+    """Return the README's tables: one for what stands alone, one for what all pods have, one for each section."""
+    sections = [key for key in keys if key.keys is not None]
+    seen = Counter(_row(key) for section in sections for key in section.keys or () if key.keys is None)
+    of_pods = {row for row, times in seen.items() if times >= _OF_PODS_MIN}
+    with_pods = [section for section in sections if len(of_pods & set(map(_row, section.keys or ()))) > 1]
+    parts = ["### The release", "", *_table(key for key in keys if key.keys is None)]
+    names = ", ".join(f"`{section.name}`" for section in with_pods)
+    parts += ["", "### Pods", "", f"Every component with pods has these keys too: {names}.", ""]
+    all_have = {_row(key): key for section in with_pods for key in section.keys or () if _row(key) in of_pods}
+    parts += _table(iter(all_have.values()), cut=True)
+    for section in sections:
+        shared = of_pods if section in with_pods else set()
+        own = [key for key in section.keys or () if _row(key) not in shared]
+        meaning = section.meaning[:1].upper() + section.meaning[1:].rstrip(".")
+        parts += ["", f"### {section.name}", "", f"{meaning}.", "", *_table(_values(own))]
+    return "\n".join(parts) + "\n"
+
+
+def _keys(node: yaml.MappingNode, lines: Sequence[str], values: dict[str, Any], outer: str) -> Iterator[Key]:
+    for key_node, value_node in node.value:
+        number = key_node.start_mark.line
+        path, default = f"{outer}{key_node.value}", values[key_node.value]
+        mark = lines[number].partition(_MARK)[2]
+        meaning = _meaning(lines, number)
+        if not meaning:
+            raise BadValues(f"values.yaml, line {number + 1}: {path} has no meaning (# -- …) above it")
+        inner = None
+        if isinstance(value_node, yaml.MappingNode) and not mark:
+            if not default:
+                raise BadValues(f"values.yaml, line {number + 1}: {path} is an empty map and has no type (# @schema …)")
+            inner = list(_keys(value_node, lines, default, f"{path}."))
+        type_ = yaml.safe_load(mark) if mark else None
+        if inner is None and not isinstance(type_, str | list) and type(default) not in _BY_DEFAULT:
+            raise BadValues(
+                f"values.yaml, line {number + 1}: the default of {path} does not say its type (# @schema …)"
+            )
+        yield Key(path, default, meaning, type_, inner)
+
+
+def _meaning(lines: Sequence[str], number: int) -> str:
+    """Return what stands above a line, from its `# --` on."""
+    told: list[str] = []
+    for line in reversed(lines[:number]):
+        if not (text := re.fullmatch(r" *# (-- )?(.*)", line)):
+            return ""
+        told.insert(0, text[2])
+        if text[1]:
+            return " ".join(told)
+    return ""
+
+
+def _maps(keys: Sequence[Key]) -> Iterator[str]:
+    for key in keys:
+        if key.keys is not None:
+            yield key.path
+            yield from _maps(key.keys)
+        elif isinstance(key.type, str) and key.type.startswith(_MAPS):
+            yield key.path
+
+
+def _values(keys: Sequence[Key]) -> Iterator[Key]:
+    for key in keys:
+        yield from [key] if key.keys is None else _values(key.keys)
+
+
+def _row(key: Key) -> tuple[str, str, str]:
+    return key.name, key.meaning, repr(key.default)
+
+
+def _table(keys: Iterator[Key], *, cut: bool = False) -> Iterator[str]:
+    yield "| key | default | meaning |"
+    yield "| --- | --- | --- |"
+    for key in keys:
+        default = json.dumps(key.default, ensure_ascii=False).replace("|", "\\|")
+        meaning = key.meaning.replace("|", "\\|").replace("<", "&lt;")
+        if isinstance(key.type, str) and key.type.startswith("settings."):
+            anchor = _HEADINGS[key.type.removeprefix("settings.")]
+            meaning += f": [all of them](../../docs/operations/settings.md#{anchor})"
+        yield f"| `{key.name if cut else key.path}` | `{default}` | {meaning} |"
+
+
+_HEADINGS = {
+    "GATEWAY_": "gateway",
+    "MANAGER_": "context-manager",
+    "ENVOY_": "envoy",
+    "SIDECAR_": "kv-sidecar",
+    "TURN_": "turn-middleware",
+    "connector": "connector",
+    "INJECTOR_": "injector",
+}
+"""Of docs/operations/settings.md."""

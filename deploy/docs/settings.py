@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 from pydantic_core import PydanticUndefined
 
-from context_manager.settings import ManagerSettings
 from contextcache.process.settings import TlsSettings, TracingSettings
-from deploy.chart.chart_settings import CHART_SETTINGS
-from deploy.chart.connector_values import CHART_CONNECTOR_KEYS, connector_fields
-from gateway.envoy.settings import EnvoySettings
-from gateway.settings import GatewaySettings
-from injector.settings import InjectorSettings
-from kv_sidecar.settings import SidecarSettings
-from vllm_plugin.turn.settings import TurnSettings
+from deploy.chart.process_settings import CHART_CONNECTOR_KEYS, CHART_SETTINGS, PROCESSES, connector_fields
 
-PROCESSES: Mapping[str, type[BaseModel]] = {
-    "GATEWAY_": GatewaySettings,
-    "MANAGER_": ManagerSettings,
-    "SIDECAR_": SidecarSettings,
-    "TURN_": TurnSettings,
-    "INJECTOR_": InjectorSettings,
-    "ENVOY_": EnvoySettings,
-}
-"""By prefix of the variables."""
 SHARED = {**TlsSettings.model_fields, **TracingSettings.model_fields}
 """Fields that several processes have, told once."""
 

@@ -10,7 +10,7 @@ from tests.chart.rendering import Release
 Values = dict[str, Any]
 
 REDIS: Values = {"redis": {"url": "redis://redis.data.svc:6379/0"}}
-ENGINE: Values = {"engine": {"enabled": True, "model": "meta-llama/Llama-3.1-8B-Instruct"}}
+ENGINE: Values = {"engine": {"model": "meta-llama/Llama-3.1-8B-Instruct"}}
 CERT_MANAGER: Values = {
     "tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "ca", "kind": "ClusterIssuer"}}}
 }
@@ -75,7 +75,7 @@ EVERYTHING = merged(
     INJECTOR,
     MONITORING,
     {
-        "valkey": {"enabled": True},
+        "redis": {"url": ""},
         "tracing": {"endpoint": "http://otel.monitoring.svc:4317", "sampleRatio": 1},
         "gateway": {"autoscaling": {"enabled": True}},
         "envoy": {"autoscaling": {"enabled": True}, "tls": {"existingSecret": "front-tls"}},
@@ -87,11 +87,11 @@ EVERYTHING = merged(
 # What is written over REDIS for each release.
 _VALUES: dict[str, Values] = {
     "defaults": {},
-    "valkey": {"redis": {"url": ""}, "valkey": {"enabled": True}},
-    "valkey without storage": {"redis": {"url": ""}, "valkey": {"enabled": True, "storage": {"enabled": False}}},
+    "valkey": {"redis": {"url": ""}},
+    "valkey without storage": {"redis": {"url": ""}, "valkey": {"storage": {"enabled": False}}},
     "valkey with a storage class": {
         "redis": {"url": ""},
-        "valkey": {"enabled": True, "storage": {"size": "20Gi", "storageClassName": "fast"}},
+        "valkey": {"storage": {"size": "20Gi", "storageClassName": "fast"}},
     },
     "redis from a secret": {"redis": {"url": "", "existingSecret": "redis", "secretKey": "url"}},
     "redis over tls": {"redis": {"url": "rediss://redis.data.svc:6380/0", "tlsSecret": "redis-tls"}},
@@ -232,7 +232,32 @@ _VALUES: dict[str, Values] = {
     "sidecar on ephemeral volumes": merged(
         ENGINE, {"sidecar": {"storage": {"type": "ephemeral", "size": "1Ti", "storageClassName": "local-nvme"}}}
     ),
-    "sidecar on a claim": merged(ENGINE, {"sidecar": {"storage": {"type": "existingClaim", "existingClaim": "kv"}}}),
+    "sidecar on a claim": merged(
+        ENGINE, INJECTOR, {"sidecar": {"storage": {"type": "pvc", "storageClassName": "ssd"}}}
+    ),
+    "sidecar on the node": merged(ENGINE, {"sidecar": {"storage": {"type": "hostPath", "hostPath": "/mnt/nvme/kv"}}}),
+    "sidecar before an object store": merged(
+        ENGINE,
+        {
+            "engine": {"terminationGracePeriodSeconds": 150},
+            "sidecar": {
+                "settings": {"storeUrl": "s3://kv/release"},
+                "diskLimit": "18Gi",
+                "storage": {"size": "20Gi"},
+                "extraEnv": [{"name": "AWS_REGION", "value": "eu-central-1"}],
+            },
+        },
+    ),
+    "two models": merged(
+        ENGINE,
+        {
+            "engine": {"servedModelName": "large", "gpu": {"count": 4}, "tensorParallelSize": 4},
+            "models": {
+                "small": {"model": "Qwen/Qwen3-0.6B", "gpu": {"count": 0}, "tensorParallelSize": 1, "blockSize": 32}
+            },
+        },
+    ),
+    "models alone": {"models": {"one": {"model": "a/one"}, "two": {"model": "b/two", "replicas": 3}}},
     "sidecar settings": merged(
         ENGINE,
         {
@@ -261,7 +286,7 @@ _VALUES: dict[str, Values] = {
     "tls by cert-manager": merged(CERT_MANAGER, ENGINE),
     "tls from a secret": merged(TLS_SECRET, ENGINE, INJECTOR),
     "tls and no envoy": merged(TLS_SECRET, NO_ENVOY, ENGINE),
-    "tls to valkey": merged(TLS_SECRET, {"redis": {"url": ""}, "valkey": {"enabled": True}}),
+    "tls to valkey": merged(TLS_SECRET, {"redis": {"url": ""}}),
     "no network policies": merged(ENGINE, {"networkPolicy": {"enabled": False}}),
     "narrow network policies": merged(
         ENGINE,

@@ -14,7 +14,7 @@ from tests.chart.custom_resources import CUSTOM_RESOURCES, faults
 from tests.chart.each_release import in_each_release
 from tests.chart.manifests import COMPONENT, INSTANCE, NAME, identity, name_of, of_kind, pods
 from tests.chart.releases import RELEASES
-from tests.chart.rendering import CHART, Document, render, render_both
+from tests.chart.rendering import CHART, Document, helm_says, render, render_both
 
 KUBERNETES = ("1.30", "1.32", "1.35", "1.37")
 RANDOM_ENDINGS = ("/caBundle",)
@@ -180,5 +180,23 @@ def test_no_template_is_left_out():
 
 def test_components_are_named_as_the_design_has_them():
     named = {pod.labels.get(COMPONENT) for _, document in different_documents().values() for pod in pods([document])}
+    more_models = {"engine-small", "engine-one", "engine-two"}
 
-    assert named - {None} == {"gateway", "context-manager", "envoy", "engine", "injector", "valkey", "test"}
+    assert named - {None} - more_models == {
+        "gateway",
+        "context-manager",
+        "envoy",
+        "engine",
+        "injector",
+        "valkey",
+        "test",
+    }
+    assert more_models <= named
+
+
+@in_each_release
+def test_no_comment_of_a_template_is_in_a_manifest(release):
+    """Why a thing is as it is stands in the chart, not in the cluster."""
+    found = [line for line in helm_says(release)[1].splitlines() if re.match(r"^ *# (?!Source: )", line)]
+
+    assert found == []

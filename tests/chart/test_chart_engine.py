@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.chart.connector_values import CHART_CONNECTOR_KEYS, connector_schema
+from deploy.chart.process_settings import CHART_CONNECTOR_KEYS, connector_schema
 from kv_sidecar.settings import SidecarSettings
 from tests.chart.manifests import env_of, of_kind, one, pod_of, pods
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, TLS_SECRET, merged

@@ -59,7 +59,7 @@ NARROW = {
     "tracing": {"endpoint": "http://otel.monitoring.svc:4317"},
     "redis": {"url": "redis://redis.data.svc:6379/0", "egress": {"to": [of_namespace("data")]}},
 }
-OWN_REDIS = {"redis": {"url": ""}, "valkey": {"enabled": True}}
+OWN_REDIS = {"redis": {"url": ""}}
 
 ALWAYS: set[Flow] = {
     ("gateway", "context-manager", 50051),

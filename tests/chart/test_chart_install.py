@@ -14,7 +14,7 @@ from tests.chart.manifests import identity, pods
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, merged
 from tests.chart.rendering import CHART, Release, render, run_helm
 
-VALKEY = {"redis": {"url": ""}, "valkey": {"enabled": True}}
+VALKEY = {"redis": {"url": ""}}
 
 
 @pytest.fixture(params=HELMS, ids=lambda helm: helm.version)

@@ -65,8 +65,7 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "a label with a space": ({"commonLabels": {"a b": "c"}}, ("commonLabels",)),
     "a label of a pod that is a number": ({"gateway": {"podLabels": {"a": 1}}}, ("podLabels",)),
     "a log level of one's own": ({"logLevel": "verbose"}, ("logLevel",)),
-    "no store": ({"redis": {"url": ""}}, ("redis.url", "redis.existingSecret", "valkey.enabled")),
-    "two stores": ({"valkey": {"enabled": True}}, ("redis.url", "valkey.enabled")),
+    "two stores": ({"redis": {"existingSecret": "redis"}}, ("redis.url", "redis.existingSecret")),
     "a store and a secret with one": ({"redis": {"existingSecret": "r"}}, ("redis.url", "redis.existingSecret")),
     "a store that is no redis": ({"redis": {"url": "http://redis:6379"}}, ("redis", "url")),
     "a password in the open": ({"redis": {"url": "redis://user:secret@redis:6379/0"}}, ("redis", "url")),
@@ -110,7 +109,9 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         {"gateway": {"drainDelayS": 30, "terminationGracePeriodSeconds": 45}},
         ("gateway.terminationGracePeriodSeconds",),
     ),
-    "an engine without a model": ({"engine": {"enabled": True}}, ("engine.model",)),
+    "a model without a model": ({"models": {"small": {"replicas": 2}}}, ("models", "model")),
+    "a model by a name that no object can have": ({"models": {"Small_1": {"model": "m"}}}, ("models", "Small_1")),
+    "a model with a slip in a key": ({"models": {"small": {"model": "m", "replica": 2}}}, ("models", "replica")),
     "a model that does not spread over its gpus": (
         merged(GPU, {"engine": {"tensorParallelSize": 3}}),
         ("engine.tensorParallelSize", "engine.gpu.count"),
@@ -149,16 +150,13 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     ),
     "an amount of nonsense": (merged(ENGINE, {"sidecar": {"memoryLimit": "lots"}}), ("memoryLimit",)),
     "a disk of one's own kind": ({"sidecar": {"storage": {"type": "nfs"}}}, ("storage", "type")),
-    "a claim without a name": (
-        merged(ENGINE, {"sidecar": {"storage": {"type": "existingClaim"}}}),
-        ("sidecar.storage.existingClaim",),
+    "a directory of the nodes that is none": (
+        merged(ENGINE, {"sidecar": {"storage": {"type": "hostPath"}}}),
+        ("sidecar.storage.hostPath",),
     ),
-    "one claim for two pods": (
-        merged(
-            ENGINE,
-            {"engine": {"replicas": 2}, "sidecar": {"storage": {"type": "existingClaim", "existingClaim": "kv"}}},
-        ),
-        ("engine.replicas", "existingClaim"),
+    "a directory of the nodes for injected pods": (
+        merged(ENGINE, INJECTOR, {"sidecar": {"storage": {"type": "hostPath", "hostPath": "/mnt/kv"}}}),
+        ("hostPath", "injector.enabled"),
     ),
     "less than no gpu": (merged(ENGINE, {"engine": {"gpu": {"count": -1}}}), ("gpu", "count")),
     "tls out of nowhere": (

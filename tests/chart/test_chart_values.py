@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.chart.tools import HELMS
-from tests.chart.manifests import env_of, of_kind, one, pod_of, pods
+from tests.chart.manifests import env_of, name_of, of_kind, one, pod_of, pods
 from tests.chart.releases import (
     DIGEST,
     ENGINE,
@@ -47,7 +47,7 @@ BASES: list[Values] = [
                 "blockSize": 32,
             },
             "envoy": {"tls": {"existingSecret": "f"}, "service": {"type": "LoadBalancer"}},
-            "sidecar": {"storage": {"type": "existingClaim", "existingClaim": "c"}},
+            "sidecar": {"storage": {"type": "pvc"}},
         },
     ),
     merged(REDIS, INJECTOR, {"injector": {"tls": {"existingSecret": "w", "caBundle": "YQ=="}}}),
@@ -100,13 +100,14 @@ SAMPLES: dict[str, Any] = {
     "tls.certManager.duration": "1000h",
     "tls.certManager.renewBefore": "10h",
     "tls.serverName": "other",
+    "models": {"other": {"model": "other"}},
+    "sidecar.storage.hostPath": "/other",
 }
 """Values for keys whose schema does not say enough."""
 BESIDE: dict[str, Values] = {
     "engine.tensorParallelSize": {"engine": {"gpu": {"count": 2}}},
-    "engine.enabled": {"engine": {"model": "some"}},
-    "redis.existingSecret": {"redis": {"url": ""}, "valkey": {"enabled": False}},
-    "valkey.enabled": {"redis": {"url": "", "existingSecret": ""}},
+    "redis.existingSecret": {"redis": {"url": ""}},
+    "sidecar.storage.hostPath": {"sidecar": {"storage": {"type": "hostPath"}}},
     "gateway.keda.enabled": {"gateway": {"keda": {"prometheusServer": "http://p"}}},
     "tls.enabled": {"tls": {"existingSecret": "parts"}},
     "tls.certManager.enabled": {
@@ -117,7 +118,7 @@ BESIDE: dict[str, Values] = {
 WITHOUT = {
     # What a key takes the place of.
     "redis.existingSecret": {"redis": {"url": "redis://a:6379/0"}},
-    "valkey.enabled": {"redis": {"url": "redis://a:6379/0"}},
+    "sidecar.storage.hostPath": {"sidecar": {"storage": {"type": "hostPath", "hostPath": "/mnt/kv"}}},
     "tls.certManager.enabled": {"tls": {"enabled": True, "existingSecret": "parts"}},
 }
 RANDOM = re.compile(
@@ -344,9 +345,68 @@ def test_the_disk_of_the_sidecar_is_what_the_values_say():
 
     ephemeral = volume("sidecar on ephemeral volumes")["ephemeral"]["volumeClaimTemplate"]["spec"]
     assert volume("engine")["emptyDir"]["sizeLimit"] == "100Gi"
+    assert volume("sidecar before an object store")["emptyDir"]["sizeLimit"] == "20Gi"
     assert ephemeral["storageClassName"] == "local-nvme"
     assert ephemeral["resources"]["requests"]["storage"] == "1Ti"
-    assert volume("sidecar on a claim")["persistentVolumeClaim"]["claimName"] == "kv"
+    assert volume("sidecar on the node")["hostPath"] == {"path": "/mnt/nvme/kv", "type": "Directory"}
+
+
+def sidecar_env(workload: dict) -> dict[str, Any]:
+    """Return the variables of a workload's kv-sidecar."""
+    containers = workload["spec"]["template"]["spec"]["initContainers"]
+    return {one["name"]: one.get("value") for c in containers if c["name"] == "kv-sidecar" for one in c["env"]}
+
+
+def test_a_pod_whose_disk_stays_keeps_its_name_and_finds_it_again():
+    """KV is looked for at the pod it was seen at last: with a disk of its own the pod must keep its name."""
+    documents = render(RELEASES["sidecar on a claim"])
+    claimed = one(documents, "StatefulSet", "-engine")["spec"]
+    [claim] = claimed["volumeClaimTemplates"]
+    parts = json.loads(one(documents, "ConfigMap", "-injector")["data"]["parts.json"])
+    [injected] = [volume for volume in parts["volumes"] if volume["name"] == "kv-blocks"]
+    on_node = one(render(RELEASES["sidecar on the node"]), "StatefulSet", "-engine")
+
+    assert claim["metadata"]["name"] == "kv-blocks"
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "ssd",
+        "resources": {"requests": {"storage": "100Gi"}},
+    }
+    assert claimed["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Delete", "whenScaled": "Delete"}
+    assert not [v for v in claimed["template"]["spec"]["volumes"] if v["name"] == "kv-blocks"]
+    assert claimed["serviceName"] == name_of(one(documents, "Service", "-engines"))
+    assert injected["ephemeral"]["volumeClaimTemplate"]["spec"] == claim["spec"]
+    # Two pods on one node never share a directory: its name is the pod's, which the variable before it says.
+    env = sidecar_env(on_node)
+    assert env["SIDECAR_DATA_DIR"] == "/var/lib/context-cache/$(SIDECAR_ENDPOINT_NAME)"
+    assert list(env).index("SIDECAR_ENDPOINT_NAME") < list(env).index("SIDECAR_DATA_DIR")
+
+
+def test_each_model_has_pods_of_its_own_and_what_it_does_not_say_is_engine_s():
+    documents = render(RELEASES["two models"])
+    large, small = (one(documents, "Deployment", f"-{name}") for name in ("engine", "engine-small"))
+
+    def vllm(deployment: dict) -> dict:
+        return deployment["spec"]["template"]["spec"]["containers"][0]
+
+    def args(deployment: dict) -> dict[str, str]:
+        return dict(arg.split("=", 1) for arg in vllm(deployment)["args"] if "=" in arg)
+
+    assert args(large)["--served-model-name"] == "large"
+    assert "--served-model-name" not in args(small)
+    assert (args(large)["--tensor-parallel-size"], args(small)["--tensor-parallel-size"]) == ("4", "1")
+    assert args(small)["--model"] == "Qwen/Qwen3-0.6B"
+    assert vllm(large)["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert "nvidia.com/gpu" not in vllm(small)["resources"]["limits"]
+    # Both are the release's, and neither owns the other's pods.
+    labels = [deployment["spec"]["template"]["metadata"]["labels"] for deployment in (large, small)]
+    selectors = [deployment["spec"]["selector"]["matchLabels"] for deployment in (large, small)]
+    assert len({label["context-cache.io/engines"] for label in labels}) == 1
+    assert [[s.items() <= label.items() for label in labels] for s in selectors] == [[True, False], [False, True]]
+    budgets = [budget["spec"]["selector"]["matchLabels"] for budget in of_kind(documents, "PodDisruptionBudget")]
+    assert all(selector in budgets for selector in selectors)
+    assert [name for name in ("engine-one", "engine-two") if one(render(RELEASES["models alone"]), "Deployment", name)]
+    assert not [d for d in of_kind(render(RELEASES["models alone"]), "Deployment") if name_of(d).endswith("-engine")]
 
 
 def test_keda_counts_what_all_gateways_have_in_hand():

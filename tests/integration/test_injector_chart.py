@@ -106,7 +106,7 @@ def test_with_mutual_tls_the_engine_serves_https_and_is_probed_by_it(tmp_path):
 
 
 def test_the_connector_of_an_injected_pod_is_that_of_the_charts_own_engine(tmp_path):
-    documents = render(Release(VALUES | {"engine": {"enabled": True, "model": "m"}}))
+    documents = render(Release(VALUES | {"engine": {"model": "m"}}))
     parts = parts_of(documents, tmp_path)
     own = one(documents, "Deployment", "engine")["spec"]["template"]["spec"]
 

@@ -37,8 +37,6 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
       value: /run/context-cache/sidecar.sock
     - name: SIDECAR_LISTEN
       value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
-    - name: SIDECAR_DATA_DIR
-      value: /var/lib/context-cache
     - name: SIDECAR_MEMORY_LIMIT_BYTES
       value: {{ include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | quote }}
     - name: SIDECAR_DISK_LIMIT_BYTES
@@ -47,11 +45,14 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
       value: {{ include "context-cache.manager.address" . | quote }}
     - name: SIDECAR_PEERS
       value: {{ include "context-cache.sidecar.peers" . | quote }}
-    # When the pod ends its peers take its contexts over, and the manager hears which pod has them.
+    {{- /* When the pod ends its peers take its contexts over, and the manager hears which pod has them. */}}
     - name: SIDECAR_ENDPOINT_NAME
       valueFrom:
         fieldRef:
           fieldPath: metadata.name
+    - name: SIDECAR_DATA_DIR
+      {{- /* A node's directory holds one for each pod: two sidecars never share one. */}}
+      value: {{ ternary "/var/lib/context-cache/$(SIDECAR_ENDPOINT_NAME)" "/var/lib/context-cache" (eq .Values.sidecar.storage.type "hostPath") | quote }}
     - name: POD_IP
       valueFrom:
         fieldRef:
@@ -75,7 +76,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
       containerPort: {{ .Values.discovery.sidecarPort }}
     - name: kv-metrics
       containerPort: 9091
-  # Plain HTTP, as kubelets have no certificate. A start reads every manifest on the disk first.
+  {{- /* Plain HTTP, as kubelets have no certificate. A start reads every manifest on the disk first. */}}
   startupProbe:
     httpGet:
       path: /healthz
@@ -93,7 +94,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
   terminationMessagePolicy: FallbackToLogsOnError
   securityContext:
     {{- include "context-cache.containerSecurityContext" . | nindent 4 }}
-  # The memory that both containers use (memoryLimit) counts here, in full and from the start on.
+  {{- /* The memory that both containers use (memoryLimit) counts here, in full and from the start on. */}}
   resources:
     {{- include "context-cache.sidecar.resources" . | nindent 4 }}
   volumeMounts:
@@ -131,41 +132,61 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 {{- ternary (list (printf "%s:%d" $engines (int .Values.discovery.sidecarPort))) list .Values.sidecar.peers | toJson }}
 {{- end }}
 
-{{/* Volumes of a pod with vLLM: the sockets, the sidecar's disk, and the Secrets the plugin and the sidecar read. */}}
+{{/*
+Volumes of a pod with vLLM: the sockets, the sidecar's disk, and the Secrets the plugin and the sidecar read. dict "root" $
+"claimed" whether the pod's StatefulSet claims the disk; injected pods have none that does, theirs goes with the pod.
+*/}}
 {{- define "context-cache.sidecar.volumes" -}}
 - name: kv-run
   emptyDir: {}
+{{- with .root.Values.sidecar.storage }}
+{{- if not (and (eq .type "pvc") $.claimed) }}
 - name: kv-blocks
-  {{- with .Values.sidecar.storage }}
-  {{- if eq .type "existingClaim" }}
-  persistentVolumeClaim:
-    claimName: {{ .existingClaim | quote }}
-  {{- else if eq .type "ephemeral" }}
+  {{- if eq .type "hostPath" }}
+  hostPath:
+    path: {{ .hostPath | quote }}
+    type: Directory
+  {{- else if has .type (list "ephemeral" "pvc") }}
   ephemeral:
-    {{- include "context-cache.engine.volumeClaimTemplate" . | nindent 4 }}
+    volumeClaimTemplate:
+      {{- include "context-cache.engine.claim" . | nindent 6 }}
   {{- else }}
   emptyDir:
     sizeLimit: {{ .size | toJson }}
   {{- end }}
-  {{- end }}
-{{ include "context-cache.signing.volume" . }}
-{{ include "context-cache.tls.volume" . }}
-{{- with .Values.sidecar.extraVolumes }}
+{{- end }}
+{{- end }}
+{{ include "context-cache.signing.volume" .root }}
+{{ include "context-cache.tls.volume" .root }}
+{{- with .root.Values.sidecar.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{/* A volume that is made and deleted with its pod: takes what has size and storageClassName. */}}
-{{- define "context-cache.engine.volumeClaimTemplate" -}}
-volumeClaimTemplate:
-  spec:
-    accessModes: [ReadWriteOnce]
-    {{- with .storageClassName }}
-    storageClassName: {{ . | quote }}
-    {{- end }}
-    resources:
-      requests:
-        storage: {{ .size | toJson }}
+{{/* What a volume of a pod's own asks for: takes what has size and storageClassName. */}}
+{{- define "context-cache.engine.claim" -}}
+spec:
+  accessModes: [ReadWriteOnce]
+  {{- with .storageClassName }}
+  storageClassName: {{ . | quote }}
+  {{- end }}
+  resources:
+    requests:
+      storage: {{ .size | toJson }}
+{{- end }}
+
+{{/*
+The chart's own engines, a JSON list of component and values: `engine` if it has a model, and one for each of `models`,
+which says what differs. A name that clients use is one model's.
+*/}}
+{{- define "context-cache.engines" -}}
+{{- $all := list }}
+{{- if .Values.engine.model }}{{ $all = append $all (dict "component" "engine" "values" .Values.engine) }}{{ end }}
+{{- range $name, $differs := .Values.models }}
+{{- $values := mergeOverwrite (deepCopy $.Values.engine) (dict "model" "" "servedModelName" "") $differs }}
+{{- $all = append $all (dict "component" (printf "engine-%s" $name) "values" $values) }}
+{{- end }}
+{{- $all | toJson }}
 {{- end }}
 
 {{/* Environment of the turn middleware, in vLLM's container. */}}
@@ -176,7 +197,7 @@ volumeClaimTemplate:
   value: unix:///run/context-cache/sidecar.sock
 - name: TURN_SECRET_FILE
   value: /etc/context-cache/signing/secret
-# The gateway finds pods in EndpointSlices, under the same name.
+{{- /* The gateway finds pods in EndpointSlices, under the same name. */}}
 - name: TURN_ENDPOINT_NAME
   valueFrom:
     fieldRef:
@@ -214,7 +235,7 @@ pods.
 {{- $memory := include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | float64 }}
 {{- $disk := include "context-cache.bytes" (dict "name" "sidecar.diskLimit" "value" .Values.sidecar.diskLimit) | float64 }}
 {{- $size := include "context-cache.bytes" (dict "name" "sidecar.storage.size" "value" .Values.sidecar.storage.size) | float64 }}
-{{- if and (ne .Values.sidecar.storage.type "existingClaim") (ge $disk $size) }}
+{{- if ge $disk $size }}
 {{- fail (printf "sidecar.diskLimit (%v) must be less than sidecar.storage.size (%v): manifests and unfinished files need room too" .Values.sidecar.diskLimit .Values.sidecar.storage.size) }}
 {{- end }}
 {{- with dig "limits" "memory" "" (.Values.sidecar.resources | default dict) }}
@@ -223,12 +244,12 @@ pods.
 {{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v) by 512Mi or more: that memory is taken at the start, and the sidecar needs some of its own; it would be killed" . $.Values.sidecar.memoryLimit) }}
 {{- end }}
 {{- end }}
-{{- if eq .Values.sidecar.storage.type "existingClaim" }}
-{{- if not .Values.sidecar.storage.existingClaim }}
-{{- fail "sidecar.storage.existingClaim must name a PersistentVolumeClaim with sidecar.storage.type existingClaim" }}
+{{- if eq .Values.sidecar.storage.type "hostPath" }}
+{{- if not .Values.sidecar.storage.hostPath }}
+{{- fail "sidecar.storage.hostPath: required with sidecar.storage.type hostPath, a directory of the nodes" }}
 {{- end }}
-{{- if or .Values.injector.enabled (gt (int .Values.engine.replicas) 1) }}
-{{- fail "sidecar.storage.type existingClaim is for one pod, as a data directory has one sidecar: engine.replicas must be 1 and injector.enabled false, or the type ephemeral or emptyDir" }}
+{{- if .Values.injector.enabled }}
+{{- fail "sidecar.storage.type hostPath is for the chart's own engines, whose pods keep their names: with injector.enabled every new pod would leave its directory on the node; take the type ephemeral or emptyDir" }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -55,7 +55,7 @@ end in a dot: they are complete, and Envoy looks them up once a second without t
   value: 0.0.0.0:9002
 {{- end }}
 {{- if .Values.tls.enabled }}
-# Clients themselves have no certificate of the release's; a proxy in front has one.
+{{- /* Clients themselves have no certificate of the release's; a proxy in front has one. */}}
 - name: GATEWAY_TLS_CLIENTS
   value: {{ ternary "none" "required" (eq .Values.envoy.mode "none") }}
 {{- end }}

@@ -133,9 +133,14 @@ one HTTP/2 connection through a ClusterIP would stay with one manager for ever.
 {{- default (printf "%s-tls" (include "context-cache.fullname" .)) .Values.tls.existingSecret }}
 {{- end }}
 
+{{/* Something when the release has a Valkey of its own: when no other store is named. */}}
+{{- define "context-cache.valkey" -}}
+{{- if not (or .Values.redis.url .Values.redis.existingSecret) }}yes{{ end }}
+{{- end }}
+
 {{/* Secret with the whole Redis URL, or nothing when the URL stands in the values. */}}
 {{- define "context-cache.redis.secretName" -}}
-{{- if .Values.valkey.enabled }}
+{{- if include "context-cache.valkey" . }}
 {{- printf "%s-valkey" (include "context-cache.fullname" .) }}
 {{- else }}
 {{- .Values.redis.existingSecret }}
@@ -143,7 +148,7 @@ one HTTP/2 connection through a ClusterIP would stay with one manager for ever.
 {{- end }}
 
 {{- define "context-cache.redis.secretKey" -}}
-{{- ternary "redis-url" .Values.redis.secretKey .Values.valkey.enabled }}
+{{- ternary "redis-url" .Values.redis.secretKey (ne "" (include "context-cache.valkey" .)) }}
 {{- end }}
 
 {{/*

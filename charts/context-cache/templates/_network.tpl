@@ -192,7 +192,7 @@ spec:
   podSelector:
     matchLabels:
       context-cache.io/engines: {{ include "context-cache.fullname" . | quote }}
-      # Only pods that asked for injection carry it, the chart's own do not.
+      {{- /* Only pods that asked for injection carry it, the chart's own do not. */}}
       context-cache.io/inject: "true"
   policyTypes: [Ingress]
   ingress:

@@ -19,12 +19,12 @@ The chart's own vLLM container: what injected pods bring themselves. All take th
 {{- end }}
 - --shutdown-timeout={{ $engine.shutdownTimeoutS }}
 - --middleware=vllm_plugin.turn.middleware.TurnMiddleware
-# Usage says how many tokens were found in the cache: it is what a context's receipt is made from.
+{{- /* Usage says how many tokens were found in the cache: it is what a context's receipt is made from. */}}
 - --enable-prompt-tokens-details
 - {{ printf "--kv-transfer-config=%s" (include "context-cache.engine.transferConfig" .) | quote }}
 {{- if .Values.tls.enabled }}
-# vLLM shows a certificate and asks for none, as kubelets that probe it have none. Sessions are guarded by the signed
-# header, everything else by the NetworkPolicy.
+{{- /* vLLM shows a certificate and asks for none, as kubelets that probe it have none. Sessions are guarded by the signed
+header, everything else by the NetworkPolicy. */}}
 - --ssl-certfile=/etc/context-cache/tls/tls.crt
 - --ssl-keyfile=/etc/context-cache/tls/tls.key
 - --enable-ssl-refresh
@@ -120,23 +120,11 @@ readinessProbe:
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* A claim of one pod cannot be handed over while the old pod lives. */}}
-{{- define "context-cache.engine.strategy" -}}
-{{- if eq .Values.sidecar.storage.type "existingClaim" }}
-type: Recreate
-{{- else }}
-type: RollingUpdate
-rollingUpdate:
-  maxSurge: {{ .Values.engine.rollout.maxSurge }}
-  maxUnavailable: {{ .Values.engine.rollout.maxUnavailable }}
-{{- end }}
-{{- end }}
-
 {{/* Stops with a readable message where the engine's values contradict each other. */}}
 {{- define "context-cache.engine.check" -}}
 {{- $engine := .Values.engine }}
 {{- if not $engine.model }}
-{{- fail "engine.model: required with engine.enabled, a model's name at the hub or a path under engine.modelCache.mountPath" }}
+{{- fail "models: each needs its model, a name at the hub or a path under engine.modelCache.mountPath" }}
 {{- end }}
 {{- $tp := int $engine.tensorParallelSize }}
 {{- $gpus := int $engine.gpu.count }}

@@ -26,7 +26,6 @@ _SECTIONS = {
     "TURN_": ("engine", "turn"),
 }
 _ENGINE = {
-    "enabled": True,
     "model": f"/models/{MODEL}",
     "servedModelName": MODEL,
     "dtype": "float32",
@@ -72,7 +71,6 @@ def scenario(models: Path, *, tls: bool) -> Scenario:
 
 def _values() -> dict[str, Any]:
     own = {
-        "valkey": {"enabled": True},
         "engine": _ENGINE,
         # Answers that run when a pod ends may be slow.
         "gateway": {"settings": {"drainTimeoutS": 120}, "terminationGracePeriodSeconds": 180},

@@ -1,27 +1,20 @@
-"""The chart's generated files: every key has its default, its meaning and its row; nothing in them is said by hand."""
+"""What follows from the chart's values.yaml: each key has meaning, type and row; a slip is told by its line."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import yaml
-from pydantic import Field
 
 from context_manager.settings import ManagerSettings
 from deploy.chart.__main__ import CHART
-from deploy.chart.chart_settings import CHART_SETTINGS, settings_schema
-from deploy.chart.generate_readme import readme
-from deploy.chart.generate_schema import values_schema
-from deploy.chart.generate_values import values_yaml
-from deploy.chart.section import Section
-from deploy.chart.values import ChartValues
+from deploy.chart.process_settings import CHART_SETTINGS, settings_schema
+from deploy.chart.values import BadValues, maps_text, read_values, schema_text, tables
 from gateway.settings import GatewaySettings
 from vllm_plugin.turn.settings import TurnSettings
 
+TEXT = (CHART / "values.yaml").read_text()
 REPEATED = {
     "drainTimeoutS": [GatewaySettings.model_fields["drain_timeout_s"].default],
     "drainS": [ManagerSettings.model_fields["drain_s"].default],
@@ -32,66 +25,71 @@ REPEATED = {
 }
 
 
-def keys(section: Section, prefix: str = "") -> Iterator[str]:
-    """Return every key of the values with its path."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        key = f"{prefix}{field.alias or name}"
-        if isinstance(value, Section):
-            yield from keys(value, f"{key}.")
-        else:
-            yield key
+def of(text: str) -> dict:
+    """Return the schema that follows from a text of values."""
+    return json.loads(schema_text(read_values(text)))
 
 
-def test_values_yaml_says_the_defaults_of_the_models_and_nothing_else():
-    assert yaml.safe_load(values_yaml(ChartValues)) == ChartValues().model_dump(by_alias=True)
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("key: 1\n", "line 1: key has no meaning"),
+        ("# -- one\nouter:\n  inner: 1\n", "line 3: outer.inner has no meaning"),
+        ("# -- one\nkey: {}\n", "line 2: key is an empty map"),
+        ("# -- one\nkey: []\n", "line 2: the default of key does not say its type"),
+        ("# -- one\nkey: 1  # @schema nothing\n", "types.yaml has no nothing"),
+        ("# -- one\nkey: []  # @schema [nothing]\n", "types.yaml has no nothing"),
+    ],
+)
+def test_a_key_without_its_meaning_or_its_type_is_refused(text, told):
+    with pytest.raises(BadValues, match=re.escape(told)):
+        schema_text(read_values(text))
 
 
-def test_every_key_of_values_yaml_stands_below_its_meaning():
-    lines = values_yaml(ChartValues).splitlines()
-    top = [number for number, line in enumerate(lines) if re.match(r"[a-zA-Z]+:", line)]
+def test_a_key_takes_what_its_default_is_and_what_is_named_behind_it():
+    schema = of(
+        "# -- how many\n# of them\nnumber: 1  # @schema {minimum: 1}\n"
+        "# -- a section\nouter:\n  # -- yes or no\n  flag: true\n  # -- some\n  names: []  # @schema [name]\n"
+    )
+    outer = schema["properties"]["outer"]
 
-    assert len(top) > 20
-    assert [lines[number] for number in top if not lines[number - 1].startswith("#")] == []
+    assert schema["properties"]["number"] == {"description": "how many of them", "type": "integer", "minimum": 1}
+    assert outer["properties"]["flag"]["type"] == "boolean"
+    assert outer["properties"]["names"]["items"] == {"$ref": "#/$defs/name"}
+    assert list(schema["$defs"]) == ["name"]
+    assert (schema["additionalProperties"], outer["additionalProperties"]) == (False, False)
 
 
-def test_every_key_has_a_row_in_the_readme():
-    text = readme(ChartValues)
+def test_only_maps_that_templates_look_into_must_stay_maps():
+    text = (
+        "# -- a\nouter:\n  # -- b\n  settings: {}  # @schema settings.GATEWAY_\n  # -- c\n  any: {}  # @schema object\n"
+    )
+
+    assert json.loads(maps_text(read_values(text))) == ["outer", "outer.settings"]
+
+
+def test_every_key_has_a_row_in_the_readme_and_what_all_pods_have_one_for_all():
+    text = tables(read_values(TEXT))
     of_pods = {"podAnnotations", "podLabels", "nodeSelector", "tolerations", "affinity", "priorityClassName"}
-    missing = [
-        key
-        for key in keys(ChartValues())
-        if f"| `{key}` |" not in text and key.rpartition(".")[2] not in {*of_pods, "topologySpread", "extraEnv"}
-    ]
+    of_pods |= {"topologySpread", "extraEnv"}
 
-    assert missing == []
-    assert all(f"| `{key}` |" in text for key in of_pods)
+    def paths(keys):
+        for key in keys:
+            yield from [key.path] if key.keys is None else paths(key.keys)
+
+    missing = [path for path in paths(read_values(TEXT)) if f"| `{path}` |" not in text]
+    assert {path.rpartition(".")[2] for path in missing} <= of_pods
+    assert all(text.count(f"| `{key}` |") == 1 for key in of_pods)
 
 
 def test_a_row_of_the_readme_stays_a_row_whatever_stands_in_it():
-    class Odd(Section):
-        key: str = Field("a|b", description="one | two, <three>")
+    text = TEXT + '\n# -- one | two, <three>\nkey: "a|b"\n'
 
-    assert r'| `key` | `"a\|b"` | one \| two, &lt;three> |' in readme(Odd).splitlines()
-
-
-def test_the_schema_says_nothing_but_the_keys_in_their_titles_place():
-    schema = json.loads(values_schema(ChartValues))
-
-    def titles(node: Any) -> Iterator[Any]:
-        if isinstance(node, dict):
-            yield from (node["title"] for _ in [0] if isinstance(node.get("title"), str))
-            for inner in node.values():
-                yield from titles(inner)
-        elif isinstance(node, list):
-            for inner in node:
-                yield from titles(inner)
-
-    assert list(titles(schema)) == ["Values of the context-cache chart"]
+    assert r'| `key` | `"a\|b"` | one \| two, &lt;three> |' in tables(read_values(text)).splitlines()
 
 
 def test_a_map_of_settings_keeps_bounds_and_meaning_of_the_fields_and_leaves_out_what_the_chart_sets():
-    properties = settings_schema(GatewaySettings, "GATEWAY_")["properties"]
+    properties = settings_schema("GATEWAY_")["properties"]
 
     assert properties["saturatedKvUsage"]["exclusiveMinimum"] == 0
     assert properties["saturatedKvUsage"]["maximum"] == 1

@@ -1,16 +1,43 @@
 """Settings of the processes as values of the chart: every field has one way in, and this file says which.
 
-`gateway.settings` and its like take the fields of the settings class in camelCase, 1:1. Those listed here are not
-among them: the chart sets them from other values, or nobody does on Kubernetes. tests/chart compares both ways.
+`gateway.settings` and its like take the fields of the settings class in camelCase, 1:1, `engine.connector` the keys of
+the connector in their own spelling. Those listed here are not among them: the chart sets them from other values, or
+nobody does on Kubernetes. tests/chart compares both ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
+
+from context_manager.settings import ManagerSettings
+from gateway.envoy.settings import EnvoySettings
+from gateway.settings import GatewaySettings
+from injector.settings import InjectorSettings
+from kv_sidecar.settings import SidecarSettings
+from vllm_plugin.turn.settings import TurnSettings
+
+PROCESSES: Mapping[str, type[BaseModel]] = {
+    "GATEWAY_": GatewaySettings,
+    "MANAGER_": ManagerSettings,
+    "SIDECAR_": SidecarSettings,
+    "TURN_": TurnSettings,
+    "INJECTOR_": InjectorSettings,
+    "ENVOY_": EnvoySettings,
+}
+"""By prefix of the variables."""
+_CONNECTOR_SOURCE = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "settings.py"
+_JSON_TYPES: dict[str, dict[str, Any]] = {
+    "int": {"type": "integer", "minimum": 1},
+    "str": {"type": "string"},
+    "bool": {"type": "boolean"},
+}
 
 _FIXED = "fixed: ports, paths and addresses in pods are the chart's own"
 _UNUSED = "never set: means something on other platforms only"
@@ -105,11 +132,17 @@ CHART_SETTINGS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Prefix of a process's settings → field → which value of the chart sets it, and why."""
+CHART_CONNECTOR_KEYS = {
+    "sidecar": "the socket in the pod",
+    "secret_file": "signing",
+    "traces_endpoint": "tracing.endpoint",
+}
+"""Keys that the chart sets, and from what."""
 
 
-def settings_schema(settings: type[BaseModel], prefix: str) -> dict[str, Any]:
+def settings_schema(prefix: str) -> dict[str, Any]:
     """Return the JSON schema of the map of a process's settings: the fields the chart leaves to its user."""
-    properties = settings.model_json_schema()["properties"]
+    properties = PROCESSES[prefix].model_json_schema()["properties"]
     return {
         "type": "object",
         "additionalProperties": False,
@@ -119,3 +152,54 @@ def settings_schema(settings: type[BaseModel], prefix: str) -> dict[str, Any]:
             if name not in CHART_SETTINGS[prefix]
         },
     }
+
+
+def connector_schema(source: str | None = None) -> dict[str, Any]:
+    """Return the JSON schema of the keys that the chart leaves to its user, with their docstrings.
+
+    The connector's package imports torch and vLLM, which nobody needs to render a chart: its file is parsed, never
+    imported.
+    """
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            field.name: dict(_JSON_TYPES[field.type]) | ({"description": field.meaning} if field.meaning else {})
+            for field in connector_fields(source)
+            if field.name not in CHART_CONNECTOR_KEYS
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorField:
+    """One key as its source says it."""
+
+    name: str
+    type: str
+    default: str | int | bool | None
+    """None: the key is required."""
+    meaning: str
+
+
+def connector_fields(source: str | None = None) -> Iterator[ConnectorField]:
+    """Yield every key of the connector's settings, in their order."""
+    tree = ast.parse(_CONNECTOR_SOURCE.read_text() if source is None else source)
+    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings")
+    for field, text in zip(settings.body, settings.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            told = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and str(text.value.value)
+            default = None if field.value is None else _value(field.value, tree)
+            yield ConnectorField(
+                field.target.id, ast.unparse(field.annotation), default, " ".join((told or "").split())
+            )
+
+
+def _value(node: ast.expr, module: ast.Module) -> Any:
+    """Return what a default is: a literal, a constant of the module, or one shifted by bits."""
+    if isinstance(node, ast.Name):
+        constants = (found for found in module.body if isinstance(found, ast.Assign))
+        return next(_value(found.value, module) for found in constants if ast.unparse(found.targets[0]) == node.id)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):
+        return _value(node.left, module) << _value(node.right, module)
+    return ast.literal_eval(node)
