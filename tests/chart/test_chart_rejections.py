@@ -150,6 +150,14 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     ),
     "an amount of nonsense": (merged(ENGINE, {"sidecar": {"memoryLimit": "lots"}}), ("memoryLimit",)),
     "a disk of one's own kind": ({"sidecar": {"storage": {"type": "nfs"}}}, ("storage", "type")),
+    "a name that a pod of a StatefulSet has no room for": (
+        {
+            "fullnameOverride": "f" * 40,
+            "models": {"fourteen-chars": {"model": "m"}},
+            "sidecar": {"storage": {"type": "pvc"}},
+        },
+        ("models", "52"),
+    ),
     "a directory of the nodes that is none": (
         merged(ENGINE, {"sidecar": {"storage": {"type": "hostPath"}}}),
         ("sidecar.storage.hostPath",),

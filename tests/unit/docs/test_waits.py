@@ -8,23 +8,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from context_manager.settings import ManagerSettings
+from deploy.chart.process_settings import PROCESSES
 from gateway.envoy.settings import EnvoySettings
-from gateway.settings import GatewaySettings
-from injector.settings import InjectorSettings
-from kv_sidecar.settings import SidecarSettings
-from vllm_plugin.turn.settings import TurnSettings
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/operations/waits.md").read_text()
-ENVIRONMENT = {
-    "GATEWAY_": GatewaySettings,
-    "MANAGER_": ManagerSettings,
-    "SIDECAR_": SidecarSettings,
-    "TURN_": TurnSettings,
-    "INJECTOR_": InjectorSettings,
-    "ENVOY_": EnvoySettings,
-}
 PACKAGES = (
     "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "injector", "doctor",
 )  # fmt: skip
@@ -105,7 +93,7 @@ def connector_fields() -> list[str]:
 
 def settings() -> Iterator[str]:
     """Return every setting that is a duration, as the page writes it."""
-    for prefix, model in ENVIRONMENT.items():
+    for prefix, model in PROCESSES.items():
         yield from (prefix + name.upper() for name in model.model_fields if _DURATION.search(name))
     yield from filter(_DURATION.search, connector_fields())
 
@@ -159,7 +147,7 @@ def test_every_time_that_can_be_set_is_on_the_page():
 
 def test_every_setting_the_page_names_exists():
     """Seen to fail with `SIDECAR_SAVE_DEADLINE_S` misspelt."""
-    known = {prefix + name.upper() for prefix, model in ENVIRONMENT.items() for name in model.model_fields}
+    known = {prefix + name.upper() for prefix, model in PROCESSES.items() for name in model.model_fields}
     known |= {"--" + name.replace("_", "-") for name in EnvoySettings.model_fields} | {"--timeout-s"}
     known |= set(connector_fields())
     named = set(re.findall(r"`((?:GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_[A-Z_]+|--[a-z-]+|[a-z_]+_ms)`", PAGE))
