@@ -7,12 +7,15 @@ SUITE_OPTIONS = $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) $(if $(COVER
 SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(STORE),--store $(STORE)) $(if $(DEV),--dev)
 PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
 STUBS := contextcache/v1 contextcache/extproc/v3
+BUILDER ?= $(firstword $(notdir $(shell command -v docker buildah)))
+RELEASE = $(shell $(PYTHON) -m deploy.release version)
+IMAGE_OPTIONS = --build-arg VERSION=$(RELEASE) $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE))
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doctor deploy tests benchmarks examples
 export TORCH_INDEX
 export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu snapshot chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one images ci
+.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one images release ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,10 +36,10 @@ proto-check: proto ## fail when the committed stubs are not what the protos say
 fmt: install ## format
 	@$(PY) -m ruff check --fix-only --quiet . ; $(PY) -m ruff format . && .venv/bin/buf format -w
 
-lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles
+lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles, workflow
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
 	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry .
-	@.venv/bin/hadolint deploy/docker/Dockerfile*
+	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
 
 test: lint proto-check ## lint, then the main job and each promise; PART=<name> SEED=<n> KEEP_GOING=1
 	@$(SUITE) $(SUITE_OPTIONS)
@@ -50,13 +53,10 @@ test-unit: install ## seconds, no sockets
 	@$(SUITE) --part unit
 test-integration: install ## real Valkey, gRPC and processes
 	@$(SUITE) --part integration
-test-vllm: install ## real vLLM
-	@$(SUITE) --part vllm
+test-vllm: install ## real vLLM; VLLM=0.29.0: the engine contract against that version, for the README's table
+	@$(if $(VLLM),$(PY) -m tests.suite.vllm_version $(VLLM),$(SUITE) --part vllm)
 test-gpu: install ## KV on a GPU, with GB/s; skipped by name where there is none
 	@$(PY) -m pytest tests/gpu -s
-
-snapshot: install ## after tagging a release: what the next one is rehearsed against; TAG=v1.2.3
-	@$(PY) -m tests.upgrade.snapshot $(TAG)
 
 chart: install ## the Helm chart: lint, every rendering, schema, security, network flows, with Helm 3 and 4
 	@PYTHONPATH=. $(PY) -m deploy.chart.tools && $(PY) -m pytest tests/chart
@@ -92,7 +92,10 @@ bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, H
 bench-one: install ## one other; ONLY=agents|beside|checksum|codec|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
-images: install ## both images with their SBOMs, without a Docker engine; BASE=<Debian with Python>, VLLM_BASE=<vLLM's image>
-	@PYTHONPATH=. $(PY) -m deploy.docker build $(if $(BASE),--base $(BASE)) $(if $(VLLM_BASE),--vllm-base $(VLLM_BASE))
+images: ## both images, by docker or buildah; VLLM_IMAGE=<vLLM's> PYTHON_IMAGE=<Debian with Python> BUILDER=<program>
+	@$(BUILDER) build $(IMAGE_OPTIONS) --file deploy/docker/Dockerfile --tag context-cache:$(RELEASE) .
+	@$(BUILDER) build $(IMAGE_OPTIONS) $(if $(VLLM_IMAGE),--build-arg VLLM_IMAGE=$(VLLM_IMAGE)) --file deploy/docker/Dockerfile.vllm --tag context-cache-vllm:$(RELEASE) .
+release: install ## version, changelog, commit, tag and the snapshot that the next upgrade is rehearsed against; VERSION=1.2.3
+	@$(PY) -m deploy.release $(VERSION)
 
 ci: lint proto-check test test-slice ## what CI runs

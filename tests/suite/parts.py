@@ -130,6 +130,7 @@ PARTS = (
         "gpu", "KV leaves a GPU and comes back, at real shapes, behind the engine's work", ("tests/gpu",), Tier.THOROUGH
     ),
     Part("faults-thorough", "more faults of each kind", ("tests/faults",), Tier.THOROUGH, marks=THOROUGH_ONES),
+    Part("images", "the Dockerfiles build by themselves, and what they make runs", ("tests/images",), Tier.THOROUGH),
     Part("upgrade", "the release before works beside this one", ("tests/upgrade",), Tier.THOROUGH),
     *(
         Part(f"torture-{run}", proves, (), Tier.THOROUGH, module="tests.torture", arguments=("--only", run))

@@ -1,0 +1,90 @@
+"""The two Dockerfiles as they are, by a real builder: what they make runs as the chart runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contextcache.__main__ import PARTS
+from deploy.docker.payload import make_payload
+from deploy.release import current
+from tests.kit.buildah import Buildah, missing_programs
+
+ROOT = Path(__file__).parents[2]
+BASE, IMAGE, VLLM_IMAGE = "localhost/base", "localhost/context-cache", "localhost/context-cache-vllm"
+USER = "65532:65532"
+
+
+@pytest.fixture(scope="module")
+def buildah(tmp_path_factory):
+    """A store with both images. vLLM's has gigabytes and is on no package index: the base stands for it."""
+    if missing := missing_programs():
+        pytest.skip(f"missing: {', '.join(missing)}")
+    buildah = Buildah(tmp_path_factory.mktemp("buildah"))
+    buildah.make_base(BASE)
+    given = {"VERSION": current(), "PYTHON_IMAGE": BASE}
+    buildah.build(IMAGE, ROOT / "deploy" / "docker" / "Dockerfile", ROOT, **given)
+    buildah.build(VLLM_IMAGE, ROOT / "deploy" / "docker" / "Dockerfile.vllm", ROOT, **given, VLLM_IMAGE=BASE)
+    return buildah
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_says_how_it_is_used_as_the_user_it_runs_as(buildah, part):
+    assert buildah.run(IMAGE, "context-cache", part, "--help", user=USER).count("\n") > 3
+
+
+def test_nothing_in_the_image_can_be_changed_by_what_runs_in_it(buildah):
+    asked = "import os; print(os.getuid(), os.access('/opt/context-cache', os.W_OK))"
+
+    assert buildah.run(IMAGE, "python", "-c", asked, user=USER) == "65532 False"
+
+
+def test_vllms_python_finds_the_plugin_and_what_it_brought_along_last(buildah):
+    asked = "import sys, vllm_plugin.turn, grpc; print(sys.path[-1], grpc.__file__)"
+
+    assert buildah.run(VLLM_IMAGE, "python3", "-c", asked, user=USER).split() == [
+        "/opt/context-cache/payload",
+        "/opt/context-cache/payload/grpc/__init__.py",
+    ]
+
+
+@pytest.mark.parametrize("image", [IMAGE, VLLM_IMAGE])
+def test_an_image_says_its_version_and_user(buildah, image):
+    config = json.loads(buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
+
+    assert config["Labels"]["org.opencontainers.image.version"] == current()
+    assert config["User"] == USER
+
+
+def test_an_sbom_of_the_image_names_what_is_in_it(buildah, tmp_path):
+    archive, sbom = tmp_path / "image.tar", tmp_path / "sbom.json"
+    buildah("push", IMAGE, f"oci-archive:{archive}:{IMAGE}")
+
+    syft = Path(sys.executable).with_name("syft")
+    subprocess.run([syft, "scan", f"oci-archive:{archive}", "-q", "-o", f"spdx-json={sbom}"], check=True, timeout=300)
+
+    packages = {package["name"]: package["versionInfo"] for package in json.loads(sbom.read_text())["packages"]}
+    assert packages["context-cache"] == current()
+    assert {"grpcio", "aiohttp", "redis", "obstore", "libc6"} <= packages.keys()
+
+
+def test_all_that_the_images_install_exists_for_arm64(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    make_payload(tmp_path / "payload", machine="aarch64")
+
+    compiled = [path.name for path in (tmp_path / "payload").rglob("*.so")]
+    assert compiled
+    assert all("aarch64" in name or "abi3" in name for name in compiled)
+
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, "."], check=True)
+    wheel = next(tmp_path.glob("context_cache-*.whl"))
+    platforms = [word for glibc in (17, 28, 34, 36) for word in ("--platform", f"manylinux_2_{glibc}_aarch64")]
+    wanted = f"{wheel}[gateway,manager,sidecar,injector,doctor,tracing]"
+    target = ["--only-binary", ":all:", "--python-version", "3.12", *platforms, "--platform", "manylinux2014_aarch64"]
+    subprocess.run(
+        [*pip, "download", "--dest", tmp_path / "wheels", *target, "--constraint", "constraints.txt", wanted],
+        check=True,
+    )
