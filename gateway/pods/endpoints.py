@@ -45,6 +45,11 @@ Source = Callable[[], Sequence[Endpoint] | None]
 
 _BEGINNINGS_MAX = 4096
 """Remembered of a pod: as many as its sidecar tells."""
+_SETTLED_PROBES = 3
+"""Answered by a pod that comes while others are ready, before it is: Envoy asks DNS once a second for those it may send
+to, and sends what is for one that it does not know to any, whatever its model."""
+_MODEL_PROBES = 600
+"""Rounds for which a model counts as one that is to be served, after its last pod was: some ten minutes."""
 _ALL_BEGINNINGS_MAX = 1 << 19
 """Remembered of all pods, some 500 bytes each; of more than 128 pods fewer of each are."""
 _PLACED_WINDOW = 128
@@ -60,6 +65,8 @@ class _Pod:
         self.beginnings: dict[str, bool] = {}
         """Whether its sidecar told of them; the one heard of last is last."""
         self.beginnings_end = 0
+        self.unsettled_probes = _SETTLED_PROBES
+        """That it has to answer before it is ready."""
         self.silent_probes = 0
         self.probes_without_load = 0
 
@@ -96,12 +103,18 @@ class WatchedEndpoints:
         self._knowing: dict[str, dict[str, int]] = {}
         """By beginning, see Roster.knowing."""
         self._num_placed = 0
+        self._num_rounds = 0
+        self._had_ready = False
+        """Whether some pod was ready when this round began."""
+        self._models_seen: dict[ModelId, int] = {}
+        """The round in which a model was seen served last."""
         self.follow(endpoints)
 
     def roster(self) -> Roster:
         """Return all pods, ready or not; the same object until one comes, goes, or serves something else."""
         if self._roster is None:
-            self._roster = Roster([pod.state for pod in self._pods.values()], self._knowing)
+            states = [pod.state for pod in self._pods.values()]
+            self._roster = Roster(states, self._knowing, frozenset(self._models_seen))
         return self._roster
 
     def states(self) -> Sequence[EndpointState]:
@@ -221,6 +234,11 @@ class WatchedEndpoints:
 
     async def probe_all(self) -> None:
         """Probe every pod once, all at the same time; a fault of one probe costs the others nothing."""
+        self._num_rounds += 1
+        self._had_ready = any(pod.state.ready for pod in self._pods.values())
+        for model in [model for model, seen in self._models_seen.items() if self._num_rounds - seen >= _MODEL_PROBES]:
+            del self._models_seen[model]
+            self._roster = None
         found = await asyncio.gather(*map(self._probe_one, list(self._pods.values())), return_exceptions=True)
         for fault in found:
             if fault is not None:
@@ -236,11 +254,13 @@ class WatchedEndpoints:
     def _note(self, pod: _Pod, health: Health) -> None:
         if health.healthy:
             pod.silent_probes = 0
+            self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))
             if pod.state.models != health.models:
                 pod.state.models = health.models
                 self._roster = None
             self._note_load(pod, health.load)
-            self._set_ready(pod, ready=True)
+            pod.unsettled_probes = max(0, pod.unsettled_probes - 1) if self._had_ready else 0
+            self._set_ready(pod, ready=pod.unsettled_probes == 0)
         elif health.certain:
             self._set_ready(pod, ready=False)
         else:

@@ -75,12 +75,17 @@ class Candidates:
 class Roster:
     """The pods as they are listed and ready now; their loads may change, anything else makes another roster."""
 
-    def __init__(self, states: Sequence[EndpointState], knowing: Mapping[str, Mapping[str, int]] | None = None) -> None:
-        """`knowing`: see `knowing()`, by beginning."""
+    def __init__(
+        self,
+        states: Sequence[EndpointState],
+        knowing: Mapping[str, Mapping[str, int]] | None = None,
+        expected: frozenset[ModelId] = frozenset(),
+    ) -> None:
+        """`knowing`: see `knowing()`, by beginning; `expected`: models that pods served lately, gone ones too."""
         self.states = tuple(states)
         self._by_name = {state.endpoint.name: state for state in states}
         self._knowing = _NOBODY if knowing is None else knowing
-        self._served = {model for state in states for model in state.models}
+        self._served = {model for state in states for model in state.models} | expected
         self._candidates: dict[ModelId | None, Candidates] = {}
         """By model; of those that nobody serves by `_UNSERVED`: names are the clients' to make up."""
 
@@ -98,7 +103,8 @@ class Roster:
     def candidates(self, model: ModelId | None, subset: frozenset[str] | None) -> Candidates:
         """Return the ready pods that serve a model, those that do not drain if there are any. Raises NoReadyEndpoint.
 
-        When none serves it, any ready pod may say so in the engine's own words. `subset`: addresses; None: all.
+        When no pod serves it, any ready one may say so in the engine's own words; not while one that is not ready may
+        be that model's, or one was a moment ago: it may be back soon. `subset`: addresses; None: all.
         """
         if subset is not None:
             return self._found(model, subset)
@@ -112,7 +118,10 @@ class Roster:
         if not ready:
             raise NoReadyEndpoint("no pod is ready to take the request", retry_after_s=RETRY_AFTER_S)
         if model is not None:
-            ready = [state for state in ready if not state.models or model in state.models] or ready
+            serving = [state for state in ready if not state.models or model in state.models]
+            if not serving and (model in self._served or any(not state.models for state in self.states)):
+                raise NoReadyEndpoint("no pod of this model is ready", retry_after_s=RETRY_AFTER_S)
+            ready = serving or ready
         return Candidates([state for state in ready if not state.endpoint.draining] or ready)
 
 

@@ -117,7 +117,7 @@ def strategy_of(header: str | None) -> Strategy | None:
 def choose_endpoint(roster: Roster, query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:
     """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated.
 
-    Pods that serve `query.model` come first; when none does, any ready pod may say so in the engine's own words.
+    Of the pods that serve `query.model`; when no pod does, any ready one may say so in the engine's own words.
     """
     candidates = roster.candidates(query.model, query.subset)
     if query.light:

@@ -6,8 +6,17 @@ import contextlib
 import pytest
 from prometheus_client import CollectorRegistry
 
+from contextcache.errors import NoReadyEndpoint
+from contextcache.model import ModelId
 from gateway.metrics import Metrics
-from gateway.pods.endpoints import _BEGINNINGS_MAX, _PLACED_WINDOW, Health, WatchedEndpoints
+from gateway.pods.endpoints import (
+    _BEGINNINGS_MAX,
+    _MODEL_PROBES,
+    _PLACED_WINDOW,
+    _SETTLED_PROBES,
+    Health,
+    WatchedEndpoints,
+)
 from gateway.ports import Endpoint, EngineLoad
 from tests.kit.gateway_parts import Pods
 
@@ -134,7 +143,8 @@ async def test_pods_come_drain_and_go(endpoints):
     assert ready(endpoints) == ["a"]
     assert [state.endpoint.draining for state in endpoints.states()] == [True, False]
     assert (endpoints.endpoint("b"), endpoints.endpoint("c").url) == (None, "http://c")
-    await endpoints.probe_all()
+    for _ in range(_SETTLED_PROBES):
+        await endpoints.probe_all()
     assert ready(endpoints) == ["a", "c"]
 
 
@@ -362,3 +372,37 @@ async def test_a_roster_stays_until_a_pod_comes_goes_or_serves_something_else(en
         1,
         2,
     ]
+
+
+async def test_a_model_whose_last_pod_went_is_expected_back_for_a_while(endpoints, pods):
+    pods.health["b"] = Health(healthy=True, models=frozenset({ModelId("other")}))
+    await endpoints.probe_all()
+    endpoints.follow([Endpoint("a", "http://a")])
+
+    with pytest.raises(NoReadyEndpoint, match="of this model"):
+        endpoints.roster().candidates(ModelId("other"), None)
+
+    for _ in range(_MODEL_PROBES):
+        await endpoints.probe_all()
+    assert [state.endpoint.name for state in endpoints.roster().candidates(ModelId("other"), None).states] == ["a"]
+
+
+async def test_a_pod_that_comes_while_others_serve_is_ready_when_envoy_has_had_the_time_to_see_it(endpoints):
+    await endpoints.probe_all()
+    endpoints.follow([Endpoint(name, f"http://{name}") for name in ("a", "b", "c")])
+
+    seen = []
+    for _ in range(_SETTLED_PROBES):
+        await endpoints.probe_all()
+        seen.append(ready(endpoints))
+
+    assert seen == [["a", "b"]] * (_SETTLED_PROBES - 1) + [["a", "b", "c"]]
+
+
+async def test_a_pod_that_comes_when_nobody_serves_is_ready_at_once(endpoints, pods):
+    pods.health |= {"a": DOWN, "b": DOWN}
+    await endpoints.probe_all()
+    endpoints.follow([Endpoint(name, f"http://{name}") for name in ("a", "b", "c", "d")])
+    await endpoints.probe_all()
+
+    assert ready(endpoints) == ["c", "d"]

@@ -224,7 +224,15 @@ def test_a_pod_that_keeps_its_models_to_itself_may_serve_any():
 
 
 def test_a_model_nobody_serves_goes_to_any_ready_pod():
-    assert name_of([pod("a", ready=False, models=["x"]), pod("b")], model="x") == "b"
+    assert name_of([pod("a", ready=False, models=["other"]), pod("b")], model="x") == "b"
+
+
+@pytest.mark.parametrize("models", [["x"], []], ids=["of the model", "of models not known yet"])
+def test_a_model_whose_pod_is_not_ready_is_an_error_to_retry_and_no_unknown_model(models):
+    with pytest.raises(NoReadyEndpoint, match="of this model") as caught:
+        choose([pod("a", ready=False, models=models), pod("b")], model="x")
+
+    assert caught.value.retry_after_s
 
 
 def test_a_draining_pod_is_used_where_it_alone_serves():
@@ -391,6 +399,8 @@ def fitting(states, query):
     """Pods that may take the request at all, and of those the ones that should."""
     allowed = [s for s in states if s.ready and (query.subset is None or s.endpoint.address in query.subset)]
     serving = [s for s in allowed if query.model is None or not s.models or query.model in s.models]
+    if query.model is not None and any(not s.models or query.model in s.models for s in states):
+        allowed = serving
     return allowed, [s for s in serving or allowed if not s.endpoint.draining] or serving or allowed
 
 
