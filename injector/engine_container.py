@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ from injector.not_injected import NotInjected, Reason
 
 CONTAINER_ANNOTATION = "context-cache.io/container"
 """Names the container where it cannot be told, or where several could be meant."""
+
+OLDEST_VLLM, NEWEST_VLLM = (0, 29), (0, 32)
+"""Of those the contract was tested with: `make test-vllm VLLM=…`, the README's table."""
+_RELEASE = re.compile(r"vllm[\w.-]*:v?(\d+)\.(\d+)")
 
 
 def engine_index(pod: Mapping[str, Any]) -> int:
@@ -50,3 +55,20 @@ def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[
             "set securityContext.runAsUser to a user other than root",
         )
     return None
+
+
+def version_warning(container: Mapping[str, Any]) -> str:
+    """Return what to say of the vLLM that an image's tag names; nothing where it names none, or one that was tested.
+
+    Raises NotInjected when it is too old: it would start, and carry nothing.
+    """
+    name = str(container.get("image", "")).partition("@")[0].rpartition("/")[2]
+    if (found := _RELEASE.match(name)) is None:
+        return ""
+    version = int(found[1]), int(found[2])
+    said = f"vLLM {version[0]}.{version[1]}"
+    if version < OLDEST_VLLM:
+        raise NotInjected(Reason.VLLM_VERSION, f"{said} is older than {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
+    if version > NEWEST_VLLM:
+        return f"context-cache: {said} is newer than what this release was tested with"
+    return ""

@@ -23,6 +23,7 @@ class Reason(StrEnum):
     NAME_TAKEN = "name-taken"
     USER = "user"
     FS_GROUP = "fs-group"
+    VLLM_VERSION = "vllm-version"
     FAULT = "fault"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.errors import InvalidRequest
+from injector.engine_container import engine_index, version_warning
 from injector.not_injected import NotInjected, Reason
 from injector.parts import PatchParts
 from injector.pod_patch import injection_patch, skip_patch
@@ -71,7 +72,8 @@ def _verdict(uid: str, pod: dict[str, Any], parts: PatchParts) -> Verdict:
         return _skipped(uid, pod, NotInjected(Reason.FAULT, "a fault of the injector; its log says more"))
     if patch is None:
         return Verdict(uid, "present", [])
-    return Verdict(uid, "injected", patch)
+    engine = pod["spec"]["containers"][engine_index(pod)]
+    return Verdict(uid, "injected", patch, version_warning(engine))
 
 
 def _skipped(uid: str, pod: dict[str, Any], exc: NotInjected) -> Verdict:

@@ -350,6 +350,18 @@ def _store(result: Mapping[str, Any]) -> str:
     return _table(["", "copied with the same library", "by the sidecar", "encrypted"], rows)
 
 
+def _vllm_versions(result: Mapping[str, Any]) -> str:
+    versions = sorted(result["versions"], key=lambda version: tuple(map(int, version.split("."))))
+    promises = list(result["versions"][versions[-1]]["rows"])
+
+    def cell(seen: Mapping[str, Any]) -> str:
+        total = seen["passed"] + len(seen["failed"])
+        return "yes" if not seen["failed"] else f"{seen['passed']} of {total}" if seen["passed"] else "no"
+
+    rows = [[promise, *(cell(result["versions"][each]["rows"][promise]) for each in versions)] for promise in promises]
+    return _table(["vLLM", *versions], rows)
+
+
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft": ("bench_ttft", _ttft),
     "ttft-peer": ("bench_ttft_peer", _ttft_peer),
@@ -372,6 +384,7 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "simulate-rates": ("bench_simulate", _simulate_rates),
     "simulate-control": ("bench_simulate", _simulate_control),
     "store": ("bench_store", _store),
+    "vllm-versions": ("vllm_versions", _vllm_versions),
     "codec": ("bench_codec", _codec),
     "codec-numbers": ("bench_codec", _codec_numbers),
     "weights": ("bench_weights", _weights),

@@ -39,23 +39,26 @@ CONTRACT = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the contract against one version, keep and print what was seen; exit 1 when some of it does not hold."""
     given = sys.argv[1:] if arguments is None else arguments
-    if len(given) != 1:
-        say(f"usage: python -m tests.suite.vllm_version 0.29.0\n{__doc__}")
+    if not 1 <= len(given) <= 2:
+        say(f"usage: python -m tests.suite.vllm_version 0.29.0 [part of a row's name]\n{__doc__}")
         return 2
-    version = given[0]
+    version, only = given[0], given[1] if given[1:] else ""
     try:
         folder = overlay(version)
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1
-    rows = {}
+    before = json.loads(RESULT.read_text())["versions"] if RESULT.exists() else {}
+    rows = dict(before.get(version, {}).get("rows", {})) if only else {}
     for row, paths in CONTRACT.items():
+        if only not in row:
+            continue
         rows[row] = _run(version, folder, paths)
         say(f"vLLM {version}: {row}: {rows[row]['passed']} passed, {len(rows[row]['failed'])} failed")
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"versions": {}}
-    kept["versions"][version] = {**run_stamp(), "rows": rows}
-    RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    shown = [[row, seen["passed"], "; ".join(seen["failed"]) or "-"] for row, seen in rows.items()]
+    stamp = run_stamp()
+    kept = {**stamp, "versions": dict(sorted({**before, version: {**stamp, "rows": rows}}.items()))}
+    RESULT.write_text(json.dumps(kept, indent=1) + "\n")
+    shown = [[row, str(seen["passed"]), "; ".join(seen["failed"]) or "-"] for row, seen in rows.items()]
     print(render(["promise", "passed", "failed"], shown))
     return 1 if any(seen["failed"] for seen in rows.values()) else 0
 

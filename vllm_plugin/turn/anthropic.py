@@ -27,8 +27,9 @@ from vllm_plugin.turn.request import CHAT_PATH, OUR_FIELDS, TurnRequest, read_tu
 from vllm_plugin.turn.settlement import Turn
 
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")
-_OWN = ("_merge_inline_system", "_get_disabled_thinking_effort")
-"""How this engine's template takes system messages and thinking: what the converters must be told."""
+_MERGE = "_merge_inline_system"
+_EFFORT = "_get_disabled_thinking_effort"
+"""How this engine's template takes system messages, and thinking (vLLM 0.31 and newer): the converters must be told."""
 _ERRORS_MAX = 1000
 """That a body may have for the first of them to be told."""
 _PARTS_MAX = 1 << 16
@@ -41,16 +42,19 @@ class Anthropic:
 
     serving: Any
     """An AnthropicServingMessages."""
-    disabled_effort: str
-    """The `reasoning_effort` that `thinking: disabled` becomes."""
+    told: Mapping[str, Any]
+    """What the converter of requests takes beside them."""
 
     @classmethod
     async def of(cls, scope: Scope) -> Anthropic:
         """Return those of the application behind us. Raises InvalidRequest: it has none."""
         serving: Any = getattr(getattr(scope.get("app"), "state", None), "anthropic_serving_messages", None)
-        if not all(hasattr(serving, name) for name in (*_CONVERTERS, *_OWN)):
+        if not all(hasattr(serving, name) for name in (*_CONVERTERS, _MERGE)):
             raise InvalidRequest("this engine carries no contexts here: session_id is not for it", param="session_id")
-        return cls(serving, await serving._get_disabled_thinking_effort())  # noqa: SLF001 - _OWN
+        told = {"merge_inline_system": getattr(serving, _MERGE)}
+        if hasattr(serving, _EFFORT):
+            told["disabled_thinking_effort"] = await getattr(serving, _EFFORT)()
+        return cls(serving, told)
 
     def turn(self, body: dict[str, Any], headers: Mapping[str, str], *_: Any) -> TurnRequest:
         """Check a turn, a chat's from here on. Raises InvalidRequest, with vLLM's words for what is vLLM's."""
@@ -62,11 +66,7 @@ class Anthropic:
             raise InvalidRequest(f"messages and tools have at most {_PARTS_MAX} parts together", param="messages")
         try:
             asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
-            chat = self.serving.to_chat_completion_request(
-                asked,
-                merge_inline_system=self.serving._merge_inline_system,  # noqa: SLF001 - _OWN
-                disabled_thinking_effort=self.disabled_effort,
-            )
+            chat = self.serving.to_chat_completion_request(asked, **self.told)
         except ValueError as exc:
             raise refused(exc) from exc
         except (AttributeError, LookupError, TypeError) as exc:

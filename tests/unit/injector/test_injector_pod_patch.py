@@ -144,6 +144,7 @@ def test_of_two_engines_the_annotation_says_which():
         (make_pod(make_engine(), {"name": "x", "image": "x", "ports": [{"containerPort": 50061}]}), Reason.NAME_TAKEN),
         (make_pod(make_engine(volumeMounts=[{"name": "x", "mountPath": "/run/context-cache/"}])), Reason.NAME_TAKEN),
         (make_pod(make_engine(env=[{"name": "PYTHONPATH", "valueFrom": {}}])), Reason.NAME_TAKEN),
+        (make_pod(make_engine(image="vllm/vllm-openai:v0.28.1")), Reason.VLLM_VERSION),
         (make_pod(make_engine(securityContext={"runAsNonRoot": True})), Reason.USER),
         (make_pod(make_engine(securityContext={"capabilities": {"drop": ["ALL"]}})), Reason.USER),
         (make_pod(make_engine(securityContext=ROOT_WITHOUT_RIGHTS)), Reason.USER),

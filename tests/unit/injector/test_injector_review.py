@@ -42,6 +42,23 @@ def test_a_pod_that_asks_is_injected():
     assert "warnings" not in verdict.response()["response"]
 
 
+@pytest.mark.parametrize(
+    ("image", "warned"),
+    [
+        ("vllm/vllm-openai:v0.29.0", False),
+        ("vllm/vllm-openai:v0.33.0", True),
+        ("registry.example/team/vllm-openai:0.40-cu130@sha256:" + "0" * 64, True),
+        ("vllm/vllm-openai:nightly", False),
+        ("registry.example/own-image:9.1", False),
+    ],
+)
+def test_a_vllm_newer_than_what_was_tested_is_injected_with_a_warning(image, warned):
+    verdict = review(make_review(make_pod(make_engine(image=image, command=["vllm", "serve"], args=["m"]))), PARTS)
+
+    assert verdict.outcome == "injected"
+    assert ("newer" in verdict.warning) is warned
+
+
 def test_a_pod_that_is_injected_already_gets_no_patch():
     pod = make_pod()
     again = review(make_review(patched(pod, review(make_review(pod), PARTS))), PARTS)
