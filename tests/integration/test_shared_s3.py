@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound
 from deploy.local import s3_server
 from kv_sidecar.object_store import ObjectStore
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
+from tests.kit.lying_store import BLOCKS, LyingStore
 from tests.kit.ports import free_port
 from tests.kit.until import until, wait_until
 
 TEN = tuple(range(10))
 CALL_S = 1.0
 """Deadline of one call to the store: of two, the second is seen to end as well."""
-BLOCK = "/blocks/"
-
-
-class Proxy:
-    """Hands everything on, but what `fault` says of the objects whose paths it names."""
-
-    def __init__(self, server: str) -> None:
-        self.server = server
-        self.fault = ""
-        self.named = BLOCK
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        is_hit = bool(self.fault) and self.named in request.path
-        if is_hit and self.fault == "slow":
-            await asyncio.sleep(60)
-        if is_hit and self.fault == "errors":
-            return web.Response(status=503)
-        async with (
-            aiohttp.ClientSession(auto_decompress=False) as client,
-            client.request(
-                request.method,
-                f"{self.server}{request.raw_path}",
-                data=await request.read(),
-                headers=request.headers,
-            ) as answer,
-        ):
-            data, headers = await answer.read(), answer.headers.copy()
-        headers.pop("Transfer-Encoding", None)
-        headers["Content-Length"] = headers.get("Content-Length", str(len(data)))
-        if is_hit and request.method == "GET" and self.fault == "wrong bytes":
-            data = data[:-1] + bytes([data[-1] ^ 1])
-        response = web.StreamResponse(status=answer.status, headers=headers)
-        await response.prepare(request)
-        if is_hit and request.method == "GET" and self.fault == "cut":
-            await response.write(data[: len(data) // 2])
-            assert request.transport is not None
-            request.transport.abort()
-            return response
-        await response.write(data)
-        await response.write_eof()
-        return response
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +38,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-async def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Proxy]:
-    proxy = Proxy(server)
-    application = web.Application(client_max_size=1 << 30)
-    application.router.add_route("*", "/{path:.*}", proxy.answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    for name, value in s3_server.environment(port).items():
-        monkeypatch.setenv(name, value)
-    yield proxy
-    await runner.cleanup()
+async def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LyingStore]:
+    async with LyingStore(server).running() as proxy:
+        for name, value in s3_server.environment(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
 
 
 @pytest.fixture
@@ -145,7 +95,7 @@ async def test_a_context_outlives_its_pod_and_its_delete_leaves_no_object(proxy,
     assert await names(request.node.name) == set()
 
 
-@pytest.mark.parametrize("named", [BLOCK, "/manifests/"], ids=["blocks", "manifests"])
+@pytest.mark.parametrize("named", [BLOCKS, "/manifests/"], ids=["blocks", "manifests"])
 @pytest.mark.parametrize("fault", ["slow", "errors", "cut", "wrong bytes"])
 async def test_a_store_that_does_not_serve_is_a_miss_in_time_with_nothing_left_and_then_serves_again(
     proxy, pod, fault, named

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from deploy.local import s3_server
 from tests.kit.caller import Caller
+from tests.kit.lying_store import FAULTS, LyingStore
 from tests.kit.ports import free_port
 from tests.kit.stack import Stack
 from tests.kit.until import wait_until
@@ -25,51 +26,51 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 
 
 class Store:
-    """What both pods share."""
+    """What both pods share: a directory, or an S3 server behind one that lies."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, ends: ExitStack) -> None:
         self.directory = directory / kind
         self.env = {"SIDECAR_STORE_URL": f"file://{self.directory}"}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.lying: LyingStore | None = None
         if kind == "s3":
             port = free_port()
-            with (directory / "s3.log").open("wb") as log:
-                command = [s3_server.installed(), "-H", "127.0.0.1", "-p", str(port)]
-                self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            log = ends.enter_context((directory / "s3.log").open("wb"))
+            command = [s3_server.installed(), "-H", "127.0.0.1", "-p", str(port)]
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            ends.callback(process.wait)
+            ends.callback(process.kill)
             wait_until(lambda: s3_server.has_bucket(port), what="the S3 server answers")
-            self.env = {"SIDECAR_STORE_URL": f"s3://{s3_server.BUCKET}/pods"} | s3_server.environment(port)
+            portal = ends.enter_context(start_blocking_portal())
+            running = LyingStore(f"http://127.0.0.1:{port}").running()
+            self.lying = ends.enter_context(portal.wrap_async_context_manager(running))
+            self.env = {"SIDECAR_STORE_URL": f"s3://{s3_server.BUCKET}/pods", **s3_server.environment(self.lying.port)}
 
-    def fail(self) -> None:
-        """Hang, as a server; be no directory any more, as one."""
-        if self.process is not None:
-            os.kill(self.process.pid, signal.SIGSTOP)
+    @contextmanager
+    def failing(self, fault: str = "slow") -> Iterator[None]:
+        """Fail for the length of the block: as a directory, be none any more."""
+        if self.lying is not None:
+            self.lying.fault = fault
         else:
             self.directory.rename(self.directory.with_suffix(".away"))
             self.directory.touch()
-
-    def heal(self) -> None:
-        if self.process is not None:
-            os.kill(self.process.pid, signal.SIGCONT)
+        yield
+        if self.lying is not None:
+            self.lying.fault = ""
         else:
             self.directory.unlink()
             self.directory.with_suffix(".away").rename(self.directory)
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture(scope="module", params=["dir", "s3"])
 def store(stack: Stack, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """The store; both engines work, and their sidecars share it."""
-    store = Store(request.param, tmp_path_factory.mktemp("store"))
-    stack.mend()
-    for sidecar in stack.sidecars:
-        stack.restart(sidecar, **store.env)
-    introduce(stack)
-    yield store
-    store.close()
+    with ExitStack() as ends:
+        store = Store(request.param, tmp_path_factory.mktemp("store"), ends)
+        stack.mend()
+        for sidecar in stack.sidecars:
+            stack.restart(sidecar, **store.env)
+        introduce(stack)
+        yield store
     stack.mend()
     for sidecar in stack.sidecars:
         stack.restart(sidecar, SIDECAR_STORE_URL="")
@@ -154,17 +155,17 @@ def test_a_pod_that_goes_with_its_disk_leaves_its_contexts_to_the_next_one(clien
     context.assert_equals_cold(warm)
 
 
-def test_with_a_store_that_does_not_serve_the_turn_is_computed(client, store):
+@pytest.mark.parametrize(
+    ("store", "fault"), [("dir", "gone"), *(("s3", fault) for fault in FAULTS)], indirect=["store"]
+)
+def test_with_a_store_that_fails_the_turn_is_computed(client, store, fault):
     context = Context(client, seed=77)
     context.wait_stored()
     context.lose_pod()
-    store.fail()
     began_s = time.monotonic()
-    try:
+    with store.failing(fault):
         answer = context.ask()
-    finally:
-        store.heal()
-    print(f"a turn with a store that does not serve: {time.monotonic() - began_s:.1f} s")
+    print(f"a turn with a store of this kind ({fault}): {time.monotonic() - began_s:.1f} s")
 
     assert answer["usage"]["context"]["source"] == "recompute"
     context.assert_equals_cold(answer)

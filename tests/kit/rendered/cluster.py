@@ -76,8 +76,8 @@ class Cluster:
         self._num_pods = 0
         # Those first whose addresses stand in others' secrets.
         for workload in of_kind(made.documents, "StatefulSet") + of_kind(made.documents, "Deployment"):
-            for _ in range(workload["spec"]["replicas"]):
-                self.pods.append(self._pod(workload, workload["spec"]["template"]))
+            for number in range(workload["spec"]["replicas"]):
+                self.pods.append(self._pod(workload, workload["spec"]["template"], ordinal=number))
 
     def of(self, component: str) -> list[Pod]:
         """Return the pods of a component."""
@@ -131,21 +131,38 @@ class Cluster:
 
         Return which containers of the old one had to be killed.
         """
-        (workload,) = [
-            found
-            for found in of_kind(self.made.documents, "Deployment")
-            if found["spec"]["template"]["metadata"]["labels"] == old.labels
-        ]
+        workload = self._workload("Deployment", old)
         new = self._pod(workload, workload["spec"]["template"])
         self.pods.append(new)
         new.start()
         self.wait_ready()
-        old.terminating = True
+        return self._end(old)
+
+    def recreate(self, old: Pod) -> Pod:
+        """Do a StatefulSet's step: the end of a pod, and then one of the same name with the same claims."""
+        workload = self._workload("StatefulSet", old)
+        assert self._end(old) == []
+        new = self._pod(workload, workload["spec"]["template"], ordinal=int(old.name.rpartition("-")[2]))
+        self.pods.append(new)
+        new.start()
+        self.wait_ready()
+        return new
+
+    def _end(self, pod: Pod) -> list[str]:
+        pod.terminating = True
         self.publish()
-        killed = old.end()
-        self.pods.remove(old)
+        killed = pod.end()
+        self.pods.remove(pod)
         self.publish()
         return killed
+
+    def _workload(self, kind: str, pod: Pod) -> Document:
+        (workload,) = [
+            found
+            for found in of_kind(self.made.documents, kind)
+            if found["spec"]["template"]["metadata"]["labels"] == pod.labels
+        ]
+        return workload
 
     def test_pod(self) -> Pod:
         """Return the pod of `helm test`, not started."""
@@ -203,16 +220,19 @@ class Cluster:
     def _selected(self, service: Document) -> list[Pod]:
         return [pod for pod in self.pods if selects(service["spec"]["selector"], pod.labels)]
 
-    def _pod(self, owner: Document, template: Mapping[str, Any]) -> Pod:
+    def _pod(self, owner: Document, template: Mapping[str, Any], *, ordinal: int = 0) -> Pod:
         self._num_pods += 1
+        stays = owner["kind"] == "StatefulSet"
+        name = f"{name_of(owner)}-{ordinal if stays else self._num_pods}"
         address = f"{self._network}.{self._num_pods}"
         folder = self._folder / str(self._num_pods)
         folder.mkdir()
-        templates = owner["spec"].get("volumeClaimTemplates", [])
-        volumes = Volumes(template["spec"], templates, self._objects, folder / "v", self._given.claims or {})
+        claimed = [template["metadata"]["name"] for template in owner["spec"].get("volumeClaimTemplates", [])]
+        claims = {each: self._folder / "claims" / f"{each}-{name}" for each in claimed}
+        volumes = Volumes(template["spec"], claims, self._objects, folder / "v", self._given.claims or {})
         return Pod(
             template,
-            name=f"{name_of(owner)}-{self._num_pods}",
+            name=name,
             namespace=self.made.release.namespace,
             address=address,
             folder=folder,

@@ -59,11 +59,13 @@ class Scenario:
     front_ca: bytes = b""
 
 
-def scenario(models: Path, *, tls: bool) -> Scenario:
-    """Return one; `models` is the folder that has `MODEL`."""
-    claims = {"models": models}
+def scenario(
+    models: Path, *, tls: bool, more: Mapping[str, Any] | None = None, claims: Mapping[str, Path] | None = None
+) -> Scenario:
+    """Return one; `models` is the folder that has `MODEL`, `claims` are folders that `more` values claim by name."""
+    claims = {"models": models, **(claims or {})}
     if not tls:
-        return Scenario(_values(), Given(claims=claims))
+        return Scenario(merged(_values(), more or {}), Given(claims=claims))
     parts, front = trustme.CA(), trustme.CA()
     secrets = (_certificate("parts-tls", parts, PARTS_NAME), _certificate("front-tls", front, FRONT_NAME))
     return Scenario(merged(_values(), _TLS), Given(secrets, claims), front.cert_pem.bytes())

@@ -15,7 +15,7 @@ from tests.kit.rendered.substitutions import Substitutions
 
 Spec = Mapping[str, Any]
 _SHARED_MEMORY = Path("/dev/shm")
-_SHARED = {"emptyDir", "ephemeral", "persistentVolumeClaim"}
+_SHARED = {"emptyDir", "ephemeral", "persistentVolumeClaim", "hostPath"}
 _FILES = {"secret": "secretName", "configMap": "name"}
 
 
@@ -39,11 +39,16 @@ class Objects:
 
 
 class Volumes:
-    """The volumes of one pod; `claims` are folders of PersistentVolumeClaims by name."""
+    """The volumes of one pod: `own` are folders of what it claims by its StatefulSet, `claims` of those with a name.
 
-    def __init__(self, spec: Spec, templates: Iterable[Spec], objects: Objects, folder: Path, claims: Mapping) -> None:
+    A node's directory is the folder of that path: what a test puts there it can find again.
+    """
+
+    def __init__(
+        self, spec: Spec, own: Mapping[str, Path], objects: Objects, folder: Path, claims: Mapping[str, Path]
+    ) -> None:
         self._volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
-        self._templates = {template["metadata"]["name"] for template in templates}
+        self._own = own
         self._objects = objects
         self._folder = folder
         self._claims = claims
@@ -70,8 +75,10 @@ class Volumes:
         assert set(mount) <= {"name", "mountPath", "readOnly"}, mount
         name = mount["name"]
         volume = self._volumes.get(name, {})
-        if name in self._templates:
-            folder = self._folder / "claim" / name
+        if name in self._own:
+            folder = self._own[name]
+        elif node := volume.get("hostPath"):
+            folder = Path(node["path"])
         elif claim := volume.get("persistentVolumeClaim"):
             folder = self._claims[claim["claimName"]]
         elif (volume.get("emptyDir") or {}).get("medium") == "Memory":
