@@ -166,6 +166,11 @@ def cache_salt(tenant: TenantId, model_id: ModelId, secret: bytes) -> str:
     return _mac("cache-salt", f"{tenant}\x00{model_id}".encode(), secret)
 
 
+def context_salt(tenant: TenantId, session_id: SessionId, secret: bytes) -> str:
+    """Return a `cache_salt` of one context's own, for a store that knows KV by salt and tokens alone (LMCache)."""
+    return _mac("context-salt", f"{tenant}\x00{session_id}".encode(), secret)
+
+
 def _sign(purpose: str, payload: dict[str, Any], secret: bytes) -> str:
     raw = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
     body = base64.urlsafe_b64encode(raw).decode().rstrip("=")

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import SpanKind
 from typing_extensions import override
 
@@ -135,6 +133,16 @@ async def _end_overlong(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call took longer than any may")
 
 
+def plain_server(*, max_concurrent_rpcs: int, tracer: Tracer = NO_TRACER, tls: WatchedTls | None) -> grpc.aio.Server:
+    """Return a server as ours are, without health, reflection, services and addresses (`bind`)."""
+    named = [] if tls is None else [NamedPeers(tls.server_name)]
+    return grpc.aio.server(
+        interceptors=[*named, ErrorMapping(tracer=tracer)],
+        options=SERVER_OPTIONS,
+        maximum_concurrent_rpcs=max_concurrent_rpcs,
+    )
+
+
 class GrpcServer:
     """One grpc.aio server with health and reflection; `stop` drains within a grace period."""
 
@@ -152,12 +160,12 @@ class GrpcServer:
 
         `tls`: callers show a certificate with the deployment's name, but over a Unix socket.
         """
-        named = [] if tls is None else [NamedPeers(tls.server_name)]
-        self._server = grpc.aio.server(
-            interceptors=[*named, ErrorMapping(tracer=tracer)],
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=max_concurrent_rpcs,
-        )
+        # Not inside vLLM, whose protobuf may be older than what these are generated for (`plain_server`).
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_reflection.v1alpha import reflection
+
+        self._server = plain_server(max_concurrent_rpcs=max_concurrent_rpcs, tracer=tracer, tls=tls)
+        self._states = health_pb2.HealthCheckResponse
         self._service_name = service_name
         add_service(self._server)
         self._health = health.aio.HealthServicer()
@@ -172,16 +180,16 @@ class GrpcServer:
     async def start(self) -> None:
         """Serve, and report SERVING for the service and for the server as a whole."""
         await self._server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(self._states.SERVING)
         self.is_serving = True
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new calls, let running ones finish for `grace_s`, then end them."""
         self.is_serving = False
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(self._states.NOT_SERVING)
         await self._server.stop(grace_s)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_health(self, status: Any) -> None:
         for name in ("", self._service_name):
             await self._health.set(name, status)
 

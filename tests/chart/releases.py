@@ -85,6 +85,20 @@ EVERYTHING = merged(
 )
 
 # What is written over REDIS for each release.
+LMCACHE = merged(
+    ENGINE,
+    {
+        "engine": {
+            "turn": {
+                "lmcacheUrl": "http://$(HOST_IP):8080",
+                "lmcacheCoordinatorUrl": "http://lmcache-coordinator:9300",
+            },
+            "lmcache": {"connector": {"lmcache.mp.host": "tcp://$(HOST_IP)", "lmcache.mp.port": 6555}},
+        }
+    },
+)
+"""LMCache keeps KV: a server on each node, one coordinator."""
+
 _VALUES: dict[str, Values] = {
     "defaults": {},
     "valkey": {"redis": {"url": ""}},
@@ -311,6 +325,10 @@ _VALUES: dict[str, Values] = {
                 "extraEgress": {"engine": [{"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}]},
             }
         },
+    ),
+    "lmcache in the sidecar's place": LMCACHE,
+    "lmcache over the sidecar": merged(
+        LMCACHE, {"engine": {"lmcache": {"secondTier": True}}, "sidecar": {"storage": {"type": "pvc"}}}
     ),
     "monitoring": merged(MONITORING, ENGINE, INJECTOR),
     "pod monitor": {"monitoring": {"podMonitor": {"enabled": True}}},

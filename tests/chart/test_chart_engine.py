@@ -12,7 +12,7 @@ import yaml
 from deploy.chart.process_settings import CHART_CONNECTOR_KEYS, connector_schema
 from kv_sidecar.settings import SidecarSettings
 from tests.chart.manifests import env_of, of_kind, one, pod_of, pods
-from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, TLS_SECRET, merged
+from tests.chart.releases import ENGINE, INJECTOR, LMCACHE, REDIS, RELEASES, TLS_SECRET, merged
 from tests.chart.rendering import CHART, Release, render
 
 AMOUNTS = {"0": 0, "500M": 500_000_000, "1.5Gi": 1_610_612_736, "4Gi": 4 << 30, 4096: 4096, 6_442_450_944: 6 << 30}
@@ -60,6 +60,38 @@ def test_sidecar_engine_and_connector_meet_at_the_same_socket():
 
     assert transfer["kv_connector_extra_config"]["sidecar"] == f"unix://{socket}" == env_of(vllm)["TURN_SIDECAR"]
     assert mounts[0][directory] == mounts[1][directory]
+
+
+def test_with_lmcache_there_is_no_sidecar_and_the_turn_answers_at_its_port():
+    documents = render(Release(merged(REDIS, LMCACHE)))
+    pod = pod_of(documents, "engine")
+    vllm = container(pod, "vllm")
+    transfer = json.loads(next(word for word in vllm["args"] if "kv-transfer" in word).partition("=")[2])
+    env = env_of(vllm)
+
+    assert [one["name"] for one in pod.containers] == ["vllm"]
+    assert transfer["kv_connector"] == "LMCacheMPConnector"
+    assert transfer["kv_connector_extra_config"]["lmcache.mp.host"] == "tcp://$(HOST_IP)"
+    assert {port["containerPort"] for port in vllm["ports"]} == {8000, 50061}
+    assert env["TURN_LMCACHE_LISTEN"] == "0.0.0.0:50061"
+    assert env["TURN_LMCACHE_MODEL"] == next(word for word in vllm["args"] if "--model=" in word).partition("=")[2]
+    assert env["TURN_LMCACHE_WORLD_SIZE"] == "1"
+    assert "TURN_SIDECAR" not in env
+    # Kubernetes puts in only what stands before.
+    names = [item["name"] for item in vllm["env"]]
+    assert names.index("HOST_IP") < names.index("TURN_LMCACHE_URL")
+
+
+def test_below_lmcache_the_sidecar_is_reached_by_its_socket_alone():
+    pod = pod_of(render(Release(merged(REDIS, LMCACHE, {"engine": {"lmcache": {"secondTier": True}}}))), "engine")
+    sidecar = container(pod, "kv-sidecar")
+    env = env_of(sidecar)
+
+    assert env["SIDECAR_UNIX_SOCKET"] == "/run/context-cache/sidecar.sock"
+    assert env["SIDECAR_LISTEN"] == ""
+    assert (env["SIDECAR_PEERS"], env["SIDECAR_HANDOVER_PEERS"]) == ("[]", "[]")
+    assert [port["name"] for port in sidecar["ports"]] == ["kv-metrics"]
+    assert {port["name"] for port in container(pod, "vllm")["ports"]} == {"http", "kv-grpc"}
 
 
 def test_nothing_but_the_sockets_and_read_only_secrets_is_seen_by_engine_and_sidecar_both():

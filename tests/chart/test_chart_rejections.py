@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deploy.chart.tools import HELM_3, HELM_4
-from tests.chart.releases import ENGINE, INJECTOR, REDIS, merged
+from tests.chart.releases import ENGINE, INJECTOR, LMCACHE, REDIS, merged
 from tests.chart.rendering import CHART, Release, helm_says
 
 GPU = merged(ENGINE, {"engine": {"gpu": {"count": 4}}})
@@ -41,6 +41,14 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "an argument that is a value, spelt with underscores": (
         merged(ENGINE, {"engine": {"extraArgs": ["--block_size=32"]}}),
         ("engine.extraArgs", "--block_size"),
+    ),
+    "LMCache that nothing can be deleted in": (
+        merged(ENGINE, {"engine": {"turn": {"lmcacheUrl": "http://lmcache:8080"}}}),
+        ("engine.turn.lmcacheUrl", "engine.turn.lmcacheCoordinatorUrl"),
+    ),
+    "LMCache in injected pods": (
+        merged(LMCACHE, INJECTOR),
+        ("engine.turn.lmcacheUrl", "injector.enabled"),
     ),
     "a second connector": (
         merged(ENGINE, {"engine": {"extraArgs": ["--kv-offloading-size=8"]}}),

@@ -19,6 +19,7 @@ from tests.chart.releases import (
     ENVOY_GATEWAY,
     EVERYTHING,
     INJECTOR,
+    LMCACHE,
     NO_ENVOY,
     POD,
     REDIS,
@@ -34,6 +35,7 @@ BASES: list[Values] = [
     {**EVERYTHING, "redis": {"url": ""}},
     merged(REDIS, ENGINE, INJECTOR, KEDA, {"redis": {"tlsSecret": "t"}}),
     merged(REDIS, ENVOY_GATEWAY, TLS_SECRET, {"envoy": {"parentRefs": [{"name": "here"}]}}),
+    merged(REDIS, LMCACHE),
     merged(REDIS, NO_ENVOY, {"auth": {"existingSecret": "keys"}, "tests": {"apiKeySecret": "key"}}),
     merged(REDIS, {"signing": {"existingSecret": "s"}, "networkPolicy": {"clients": [{"podSelector": {}}]}}),
     merged(

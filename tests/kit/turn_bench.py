@@ -14,11 +14,12 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
-from contextcache.clock import ManualClock
+from contextcache.clock import Clock, ManualClock
 from contextcache.identity import Identity, sign_identity
 from contextcache.model import SaveOutcome
 from tests.kit.fake_vllm import FakeVllm
 from vllm_plugin.turn.kept import KeptRequests
+from vllm_plugin.turn.lmcache import LMCacheKV
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.middleware import TurnMiddleware
 from vllm_plugin.turn.settings import TurnSettings
@@ -111,12 +112,21 @@ class Answer:
 class Pod:
     """One pod under test."""
 
-    def __init__(self, tmp_path: Path, engine: FakeVllm, **settings: Any) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        engine: FakeVllm,
+        *,
+        lmcache: Callable[[Clock], LMCacheKV] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`lmcache`: makes what stands in the sidecar's place."""
         secret_file = tmp_path / "secret"
         secret_file.write_bytes(SECRET)
         self.clock = ManualClock()
         self.engine = engine
         self.sidecar = SidecarInProcess()
+        self.lmcache = None if lmcache is None else lmcache(self.clock)
         self.registry = CollectorRegistry()
         self.manager = DirectoryInProcess(
             MemorySessionStore(), clock=self.clock, metrics=ManagerMetrics(CollectorRegistry())
@@ -124,11 +134,11 @@ class Pod:
         self.settings = TurnSettings(secret_file=secret_file, **({"rpc_deadline_ms": 60_000} | settings))
         parts: Any = {
             "secret": SECRET,
-            "sidecar": self.sidecar,
+            "sidecar": self.lmcache or self.sidecar,
             "clock": self.clock,
             "metrics": TurnMetrics(self.registry),
         }
-        self.story = TurnStory(self.settings, manager=self.manager, **parts)
+        self.story = TurnStory(self.settings, manager=self.manager, by_tokens=self.lmcache, **parts)
         self.stuck_after = 1 << 30
         """From its so many-th message on, an answer is not read."""
         self.on_end: Callable[[], None] = lambda: None

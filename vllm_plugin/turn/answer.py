@@ -41,6 +41,8 @@ class AnswerResult:
     completion_tokens: int = 0
     cached_tokens: int = 0
     """As the engine counts them."""
+    kv_transfer: dict[str, Any] = field(default_factory=dict)
+    """What the engine's connector says with an answer that is no stream."""
     error: bool = False
     """The engine broke off with an error event."""
 
@@ -160,6 +162,8 @@ class JsonAnswer:
             choice = _only(self._answer["choices"])
             self.result.take_choice(choice)
             self.result.take_usage(self._answer["usage"])
+            if isinstance(told := self._answer.get("kv_transfer_params"), dict):
+                self.result.kv_transfer = told
             if self._request.prefill_only:
                 _without_output(choice)
         except UNREADABLE as exc:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import prometheus_client
 
 from context_manager.client import ContextManagerClient
-from contextcache.clock import SystemClock
+from contextcache.clock import Clock, SystemClock
 from contextcache.model import CacheRef, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import tracer_of
 from kv_sidecar.client import KVSidecarClient
 from vllm_plugin.turn.admission import TurnAdmission
@@ -18,6 +21,9 @@ from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 from vllm_plugin.turn.usage import LoadedKV
 
+if TYPE_CHECKING:
+    from vllm_plugin.turn.lmcache import LMCacheKV
+
 TRANSCRIPT_BYTES_MAX = 128 << 20
 """Of one API server process: at some 8 bytes a token the transcripts of 16 million tokens, more than a host has
 memory for the KV of (2 TiB with an 8B model). A transcript that does not fit costs its next turn one whole reading."""
@@ -25,8 +31,8 @@ memory for the KV of (2 TiB with an 8B model). A transcript that does not fit co
 _TIER_NAMES = {pb.TIER_HOST: "host", pb.TIER_DISK: "disk", pb.TIER_PEER: "peer", pb.TIER_OBJECT: "object"}
 
 
-def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission, KeptRequests]:
-    """Return the story, what guards it, and what keeps plain requests, with real adapters.
+def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, TurnAdmission, KeptRequests | None]:
+    """Return the story, what guards it, and what keeps plain requests (LMCache does so itself), with real adapters.
 
     Nothing is connected before the first turn. Raises OSError or ValueError when the certificate files cannot serve.
     """
@@ -34,7 +40,6 @@ def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, Tur
     metrics = TurnMetrics(prometheus_client.REGISTRY)
     tls = metrics.certificates.open_tls(settings.tls)
     clock = SystemClock()
-    sidecar = SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls))
     manager = ContextManagerClient(
         settings.manager,
         timeout_s=timeout_s,
@@ -43,18 +48,31 @@ def compose_turns(settings: TurnSettings, secret: bytes) -> tuple[TurnStory, Tur
         on_begun=metrics.count_transcript,
     )
     metrics.transcript_memory.set_function(lambda: manager.transcript_bytes)
-    story = TurnStory(
-        settings,
-        secret=secret,
-        manager=manager,
-        sidecar=sidecar,
-        clock=clock,
-        metrics=metrics,
-        tracer=tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc),
-    )
+    parts: dict[str, Any] = {"secret": secret, "clock": clock, "metrics": metrics}
+    tracer = tracer_of(settings, part="turn", on_lost=metrics.lost_spans.inc)
+    if settings.lmcache_url:
+        lmcache = _lmcache(settings, secret, clock, tls)
+        story = TurnStory(settings, manager=manager, sidecar=lmcache, by_tokens=lmcache, tracer=tracer, **parts)
+        return story, TurnAdmission(settings, quotas=None, clock=clock, metrics=metrics), None
+    sidecar = SidecarReports(KVSidecarClient(settings.sidecar, timeout_s=timeout_s, tls=tls))
+    story = TurnStory(settings, manager=manager, sidecar=sidecar, tracer=tracer, **parts)
     admission = TurnAdmission(settings, quotas=sidecar, clock=clock, metrics=metrics)
-    kept = KeptRequests(settings, secret=secret, sidecar=sidecar, clock=clock, metrics=metrics)
-    return story, admission, kept
+    return story, admission, KeptRequests(settings, sidecar=sidecar, **parts)
+
+
+def _lmcache(settings: TurnSettings, secret: bytes, clock: Clock, tls: WatchedTls | None) -> LMCacheKV:
+    # Both bring what a pod with a sidecar need not have: httpx, and gRPC's health service.
+    from vllm_plugin.turn.lmcache_api import LMCacheApi
+    from vllm_plugin.turn.lmcache_door import LMCacheDoor
+
+    api = LMCacheApi(
+        server_url=settings.lmcache_url,
+        coordinator_url=settings.lmcache_coordinator_url,
+        model_name=settings.lmcache_model,
+        world_size=settings.lmcache_world_size,
+        timeout_s=settings.lmcache_deadline_ms / 1000,
+    )
+    return LMCacheDoor(api, secret=secret, clock=clock, address=settings.lmcache_listen, tls=tls)
 
 
 class SidecarReports:

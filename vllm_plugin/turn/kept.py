@@ -68,7 +68,7 @@ class KeptRequests:
         verdict, cached, source = _verdict(report)
         self._metrics.count_kept(verdict, "" if report is None else report.reason)
         headers = [("x-context-cache", verdict), ("x-context-cached-tokens", str(cached)), ("x-context-source", source)]
-        if report is not None and report.loaded_tokens:
+        if report is not None and report.loaded_tokens and report.restore_ms is not None:
             headers.append(("server-timing", f"restore;dur={report.restore_ms:.1f}"))
         return [(name.encode(), value.encode()) for name, value in headers]
 

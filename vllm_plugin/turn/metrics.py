@@ -113,7 +113,7 @@ class TurnMetrics:
     def time_turn(self, usage: TurnUsage, *, created: bool, first_token_s: float | None) -> None:
         """Note how soon a turn answered; None: it was not streamed, so nobody saw the first token."""
         loaded = usage.loaded
-        if loaded is not None and not loaded.failed and loaded.tier:
+        if loaded is not None and not loaded.failed and loaded.tier and loaded.restore_ms is not None:
             self.restore_seconds.labels(source=loaded.tier).observe(loaded.restore_ms / 1000)
         if first_token_s is None:
             return

@@ -150,6 +150,7 @@ class TurnMiddleware:
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 self._draining.listen()
+                await self._story.start()
             elif message["type"].startswith("lifespan.shutdown."):
                 await self._story.close()
             await send(message)

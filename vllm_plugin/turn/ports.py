@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from contextcache.model import (
     CacheRef,
@@ -112,4 +113,38 @@ class KVSidecar(Protocol):
 
     async def close(self) -> None:
         """End the connection."""
+        ...
+
+
+class TokenAddressed(Protocol):
+    """What a store that knows KV by salt and tokens alone (LMCache) has to be told beside a KVSidecar's calls.
+
+    Every failure is a ContextCacheError; every call has a deadline.
+    """
+
+    async def start(self) -> None:
+        """Begin what has to be done without being asked, in the running loop. Idempotent."""
+        ...
+
+    def salt(self, session: CacheSessionMetadata) -> str:
+        """Return the engine's `cache_salt` for a context, the same at every turn."""
+        ...
+
+    def order(self, session: CacheSessionMetadata, save: CacheRef | None, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Hear what the engine is about to be asked; return what it gets as `kv_transfer_params`.
+
+        `save`: the name of what it will save, until `keep` or a delete names it; None: nothing is committed.
+        """
+        ...
+
+    def loaded(self, told: Mapping[str, Any]) -> LoadedKV | None:
+        """Return what was loaded, from the `kv_transfer_params` that came back; None: they do not say."""
+        ...
+
+    async def prefetch(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
+        """Have KV brought near that the engine is about to ask for."""
+        ...
+
+    async def keep(self, session: CacheSessionMetadata, save: CacheRef, token_ids: Sequence[int]) -> None:
+        """Keep what a commit made of the context until it ends."""
         ...

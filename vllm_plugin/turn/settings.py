@@ -18,6 +18,27 @@ class TurnSettings(TlsSettings, TracingSettings):
 
     manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager")
     sidecar: str = Field("127.0.0.1:50061", description="gRPC address of this pod's kv-sidecar; unix:///path works")
+    lmcache_url: str = Field(
+        "",
+        description="HTTP address of the LMCache server of this engine, http://host:port: it keeps KV in the place of "
+        "our connector and sidecar. Whole chunks of tokens only, a delete that nobody verifies, no authentication, so "
+        "keep it on the pod network (docs/lmcache.md). Empty: the sidecar does",
+    )
+    lmcache_coordinator_url: str = Field(
+        "", description="HTTP address of LMCache's coordinator, which deletes and pins; required with TURN_LMCACHE_URL"
+    )
+    lmcache_model: str = Field(
+        "", description="model as the engine was given it (vLLM's --model); required with TURN_LMCACHE_URL"
+    )
+    lmcache_world_size: int = Field(1, description="ranks of the engine: tensor times pipeline parallel", ge=1)
+    lmcache_listen: str = Field(
+        "",
+        description="gRPC address at which this process answers the gateway in the sidecar's place, so that a deleted "
+        "context is deleted in LMCache; required with TURN_LMCACHE_URL",
+    )
+    lmcache_deadline_ms: int = Field(
+        2_000, description="ms for one call to LMCache, its retries included; a delete is several", gt=0
+    )
     secret_file: Path = Field(description="file with the deployment's signing secret, 32 bytes or more")
     endpoint_name: str = Field(
         "engine-0", description="this pod's name as the gateway knows it: the holder of what it saves"
@@ -76,4 +97,14 @@ class TurnSettings(TlsSettings, TracingSettings):
         if 0 < self.tenant_bytes_max < self.max_body_bytes:
             # A body between the two would be asked to come again for ever.
             raise ValueError("TURN_TENANT_BYTES_MAX is 0 or at least TURN_MAX_BODY_BYTES")
+        return self
+
+    @model_validator(mode="after")
+    def _lmcache_is_whole(self) -> Self:
+        needed = (self.lmcache_coordinator_url, self.lmcache_model, self.lmcache_listen)
+        if self.lmcache_url and not all(needed):
+            # Without them a context that is deleted would go on living in LMCache.
+            raise ValueError(
+                "TURN_LMCACHE_URL needs TURN_LMCACHE_COORDINATOR_URL, TURN_LMCACHE_MODEL and TURN_LMCACHE_LISTEN"
+            )
         return self

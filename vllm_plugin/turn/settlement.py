@@ -42,7 +42,7 @@ from vllm_plugin.turn.crash_points import BEFORE_ABORT, BEFORE_COMMIT
 from vllm_plugin.turn.delivery import Closing, Render
 from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.metrics import TurnMetrics
-from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
+from vllm_plugin.turn.ports import KVSidecar, SessionDirectory, TokenAddressed
 from vllm_plugin.turn.repeats import Recording
 from vllm_plugin.turn.request import TurnRequest
 from vllm_plugin.turn.settings import TurnSettings
@@ -100,8 +100,10 @@ class Settlement:
         clock: Clock,
         metrics: TurnMetrics,
         background: Background,
+        by_tokens: TokenAddressed | None = None,
     ) -> None:
-        """Take everything from outside."""
+        """Take everything from outside. `by_tokens`: the `sidecar`, where it is LMCache."""
+        self._by_tokens = by_tokens
         self._settings = settings
         self._manager = manager
         self._sidecar = sidecar
@@ -115,7 +117,10 @@ class Settlement:
         `render` makes the end of the answer of it, for the commit to keep.
         """
         with within(turn.trace):
-            await self._take_load_report(turn, has_cached=result.cached_tokens > 0)
+            if self._by_tokens is not None:
+                turn.loaded = self._by_tokens.loaded(result.kv_transfer)
+            else:
+                await self._take_load_report(turn, has_cached=result.cached_tokens > 0)
             outcome = await self._commit(engine, turn, result, render)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
@@ -181,6 +186,9 @@ class Settlement:
                 committed=False, generation=session.generation, expires_at_ms=session.expires_at_ms, reason=exc.code
             )
         self._after_commit(turn, committed)
+        if self._by_tokens is not None and turn.save_ref is not None:
+            whole = prompt.token_ids + (answer.token_ids if answer else ())
+            self._background.start(self._by_tokens.keep(committed, turn.save_ref, whole))
         return CommitOutcome(committed=True, generation=committed.generation, expires_at_ms=committed.expires_at_ms)
 
     async def _answer_segment(self, engine: Engine, turn: Turn, result: AnswerResult) -> Segment | None:
@@ -238,7 +246,8 @@ class Settlement:
     async def stream_receipt(self, turn: Turn) -> list[tuple[str, str]]:
         """Return a stream's headers at its first token; what the engine reused is known from the load report."""
         turn.first_token_s = (self._clock.now_ms() - turn.started_ms) / 1000
-        await self._take_load_report(turn)
+        if self._by_tokens is None:
+            await self._take_load_report(turn)
         loaded = turn.loaded
         planned = 0 if loaded is None else loaded.device_tokens + loaded.loaded_tokens
         usage = self._usage(turn, planned, 0)

@@ -55,7 +55,7 @@ from vllm_plugin.turn.engine import Engine, Receive, Send
 from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.patience import Patience
-from vllm_plugin.turn.ports import KVSidecar, SessionDirectory
+from vllm_plugin.turn.ports import KVSidecar, SessionDirectory, TokenAddressed
 from vllm_plugin.turn.repeats import Recording, give_again
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
 from vllm_plugin.turn.responses import Responses, under_instructions
@@ -99,7 +99,7 @@ class Client:
 class TurnStory:
     """Runs turns. One per API server process."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # its parts, by name
         self,
         settings: TurnSettings,
         *,
@@ -109,8 +109,9 @@ class TurnStory:
         clock: Clock,
         metrics: TurnMetrics,
         tracer: Tracer = NO_TRACER,
+        by_tokens: TokenAddressed | None = None,
     ) -> None:
-        """Take everything from outside; nothing is connected yet."""
+        """Take everything from outside; nothing is connected yet. `by_tokens`: the `sidecar`, where it is LMCache."""
         self.tracer = tracer
         """Begins the spans of requests; closed with us."""
         self.metrics = metrics
@@ -118,6 +119,7 @@ class TurnStory:
         self._secret = secret
         self._manager = manager
         self._sidecar = sidecar
+        self._by_tokens = by_tokens
         self._clock = clock
         self._background = Background(
             limit=_BACKGROUND_CALLS_MAX,
@@ -128,7 +130,13 @@ class TurnStory:
         self._patiences: set[Patience] = set()
         """Of the turns the engine is answering."""
         self._settlement = Settlement(
-            settings, manager=manager, sidecar=sidecar, clock=clock, metrics=metrics, background=self._background
+            settings,
+            manager=manager,
+            sidecar=sidecar,
+            clock=clock,
+            metrics=metrics,
+            background=self._background,
+            by_tokens=by_tokens,
         )
 
     async def create(
@@ -172,8 +180,8 @@ class TurnStory:
             crash_point(BEGUN)
             if session.model_id != request.model:
                 raise ModelMismatch(f"the context belongs to model {session.model_id}", param="model")
-            self._read_ahead(session)
             transcript = Transcript(segments)
+            self._read_ahead(session, transcript)
             mode = request.context_mode or identity.context_mode or ContextMode.AUTO
             if request.instructions is not None:
                 request = turn.request = under_instructions(request, transcript.messages, mode)
@@ -194,6 +202,11 @@ class TurnStory:
         if kept is not None:
             await give_again(kept, said, client.send)
         return kept is not None
+
+    async def start(self) -> None:
+        """Begin what runs without a turn, in the running loop."""
+        if self._by_tokens is not None:
+            await self._by_tokens.start()
 
     def give_up(self) -> None:
         """Let every turn that waits for its engine or its client end as if the engine had broken off."""
@@ -260,13 +273,17 @@ class TurnStory:
             self._patiences.discard(patience)
         delivery.check_complete(lost_with=patience.lost_with)
 
-    def _read_ahead(self, session: CacheSessionMetadata) -> None:
+    def _read_ahead(self, session: CacheSessionMetadata, transcript: Transcript) -> None:
         """Have the sidecar begin to read KV before the engine asks, unless this process has served the context lately.
 
         Then the engine most often has it itself, and nothing is to be read that nobody asks for.
         """
         if session.cache_refs and session.session_id not in self._served:
-            self._background.start(self._sidecar.read_ahead(session.tenant, session.cache_refs))
+            if self._by_tokens is None:
+                reading = self._sidecar.read_ahead(session.tenant, session.cache_refs)
+            else:
+                reading = self._by_tokens.prefetch(session, transcript.token_ids)
+            self._background.start(reading)
         self._note_served(session.session_id)
 
     def _note_served(self, session_id: SessionId) -> None:
@@ -278,23 +295,11 @@ class TurnStory:
     def _engine_body(self, turn: Turn) -> dict[str, Any]:
         """Return what vLLM gets: the client's own fields, our prompt, and the connector's orders."""
         assert turn.prompt is not None
-        request, session = turn.request, turn.session
-        order = KVTransfer(
-            tenant=session.tenant,
-            session_id=session.session_id,
-            request_id=turn.request_id,
-            load=session.cache_refs,
-            save=turn.save_ref,
-            expires_at_ms=session.expires_at_ms,
-            save_again_tokens=_save_again_tokens(turn),
-            traceparent=kept_traceparent(),
-            beginning=turn.beginning,
-            prefix_at=turn.prefix_at,
-        )
-        kv_transfer: dict[str, Any] = {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}
+        request = turn.request
+        kv_transfer, salt = self._kv_order(turn)
         body: dict[str, Any] = {
             **request.engine_fields,
-            "cache_salt": cache_salt(session.tenant, session.model_id, self._secret),
+            "cache_salt": salt,
             "return_token_ids": True,
             "kv_transfer_params": kv_transfer,
         }
@@ -310,6 +315,28 @@ class TurnStory:
         if request.stream:
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return body
+
+    def _kv_order(self, turn: Turn) -> tuple[dict[str, Any], str]:
+        """Return what the engine's connector is told, and the salt."""
+        assert turn.prompt is not None
+        session = turn.session
+        if self._by_tokens is not None:
+            order_by_tokens = self._by_tokens.order(session, turn.save_ref, turn.prompt.token_ids)
+            return order_by_tokens, self._by_tokens.salt(session)
+        order = KVTransfer(
+            tenant=session.tenant,
+            session_id=session.session_id,
+            request_id=turn.request_id,
+            load=session.cache_refs,
+            save=turn.save_ref,
+            expires_at_ms=session.expires_at_ms,
+            save_again_tokens=_save_again_tokens(turn),
+            traceparent=kept_traceparent(),
+            beginning=turn.beginning,
+            prefix_at=turn.prefix_at,
+        )
+        salt = cache_salt(session.tenant, session.model_id, self._secret)
+        return {KV_TRANSFER_KEY: sign_kv_transfer(order, self._secret)}, salt
 
     def _new_turn(
         self, request: TurnRequest, session: CacheSessionMetadata, identity: Identity, *, lease_id: str, is_create: bool

@@ -23,7 +23,8 @@ class LoadedKV:
     loaded_tokens: int
     tier: str
     """`host`, `disk`, `peer`, `object`, or empty when nothing was loaded."""
-    restore_ms: float
+    restore_ms: float | None
+    """None: nobody says."""
     reason: str = ""
 
 
@@ -101,7 +102,7 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
         "cached_tokens": usage.cached_tokens,
         "context_tokens": usage.context_tokens,
         "source": usage.source,
-        "restore_ms": None if usage.loaded is None else round(usage.loaded.restore_ms, 1),
+        "restore_ms": _rounded(usage.loaded),
         "committed": outcome.committed,
     }
     if usage.match:
@@ -122,6 +123,10 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
     }
 
 
+def _rounded(loaded: LoadedKV | None) -> float | None:
+    return None if loaded is None or loaded.restore_ms is None else round(loaded.restore_ms, 1)
+
+
 def receipt_headers(
     usage: TurnUsage,
     *,
@@ -136,7 +141,7 @@ def receipt_headers(
     In a stream they are sent with the first chunk: cached tokens are the plan then, the usage chunk has the truth.
     """
     timings = dict(timings_ms)
-    if usage.loaded is not None:
+    if usage.loaded is not None and usage.loaded.restore_ms is not None:
         timings["restore"] = usage.loaded.restore_ms
     return [
         ("x-session-id", session_id),

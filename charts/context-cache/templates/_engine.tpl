@@ -36,7 +36,8 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     - name: SIDECAR_UNIX_SOCKET
       value: /run/context-cache/sidecar.sock
     - name: SIDECAR_LISTEN
-      value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
+      {{- /* Where LMCache keeps KV the turn answers gateways at that port. */}}
+      value: {{ ternary "" (printf "0.0.0.0:%d" (int .Values.discovery.sidecarPort)) (ne "" (include "context-cache.engine.lmcache" .)) | quote }}
     - name: SIDECAR_MEMORY_LIMIT_BYTES
       value: {{ include "context-cache.bytes" (dict "name" "sidecar.memoryLimit" "value" .Values.sidecar.memoryLimit) | quote }}
     - name: SIDECAR_DISK_LIMIT_BYTES
@@ -72,8 +73,10 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
     {{- include "context-cache.settingsEnv" (dict "prefix" "SIDECAR_" "settings" .Values.sidecar.settings) | nindent 4 }}
     {{- include "context-cache.extraEnv" .Values.sidecar | nindent 4 }}
   ports:
+    {{- if not (include "context-cache.engine.lmcache" .) }}
     - name: kv-grpc
       containerPort: {{ .Values.discovery.sidecarPort }}
+    {{- end }}
     - name: kv-metrics
       containerPort: 9091
   {{- /* Plain HTTP, as kubelets have no certificate. A start reads every manifest on the disk first. */}}
@@ -119,7 +122,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 
 {{/* Whom the sidecar may pull from, a JSON list. Pods come and go, so it cannot list them. */}}
 {{- define "context-cache.sidecar.peers" -}}
-{{- if not .Values.sidecar.peers }}
+{{- if or (not .Values.sidecar.peers) (include "context-cache.engine.lmcache" .) }}
 {{- list | toJson }}
 {{- else }}
 {{- .Values.sidecar.peerNetworks | default (list "*") | toJson }}
@@ -129,7 +132,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
 {{/* Who may take its contexts over when it ends, a JSON list: what the Service of the engines resolves to then. */}}
 {{- define "context-cache.sidecar.takers" -}}
 {{- $engines := include "context-cache.serviceHost" (dict "root" . "service" "engines") }}
-{{- ternary (list (printf "%s:%d" $engines (int .Values.discovery.sidecarPort))) list .Values.sidecar.peers | toJson }}
+{{- ternary (list (printf "%s:%d" $engines (int .Values.discovery.sidecarPort))) list (and .Values.sidecar.peers (not (include "context-cache.engine.lmcache" .))) | toJson }}
 {{- end }}
 
 {{/*
@@ -193,8 +196,22 @@ which says what differs. A name that clients use is one model's.
 {{- define "context-cache.engine.env" -}}
 - name: TURN_MANAGER
   value: {{ include "context-cache.manager.address" . | quote }}
+{{- if include "context-cache.engine.lmcache" . }}
+{{- /* Named before what may be made of it: $(HOST_IP) is LMCache's server where each node has one. */}}
+- name: HOST_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.hostIP
+- name: TURN_LMCACHE_MODEL
+  value: {{ .Values.engine.model | quote }}
+- name: TURN_LMCACHE_WORLD_SIZE
+  value: {{ .Values.engine.tensorParallelSize | quote }}
+- name: TURN_LMCACHE_LISTEN
+  value: "0.0.0.0:{{ .Values.discovery.sidecarPort }}"
+{{- else }}
 - name: TURN_SIDECAR
   value: unix:///run/context-cache/sidecar.sock
+{{- end }}
 - name: TURN_SECRET_FILE
   value: /etc/context-cache/signing/secret
 {{- /* The gateway finds pods in EndpointSlices, under the same name. */}}
@@ -207,6 +224,19 @@ which says what differs. A name that clients use is one model's.
 {{ include "context-cache.settingsEnv" (dict "prefix" "TURN_" "settings" .Values.engine.turn) }}
 {{- end }}
 
+{{/* Not empty where LMCache keeps KV, in the place of connector and sidecar. */}}
+{{- define "context-cache.engine.lmcache" -}}
+{{- dig "lmcacheUrl" "" (.Values.engine.turn | default dict) }}
+{{- end }}
+
+{{/* What those of vLLM's mounts are that it shares with a sidecar, where there is none. */}}
+{{- define "context-cache.engine.volumes" -}}
+- name: kv-run
+  emptyDir: {}
+{{ include "context-cache.signing.volume" . }}
+{{ include "context-cache.tls.volume" . }}
+{{- end }}
+
 {{/* Mounts of vLLM's container. It sees no block as a file: what it saves and loads lies in memory of the sidecar's. */}}
 {{- define "context-cache.engine.mounts" -}}
 - name: kv-run
@@ -217,6 +247,13 @@ which says what differs. A name that clients use is one model's.
 
 {{/* The value of --kv-transfer-config. A load that fails costs time, never an answer: recompute. */}}
 {{- define "context-cache.engine.transferConfig" -}}
+{{- if include "context-cache.engine.lmcache" . }}
+{{- dict
+  "kv_connector" "LMCacheMPConnector"
+  "kv_role" "kv_both"
+  "kv_load_failure_policy" "recompute"
+  "kv_connector_extra_config" .Values.engine.lmcache.connector | toJson }}
+{{- else }}
 {{- $own := dict "sidecar" "unix:///run/context-cache/sidecar.sock" "secret_file" "/etc/context-cache/signing/secret" }}
 {{- with .Values.tracing.endpoint }}{{ $_ := set $own "traces_endpoint" . }}{{ end }}
 {{- dict
@@ -225,6 +262,7 @@ which says what differs. A name that clients use is one model's.
   "kv_role" "kv_both"
   "kv_load_failure_policy" "recompute"
   "kv_connector_extra_config" (merge (dict) $own .Values.engine.connector) | toJson }}
+{{- end }}
 {{- end }}
 
 {{/*

@@ -155,6 +155,11 @@ readinessProbe:
 {{- fail (printf "engine.resources.limits.memory (%v) must exceed engine.shm.sizeLimit (%v), whose pages it counts: vLLM would be killed" . $engine.shm.sizeLimit) }}
 {{- end }}
 {{- end }}
+{{- if include "context-cache.engine.lmcache" . }}
+{{- if not (dig "lmcacheCoordinatorUrl" "" $engine.turn) }}
+{{- fail "engine.turn.lmcacheUrl: needs engine.turn.lmcacheCoordinatorUrl, else nothing that is deleted would be deleted in LMCache" }}
+{{- end }}
+{{- end }}
 {{- range $engine.extraArgs }}
 {{- /* vLLM takes --tensor_parallel_size and -tp for the same. */}}
 {{- $flag := splitList "=" . | first | replace "_" "-" }}

@@ -1,0 +1,288 @@
+"""LMCache in the place of connector and kv-sidecar, for deployments that run it already (ADR 0064).
+
+LMCache knows no contexts: it knows whole chunks of tokens (256 by default) under a salt. Each context has a salt of its
+own, the same from turn to turn, so what is found under it is that context's alone, and what is deleted is nobody
+else's. The engine's LMCache connector saves and loads; we say what to bring near, what to keep, and what to delete.
+
+What it cannot do, and nothing here pretends: less than a chunk is never saved, and the tail of a context is computed
+anew each turn; no word comes of when a save is durable, or of where a load came from; contexts share no KV, a fork
+computes its own; a delete is done as far as LMCache tells, and verified by nobody; a turn in flight may save after it.
+
+Rules: what was sent to the engine under a salt is remembered until its context ends, since LMCache deletes by tokens;
+pins are counted there, so each is taken back once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import override
+
+from contextcache.clock import Clock
+from contextcache.errors import ContextCacheError, SidecarUnavailable
+from contextcache.identity import context_salt
+from contextcache.model import CacheRef, CacheSessionMetadata, SaveOutcome, SessionId, TenantId
+from vllm_plugin.turn.lmcache_api import Instance, LMCacheApi, SaltedTokens
+from vllm_plugin.turn.ports import KVSidecar, TokenAddressed
+from vllm_plugin.turn.usage import LoadedKV
+
+log = logging.getLogger(__name__)
+
+UNTOLD = "durability_unknown"
+"""Why a create does not know whether its KV is safe: LMCache does not say."""
+_TOKENS_HELD_MAX = 32 << 20
+"""In one API server process, at 4 bytes each. A context that does not fit is deleted by what the directory lists."""
+_UNCOMMITTED_MAX = 4_096
+_SEQUENCES_MAX = 8
+"""Of one context: where resends left what it was before. The oldest is forgotten when there are more."""
+_ROUNDS = 3
+_PAUSE_S = 0.1
+"""Between rounds of a delete: a lock of LMCache's is held for one load or one write."""
+_RETRY_MS = 60_000
+_IDLE_S = 3600.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """What LMCache was given of one context."""
+
+    tenant: TenantId
+    expires_at_ms: int
+    sequences: list[array[int]] = field(default_factory=list)
+    """Token ids, oldest first; none begins another."""
+    pinned: array[int] | None = None
+    is_committed: bool = False
+    is_whole: bool = False
+    """All sequences are here. Else LMCache may have more: of another process, or of one that was forgotten."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Remember a sequence instead of those that it goes on from."""
+        new = array("I", token_ids)
+        others = [old for old in self.sequences if new[: len(old)] != old]
+        if any(old[: len(new)] == new for old in others):
+            return
+        self.sequences = [*others, new]
+        if len(self.sequences) > _SEQUENCES_MAX:
+            del self.sequences[0]
+            self.is_whole = False
+
+
+class LMCacheKV(KVSidecar, TokenAddressed):
+    """Is ports.KVSidecar and ports.TokenAddressed. One per API server process."""
+
+    def __init__(self, api: LMCacheApi, *, secret: bytes, clock: Clock) -> None:
+        """Take everything from outside; nothing is connected yet."""
+        self._api = api
+        self._secret = secret
+        self._clock = clock
+        self._held: OrderedDict[SessionId, _Held] = OrderedDict()
+        self._num_tokens = 0
+        self._uncommitted: OrderedDict[CacheRef, SessionId] = OrderedDict()
+        """By the name that a turn saves under."""
+        self._earlier = asyncio.Event()
+        self._expiry: asyncio.Task[None] | None = None
+
+    @override
+    async def start(self) -> None:
+        """Begin to delete what ends by its time. Without it, LMCache's own eviction does."""
+        if self._expiry is None:
+            self._expiry = asyncio.create_task(self._expire_forever())
+
+    @override
+    def salt(self, session: CacheSessionMetadata) -> str:
+        """See ports.TokenAddressed."""
+        return context_salt(session.tenant, session.session_id, self._secret)
+
+    @override
+    def order(self, session: CacheSessionMetadata, save: CacheRef | None, token_ids: Sequence[int]) -> dict[str, Any]:
+        """See ports.TokenAddressed. Both of the connectors' words for it: LMCache's own, and the one vLLM 0.32 has."""
+        self._hold(session, token_ids)
+        if save is not None:
+            self._uncommitted[save] = session.session_id
+            if len(self._uncommitted) > _UNCOMMITTED_MAX:
+                self._uncommitted.popitem(last=False)
+        return {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
+
+    @override
+    def loaded(self, told: Mapping[str, Any]) -> LoadedKV | None:
+        """See ports.TokenAddressed. What was loaded is called `host`: it came out of LMCache's memory in the end."""
+        stats = told.get("cached_token_stats")
+        if isinstance(stats, Mapping):
+            device, loaded = stats.get("num_vllm_cached_tokens"), stats.get("num_lmcache_extra_cached_tokens")
+        else:
+            device, loaded = 0, told.get("num_lmcache_extra_cached_tokens")
+        if type(device) is not int or type(loaded) is not int:
+            return None
+        tier = "host" if loaded else ""
+        return LoadedKV(failed=False, device_tokens=device, loaded_tokens=loaded, tier=tier, restore_ms=None)
+
+    @override
+    async def prefetch(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> None:
+        """See ports.TokenAddressed."""
+        await self._api.prefetch(SaltedTokens(self.salt(session), token_ids))
+
+    @override
+    async def keep(self, session: CacheSessionMetadata, save: CacheRef, token_ids: Sequence[int]) -> None:
+        """See ports.TokenAddressed. The new pin is there before the old one goes."""
+        self._uncommitted.pop(save, None)
+        held, salt = self._hold(session, token_ids), self.salt(session)
+        held.is_committed = True
+        before, now = held.pinned, array("I", token_ids)
+        await self._api.pin(SaltedTokens(salt, now))
+        if self._held.get(session.session_id) is not held:  # deleted meanwhile
+            await self._api.unpin(SaltedTokens(salt, now))
+            return
+        held.pinned = now
+        if before is not None:
+            await self._api.unpin(SaltedTokens(salt, before))
+
+    @override
+    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
+        """See ports.KVSidecar. Nothing to wait for: nobody would say."""
+        return SaveOutcome(is_sealed=False, reason=UNTOLD)
+
+    @override
+    async def load_report(self, request_id: str, *, timeout_ms: int) -> LoadedKV | None:
+        """See ports.KVSidecar. The engine says it with its answer (`loaded`), nobody else does."""
+        return None
+
+    @override
+    async def read_ahead(self, tenant: TenantId, cache_refs: tuple[CacheRef, ...]) -> None:
+        """See ports.KVSidecar. LMCache knows no names (`prefetch`)."""
+
+    @override
+    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
+        """See ports.KVSidecar. Its pins stay until then; 0: this process knows nothing of it."""
+        held = self._of(tenant, session_id)
+        if held is None:
+            return 0
+        held.expires_at_ms = expires_at_ms
+        self._earlier.set()
+        return 1
+
+    @override
+    async def delete_context(
+        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: tuple[CacheRef, ...] = ()
+    ) -> int:
+        """Take a context's pins back and delete it in all tiers of all servers; return the bytes that it had there.
+
+        Refs are of generations, whose chunks are those of the context: they go with it, unless it was never committed.
+        Raises SidecarUnavailable when some of it is still there; it is tried again later.
+        """
+        freed_bytes = 0
+        for ref in cache_refs:
+            made = self._uncommitted.pop(ref, "")
+            held = self._held.get(made)
+            if held is not None and not held.is_committed:
+                freed_bytes += await self._delete(tenant, made)
+        return freed_bytes + (await self._delete(tenant, session_id) if session_id else 0)
+
+    async def expire(self) -> int:
+        """Delete what has ended by now; return the ms until the next does."""
+        now_ms = self._clock.now_ms()
+        for session_id, held in [(key, held) for key, held in self._held.items() if held.expires_at_ms <= now_ms]:
+            try:
+                await self._delete(held.tenant, session_id)
+            except ContextCacheError as exc:
+                log.warning("expired KV not deleted", extra={"session_id": session_id, "reason": exc.code})
+        return min((held.expires_at_ms for held in self._held.values()), default=now_ms + 3_600_000) - now_ms
+
+    @override
+    async def close(self) -> None:
+        """End the connections; what is pinned stays so, as it should while others serve the context."""
+        task, self._expiry = self._expiry, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await self._api.close()
+
+    async def _delete(self, tenant: TenantId, session_id: SessionId) -> int:
+        salt, held = context_salt(tenant, session_id, self._secret), self._of(tenant, session_id)
+        instances = await self._api.instances()
+        if held is None:
+            return await self._delete_listed(salt, instances)
+        freed_bytes = 0
+        try:
+            for number, token_ids in enumerate(list(held.sequences)):
+                kv = SaltedTokens(salt, token_ids)
+                # Those after the first share its beginning, perhaps: bytes are counted once.
+                freed_bytes += 0 if number else await self._api.size_bytes(kv)
+                if held.pinned is not None:
+                    await self._api.unpin(SaltedTokens(salt, held.pinned))
+                    held.pinned = None
+                await self._remove(kv, instances)
+            if not held.is_whole:
+                await self._delete_listed(salt, instances)
+        except ContextCacheError:
+            held.expires_at_ms = self._clock.now_ms() + _RETRY_MS
+            raise
+        self._forget(session_id)
+        return freed_bytes
+
+    async def _remove(self, kv: SaltedTokens, instances: Sequence[Instance]) -> None:
+        """Delete at all servers, again while something is locked. Raises SidecarUnavailable when it still is."""
+        if not instances:
+            raise SidecarUnavailable("LMCache's coordinator knows no server")
+        for left in reversed(range(_ROUNDS)):
+            removed = await asyncio.gather(*(self._api.delete(instance, kv) for instance in instances))
+            if not any(one.skipped for one in removed):
+                return
+            if left:
+                # A pin of a process that is gone counts too: one goes with each round.
+                await self._api.unpin(kv)
+                await asyncio.sleep(_PAUSE_S)
+        raise SidecarUnavailable("LMCache has not deleted all KV of a context: some of it is locked")
+
+    async def _delete_listed(self, salt: str, instances: Sequence[Instance]) -> int:
+        """Delete what the directory lists under a salt, when its tokens are not known: this process is younger."""
+        keys = await self._api.keys_under(salt)
+        if keys:
+            removed = await asyncio.gather(*(self._api.delete_keys(instance, keys) for instance in instances))
+            if any(one.skipped for one in removed):
+                raise SidecarUnavailable("LMCache has not deleted all KV of a context: some of it is locked")
+        return 0
+
+    def _hold(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> _Held:
+        is_new = session.generation == 0
+        new = _Held(session.tenant, session.expires_at_ms, is_committed=not is_new, is_whole=is_new)
+        held = self._held.setdefault(session.session_id, new)
+        self._held.move_to_end(session.session_id)
+        before = held.num_tokens
+        held.add(token_ids)
+        if held.expires_at_ms != session.expires_at_ms or not before:
+            held.expires_at_ms = session.expires_at_ms
+            self._earlier.set()
+        self._num_tokens += held.num_tokens - before
+        while self._num_tokens > _TOKENS_HELD_MAX and len(self._held) > 1:
+            self._forget(next(iter(self._held)))
+        return held
+
+    def _of(self, tenant: TenantId, session_id: SessionId) -> _Held | None:
+        held = self._held.get(session_id)
+        return held if held is not None and held.tenant == tenant else None
+
+    def _forget(self, session_id: SessionId) -> None:
+        self._num_tokens -= self._held.pop(session_id).num_tokens
+
+    async def _expire_forever(self) -> None:
+        while True:
+            self._earlier.clear()
+            try:
+                wait_s = max(await self.expire(), 0) / 1000
+            except Exception:
+                log.exception("a sweep of expired KV failed")
+                wait_s = _RETRY_MS / 1000
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, _IDLE_S)):
+                    await self._earlier.wait()

@@ -1,0 +1,214 @@
+"""What LMCache's HTTP API takes and gives. httpx only: nothing of LMCache is imported, as it moves vLLM's own packages.
+
+Read in lmcache 0.5.6 and seen running. Two servers: the MP server beside the engine, and the fleet's coordinator.
+
+- `POST {server}/cache/prefetches` (v1/multiprocess/http_apis/cache_api.py): `{model_name, world_size, token_ids,
+  cache_salt}` brings whole chunks from L2 into L1: 202 `{request_id, chunks, status: submitted}`, `{chunks: 0,
+  status: noop}` for less than one; 503 until the model has its KV cache there. It holds nothing in place.
+- `POST | DELETE {coordinator}/cache/pins` (v1/mp_coordinator/controllers/eviction_http_api.py): the same body; keeps L2
+  objects from the coordinator's own eviction. Pins are counted: two need two unpins.
+- `POST {coordinator}/cache/delete` (v1/mp_coordinator/http_apis/cache_api.py): the same body with `instance_id`, `tier`
+  and `force`: `{requested, affected, skipped}`. It skips what is pinned in L2 or locked in L1.
+- `GET {coordinator}/instances`: `{instances: [{instance_id, ip, http_port}]}`.
+- `POST {coordinator}/directory/lookup`: the same body: `{results: [{key, placements: [{tier, size_bytes}]}]}`, as of
+  the last events that servers with `--coordinator-event-reporting` have told; without, empty.
+- `GET {coordinator}/directory/keys?offset&limit` (at most 10 000): all keys of the fleet, `{keys: [{key, placements:
+  [{instance_id, size_bytes}]}]}`; no filter by salt.
+- `DELETE {server}/cache/objects`: `{keys, tier, force}`: `{deleted, skipped, ok}`; 503 for tier `all` without an L2.
+
+The server itself lists L2 only where its adapter can (only `s3` can), and L1 never. `model_name` is vLLM's `--model`,
+not what it serves it as; at most 1 000 000 token ids. There is no authentication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from contextcache.errors import SidecarUnavailable
+
+TOKENS_MAX = 1_000_000
+"""lmcache 0.5.6 v1/multiprocess/cache_control/key_resolver.py MAX_TOKEN_IDS."""
+_KEYS_A_PAGE = 10_000
+_PAGES_MAX = 100
+_KEYS_A_DELETE = 1_000
+_ATTEMPTS = 3
+_PAUSE_S = 0.05
+_TRY_AGAIN = frozenset({502, 503, 504})
+_CONNECTIONS = httpx.Limits(max_connections=16, max_keepalive_connections=4)
+
+
+@dataclass(frozen=True, slots=True)
+class SaltedTokens:
+    """Names KV as LMCache does: whole chunks of these tokens, under this salt."""
+
+    salt: str
+    token_ids: Sequence[int]
+    """From the first on; what is beyond TOKENS_MAX is not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One MP server."""
+
+    instance_id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What came of a delete."""
+
+    skipped: int
+    """Objects that are pinned or locked, and still there."""
+
+
+class LMCacheApi:
+    """Both servers' API. Connects at the first call. Every call has a deadline and raises SidecarUnavailable."""
+
+    def __init__(
+        self,
+        *,
+        server_url: str,
+        coordinator_url: str,
+        model_name: str,
+        world_size: int,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`model_name`, `world_size`: as the engine registers its KV; `timeout_s` bounds a call with its retries."""
+        self._server_url = server_url.rstrip("/")
+        self._coordinator_url = coordinator_url.rstrip("/")
+        self._engine = {"model_name": model_name, "world_size": world_size}
+        self._timeout_s = timeout_s
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+
+    async def prefetch(self, kv: SaltedTokens) -> int:
+        """Have KV brought into the server's memory; return how many chunks were asked for, 0: less than one."""
+        answer = await self._ask("POST", f"{self._server_url}/cache/prefetches", self._body(kv))
+        return _count(answer, "chunks")
+
+    async def pin(self, kv: SaltedTokens) -> None:
+        """Keep KV from the coordinator's eviction. Counted, so never tried twice."""
+        await self._ask("POST", f"{self._coordinator_url}/cache/pins", self._body(kv), attempts=1)
+
+    async def unpin(self, kv: SaltedTokens) -> None:
+        """Take one pin back; without one it does nothing."""
+        await self._ask("DELETE", f"{self._coordinator_url}/cache/pins", self._body(kv), attempts=1)
+
+    async def instances(self) -> list[Instance]:
+        """Return the servers that the coordinator knows."""
+        answer = await self._ask("GET", f"{self._coordinator_url}/instances")
+        try:
+            found = answer["instances"]
+            return [Instance(str(it["instance_id"]), f"http://{it['ip']}:{int(it['http_port'])}") for it in found]
+        except (KeyError, TypeError, ValueError) as exc:
+            raise _unreadable() from exc
+
+    async def delete(self, instance: Instance, kv: SaltedTokens) -> Removed:
+        """Delete unpinned, unlocked chunks in all tiers of one server."""
+        body = {**self._body(kv), "instance_id": instance.instance_id, "tier": "all", "force": False}
+        answer = await self._ask("POST", f"{self._coordinator_url}/cache/delete", body)
+        return Removed(_count(answer, "skipped"))
+
+    async def size_bytes(self, kv: SaltedTokens) -> int:
+        """Return the bytes of KV in all places, as far as the coordinator has been told."""
+        if not kv.token_ids:
+            return 0
+        answer = await self._ask("POST", f"{self._coordinator_url}/directory/lookup", self._body(kv))
+        try:
+            places = [place for found in answer["results"] for place in found["placements"]]
+            return sum(int(place["size_bytes"]) for place in places)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise _unreadable() from exc
+
+    async def keys_under(self, salt: str) -> list[dict[str, Any]]:
+        """Return all keys under a salt, as far as the coordinator has been told. Reads its whole directory, in pages.
+
+        Raises SidecarUnavailable when that is more than a million keys.
+        """
+        url, keys = f"{self._coordinator_url}/directory/keys?limit={_KEYS_A_PAGE}&offset=", []
+        for page in range(_PAGES_MAX):
+            answer = await self._ask("GET", f"{url}{page * _KEYS_A_PAGE}")
+            try:
+                found = [listed["key"] for listed in answer["keys"]]
+                keys += [key for key in found if key["cache_salt"] == salt]
+            except (KeyError, TypeError) as exc:
+                raise _unreadable() from exc
+            if len(found) < _KEYS_A_PAGE:
+                return keys
+        raise SidecarUnavailable("LMCache's directory is too large to be searched for a context")
+
+    async def delete_keys(self, instance: Instance, keys: Sequence[dict[str, Any]]) -> Removed:
+        """Delete unlocked objects in all tiers of one server; pins of theirs stay, and hold nothing."""
+        skipped = 0
+        for start in range(0, len(keys), _KEYS_A_DELETE):
+            body = {"keys": list(keys[start : start + _KEYS_A_DELETE]), "tier": "all", "force": False}
+            answer = await self._ask("DELETE", f"{instance.url}/cache/objects", body)
+            skipped += _count(answer, "skipped")
+        return Removed(skipped)
+
+    async def close(self) -> None:
+        """Close the connections; a later call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _body(self, kv: SaltedTokens) -> dict[str, Any]:
+        return {**self._engine, "token_ids": list(kv.token_ids[:TOKENS_MAX]), "cache_salt": kv.salt}
+
+    async def _ask(
+        self, method: str, url: str, body: dict[str, Any] | None = None, *, attempts: int = _ATTEMPTS
+    ) -> dict[str, Any]:
+        """Return the JSON of an answer; a connection that breaks, or a server that is away, is tried again."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for left in reversed(range(attempts)):
+                    try:
+                        answer = await self._open().request(method, url, json=body)
+                    except httpx.TransportError:
+                        if not left:
+                            raise
+                    else:
+                        if not left or answer.status_code not in _TRY_AGAIN:
+                            return _read(answer)
+                    await asyncio.sleep(_PAUSE_S)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
+            raise SidecarUnavailable(f"LMCache cannot be reached in time ({type(exc).__name__})") from exc
+        raise AssertionError("at least one attempt")
+
+    def _open(self) -> httpx.AsyncClient:
+        if self._client is None:
+            self._client = httpx.AsyncClient(
+                timeout=self._timeout_s, limits=_CONNECTIONS, trust_env=False, transport=self._transport
+            )
+        return self._client
+
+
+def _read(answer: httpx.Response) -> dict[str, Any]:
+    if not answer.is_success:
+        # Its words may quote what it was sent.
+        raise SidecarUnavailable(f"LMCache answered {answer.status_code} to {answer.request.url.path}")
+    try:
+        found = answer.json()
+    except ValueError as exc:
+        raise _unreadable() from exc
+    if not isinstance(found, dict):
+        raise _unreadable()
+    return found
+
+
+def _count(answer: dict[str, Any], name: str) -> int:
+    value = answer.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise _unreadable()
+    return value
+
+
+def _unreadable() -> SidecarUnavailable:
+    return SidecarUnavailable("LMCache's answer cannot be read")
