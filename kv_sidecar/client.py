@@ -308,6 +308,11 @@ class EngineSidecarClient:
         """End a load's lease."""
         self._call(self._stub.EndLoad, pb.EndLoadRequest(lease_id=lease_id), self._timeout_s)
 
+    def delete_context(self, tenant: TenantId, *, cache_refs: Sequence[CacheRef]) -> int:
+        """Delete these in all tiers; return the bytes freed on disk. Later saves under their names are refused."""
+        request = pb.DeleteContextRequest(tenant=tenant, cache_refs=cache_refs)
+        return self._call(self._stub.DeleteContext, request, self._timeout_s).freed_bytes
+
     def report_load(self, report: pb.LoadReport) -> None:
         """Leave what was done for a request, for its answer's receipt."""
         self._call(self._stub.ReportLoad, pb.ReportLoadRequest(report=report), self._timeout_s)

@@ -1,0 +1,166 @@
+"""LMCache's objects as KV of a sidecar's: bytes under a key, by the calls that an engine's connector makes.
+
+One object is one manifest with one file: its bytes are opaque pages, its tokens eight numbers made of its key, its
+group its own. No call of the sidecar's is there for LMCache alone, and what the sidecar does for kept conversations it
+does for these: quota and TTL, a checksum at each load, and they go before contexts do, the one used longest ago first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from contextcache.errors import CacheRefNotFound, ContextExists, CorruptBlock
+from contextcache.model import KEPT_PREFIX
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.rpc import FRAME_BYTES
+from kv_sidecar.client import BlockFileWriter, BlockMeta, EngineSidecarClient, parse_block_file
+
+FINGERPRINT = hashlib.sha256(b'{"format":"lmcache-0.5"}').hexdigest()
+"""Bytes of another minor release of LMCache's may mean something else: they are never found."""
+
+
+class ObjectName(Protocol):
+    """What LMCache calls an object (lmcache 0.5.6 v1/distributed/api.py ObjectKey)."""
+
+    @property
+    def chunk_hash(self) -> bytes:
+        """Of the chunk's tokens and all before them."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """As vLLM was given it."""
+        ...
+
+    @property
+    def kv_rank(self) -> int:
+        """World size and rank in one number."""
+        ...
+
+    @property
+    def object_group_id(self) -> int:
+        """Position of the group of layers."""
+        ...
+
+    @property
+    def cache_salt(self) -> str:
+        """May be empty."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterParams:
+    """What `adapter_params` may say."""
+
+    sidecar: str
+    """Address of the sidecar: `unix:///path` or `host:port`."""
+    tenant: str = "lmcache"
+    """Whose quota it counts towards, and who can list it."""
+    ttl_s: int = 7 * 24 * 3600
+    """An object lives so long after it was saved."""
+    timeout_ms: int = 10_000
+    """For one call."""
+    workers: int = 4
+    """Objects that travel at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What the sidecar calls one of LMCache's objects."""
+
+    cache_ref: str
+    group: str
+    token_ids: tuple[int, ...]
+    """Eight numbers of 32 bits: as good as the key itself, and fewer than a block of any engine's (a tail)."""
+
+    @classmethod
+    def of(cls, key: ObjectName) -> StoredObject:
+        """Name the object of a key. Every field of the key counts."""
+        fields = [key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, key.chunk_hash.hex()]
+        digest = hashlib.sha256(json.dumps(fields).encode()).digest()
+        name = digest.hex()[:32]
+        token_ids = tuple(int.from_bytes(digest[start : start + 4], "little") for start in range(0, 32, 4))
+        return cls(f"ref_{name}", f"{KEPT_PREFIX}lmcache_{name}", token_ids)
+
+
+class SidecarObjects:
+    """Bytes under a key, in the sidecar. Safe to use from several threads; each call is one object's."""
+
+    def __init__(self, params: AdapterParams) -> None:
+        self._params = params
+        self._timeout_s = params.timeout_ms / 1000
+        self._client = EngineSidecarClient(params.sidecar, timeout_s=self._timeout_s)
+
+    def put(self, key: ObjectName, data: memoryview) -> int:
+        """Save an object unless it is there; return its bytes. Raises ContextCacheError: it is not there, then."""
+        stored = StoredObject.of(key)
+        try:
+            self._client.prepare_save(
+                tenant=self._params.tenant,
+                session_id=stored.group,
+                cache_ref=stored.cache_ref,
+                fingerprint=FINGERPRINT,
+                rank=0,
+                world_size=1,
+                token_ids=stored.token_ids,
+                expires_at_ms=time.time_ns() // 1_000_000 + self._params.ttl_s * 1000,
+            )
+        except ContextExists:
+            return len(data)
+        writer = BlockFileWriter(self._meta(stored), pages_bytes=len(data))
+        writer.begin(memoryview(bytearray(writer.size_bytes)))
+        writer.pages.data[:] = data
+        self._client.save_blocks(_frames(stored.cache_ref, writer.finish()), self._timeout_s)
+        self._client.seal(stored.cache_ref, 0)
+        return len(data)
+
+    def has(self, key: ObjectName) -> bool:
+        """Return whether it can be loaded. Raises ContextCacheError but for a miss."""
+        try:
+            self._client.get_manifest(self._params.tenant, StoredObject.of(key).cache_ref, self._timeout_s)
+        except CacheRefNotFound:
+            return False
+        return True
+
+    def get(self, key: ObjectName, room: memoryview) -> None:
+        """Fill `room` with an object of its size, verified. Raises ContextCacheError; `room` is as it was, then."""
+        stored = StoredObject.of(key)
+        request = pb.LoadBlocksRequest(
+            tenant=self._params.tenant,
+            cache_ref=stored.cache_ref,
+            fingerprint=FINGERPRINT,
+            rank=0,
+            block_indices=[0],
+        )
+        data = bytearray()
+        for answer in self._client.load_blocks(request, self._timeout_s):
+            data += answer.frame
+        file = parse_block_file(data)
+        file.verify(self._meta(stored))
+        if file.pages.nbytes != len(room):
+            raise CorruptBlock("the object is of another size")
+        room[:] = file.pages.data
+
+    def delete(self, key: ObjectName) -> int:
+        """Delete it in all tiers, and refuse saves of it that come late; return the bytes freed."""
+        return self._client.delete_context(self._params.tenant, cache_refs=(StoredObject.of(key).cache_ref,))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _meta(self, stored: StoredObject) -> BlockMeta:
+        tenant, ids = self._params.tenant, stored.token_ids
+        return BlockMeta("tail", stored.cache_ref, "", tenant, FINGERPRINT, 0, ids)
+
+
+def _frames(cache_ref: str, file: memoryview) -> Iterator[pb.SaveBlocksRequest]:
+    for start in range(0, len(file), FRAME_BYTES):
+        frame = bytes(file[start : start + FRAME_BYTES])
+        is_last = start + FRAME_BYTES >= len(file)
+        yield pb.SaveBlocksRequest(cache_ref=cache_ref, rank=0, block_index=0, frame=frame, last_frame=is_last)
