@@ -15,7 +15,7 @@ export TORCH_INDEX
 export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one images release ci
+.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one plots images release ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -85,12 +85,15 @@ soak: install ## mixed load with faults, then the slopes of what must stay flat;
 	@PYTHONPATH=. $(PY) -m tests.torture --only soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 mutants: install ## every promise broken once, in a copy: its tests must notice; ONLY=<name>
 	@PYTHONPATH=. $(PY) -m tests.mutants $(if $(ONLY),--only $(ONLY))
-bench: install ## time to first token: cold, prefix cache, restored after a restart; PEER=1: from another pod too
-	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json)
+bench: install ## time to first token: cold, prefix cache, restored after a restart; PEER=1: from another pod too; STORE=dir: from a shared store too
+	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json) $(if $(STORE),--store $(STORE) --out benchmarks/results/bench_ttft_store.json)
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## one other; ONLY=agents|beside|checksum|codec|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
+bench-one: install ## one other; ONLY=agents|beside|checksum|codec|conversation|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
+
+plots: install ## draw benchmarks/results as the pictures in docs/pictures
+	@PYTHONPATH=. $(PY) -m benchmarks.plots
 
 images: ## both images, by docker or buildah; VLLM_IMAGE=<vLLM's> PYTHON_IMAGE=<Debian with Python> BUILDER=<program>
 	@$(BUILDER) build $(IMAGE_OPTIONS) --file deploy/docker/Dockerfile --tag context-cache:$(RELEASE) .

@@ -6,6 +6,7 @@ log-probability of each token. The sidecar is killed with SIGKILL and started ag
 with the engine's own prefix cache emptied and the KV of the turn before restored. Eight requests are under way at a
 time, both times; `none` shows what other company in a batch changes in bfloat16.
 
+- restored: turns of which all was loaded that could be; `not_loaded` in the JSON says why others were not;
 - agree: turns whose whole answer is the same text; tokens: how many of an answer's are, up to the first other one;
 - log-probability: how far that of the first run's token is off, over all tokens up to the first other one;
 - restore: a long context with one token more, from its request to its first token: from the disk, from the arena;
@@ -23,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,6 +36,7 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engines import start_engine
 from benchmarks.estimates import cell, interval, percentile
@@ -66,6 +69,7 @@ BARS: Mapping[str, Mapping[str, float]] = {
 ARENA_BYTES = 1 << 30
 AT_ONCE = 8
 """Requests, so that they share batches as in use."""
+_EVENTS, _NOT_LOADED = "contextcache_connector_events_total", ("missed_loads", "unneeded_loads", "failed_loads")
 _ROUNDS_SPEED = 15
 _SPEED_BYTES = 16 << 20
 
@@ -213,6 +217,7 @@ class Bench:
     def _asked_again(self, conversations: Sequence[Conversation]) -> dict[str, Any]:
         """Ask every turn but the first once more, after a restore; return how near the answers are."""
         agreed, same_tokens, restored, off = [], [], [], list[float]()
+        before_loads = self._not_loaded()
         for number in range(1, self._options.turns + 1):
 
             def ask(conversation: Conversation, _seed: int, number: int = number) -> Answer:
@@ -229,12 +234,16 @@ class Bench:
         return {
             "turns": len(agreed),
             "restored": sum(restored),
+            "not_loaded": dict(self._not_loaded() - before_loads),
             "agree": round(sum(agreed) / len(agreed), 4),
             "same_tokens": round(statistics.mean(same_tokens) / ANSWER_TOKENS, 4),
             "logprob_off_mean": round(statistics.mean(off), 5),
             "logprob_off_p95": percentile(off, 95, digits=5),
             "logprob_off_max": round(max(off), 5),
         }
+
+    def _not_loaded(self) -> Counter[str]:
+        return not_loaded(self._client.get("/metrics").raise_for_status().text)
 
     def _restores(self, prompt: list[int], ref: str) -> dict[str, Any]:
         """Restore a long context, from the disk and from memory; return how long until the first token."""
@@ -300,6 +309,16 @@ class Bench:
                 return
             time.sleep(0.1)
         raise StepFailed("the engine does not find the sidecar again")
+
+
+def not_loaded(metrics_page: str) -> Counter[str]:
+    """Return how often an engine loaded nothing, by what it says of why."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(metrics_page):
+        for sample in family.samples:
+            if sample.name == _EVENTS and sample.labels["event"] in _NOT_LOADED:
+                found[f"{sample.labels['event']} {sample.labels['reason']}".strip()] += int(sample.value)
+    return found
 
 
 def same_until(first: Answer, answer: Answer) -> int:

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result import RESULTS, write_result
-from benchmarks.simulate.plot import Points, svg
 from benchmarks.simulate.probing import probe_cpu_s
 from benchmarks.simulate.rates import control_costs, measured_rates
 from benchmarks.simulate.seen import told
@@ -49,7 +48,7 @@ _HEADS = ("pods", "contexts", "when", "requests/s", "hit", *_TIERS, "skew", "p50
 
 
 def main() -> None:
-    """Simulate, print the tables, write JSON and plot."""
+    """Simulate, print the tables, write the JSON (`make plots` draws it)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="default")
     parser.add_argument("--seed", type=int, default=0)
@@ -63,7 +62,6 @@ def main() -> None:
     print("\n" + render(list(control[0]), [[figure(value) for value in row.values()] for row in control]))
     rates = measured_rates().told()
     write_result(options.out, {"seed": options.seed, "rates": rates, "rows": rows, "control": control})
-    options.out.with_suffix(".svg").write_text(plot(rows, control))
 
 
 def rows_of(num_pods: int, seed: int, *, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -117,24 +115,6 @@ def control_row(row: dict[str, Any], probe_s: float) -> dict[str, Any]:
         "manager cores": round(sessions_per_s * costs.manager_s, 2),
         "Redis cores": round(sessions_per_s * costs.redis_s, 3),
     }
-
-
-def plot(rows: list[dict[str, Any]], control: list[dict[str, Any]]) -> str:
-    """Return the figures that go with the number of pods."""
-    whens = list(dict.fromkeys(row["when"] for row in rows))
-
-    def of(when: str, what: str) -> Points:
-        return [(row["pods"], row[what]) for row in rows if row["when"] == when]
-
-    parts = ("gateways", "manager cores", "Redis cores", "core that a gateway probes with")
-    return svg(
-        {
-            "tokens not computed, share": {when: of(when, "hit_rate") for when in whens},
-            "requests of a pod, largest / mean": {when: of(when, "served_skew") for when in whens},
-            "control plane": {part: [(row["pods"], row[part]) for row in control if row[part]] for part in parts},
-        },
-        "pods",
-    )
 
 
 def _row(world: World, when: str, seen: dict[str, Any], stretch_s: float) -> dict[str, Any]:

@@ -7,22 +7,24 @@ them again, then takes every way once a round, all in that one run of the engine
 - hit: that completion goes on, sent whole: the engine's own prefix cache;
 - memory: the next turn of the context of the round before, after the engine's prefix cache was emptied;
 - disk: the next turn of a context from before the crash, its first: it is on disk only;
+- store (with --store): the first turn of a context whose pod has lost its disk since: the shared store has it;
 - turn: one more turn of the context that came from memory, whose KV the engine has by now;
 - peer (with --peer, which takes a second engine): another turn of that context while the first engine is drained, but
   lives: the gateway sends it to the second, whose sidecar pulls the KV from the first one's. All other ways see the
   first engine only, with all threads, as one works at a time; short contexts have no more rounds than long ones.
 
-Cold and create take turns at being first, and so do hit, memory and disk. A sample counts when `usage` says that its
-tokens came from where they should; the others are dropped and counted. Round 0 is not counted: the first answers of a
-process are slow. On two cores some answers take 100 to 200 ms longer, plain vLLM's too: p25 shows how long without, and
-short contexts have more rounds. A ratio is that of two medians; its interval is a bootstrap of each, drawn by itself.
-Not measured: throughput, and a disk without a page cache (the operating system may still have the files).
+Cold and create take turns at being first, and so do hit, memory, disk and store. A sample counts when `usage` says that
+its tokens came from where they should; the others are dropped and counted. Round 0 is not counted: the first answers of
+a process are slow. On two cores some answers take 100 to 200 ms longer, plain vLLM's too: p25 shows how long without,
+and short contexts have more rounds. A ratio is that of two medians; its interval is a bootstrap of each, drawn by
+itself. Not measured: throughput, and a disk without a page cache (the operating system may still have the files).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +57,7 @@ WAYS = {
     "turn": "device",
     "memory": "host",
     "disk": "disk",
+    "store": "object",
     "peer": "peer",
 }
 """And where the tokens of a sample come from, as `usage` has it."""
@@ -70,6 +73,8 @@ BARS: Mapping[tuple[str, str], Mapping[int, float]] = {
     ("turn", "hit"): {},
     ("memory", "turn"): {},
     ("disk", "turn"): {},
+    ("store", "cold"): {},
+    ("store", "disk"): {},
     ("peer", "cold"): {},
     ("peer", "memory"): {},
 }
@@ -117,6 +122,8 @@ def main() -> int:
     parser.add_argument("--size", type=int, action="append", help=f"about so many tokens, up to 8000; default: {SIZES}")
     parser.add_argument("--rounds", type=int, default=9, help="of the long; the short have three times as many")
     parser.add_argument("--peer", action="store_true", help="from another pod's sidecar too: needs a second engine")
+    # The S3 server of the local stack forgets all when it is stopped, and all is here before the measuring begins.
+    parser.add_argument("--store", choices=("dir",), default="", help="from a shared store too, a directory")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_ttft.json", help="where the JSON goes")
@@ -126,12 +133,16 @@ def main() -> int:
     if options.peer:  # each as large as one alone, and drained at once
         for name, value in {**engine_defaults(), "GATEWAY_PROBE_INTERVAL_S": "0.2"}.items():
             os.environ.setdefault(name, value)
-    stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, engines=1 + options.peer, dev=True)
+    engines = 1 + options.peer
+    stack = Stack(
+        STACK_DIRECTORY, port=options.port, dtype=options.dtype, engines=engines, store=options.store, dev=True
+    )
     load, began_s, sizes = os.getloadavg(), time.monotonic(), sorted(options.size or SIZES)
     try:
         stack.clean()
         stack.up()
-        samples = Bench(stack, rounds(sizes, options.rounds, times_short=1 if options.peer else TIMES_SHORT)).measure()
+        times_short = 1 if options.peer or options.store else TIMES_SHORT
+        samples = Bench(stack, rounds(sizes, options.rounds, times_short=times_short), store=options.store).measure()
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1
@@ -143,6 +154,7 @@ def main() -> int:
     rows = ratios(samples, sizes)
     report = {
         "dtype": options.dtype,
+        "store": options.store,
         "rounds": options.rounds,
         "load": [load, os.getloadavg()],
         "took_s": round(time.monotonic() - began_s),
@@ -158,15 +170,16 @@ def main() -> int:
 class Bench:
     """A running stack, its client, and prompts that were never seen."""
 
-    def __init__(self, stack: Stack, places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, stack: Stack, places: Sequence[tuple[int, int]], *, store: str = "") -> None:
         """`places`: all rounds, number and tokens."""
-        self._stack, self._places = stack, places
+        self._stack, self._places, self._store = stack, places, store
         self._client = GatewayClient(stack.url, next(iter(API_KEYS)))
         self._engine = httpx.Client(base_url=stack.engine_urls[0], timeout=60, trust_env=False)
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
     def measure(self) -> list[Sample]:
         """Create contexts, crash and restart engine and sidecar, then take the rounds; return what is counted."""
+        in_store = self._stored() if self._store else {}
         self._move_to("engine")
         on_disk = {place: self._created(*place) for place in self._places}
         for part in ("engine", "sidecar"):
@@ -177,25 +190,37 @@ class Bench:
         samples: list[Sample] = []
         for number, size in self._places:
             with Step(f"round {number}, about {size} tokens"):
-                answers = self._round(number, size, in_memory[size], on_disk[number, size])
+                lost = in_store.get((number, size), "")
+                answers = self._round(number, size, in_memory[size], on_disk[number, size], lost)
             in_memory[size] = answers["create"].session_id
             samples += [Sample.of(number, way, size, answer) for way, answer in answers.items() if number]
         return samples
 
-    def _round(self, number: int, size: int, in_memory: str, on_disk: str) -> dict[str, Answer]:
+    def _stored(self) -> dict[tuple[int, int], str]:
+        """Create the contexts of all rounds, and leave nothing of their KV but in the store."""
+        found = {place: self._created(*place) for place in self._places}
+        self._stack.down()  # a sidecar that ends writes what the store lacks
+        shutil.rmtree(self._stack.paths.sidecar_data("sidecar"))
+        self._stack.up()
+        return found
+
+    def _round(self, number: int, size: int, in_memory: str, on_disk: str, in_store: str) -> dict[str, Answer]:
         """Take every way once, and return the answers."""
         prompt, answers = self._prompt(size), {}
         ask = partial(self._asked, "/v1/completions")
         self._forget_prefixes()
         for way in ("cold", "create") if number % 2 else ("create", "cold"):
             answers[way] = ask(prompt) if way == "cold" else self._asked("/v1/context", self._prompt(size), ttl=3600)
-        bodies: Mapping[str, dict[str, Any]] = {
+        bodies: dict[str, dict[str, Any]] = {
             "hit": {"prompt": prompt + answers["cold"].text + _NEXT_TURN},
             "memory": {"prompt": _NEXT_TURN, "session_id": in_memory},
             "disk": {"prompt": _NEXT_TURN, "session_id": on_disk},
         }
+        if in_store:
+            bodies["store"] = {"prompt": _NEXT_TURN, "session_id": in_store}
         ways = list(bodies)
-        for way in ways[number % 3 :] + ways[: number % 3]:
+        first = number % len(ways)
+        for way in ways[first:] + ways[:first]:
             answers[way] = ask(**bodies[way])
         answers["turn"] = ask(**bodies["memory"])
         if len(self._stack.names_of("engine")) > 1:
@@ -279,8 +304,8 @@ def show(ttft_rows: Sequence[Mapping[str, Any]], ratio_rows: Sequence[Mapping[st
 
 
 def _taken(samples: Iterable[Sample]) -> dict[str, None]:
-    """Return the ways, in their order; that from a peer only where it was taken."""
-    missing = {"peer"} - {sample.way for sample in samples}
+    """Return the ways, in their order; from a store and a peer only where that was taken."""
+    missing = {"store", "peer"} - {sample.way for sample in samples}
     return dict.fromkeys(way for way in WAYS if way not in missing)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.bench_codec import BARS, GROUPS, Answer, numbers_of, same_until
+from benchmarks.bench_codec import BARS, GROUPS, Answer, not_loaded, numbers_of, same_until
 from vllm_plugin.connector.codec import STEPS
 
 
@@ -32,3 +32,12 @@ def test_answers_are_the_same_up_to_the_first_other_token():
     assert same_until(answer(1, 2, 3), answer(1, 2, 3)) == 3
     assert same_until(answer(1, 2, 3), answer(1, 9, 3)) == 1
     assert same_until(answer(1, 2, 3), answer(9, 2, 3)) == 0
+
+
+def test_what_was_not_loaded_is_counted_by_why_and_nothing_else_is():
+    page = """# TYPE contextcache_connector_events_total counter
+contextcache_connector_events_total{engine="0",event="missed_loads",reason="slower_than_computing"} 11.0
+contextcache_connector_events_total{engine="0",event="failed_loads",reason=""} 1.0
+contextcache_connector_events_total{engine="0",event="loads",reason=""} 188.0
+"""
+    assert not_loaded(page) == {"missed_loads slower_than_computing": 11, "failed_loads": 1}

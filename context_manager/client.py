@@ -21,9 +21,12 @@ from contextcache.convert import (
     held_to_pb,
     mode_to_pb,
     policy_to_pb,
+    receipt_from_pb,
     repeatable_to_pb,
     segments_from_pb,
     session_from_pb,
+    usage_from_pb,
+    usage_to_pb,
 )
 from contextcache.errors import AlreadyAnswered, ContextBusy, ContextCacheError, InvalidRequest, StoreUnavailable
 from contextcache.model import (
@@ -38,6 +41,9 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
+    UsageReport,
 )
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
@@ -121,6 +127,16 @@ class ContextManagerClient:
             lambda: pb.GetSessionMetadataRequest(tenant=tenant, session_id=session_id),
         )
         return session_from_pb(reply.session)
+
+    async def get_with_turns(
+        self, tenant: TenantId, session_id: SessionId
+    ) -> tuple[CacheSessionMetadata, tuple[TurnReceipt, ...]]:
+        """See ContextCacheManager.get_with_turns; a manager of the release before knows of no turns."""
+        reply = await self._call(
+            lambda stub: stub.GetSessionMetadata,
+            lambda: pb.GetSessionMetadataRequest(tenant=tenant, session_id=session_id, with_turns=True),
+        )
+        return session_from_pb(reply.session), tuple(map(receipt_from_pb, reply.turns))
 
     async def begin_turn(
         self,
@@ -277,6 +293,24 @@ class ContextManagerClient:
             lambda stub: stub.CheckCacheRefs, lambda: pb.CheckCacheRefsRequest(held=[held_to_pb(one) for one in held])
         )
         return tuple(reply.orphans)
+
+    async def add_usage(self, tenant: TenantId, batch_id: str, usage: Sequence[Usage]) -> None:
+        """See ContextCacheManager.add_usage."""
+        await self._call(
+            lambda stub: stub.AddUsage,
+            lambda: pb.AddUsageRequest(tenant=tenant, batch_id=batch_id, usage=map(usage_to_pb, usage)),
+        )
+
+    async def read_usage(
+        self, tenant: TenantId, *, first_day: int | None = None, last_day: int | None = None
+    ) -> UsageReport:
+        """See ContextCacheManager.read_usage."""
+        reply = await self._call(
+            lambda stub: stub.GetUsage,
+            lambda: pb.GetUsageRequest(tenant=tenant, first_day=first_day, last_day=last_day),
+        )
+        days = {day.day: [usage_from_pb(one) for one in day.usage] for day in reply.days}
+        return UsageReport(days, reply.num_contexts, reply.today)
 
     async def is_serving(self) -> bool:
         """Return whether the manager says it serves (grpc.health.v1). Never raises."""

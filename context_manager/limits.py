@@ -12,16 +12,22 @@ from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
     CACHE_REF_PATTERN,
     KEPT_PREFIX,
+    KEY_NAME_PATTERN,
     MAX_GENERATION,
     MAX_LIST_LIMIT,
     MAX_TTL_S,
+    MAX_USAGE_DAYS,
+    MAX_WORD_CHARS,
     MIN_TTL_S,
     SESSION_ID_PATTERN,
     TENANT_PATTERN,
+    USAGE_COUNTS,
     HeldCacheRef,
     NewSession,
     Repeatable,
     TurnCommit,
+    TurnReceipt,
+    Usage,
 )
 from contextcache.repeats import DIGEST_PATTERN
 from contextcache.terms import check_metadata
@@ -35,6 +41,10 @@ MAX_COMMIT_SEGMENTS = 1000
 """A turn has two; a transcript that is written anew in one commit has more."""
 MAX_ANSWER_BYTES = 256 << 10
 """Of one answer that is kept, packed."""
+MAX_USAGE_KEYS = 1000
+"""In one batch of a tenant's."""
+MAX_COUNT = 1 << 50
+"""Of one thing in one batch; thousands of such sums fit into what Redis counts with."""
 MAX_HELD_REFS = 500
 """In one question of a sidecar: one round trip, and a few ms of Redis' time."""
 
@@ -67,10 +77,23 @@ def check_tenant(tenant: str) -> None:
 
 def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
     """Raise InvalidRequest for a lease nobody could hold."""
-    if not (1 <= len(lease_id) <= MAX_LEASE_ID_CHARS and lease_id.isascii() and lease_id.isprintable()):
-        raise InvalidRequest(f"lease_id must be 1 to {MAX_LEASE_ID_CHARS} printable characters", param="lease_id")
+    _check_name("lease_id", lease_id)
     if lease_ttl_ms is not None and not 1 <= lease_ttl_ms <= MAX_LEASE_TTL_MS:
         raise InvalidRequest(f"lease_ttl_ms must be 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
+
+
+def check_batch(batch_id: str, sender: str, number: int) -> None:
+    """Raise InvalidRequest for a batch of usage that could not be told from others."""
+    _check_name("batch_id", batch_id)
+    if sender:
+        _check_name("sender", sender)
+    if not 0 <= number < 1 << 53:
+        raise InvalidRequest("number must be 0 to 2^53 - 1", param="number")
+
+
+def _check_name(param: str, said: str) -> None:
+    if not (1 <= len(said) <= MAX_LEASE_ID_CHARS and said.isascii() and said.isprintable()):
+        raise InvalidRequest(f"{param} must be 1 to {MAX_LEASE_ID_CHARS} printable characters", param=param)
 
 
 def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
@@ -99,8 +122,44 @@ def check_commit(commit: TurnCommit) -> None:
     if commit.holder:
         check_holder(commit.holder)
     check_repeatable(commit.repeatable)
+    if commit.usage is not None:
+        check_usage([commit.usage])
+    if commit.receipt is not None:
+        check_receipt(commit.receipt)
     if len(commit.answer) > MAX_ANSWER_BYTES:
         raise InvalidRequest(f"an answer of {MAX_ANSWER_BYTES} bytes at most is kept", param="answer")
+
+
+def check_receipt(receipt: TurnReceipt) -> None:
+    """Raise InvalidRequest for what no turn can have taken."""
+    words = (receipt.source, receipt.match, receipt.reason)
+    if not all(isinstance(w, str) and len(w) <= MAX_WORD_CHARS and w.isascii() and w.isprintable() for w in words):
+        raise InvalidRequest("a receipt's words are short phrases", param="receipt")
+    restore_ms, first_token_ms = receipt.restore_ms or 0, receipt.first_token_ms or 0
+    counts = (receipt.generation, receipt.at_ms, receipt.took_ms, restore_ms, first_token_ms, *_tokens(receipt))
+    if not all(isinstance(number, int) and 0 <= number <= MAX_COUNT for number in counts):
+        raise InvalidRequest("a receipt counts what is known, and never less than nothing", param="receipt")
+
+
+def _tokens(receipt: TurnReceipt) -> tuple[int, ...]:
+    return receipt.computed_tokens, receipt.cached_tokens, receipt.context_tokens, receipt.completion_tokens
+
+
+def check_usage(usage: Sequence[Usage]) -> None:
+    """Raise InvalidRequest for what nobody can have used."""
+    if not 1 <= len(usage) <= MAX_USAGE_KEYS or len({one.key for one in usage}) != len(usage):
+        raise InvalidRequest(f"usage is of 1 to {MAX_USAGE_KEYS} keys, each once", param="usage")
+    for one in usage:
+        if one.key and not KEY_NAME_PATTERN.fullmatch(one.key):
+            raise InvalidRequest("a key's name is 1 to 64 letters, digits, '_', '-' or '.'", param="usage")
+        if not set(one.counts) <= set(USAGE_COUNTS) or not all(0 <= n <= MAX_COUNT for n in one.counts.values()):
+            raise InvalidRequest("usage counts what is known, and never less than nothing", param="usage")
+
+
+def check_days(first_day: int, last_day: int) -> None:
+    """Raise InvalidRequest for days that cannot be asked for."""
+    if not 0 <= first_day <= last_day or last_day - first_day >= MAX_USAGE_DAYS:
+        raise InvalidRequest(f"from and to are 1 to {MAX_USAGE_DAYS} days, in their order", param="from")
 
 
 def check_repeatable(repeatable: Repeatable | None) -> None:

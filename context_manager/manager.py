@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from context_manager.limits import (
     TtlBounds,
+    check_batch,
     check_commit,
+    check_days,
     check_generation,
     check_held,
     check_holder,
@@ -22,9 +24,11 @@ from context_manager.limits import (
     check_page,
     check_repeatable,
     check_session,
+    check_tenant,
+    check_usage,
 )
 from context_manager.metrics import ManagerMetrics
-from context_manager.store import SWEEP_BATCH, BegunTurn, Fate, SessionKey, SessionStore, Swept
+from context_manager.store import SWEEP_BATCH, BegunTurn, Fate, SessionKey, SessionStore, Swept, day_of
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
@@ -38,6 +42,9 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
+    UsageReport,
 )
 from contextcache.terms import check_metadata
 
@@ -95,6 +102,14 @@ class ContextCacheManager:
     async def get_session_metadata(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """Return the row, its TTL checked now."""
         return await self._get("get", tenant, session_id)
+
+    async def get_with_turns(
+        self, tenant: TenantId, session_id: SessionId
+    ) -> tuple[CacheSessionMetadata, tuple[TurnReceipt, ...]]:
+        """Return the row, and the receipts of the last turns, the oldest first: two looks, not one."""
+        session = await self._get("get", tenant, session_id)
+        with self._metrics.store_call("read_turns"):
+            return session, await self._store.read_turns(SessionKey(tenant, session_id))
 
     async def begin_turn(  # noqa: PLR0913  # what a turn begins with, by name
         self,
@@ -162,6 +177,8 @@ class ContextCacheManager:
         with self._metrics.store_call("commit_turn"):
             session = await self._store.commit_turn(commit, now_ms=self._clock.now_ms())
         self._metrics.turns_committed.inc()
+        if commit.usage is not None:
+            self._metrics.count_usage([commit.usage])
         self._log("turn committed", session)
         return session
 
@@ -272,6 +289,35 @@ class ContextCacheManager:
         check_held(held)
         with self._metrics.store_call("check_refs"):
             return await self._store.check_refs(held, now_ms=self._clock.now_ms())
+
+    async def add_usage(
+        self, tenant: TenantId, batch_id: str, usage: Sequence[Usage], *, sender: str = "", number: int = 0
+    ) -> None:
+        """Count, today, what no commit counts; a batch that is repeated within a day counts nothing.
+
+        Who tells batch after batch says a `sender` and numbers that grow, so that one key remembers all of them.
+        """
+        check_tenant(tenant)
+        check_batch(batch_id, sender, number)
+        check_usage(usage)
+        with self._metrics.store_call("add_usage"):
+            counted = await self._store.add_usage(
+                tenant, sender or batch_id, usage, number=number if sender else 0, now_ms=self._clock.now_ms()
+            )
+        if counted:
+            self._metrics.count_usage(usage)
+
+    async def read_usage(
+        self, tenant: TenantId, *, first_day: int | None = None, last_day: int | None = None
+    ) -> UsageReport:
+        """Return what was counted of a tenant from one day to another, today where none is said."""
+        now_ms = self._clock.now_ms()
+        last_day = day_of(now_ms) if last_day is None else last_day
+        first_day = last_day if first_day is None else first_day
+        check_tenant(tenant)
+        check_days(first_day, last_day)
+        with self._metrics.store_call("read_usage"):
+            return await self._store.read_usage(tenant, range(first_day, last_day + 1), now_ms=now_ms)
 
     async def count_sessions(self) -> int:
         """Return how many sessions live, those due and not swept yet included."""

@@ -5,6 +5,7 @@ Each method runs without awaiting in between, so it is atomic in its event loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from context_manager.session_row import (
     with_holder,
 )
 from context_manager.store import (
+    DAY_MS,
     LIST_ROWS_MAX,
     TENANT_ANSWERS_BYTES_MAX,
     BegunTurn,
@@ -34,11 +36,13 @@ from context_manager.store import (
     SessionKey,
     SessionStore,
     Swept,
+    day_of,
     last_page,
     shard_of,
 )
 from contextcache.clock import SystemClock
 from contextcache.model import (
+    TURNS_KEPT,
     CacheSessionMetadata,
     HeldCacheRef,
     KeptAnswer,
@@ -51,6 +55,9 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
+    UsageReport,
 )
 
 
@@ -72,9 +79,13 @@ class MemorySessionStore(SessionStore):
         self._tombstone_ms = tombstone_s * 1000
         self._rows: dict[SessionKey, SessionRow] = {}
         self._transcripts: dict[SessionKey, list[bytes]] = {}
+        self._turns: dict[SessionKey, tuple[TurnReceipt, ...]] = {}
         self._answers = MemoryAnswers(bytes_max=tenant_answers_bytes_max)
         self._places: dict[SessionKey, tuple[int, int]] = {}
         """Of those removed: when they were created, and until when that is remembered."""
+        self._usage: dict[tuple[TenantId, int], dict[str, Counter[str]]] = {}
+        self._counted: dict[tuple[TenantId, str], tuple[int, int]] = {}
+        """By tenant and who told its usage: the last number, and until when it is known."""
 
     @override
     async def reserve(
@@ -106,6 +117,10 @@ class MemorySessionStore(SessionStore):
     @override
     async def get(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
         return self._existing(key, now_ms).metadata_at(now_ms)
+
+    @override
+    async def read_turns(self, key: SessionKey) -> tuple[TurnReceipt, ...]:
+        return self._turns.get(key, ())
 
     @override
     async def begin_turn(
@@ -161,9 +176,17 @@ class MemorySessionStore(SessionStore):
         row = self._committed(source, now_ms)
         packed = self._whole_transcript(source, row)[: row.segments_at(generation)]
         self._rows[source] = _life_restarted_if_sliding(row, now_ms)
-        return self._commit(commit, packed, now_ms)
+        forked_from = source.session_id, row.session.generation if generation is None else generation
+        return self._commit(commit, packed, now_ms, forked_from=forked_from)
 
-    def _commit(self, commit: TurnCommit, added: list[bytes], now_ms: int) -> CacheSessionMetadata:
+    def _commit(
+        self,
+        commit: TurnCommit,
+        added: list[bytes],
+        now_ms: int,
+        *,
+        forked_from: tuple[SessionId, int] | None = None,
+    ) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
         row = self._existing(key, now_ms)
         generation = commit.expected_generation + 1
@@ -184,11 +207,21 @@ class MemorySessionStore(SessionStore):
             holder=commit.holder,
             holders=with_holder(row.session.holders, commit.holder),
             num_turns=row.session.num_turns + 1,
+            forked_from=forked_from or row.session.forked_from,
         )
         row = replace(row, session=session, committed_lease_id=commit.lease_id)
         committed = self._advance(key, row, stored[: commit.keep_segments], added, now_ms)
         self._answers.keep(key, commit, committed, now_ms)
+        turns = () if generation == 1 else self._turns.get(key, ())
+        self._turns[key] = (*turns, *([] if commit.receipt is None else [commit.receipt]))[-TURNS_KEPT:]
+        if commit.usage is not None:
+            self._count(key.tenant, commit.usage, now_ms)
         return committed
+
+    def _count(self, tenant: TenantId, usage: Usage, now_ms: int) -> None:
+        by_key = self._usage.setdefault((tenant, day_of(now_ms)), {})
+        counts = {name: number for name, number in usage.counts.items() if number}
+        by_key.setdefault(usage.key, Counter()).update(counts)
 
     @override
     async def find_answer(self, key: SessionKey, *, repeat_key: str, now_ms: int) -> KeptAnswer | None:
@@ -306,6 +339,28 @@ class MemorySessionStore(SessionStore):
         )
 
     @override
+    async def add_usage(
+        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int = 0, now_ms: int
+    ) -> bool:
+        self._counted = {who: last for who, last in self._counted.items() if last[1] > now_ms}
+        if (tenant, sender) in self._counted and number <= self._counted[tenant, sender][0]:
+            return False
+        self._counted[tenant, sender] = number, now_ms + DAY_MS
+        for one in usage:
+            self._count(tenant, one, now_ms)
+        return True
+
+    @override
+    async def read_usage(self, tenant: TenantId, days: Sequence[int], *, now_ms: int) -> UsageReport:
+        found = {
+            day: [Usage(key, dict(counts)) for key, counts in sorted(self._usage[tenant, day].items())]
+            for day in sorted(days)
+            if (tenant, day) in self._usage
+        }
+        of_tenant = (row for key, row in self._rows.items() if key.tenant == tenant)
+        return UsageReport(found, sum(not row.is_tombstone for row in of_tenant), day_of(now_ms))
+
+    @override
     async def count_sessions(self) -> int:
         return sum(not row.is_tombstone for row in self._rows.values())
 
@@ -372,6 +427,7 @@ class MemorySessionStore(SessionStore):
         if row is not None:
             self._places[key] = (row.session.created_at_ms, now_ms + self._tombstone_ms)
         self._transcripts.pop(key, None)
+        self._turns.pop(key, None)
 
 
 def _life_restarted_if_sliding(row: SessionRow, now_ms: int) -> SessionRow:

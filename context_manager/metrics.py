@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contextcache.errors import ContextCacheError
+from contextcache.model import Usage
 from contextcache.process.metrics import CertificateMetrics
 
 
@@ -18,6 +19,12 @@ class ManagerMetrics:
         def counter(name: str, meaning: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"contextcache_manager_{name}", meaning, labels, registry=registry)
 
+        self._usage = counter(
+            "usage_total",
+            "What was used, by what is counted (docs/http-api.md), by all tenants together. A commit that was repeated "
+            "because its answer was lost counts again here; GET /v1/usage has it once",
+            ("what",),
+        )
         self.sessions_reserved = counter("sessions_reserved_total", "Sessions reserved")
         self.turns_committed = counter("turns_committed_total", "Turns committed, the create included")
         self.turns_aborted = counter("turns_aborted_total", "Turns aborted")
@@ -60,6 +67,11 @@ class ManagerMetrics:
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
             registry=registry,
         )
+
+    def count_usage(self, usage: Iterable[Usage]) -> None:
+        """Count what was used."""
+        for what, number in (pair for one in usage for pair in one.counts.items()):
+            self._usage.labels(what).inc(number)
 
     @contextmanager
     def store_call(self, operation: str) -> Iterator[None]:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from importlib import resources
 from typing import Any
 
 from context_manager import refusals
 from context_manager.generations import RUNS_MAX
+from context_manager.limits import check_receipt
 from context_manager.session_row import SessionRow, row_from_fields
-from context_manager.store import ANSWER_KEPT_MS, KEY_GRACE_MS, SessionKey, shard_of
-from contextcache.model import SESSION_ID_PATTERN, TENANT_PATTERN, TenantId
+from context_manager.store import ANSWER_KEPT_MS, KEY_GRACE_MS, USAGE_KEPT_MS, SessionKey, shard_of
+from contextcache.errors import InvalidRequest
+from contextcache.model import (
+    SESSION_ID_PATTERN,
+    TENANT_PATTERN,
+    TURNS_KEPT,
+    USAGE_COUNTS,
+    TenantId,
+    TurnReceipt,
+    Usage,
+)
 
 NAMING_FIELDS = (
     *("state", "created_at_ms", "expires_at_ms", "lease_id", "lease_until_ms"),
@@ -22,10 +35,12 @@ NAMING_FIELDS = (
 
 SWEEPER_KEY = "cc:sweeper"
 """There while one manager sweeps for all."""
-_RULES = ("row", "transcript", "answers")
+_SUM_DIGITS_MAX = 17
+"""Of what a shard counted on a day: beyond any use, and what all shards have together still fits into 64 bits."""
+_RULES = ("row", "transcript", "answers", "usage")
 _SCRIPTS = (
     *("reserve", "admit", "begin", "note_holder", "renew", "commit", "rewind", "abort", "touch", "unregister"),
-    *("sweep", "claim"),
+    *("sweep", "claim", "count"),
 )
 CRASH_POINTS = tuple(f"manager.{script}.{when}" for script in _SCRIPTS for when in ("before", "after"))
 """Every crash point of the manager: around each script, before Redis is asked and after it answered.
@@ -44,6 +59,11 @@ def transcript_key(key: SessionKey) -> str:
     return f"{_tag(shard_of(key.tenant, key.session_id))}:transcript:{member(key)}"
 
 
+def turns_key(key: SessionKey) -> str:
+    """Return the name of the list of receipts of a session's last turns."""
+    return f"{_tag(shard_of(key.tenant, key.session_id))}:turns:{member(key)}"
+
+
 def place_key(key: SessionKey) -> str:
     """Return the name of what is remembered of a removed session: where it was in the lists."""
     return f"{_tag(shard_of(key.tenant, key.session_id))}:place:{member(key)}"
@@ -53,6 +73,47 @@ def answer_keys(key: SessionKey, repeat_key: str) -> list[str]:
     """Return the names of what a repeated request is answered, and of its tenant's bytes by the hour."""
     tag = _tag(shard_of(key.tenant, key.session_id))
     return [f"{tag}:answer:{member(key)}:{repeat_key}", f"{tag}:answers:{key.tenant}"]
+
+
+def usage_key(shard: int, tenant: TenantId, day: int) -> str:
+    """Return the name of what a shard counted of a tenant on a day."""
+    return f"{_tag(shard)}:usage:{tenant}:{day}"
+
+
+def counted_key(shard: int, tenant: TenantId, sender: str) -> str:
+    """Return the name of what says which batch of a sender was counted last."""
+    return f"{_tag(shard)}:counted:{tenant}:{sender}"
+
+
+def usage_text(usage: Sequence[Usage]) -> str:
+    """Return usage as the scripts read it."""
+    return " ".join(f"{one.key}:{name} {number}" for one in usage for name, number in one.counts.items() if number)
+
+
+def receipt_text(receipt: TurnReceipt | None) -> str:
+    """Return a receipt as it lies in the list, its fields in their order; empty for none."""
+    return "" if receipt is None else json.dumps(astuple(receipt), separators=(",", ":"))
+
+
+def receipts_of_reply(reply: Iterable[bytes] | None) -> tuple[TurnReceipt, ...]:
+    """Return the receipts of a list; what is none of ours is left out: they are there to be looked at."""
+    found = []
+    for text in reply or ():
+        with suppress(TypeError, ValueError, InvalidRequest):
+            receipt = TurnReceipt(*json.loads(text))
+            check_receipt(receipt)
+            found.append(receipt)
+    return tuple(found)
+
+
+def usage_of_replies(replies: Iterable[Mapping[bytes, bytes] | None]) -> list[Usage]:
+    """Return the sums over the shards; what is no sum of ours is left out."""
+    by_key: dict[str, Counter[str]] = {}
+    for field, number in (pair for reply in replies for pair in (reply or {}).items()):
+        key, _, name = field.decode(errors="replace").rpartition(":")
+        if name in USAGE_COUNTS and number.isdigit() and len(number) <= _SUM_DIGITS_MAX:
+            by_key.setdefault(key, Counter())[name] += int(number)
+    return [Usage(key, dict(counts)) for key, counts in sorted(by_key.items())]
 
 
 def expiry_key(shard: int) -> str:
@@ -130,6 +191,7 @@ def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
     """Return every script by name, the rules in front of each; `grace_ms`: see KEY_GRACE_MS, 1 or more."""
     folder = resources.files("context_manager") / "scripts"
     numbers = f"local GRACE_MS, RUNS_MAX, ANSWER_KEPT_MS = {grace_ms:d}, {RUNS_MAX}, {ANSWER_KEPT_MS}\n"
+    numbers += f"local USAGE_KEPT_MS, TURNS_KEPT = {USAGE_KEPT_MS}, {TURNS_KEPT}\n"
     rules = numbers + "".join((folder / f"{name}.lua").read_text() for name in _RULES)
     texts = {name: rules + (folder / f"{name}.lua").read_text() for name in _SCRIPTS}
     # SHA-1 is Redis's name for a script, nothing is protected by it.

@@ -16,6 +16,7 @@ from context_manager.redis_layout import (
     session_key,
     tenant_key,
     transcript_key,
+    turns_key,
 )
 from context_manager.store import LIST_ROWS_MAX, NUM_SHARDS, SWEEP_BATCH, Fate, SessionKey, Swept, last_page
 from contextcache.model import CacheSessionMetadata, SessionId, SessionPage, TenantId
@@ -148,7 +149,7 @@ class ShardSweeper:
         names = [expiry_key(shard)]
         arguments: list[Any] = [now_ms, self._tombstone_ms]
         for key in candidates:
-            names += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant)]
+            names += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant), turns_key(key)]
             arguments += [member(key), key.session_id]
         crash_point("manager.sweep.before")
         taken: Sequence[bytes] = await self._redis.script(self._script, names, arguments, repeatable=False)

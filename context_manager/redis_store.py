@@ -17,27 +17,36 @@ from context_manager.redis_layout import (
     NAMING_FIELDS,
     SWEEPER_KEY,
     answer_keys,
+    counted_key,
     expiry_key,
     load_scripts,
     member,
     place_key,
+    receipt_text,
+    receipts_of_reply,
     row_of_reply,
     row_of_values,
     script_keys,
     session_key,
     tenant_key,
+    turns_key,
+    usage_key,
+    usage_of_replies,
+    usage_text,
 )
 from context_manager.redis_listing import SessionLister, ShardSweeper
 from context_manager.segments import num_tokens_of, pack_segment
 from context_manager.session_row import (
     MARKS_CHARS_MAX,
     existing_row,
+    forked_from_field,
     metadata_to_field,
     new_mark,
     new_row,
     row_to_fields,
 )
 from context_manager.store import (
+    DAY_MS,
     KEY_GRACE_MS,
     NUM_SHARDS,
     TENANT_ANSWERS_BYTES_MAX,
@@ -45,6 +54,7 @@ from context_manager.store import (
     SessionKey,
     SessionStore,
     Swept,
+    day_of,
     shard_of,
 )
 from contextcache.errors import ContextCacheError
@@ -59,6 +69,9 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
+    UsageReport,
 )
 from contextcache.process.crash_points import crash_point
 
@@ -111,7 +124,7 @@ class RedisSessionStore(SessionStore):
         pairs = [part for pair in fields.items() for part in pair]
         keys, arguments = self._repeat(key, repeatable)
         answer = await self._change(
-            "reserve", key, now_ms, lease_id, limit, *arguments, *pairs, more_keys=[*keys, *elsewhere]
+            "reserve", key, now_ms, lease_id, limit, *arguments, *pairs, more_keys=[*keys, *elsewhere, turns_key(key)]
         )
         if b"pending" in answer[1][::2]:
             answer = await self._admit(key, lease_id, now_ms)
@@ -128,6 +141,11 @@ class RedisSessionStore(SessionStore):
         fields = await self._redis.call("HGETALL", session_key(key))
         row = row_of_reply(key, fields) if fields else None
         return existing_row(row, now_ms=now_ms, tombstone_ms=self._tombstone_ms).metadata_at(now_ms)
+
+    @override
+    async def read_turns(self, key: SessionKey) -> tuple[TurnReceipt, ...]:
+        (reply,) = await self._redis.batch([("LRANGE", turns_key(key), 0, -1)])
+        return receipts_of_reply(reply)
 
     @override
     async def begin_turn(
@@ -153,7 +171,7 @@ class RedisSessionStore(SessionStore):
             "" if expected_generation is None else expected_generation,
             known_mark,
             *arguments,
-            more_keys=keys,
+            more_keys=[*keys, turns_key(key)],
         )
         row, known_segments, packed = answer[1:]
         return BegunTurn(row_of_reply(key, row).metadata_at(now_ms), known_segments, tuple(packed))
@@ -169,17 +187,23 @@ class RedisSessionStore(SessionStore):
     @override
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
         packed = [pack_segment(segment) for segment in commit.segments]
-        return await self._commit(commit, packed, now_ms)
+        return await self._commit(commit, packed, now_ms=now_ms)
 
     @override
     async def fork(
         self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
     ) -> CacheSessionMetadata:
-        _, flat, _, packed = await self._change("begin", source, now_ms, commit.lease_id, 0, 1, "", "", "", 0)
+        _, flat, _, packed = await self._change(
+            "begin", source, now_ms, commit.lease_id, 0, 1, "", "", "", 0, more_keys=[turns_key(source)]
+        )
         row = row_of_reply(source, flat)
-        return await self._commit(commit, packed[: row.segments_at(generation)], now_ms)
+        begins_as = packed[: row.segments_at(generation)]
+        forked_from = source.session_id, row.session.generation if generation is None else generation
+        return await self._commit(commit, begins_as, forked_from=forked_from_field(forked_from), now_ms=now_ms)
 
-    async def _commit(self, commit: TurnCommit, packed: Sequence[bytes], now_ms: int) -> CacheSessionMetadata:
+    async def _commit(
+        self, commit: TurnCommit, packed: Sequence[bytes], *, forked_from: str = "", now_ms: int
+    ) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
         answer = await self._change(
             "commit",
@@ -195,8 +219,15 @@ class RedisSessionStore(SessionStore):
             MARKS_CHARS_MAX,
             "" if commit.repeatable is None else commit.repeatable.request,
             commit.answer,
+            "" if commit.usage is None else usage_text([commit.usage]),
+            receipt_text(commit.receipt),
+            forked_from,
             *packed,
-            more_keys=[] if commit.repeatable is None else answer_keys(key, commit.repeatable.key),
+            more_keys=[
+                *([] if commit.repeatable is None else answer_keys(key, commit.repeatable.key)),
+                turns_key(key),
+                usage_key(shard_of(key.tenant, key.session_id), key.tenant, day_of(now_ms)),
+            ],
             durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
@@ -226,7 +257,15 @@ class RedisSessionStore(SessionStore):
     ) -> CacheSessionMetadata:
         expected = "" if expected_generation is None else expected_generation
         answer = await self._change(
-            "rewind", key, now_ms, generation, expected, new_mark(), MARKS_CHARS_MAX, durable=True
+            "rewind",
+            key,
+            now_ms,
+            generation,
+            expected,
+            new_mark(),
+            MARKS_CHARS_MAX,
+            more_keys=[turns_key(key)],
+            durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
@@ -251,6 +290,7 @@ class RedisSessionStore(SessionStore):
             "" if ttl_s is None else ttl_s,
             "" if ttl_policy is None else ttl_policy.value,
             "" if metadata is None else metadata_to_field(metadata),
+            more_keys=[turns_key(key)],
             durable=True,
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
@@ -259,7 +299,7 @@ class RedisSessionStore(SessionStore):
     async def unregister(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:
         # Not repeated after a lost reply: the second answer would say "not found" for a session that was removed.
         answer = await self._change(
-            "unregister", key, now_ms, more_keys=[place_key(key)], repeatable=False, durable=True
+            "unregister", key, now_ms, more_keys=[place_key(key), turns_key(key)], repeatable=False, durable=True
         )
         return row_of_reply(key, answer[1]).metadata_at(now_ms)
 
@@ -309,6 +349,31 @@ class RedisSessionStore(SessionStore):
             return row is not None and row.names(one.cache_ref, now_ms=now_ms, tombstone_ms=self._tombstone_ms)
 
         return tuple(position for position, one in enumerate(held) if not is_named(one))
+
+    @override
+    async def add_usage(
+        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int = 0, now_ms: int
+    ) -> bool:
+        shard = shard_of(tenant, sender)
+        keys = [counted_key(shard, tenant, sender), usage_key(shard, tenant, day_of(now_ms))]
+        crash_point("manager.count.before")
+        counted = await self._redis.script(
+            self._scripts["count"], keys, [DAY_MS, number, usage_text(usage)], repeatable=True, durable=True
+        )
+        crash_point("manager.count.after")
+        return bool(counted)
+
+    @override
+    async def read_usage(self, tenant: TenantId, days: Sequence[int], *, now_ms: int) -> UsageReport:
+        found: dict[int, Sequence[Usage]] = {}
+        for day in sorted(days):
+            replies = await self._redis.batch(
+                [("HGETALL", usage_key(shard, tenant, day)) for shard in range(NUM_SHARDS)]
+            )
+            if usage := usage_of_replies(replies):
+                found[day] = usage
+        counts = await self._redis.batch([("ZCARD", tenant_key(shard, tenant)) for shard in range(NUM_SHARDS)])
+        return UsageReport(found, sum(number or 0 for number in counts), day_of(now_ms))
 
     @override
     async def count_sessions(self) -> int:

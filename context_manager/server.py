@@ -13,9 +13,12 @@ from contextcache.convert import (
     held_from_pb,
     new_session_from_pb,
     policy_from_pb,
+    receipt_to_pb,
     repeatable_from_pb,
     segment_to_pb,
     session_to_pb,
+    usage_from_pb,
+    usage_to_pb,
 )
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
@@ -60,8 +63,11 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
     async def GetSessionMetadata(
         self, request: pb.GetSessionMetadataRequest, context: Context
     ) -> pb.GetSessionMetadataResponse:
-        session = await self._manager.get_session_metadata(request.tenant, request.session_id)
-        return pb.GetSessionMetadataResponse(session=session_to_pb(session))
+        if not request.with_turns:
+            session = await self._manager.get_session_metadata(request.tenant, request.session_id)
+            return pb.GetSessionMetadataResponse(session=session_to_pb(session))
+        session, turns = await self._manager.get_with_turns(request.tenant, request.session_id)
+        return pb.GetSessionMetadataResponse(session=session_to_pb(session), turns=map(receipt_to_pb, turns))
 
     @override
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Context) -> pb.BeginTurnResponse:
@@ -158,6 +164,27 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
             expires_at_ms=kept.expires_at_ms,
             request=kept.request,
         )
+
+    @override
+    async def AddUsage(self, request: pb.AddUsageRequest, context: Context) -> pb.AddUsageResponse:
+        await self._manager.add_usage(
+            request.tenant,
+            request.batch_id,
+            [usage_from_pb(one) for one in request.usage],
+            sender=request.sender,
+            number=request.number,
+        )
+        return pb.AddUsageResponse()
+
+    @override
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Context) -> pb.GetUsageResponse:
+        report = await self._manager.read_usage(
+            request.tenant,
+            first_day=request.first_day if request.HasField("first_day") else None,
+            last_day=request.last_day if request.HasField("last_day") else None,
+        )
+        days = [pb.DayOfUsage(day=day, usage=map(usage_to_pb, usage)) for day, usage in report.days.items()]
+        return pb.GetUsageResponse(days=days, num_contexts=report.num_contexts, today=report.today)
 
     @override
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Context) -> pb.ListSessionsResponse:

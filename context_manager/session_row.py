@@ -24,7 +24,15 @@ from typing import TypeAlias
 
 from context_manager import refusals
 from context_manager.generations import Runs, runs_field, runs_of, segments_at
-from contextcache.model import CacheRef, CacheSessionMetadata, NewSession, SessionMode, SessionState, TtlPolicy
+from contextcache.model import (
+    CacheRef,
+    CacheSessionMetadata,
+    NewSession,
+    SessionId,
+    SessionMode,
+    SessionState,
+    TtlPolicy,
+)
 
 TOMBSTONE = "tombstone"
 _MAX_DIGITS = 15
@@ -157,7 +165,8 @@ def with_holder(holders: tuple[str, ...] | None, name: str) -> tuple[str, ...] |
 def row_to_fields(row: SessionRow) -> dict[str, str]:
     """Return the Redis hash of a row; tenant and id are in its key."""
     session = row.session
-    return {
+    forked_from = {} if session.forked_from is None else {"forked_from": forked_from_field(session.forked_from)}
+    return forked_from | {
         "state": session.state.value,
         "model_id": session.model_id,
         "mode": session.mode.value,
@@ -180,6 +189,16 @@ def row_to_fields(row: SessionRow) -> dict[str, str]:
         "marks": marks_field(row.marks, session.generation),
         "generations": runs_field(row.runs, session.generation),
     }
+
+
+def forked_from_field(forked_from: tuple[SessionId, int]) -> str:
+    """Return what a session was forked from as one hash field."""
+    return f"{forked_from[0]}@{forked_from[1]}"
+
+
+def _forked_from(field: str) -> tuple[SessionId, int] | None:
+    source, _, generation = field.partition("@")
+    return (source, _number(generation)) if source else None
 
 
 def row_from_fields(tenant: str, session_id: str, fields: Mapping[str, str]) -> SessionRow:
@@ -209,6 +228,7 @@ def row_from_fields(tenant: str, session_id: str, fields: Mapping[str, str]) -> 
         mark=marks[0][0] if marks else "",
         metadata=json.loads(fields.get("metadata", "{}")),
         holders=_holders(fields),
+        forked_from=_forked_from(fields.get("forked_from", "")),
     )
     return SessionRow(
         session,

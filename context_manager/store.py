@@ -21,6 +21,9 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
+    UsageReport,
 )
 
 NUM_SHARDS = 64
@@ -34,6 +37,8 @@ ANSWER_KEPT_MS = 86_400_000
 """A day: for so long a request that was committed is not run again."""
 TENANT_ANSWERS_BYTES_MAX = 16 << 20
 """Of answers kept for one tenant in one shard: some ten thousand short ones."""
+USAGE_KEPT_MS = 400 * 86_400_000
+"""More than a year, so that a year can be compared with the one before."""
 KEY_GRACE_MS = 86_400_000
 """A day: how long Redis keeps a key after the end of what is in it and the time of its tombstone, in case all managers
 are away. Then it goes by itself (ADR 0029)."""
@@ -43,6 +48,14 @@ def shard_of(tenant: TenantId, session_id: SessionId) -> int:
     """Return the shard of a session, 0 to 63; the same on every machine and in every version."""
     digest = blake2b(f"{tenant}:{session_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % NUM_SHARDS
+
+
+DAY_MS = 86_400_000
+
+
+def day_of(now_ms: int) -> int:
+    """Return the day, UTC, counted from 1970-01-01."""
+    return now_ms // DAY_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +119,12 @@ class SessionStore(Protocol):
     | cc:{s17}:expiry                   | sorted set of <tenant>:<id> | score: when the sweep may take the session |
     | cc:{s17}:tenant:<tenant>          | sorted set of <id>          | score: created_at_ms; for list and quota   |
     | cc:sweeper                        | hash                        | there while one manager sweeps for all     |
+    | cc:{s17}:turns:<tenant>:<id>      | list                        | receipts of the last turns, oldest first   |
     | cc:{s17}:place:<tenant>:<id>      | hash                        | created_at_ms of one removed, for lists    |
     | cc:{s17}:answer:<tenant>:<id>:<key> | hash                      | what a repeated request is answered        |
     | cc:{s17}:answers:<tenant>         | hash of hour -> bytes       | of answers kept, for the tenant's limit    |
+    | cc:{s17}:usage:<tenant>:<day>     | hash of <key>:<what> -> sum | what was used on a day, by API key's name  |
+    | cc:{s17}:counted:<tenant>:<batch> | string                      | there when a batch of usage was counted    |
 
     The expiry score of a CREATING row is the end of its lease, of any other row the end of its life. A tombstone is
     a hash with `state`, `created_at_ms` and `expires_at_ms` alone, in neither sorted set.
@@ -145,6 +161,13 @@ class SessionStore(Protocol):
         """Return the row; one read, no transcript."""
         ...
 
+    async def read_turns(self, key: SessionKey) -> tuple[TurnReceipt, ...]:
+        """Return the receipts of a session's last turns, at most TURNS_KEPT, the oldest first. Never raises not found.
+
+        Only to be looked at: one that is damaged is left out. A fork begins without any.
+        """
+        ...
+
     async def begin_turn(  # noqa: PLR0913  # what a turn begins with, by name
         self,
         key: SessionKey,
@@ -176,7 +199,8 @@ class SessionStore(Protocol):
     async def commit_turn(self, commit: TurnCommit, *, now_ms: int) -> CacheSessionMetadata:
         """Replace the transcript behind `keep_segments`, grow the generation by one, release the lease.
 
-        What `commit.repeatable` is answered is kept for ANSWER_KEPT_MS in the same step.
+        What `commit.repeatable` is answered is kept for ANSWER_KEPT_MS in the same step, `commit.usage` counted, and
+        `commit.receipt` kept with the last turns.
         A lease that ended and that nobody else took still commits, except the first one: a CREATING row is gone with
         its lease. Raises LeaseLost, GenerationMismatch, InvalidRequest (keep_segments).
         """
@@ -264,6 +288,19 @@ class SessionStore(Protocol):
 
         Never raises not found: a session that is absent, expired or a tombstone names nothing, a damaged one all.
         """
+        ...
+
+    async def add_usage(
+        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int = 0, now_ms: int
+    ) -> bool:
+        """Count what no commit counts, today; False, and nothing counted, for a number that is not above the last one.
+
+        A sender's last number is known for a day after it. Never raises not found.
+        """
+        ...
+
+    async def read_usage(self, tenant: TenantId, days: Sequence[int], *, now_ms: int) -> UsageReport:
+        """Return what was counted on these days; not atomic over the shards. Never raises not found."""
         ...
 
     async def count_sessions(self) -> int:

@@ -1,7 +1,7 @@
-"""`context-cache PART`: one command for every process of ours, as the image and the chart start them.
+"""`context-cache`: the command line for contexts, `serve` for every process of ours, and the doctor.
 
-Each part is the module it always was (`context-cache gateway` is `python -m gateway`); only the one asked for is
-loaded, so that a part needs no other part's dependencies.
+Each part is the module it always was (`context-cache serve gateway` is `python -m gateway`); only what is asked for is
+loaded, so that a part needs no other part's dependencies and the command line needs none of them.
 """
 
 from __future__ import annotations
@@ -18,29 +18,45 @@ PARTS = {
         "beside an Envoy in front: `envoy bootstrap` before it starts, `envoy attend` until it ends",
     ),
     "injector": ("injector", "the webhook that adds sidecar and plugin to vLLM pods; `injector payload DIR`"),
-    "doctor": ("doctor", "checks a running deployment and says what is wrong"),
 }
 """Module and purpose of each part."""
 
 
 def main() -> None:
-    """Run the part that the first argument names; exit 2 when there is none of this name."""
+    """Run what the first argument names."""
     arguments = sys.argv[1:]
+    if arguments[:1] == ["serve"]:
+        _serve(arguments[1:])
+    elif arguments[:1] == ["doctor"]:
+        _start("doctor", "doctor", arguments[1:])
+    elif arguments and arguments[0] in PARTS:
+        print(f"note: `context-cache {arguments[0]}` is `context-cache serve {arguments[0]}` now", file=sys.stderr)
+        _start(arguments[0], PARTS[arguments[0]][0], arguments[1:])
+    else:
+        from contextcache.cli.app import run
+
+        sys.exit(run(arguments))
+
+
+def usage() -> str:
+    """Return what `serve --help` prints."""
+    lines = ["usage: context-cache serve PART [argument ...]", "", "Parts (each has --help):"]
+    return "\n".join(lines + [f"  {name:<10}{purpose}" for name, (_, purpose) in PARTS.items()])
+
+
+def _serve(arguments: list[str]) -> None:
     if arguments in (["--help"], ["-h"]):
         print(usage())
         return
     if not arguments or arguments[0] not in PARTS:
         print(usage(), file=sys.stderr)
         sys.exit(2)
-    part = arguments[0]
-    sys.argv = [f"context-cache {part}", *arguments[1:]]
-    runpy.run_module(PARTS[part][0], run_name="__main__", alter_sys=False)
+    _start(arguments[0], PARTS[arguments[0]][0], arguments[1:])
 
 
-def usage() -> str:
-    """Return what `--help` prints."""
-    lines = ["usage: context-cache PART [argument ...]", "", "Parts (each has --help):"]
-    return "\n".join(lines + [f"  {name:<10}{purpose}" for name, (_, purpose) in PARTS.items()])
+def _start(name: str, module: str, arguments: list[str]) -> None:
+    sys.argv = [f"context-cache {name}", *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=False)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from contextcache.model import (
     SessionState,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
     kv_kind,
     plain_group,
 )
@@ -78,6 +80,8 @@ def session_to_pb(session: CacheSessionMetadata) -> pb.Session:
         metadata=session.metadata,
         holders=session.holders or (),
         knows_holders=session.holders is not None,
+        forked_from=session.forked_from[0] if session.forked_from else "",
+        forked_generation=session.forked_from[1] if session.forked_from else 0,
     )
 
 
@@ -102,6 +106,7 @@ def session_from_pb(message: pb.Session) -> CacheSessionMetadata:
         mark=message.mark,
         metadata=dict(message.metadata),
         holders=tuple(message.holders) if message.knows_holders else None,
+        forked_from=(message.forked_from, message.forked_generation) if message.forked_from else None,
     )
 
 
@@ -167,6 +172,8 @@ def commit_to_pb(commit: TurnCommit) -> pb.TurnCommit:
         holder=commit.holder,
         repeatable=repeatable_to_pb(commit.repeatable),
         answer=commit.answer,
+        usage=None if commit.usage is None else usage_to_pb(commit.usage),
+        receipt=None if commit.receipt is None else receipt_to_pb(commit.receipt),
     )
 
 
@@ -183,7 +190,55 @@ def commit_from_pb(message: pb.TurnCommit) -> TurnCommit:
         holder=message.holder,
         repeatable=repeatable_from_pb(message.repeatable),
         answer=message.answer,
+        usage=usage_from_pb(message.usage) if message.HasField("usage") else None,
+        receipt=receipt_from_pb(message.receipt) if message.HasField("receipt") else None,
     )
+
+
+def receipt_to_pb(receipt: TurnReceipt) -> pb.TurnReceipt:
+    """Return the message of a turn's receipt."""
+    return pb.TurnReceipt(
+        generation=receipt.generation,
+        at_ms=receipt.at_ms,
+        computed_tokens=receipt.computed_tokens,
+        cached_tokens=receipt.cached_tokens,
+        context_tokens=receipt.context_tokens,
+        completion_tokens=receipt.completion_tokens,
+        source=receipt.source,
+        match=receipt.match,
+        reason=receipt.reason,
+        restore_ms=receipt.restore_ms,
+        first_token_ms=receipt.first_token_ms,
+        took_ms=receipt.took_ms,
+    )
+
+
+def receipt_from_pb(message: pb.TurnReceipt) -> TurnReceipt:
+    """Return the receipt of a message."""
+    return TurnReceipt(
+        generation=message.generation,
+        at_ms=message.at_ms,
+        computed_tokens=message.computed_tokens,
+        cached_tokens=message.cached_tokens,
+        context_tokens=message.context_tokens,
+        completion_tokens=message.completion_tokens,
+        source=message.source,
+        match=message.match,
+        reason=message.reason,
+        restore_ms=message.restore_ms if message.HasField("restore_ms") else None,
+        first_token_ms=message.first_token_ms if message.HasField("first_token_ms") else None,
+        took_ms=message.took_ms,
+    )
+
+
+def usage_to_pb(usage: Usage) -> pb.Usage:
+    """Return the message of what was used."""
+    return pb.Usage(key=usage.key, counts=usage.counts)
+
+
+def usage_from_pb(message: pb.Usage) -> Usage:
+    """Return what was used."""
+    return Usage(message.key, dict(message.counts))
 
 
 def held_to_pb(held: HeldCacheRef) -> pb.HeldCacheRef:

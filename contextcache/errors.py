@@ -74,6 +74,14 @@ class ForgedIdentity(Unauthorized):
     code = "invalid_identity"
 
 
+class OperatorOnly(ContextCacheError):
+    """The key is good, and not an operator's."""
+
+    code = "operator_only"
+    http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
 class ContextNotFound(ContextCacheError):
     """Absent, deleted, or another tenant's: one answer for all three."""
 

@@ -22,6 +22,8 @@ IDENTITY_HEADER = "x-context-identity"
 UNROUTED_HEADER = "x-context-unrouted"
 """Set by Envoy on every request and removed by the gateway: a pod that sees it knows that the gateway was away and a
 fail-open route let the request through. Such a request may be stateless, and nothing else."""
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+"""Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pod, as `host:port`."""
 KV_TRANSFER_KEY = "context_cache"
 """Key inside vLLM's `kv_transfer_params` that holds a signed `KVTransfer`."""
 
@@ -45,6 +47,8 @@ class Identity:
     """What the key says of requests that name no `context_mode` themselves; None: it says nothing."""
     usage: UsageFormat | None = None
     """The same of how their usage counts."""
+    key: str = ""
+    """Name of the API key, for usage; empty: there are no keys."""
     kept: SessionId = ""
     """Group under which a plain request's KV is kept; empty: it is none, or is not kept."""
     beginning: str = ""
@@ -95,7 +99,7 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
         payload["context_mode"] = identity.context_mode.value
     if identity.usage is not None:
         payload["usage"] = identity.usage.value
-    for name in ("kept", "beginning", "prefix_at"):
+    for name in ("key", "kept", "beginning", "prefix_at"):
         if value := getattr(identity, name):
             payload[name] = value
     return _sign(_IDENTITY, payload, secret)
@@ -112,6 +116,7 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             session_id=None if payload["session_id"] is None else str(payload["session_id"]),
             context_mode=ContextMode(payload["context_mode"]) if "context_mode" in payload else None,
             usage=UsageFormat(payload["usage"]) if "usage" in payload else None,
+            key=str(payload.get("key", "")),
             kept=str(payload.get("kept", "")),
             beginning=str(payload.get("beginning", "")),
             prefix_at=str(payload.get("prefix_at", "")),

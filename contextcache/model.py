@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias, get_args
@@ -30,6 +30,8 @@ CACHE_REF_PATTERN = re.compile(r"ref_[0-9a-f]{32}")
 
 KEPT_PREFIX = "kept_"
 """What the names of groups of kept KV begin with: they stand where KV of a context has its session, and are none."""
+OBJECT_PREFIX = f"{KEPT_PREFIX}lmcache_"
+"""What the names of groups begin with that are LMCache's objects, one each: no conversations."""
 
 DEFAULT_TTL_S = 3600
 """The EP's default life of a context."""
@@ -173,6 +175,8 @@ class CacheSessionMetadata:
     metadata: Mapping[str, str] = field(default_factory=dict)
     holders: tuple[str, ...] | None = None
     """Endpoints whose sidecars may have KV of it, `holder` among them; None: not known, any may."""
+    forked_from: tuple[SessionId, int] | None = None
+    """Session and generation that it was forked from."""
 
     @property
     def cache_refs(self) -> tuple[CacheRef, ...]:
@@ -228,6 +232,71 @@ class KeptAnswer:
     """Digest of the request, 32 hex digits."""
 
 
+USAGE_COUNTS = (
+    *("contexts", "turns", "computed_tokens", "cached_tokens", "completion_tokens", "saved_ms"),
+    *("memory_kib_s", "disk_kib_s", "store_kib_s"),
+)
+"""What is counted of a tenant: contexts created, turns answered, tokens as their receipts told them, time that cached
+tokens saved; and KiB times seconds held in each tier."""
+KEY_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Of an API key, as usage is told by: never the key."""
+MAX_USAGE_DAYS = 31
+"""In one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What was used under one API key."""
+
+    key: str
+    """Its name; empty: nobody's in particular, such as bytes held."""
+    counts: Mapping[str, int]
+    """By name of USAGE_COUNTS; none is negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """What was counted of a tenant."""
+
+    days: Mapping[int, Sequence[Usage]]
+    """By day since 1970-01-01, UTC, the oldest first; days without any are left out."""
+    num_contexts: int
+    """That live now."""
+    today: int
+
+
+TURNS_KEPT = 32
+"""Receipts of a session's last turns."""
+MAX_WORD_CHARS = 64
+"""Of a receipt's source, match and reason, which are short fixed phrases."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReceipt:
+    """What a turn took and reused, as its client was told; tokens are counts."""
+
+    generation: int
+    """That it committed."""
+    at_ms: int
+    """When, Unix time."""
+    computed_tokens: int
+    cached_tokens: int
+    context_tokens: int
+    """Leading prompt tokens that the context had."""
+    completion_tokens: int
+    source: str
+    """Where most of the cached ones came from, as `usage.context.source`."""
+    match: str = ""
+    """How the prompt stood to the context; empty for a create."""
+    reason: str = ""
+    """Why there was nothing, or less, to reuse."""
+    restore_ms: int | None = None
+    first_token_ms: int | None = None
+    """Of a stream."""
+    took_ms: int = 0
+    """To the commit."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnCommit:
     """One turn, ready to be made durable in one step."""
@@ -247,6 +316,10 @@ class TurnCommit:
     """The request, if it may come again: its answer is kept with the commit."""
     answer: bytes = b""
     """What is kept of it; empty: it was too large."""
+    usage: Usage | None = None
+    """What the turn took, counted with the commit."""
+    receipt: TurnReceipt | None = None
+    """The same for the session's own history, kept with its last turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +407,15 @@ class SaveOutcome:
     is_sealed: bool
     reason: str = ""
     """Why there will be no KV, as a short fixed phrase; empty: it may still come, or nobody remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedKV:
+    """What a fork has."""
+
+    size_bytes: int
+    """Shared blocks counted whole; 0: the sidecar is of a release that does not say."""
+    tier: str
 
 
 def new_session_id() -> SessionId:

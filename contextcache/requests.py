@@ -63,6 +63,11 @@ class TenantsInHand:
         """Count bytes as free that were taken before."""
         self._bytes.give_back(tenant, size_bytes)
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Requests and bytes a tenant may have in hand; 0: as many as it likes."""
+        return self._requests.limit, self._bytes.limit
+
     def held_by(self, tenant: TenantId) -> tuple[int, int]:
         """Return the requests and bytes a tenant has in hand, as far as they are counted."""
         return self._requests.of(tenant), self._bytes.of(tenant)

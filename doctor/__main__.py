@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from contextcache.cli.place import NotConfigured, find_place
 from doctor.examination import Plan, examine
 from doctor.finding import Finding
 from doctor.report import as_json, exit_status, lines_of, summary
@@ -19,9 +20,16 @@ _PARTS_DIR = Path("/etc/context-cache/tls")
 
 def main() -> None:
     """Examine a deployment and print what was found."""
-    parsed = _parser().parse_args()
+    parser = _parser()
+    parsed = parser.parse_args()
+    known_key = None
+    if parsed.url is None:
+        try:
+            parsed.url, known_key = find_place(None, None)
+        except NotConfigured as exc:
+            parser.error(str(exc))
     try:
-        plan = _plan(parsed)
+        plan = _plan(parsed, known_key)
         findings = _examine(plan, as_lines=not parsed.json)
     except (OSError, ValueError) as exc:
         print(f"cannot check {parsed.url}: {exc}", file=sys.stderr)
@@ -39,8 +47,8 @@ def _examine(plan: Plan, *, as_lines: bool) -> list[Finding]:
     return findings
 
 
-def _plan(parsed: argparse.Namespace) -> Plan:
-    key = None
+def _plan(parsed: argparse.Namespace, known_key: str | None) -> Plan:
+    key = None if known_key is None else SecretStr(known_key)
     if parsed.api_key_file is not None:
         key = SecretStr(parsed.api_key_file.read_text().strip())
         if not key.get_secret_value():
@@ -55,6 +63,7 @@ def _plan(parsed: argparse.Namespace) -> Plan:
         wait_s=parsed.wait_s,
         timeout_s=parsed.timeout_s,
         metrics_url=parsed.gateway_metrics,
+        injector_url=parsed.injector_metrics,
         manager=parsed.manager,
         sidecar=parsed.sidecar,
         ca_file=parsed.ca_file,
@@ -82,7 +91,7 @@ def _url(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="context-cache doctor", description=__doc__)
     parser.add_argument(
-        "--url", required=True, type=_url, help="where clients reach the deployment, https://llm.example.org"
+        "--url", type=_url, help="where clients reach it, https://llm.example.org; default: what `login` wrote"
     )
     parser.add_argument("--api-key-file", type=Path, help="file with an API key in plain text; it is never printed")
     parser.add_argument("--story", action="store_true", help="create a context, ask it, delete it")
@@ -98,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"tls.crt, tls.key, ca.crt of the release's parts; default {_PARTS_DIR} if there",
     )
     parser.add_argument("--gateway-metrics", default="", help="URL of a gateway's metrics port, http://10.0.0.7:9090")
+    parser.add_argument(
+        "--injector-metrics", default="", help="URL of an injector's: which pods were left alone, and why"
+    )
     parser.add_argument("--manager", default="", help="host:port of a context-manager")
     parser.add_argument("--sidecar", default="", help="host:port of a kv-sidecar")
     return parser

@@ -126,7 +126,7 @@ def keys(front: Front) -> Iterator[Finding]:
     if answer.status == 200:
         yield ok("key", "is accepted, and the contexts' store answers")
     elif answer.status == 401:
-        hint = "The Secret of auth holds keys' SHA-256 (`context-cache gateway hash-key`); gateways follow its changes."
+        hint = "Its Secret holds SHA-256s (`context-cache serve gateway hash-key`); gateways follow its changes."
         yield failed("key", "is not known", hint)
     elif answer.status == 503:
         yield failed("key", f"is accepted, but: {answer.describe()}", _missing_hint("context manager"))

@@ -38,6 +38,9 @@ class Plan:
     timeout_s: float = 60
     """For one answer."""
     metrics_url: str = ""
+    """Of a gateway."""
+    injector_url: str = ""
+    """Of an injector's metrics."""
     manager: str = ""
     sidecar: str = ""
     ca_file: Path | None = None
@@ -141,6 +144,10 @@ def _parts(plan: Plan, context: ssl.SSLContext) -> Iterator[Finding]:
         yield from part_checks.metrics(front)
         with suppress(Unreachable):  # told by the check before
             yield from _understood("details", access_checks.details(front))
+        front.close()
+    if plan.injector_url:
+        front = Front(plan.injector_url, key=None, timeout_s=plan.timeout_s, tls=context)
+        yield from part_checks.injector(front)
         front.close()
     tls = None if plan.parts_dir is None else _watched(plan.parts_dir, plan.server_name or "context-cache")
     for part, address in (("context-manager", plan.manager), ("kv-sidecar", plan.sidecar)):

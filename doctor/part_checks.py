@@ -1,8 +1,9 @@
-"""Single parts behind the front, when their addresses are given: a gateway's metrics, health of manager and sidecar."""
+"""Single parts behind the front, when their addresses are given: metrics of gateway and injector, others' health."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import grpc
@@ -10,10 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contextcache.wire.channels import open_channel
 from contextcache.wire.tls import WatchedTls
-from doctor.finding import Finding, failed, ok
+from doctor.finding import Finding, failed, ok, warning
 from doctor.front import Front, Unreachable
 
 _METRIC = "contextcache_gateway_requests_total"
+_REVIEWS = re.compile(r'^contextcache_injector_reviews_total\{outcome="([a-z-]+)"\} ([0-9.e+]+)$', re.MULTILINE)
+_NOT_SKIPPED = {"injected", "present", "opted-out"}
 
 
 def metrics(front: Front) -> Iterator[Finding]:
@@ -28,6 +31,27 @@ def metrics(front: Front) -> Iterator[Finding]:
     else:
         hint = "Expected the port GATEWAY_METRICS_PORT of a gateway, 9090 in the chart."
         yield failed("metrics", f"{front.url}/metrics: {answer.status}, without {_METRIC}", hint)
+
+
+def injector(front: Front) -> Iterator[Finding]:
+    """Say how many pods an injector left alone since it started, by reason."""
+    try:
+        text = front.call("GET", "/metrics", with_key=False).text
+    except Unreachable as exc:
+        yield failed("injector", exc.reason, exc.hint)
+        return
+    if "contextcache_injector_reviews_total" not in text:
+        hint = "Expected the port INJECTOR_METRICS_PORT of an injector, 9090 in the chart."
+        yield failed("injector", f"{front.url}/metrics is not an injector's", hint)
+        return
+    outcomes = {outcome: int(float(number)) for outcome, number in _REVIEWS.findall(text)}
+    skips = {reason: number for reason, number in sorted(outcomes.items()) if reason not in _NOT_SKIPPED and number}
+    if skips:
+        told = ", ".join(f"{reason} {number}" for reason, number in skips.items())
+        hint = "Events of their ReplicaSets and docs/injector.md say why; the pods run without context-cache."
+        yield warning("injector", f"pods left alone since it started: {told}", hint)
+    else:
+        yield ok("injector", f"{outcomes.get('injected', 0)} pods injected since it started, none left alone")
 
 
 def grpc_health(part: str, address: str, *, tls: WatchedTls | None, timeout_s: float) -> Iterator[Finding]:

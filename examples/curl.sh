@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The three calls of a context's life, with curl. `make up` first; needs python3 to read one field of an answer.
 set -euo pipefail
-url=${URL:-http://127.0.0.1:8000} key=${KEY:-test-key-1234567890} model=smollm2-135m-instruct
+url=${CONTEXT_CACHE_URL:-http://127.0.0.1:8000} key=${CONTEXT_CACHE_API_KEY:-test-key-1234567890} model=smollm2-135m-instruct
 call() { curl -sS -H "Authorization: Bearer $key" -H "Content-Type: application/json" "$@"; echo; }
 
 created=$(call -X POST "$url/v1/context" -d '{"model": "'$model'", "prompt": "Say this is a test", "ttl": 3600}')

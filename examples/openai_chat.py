@@ -7,8 +7,8 @@ from openai import OpenAI
 MODEL = "smollm2-135m-instruct"
 
 api = OpenAI(
-    base_url=os.environ.get("URL", "http://127.0.0.1:8000") + "/v1",
-    api_key=os.environ.get("KEY", "test-key-1234567890"),
+    base_url=os.environ.get("CONTEXT_CACHE_URL", "http://127.0.0.1:8000") + "/v1",
+    api_key=os.environ.get("CONTEXT_CACHE_API_KEY", "test-key-1234567890"),
 )
 
 first = {

@@ -88,6 +88,7 @@ async def gateway_app(settings: GatewaySettings, *, registry: CollectorRegistry)
             metrics=metrics,
             tracer=tracer,
             cors_origins=settings.cors_origins,
+            console=settings.console,
         )
         yield GatewayApp(front, gateway, endpoints, tenants, limits, metrics, ready_state, tracer, tls)
 

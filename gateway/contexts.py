@@ -25,18 +25,20 @@ from contextcache.model import (
     MIN_TTL_S,
     SESSION_ID_PATTERN,
     CacheSessionMetadata,
+    ForkedKV,
     NewSession,
     SessionId,
     TenantId,
     TtlPolicy,
     TurnCommit,
+    Usage,
     new_cache_ref,
     new_session_id,
 )
 from contextcache.repeats import session_id_of
 from contextcache.terms import Terms
 from gateway.kept import KeptConversation, KeptPage, page_of
-from gateway.pods.sidecars import Holders, KVState
+from gateway.pods.sidecars import Holders, KVState, sealed_state
 from gateway.ports import SessionDirectory
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ class NewFork:
     session_id: SessionId | None = None
     """None: one is minted."""
     terms: Terms = field(default_factory=Terms)
+    key: str = ""
+    """Name of the API key that made it, for usage."""
 
 
 class Contexts:
@@ -121,18 +125,28 @@ class Contexts:
         check_id(session_id)
         try:
             source = await self._directory.get_session_metadata(tenant, session_id)
-            child = await self._forked(source, fork)
+            child, kv = await self._forked(source, fork)
         except ContextNotFound as exc:
             raise not_found() from exc
+        if kv is not None and kv.size_bytes:  # else there is none, or the sidecar is older than these words of it
+            return child, sealed_state(kv.size_bytes, kv.tier)
         return child, await self._holders.kv_state(child)
 
     async def branch(
-        self, tenant: TenantId, session_id: SessionId, generation: int, *, repeat_key: str = "", commits: bool = True
+        self,
+        tenant: TenantId,
+        session_id: SessionId,
+        generation: int,
+        *,
+        repeat_key: str = "",
+        commits: bool = True,
+        key: str = "",
     ) -> SessionId | None:
         """Return a new context that begins as this one did at `generation`; None: it stands there still.
 
         A request that may come again finds the branch it made, and where it was answered before, None: the answer is
-        with the context it asked for. Of a turn that keeps nothing the branch does not last. Raises as `fork`.
+        with the context it asked for. Of a turn that keeps nothing the branch does not last.
+        `key`: name of the API key that it is counted under. Raises as `fork`.
         """
         check_id(session_id)
         branch_id = session_id_of(tenant, repeat_key, self._secret) if repeat_key else new_session_id()
@@ -143,7 +157,7 @@ class Contexts:
             if repeat_key and await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None:
                 return None
             terms = Terms() if commits else Terms(ttl_s=MIN_TTL_S)
-            await self._forked(source, NewFork(generation, branch_id, terms))
+            await self._forked(source, NewFork(generation, branch_id, terms, key))
         except ContextNotFound as exc:
             raise not_found() from exc
         except ContextExists:
@@ -151,7 +165,9 @@ class Contexts:
                 raise
         return branch_id
 
-    async def _forked(self, source: CacheSessionMetadata, fork: NewFork) -> CacheSessionMetadata:
+    async def _forked(
+        self, source: CacheSessionMetadata, fork: NewFork
+    ) -> tuple[CacheSessionMetadata, ForkedKV | None]:
         terms, lease_id, cache_ref = fork.terms, secrets.token_hex(16), new_cache_ref()
         new = NewSession(
             tenant=source.tenant,
@@ -163,7 +179,7 @@ class Contexts:
             metadata=source.metadata if terms.metadata is None else terms.metadata,
         )
         reserved = await self._directory.reserve(new, lease_id=lease_id, lease_ttl_ms=_LEASE_MS)
-        has_kv = await self._holders.fork(source, reserved, cache_ref)
+        kv = await self._holders.fork(source, reserved, cache_ref)
         commit = TurnCommit(
             tenant=source.tenant,
             session_id=reserved.session_id,
@@ -171,16 +187,17 @@ class Contexts:
             expected_generation=0,
             keep_segments=0,
             segments=(),
-            cache_ref=cache_ref if has_kv else "",
+            cache_ref=cache_ref if kv is not None else "",
             # Its first turn goes there without KV too: the engine may have it.
             holder=source.holder,
+            usage=Usage(fork.key, {"contexts": 1}),
         )
         try:
-            return await self._committed(source.session_id, fork.generation, commit)
+            return await self._committed(source.session_id, fork.generation, commit), kv
         except ContextCacheError as exc:
             with suppress(ContextCacheError):
                 await self._directory.abort_turn(source.tenant, reserved.session_id, lease_id=lease_id)
-            if has_kv and exc.http_status < 500:  # else it may have been committed, and its row names the KV
+            if kv is not None and exc.http_status < 500:  # else it may have been committed, and its row names the KV
                 await self._holders.delete(replace(reserved, cache_ref=cache_ref, holders=(source.holder,)))
             raise
 

@@ -8,7 +8,7 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -25,7 +25,14 @@ from contextcache.claim import (
 )
 from contextcache.clock import Clock
 from contextcache.errors import ContextExpired, ContextNotFound
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, cache_salt, sign_identity
+from contextcache.identity import (
+    DESTINATION_HEADER,
+    IDENTITY_HEADER,
+    UNROUTED_HEADER,
+    Identity,
+    cache_salt,
+    sign_identity,
+)
 from contextcache.model import (
     MAX_LIST_LIMIT,
     CacheSessionMetadata,
@@ -34,13 +41,16 @@ from contextcache.model import (
     SessionId,
     SessionPage,
     TenantId,
+    TurnReceipt,
     UsageFormat,
+    UsageReport,
     new_session_id,
 )
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
-from contextcache.requests import LargeBodies
+from contextcache.requests import LargeBodies, TenantsInHand
 from contextcache.responses import RESPONSES_PATH, Continued, continued_by, response_id
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
+from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
 from gateway.metrics import Metrics
 from gateway.paths import Kind, kind_of
@@ -62,13 +72,13 @@ from gateway.pods.sidecars import Holders, KVState
 from gateway.ports import Authenticator, Endpoint, SessionDirectory
 from gateway.tenants.limits import TenantLimits
 
-DESTINATION_HEADER = "x-gateway-destination-endpoint"
-"""Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pod, as `host:port`."""
 TARGET_POD_HEADER = "target-pod"
-"""AIBrix's name for the same."""
+"""AIBrix's name for `DESTINATION_HEADER`."""
 ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER})
 """Headers that say how a request was routed; a client's own never get through."""
 
+_USAGE_READS_MAX = 4
+"""Of one tenant's usage at a time."""
 SALTED_PATHS = frozenset({*TURN_PATHS, "/v1/chat/completions/batch"})
 """Calls that make text and take a `cache_salt` (vLLM 0.32: a field of each one's request)."""
 
@@ -92,6 +102,10 @@ class Admission:
     """The same of how usage counts."""
     plain: Plain = Plain.OFF
     """What is done for the request if it has no context."""
+    key: str = ""
+    """Name of its API key, for usage."""
+    operator: bool = False
+    """Whether the key may look at the deployment, and at any tenant's usage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +123,8 @@ class Forward:
     query: RouteQuery = field(default_factory=RouteQuery)
     session: CacheSessionMetadata | None = None
     """Whose turn it is; None: nobody's."""
+    identity: Identity | None = None
+    """What `set_headers` has signed, but for where the beginning is, which is the choice's; None: nothing."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -162,6 +178,9 @@ class Gateway:
         self._directory = directory
         self._endpoints = endpoints
         self._holders = holders
+        self._usage_reads = TenantsInHand(requests_max=_USAGE_READS_MAX)
+        self.deployment = Deployment(authenticator, endpoints, tenants)
+        """What operators see."""
         self.contexts = Contexts(directory, holders, rules.secret)
         """Changes what is there."""
         self.kept = KeptConversations(holders)
@@ -201,6 +220,8 @@ class Gateway:
             context_mode=caller.context_mode,
             usage=caller.usage,
             plain=plain,
+            key=caller.key,
+            operator=caller.operator,
         )
 
     async def route_by_head(self, admission: Admission, *, has_body: bool, is_large: bool = False) -> Forward | None:
@@ -251,10 +272,11 @@ class Gateway:
         """Return the same request for another pod, after `unreachable` refused the connection.
 
         Not `certain`: it only did not take it in time; where no other pod is ready, the answer is the same pod again.
-        Nothing was sent, and an identity is good for any pod. Raises NoReadyEndpoint, EndpointsSaturated.
+        Nothing was sent. Raises NoReadyEndpoint, EndpointsSaturated.
         """
         self._endpoints.mark_unreachable(unreachable, certain=certain)
-        return await self._with_kv(replace(forward, choice=self._choose(forward.query)))
+        choice = self._choose(forward.query)
+        return await self._with_kv(replace(forward, choice=choice, set_headers=self._signed(forward.identity, choice)))
 
     def sent(self, forward: Forward) -> None:
         """Remember that a request went where it was to go, before any report tells of what it left there."""
@@ -263,14 +285,19 @@ class Gateway:
             choice.endpoint.name, forward.query.affinity, at_ms=self._clock.now_ms(), is_new=choice.is_placed
         )
 
-    async def read(self, tenant: TenantId, session_id: SessionId) -> tuple[CacheSessionMetadata, KVState]:
-        """Return a context and its KV. Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar."""
+    async def read(
+        self, tenant: TenantId, session_id: SessionId
+    ) -> tuple[CacheSessionMetadata, KVState, Sequence[TurnReceipt]]:
+        """Return a context, its KV and receipts of its last turns.
+
+        Raises ContextNotFound, ContextExpired, StoreUnavailable; none for a sidecar.
+        """
         check_id(session_id)
         try:
-            session = await self._directory.get_session_metadata(tenant, session_id)
+            session, turns = await self._directory.get_with_turns(tenant, session_id)
         except ContextNotFound as exc:
             raise not_found() from exc
-        return session, await self._holders.kv_state(session)
+        return session, await self._holders.kv_state(session), turns
 
     async def list_contexts(
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model: ModelId = ""
@@ -281,6 +308,14 @@ class Gateway:
         """
         assert 1 <= limit <= MAX_LIST_LIMIT
         return await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
+
+    async def usage(self, tenant: TenantId, *, first_day: int | None, last_day: int | None) -> UsageReport:
+        """Return what a tenant used, from one day since 1970-01-01 to another; None: today.
+
+        Raises InvalidRequest, StoreUnavailable, TooManyInFlight: a month of it is two thousand reads of the store.
+        """
+        with self._usage_reads.request(tenant):
+            return await self._directory.read_usage(tenant, first_day=first_day, last_day=last_day)
 
     async def delete(self, tenant: TenantId, session_id: SessionId) -> None:
         """Remove a context: first its row, so that nothing points at KV that is going, then its KV everywhere.
@@ -314,9 +349,13 @@ class Gateway:
                 return self._create_forward(admission, claims, new_session_id())
             session_id = session_id_of(admission.tenant, repeatable.key, self._rules.secret)
         elif asked.generation is not None:
-            key = "" if repeatable is None else repeatable.key
             branch = await self.contexts.branch(
-                admission.tenant, session_id, asked.generation, repeat_key=key, commits=asked.commits
+                admission.tenant,
+                session_id,
+                asked.generation,
+                repeat_key="" if repeatable is None else repeatable.key,
+                commits=asked.commits,
+                key=admission.key,
             )
             if branch is not None:
                 return await self._turn_forward(
@@ -354,9 +393,9 @@ class Gateway:
             strategy=strategy_of(admission.headers.get(STRATEGY_HEADER)),
             subset=admission.subset,
         )
-        headers = self._identity_header(admission, session.session_id)
+        identity = self._identity(admission, session.session_id)
         body = None if claims is None else claims.changed(previous=previous)
-        return await self._with_kv(self._forward(Kind.TURN, body, query, headers=headers, session=session))
+        return await self._with_kv(self._forward(Kind.TURN, body, query, identity=identity, session=session))
 
     def _conversation(self, admission: Admission, claims: Claims) -> Forward:
         """Return where one more request of what seems to be a conversation goes; no store is asked about it."""
@@ -364,17 +403,14 @@ class Gateway:
         query = self._query(admission, claims, conversation=group)
         if admission.plain is Plain.ROUTE:
             return self._forward(Kind.STATELESS, claims.changed(salt=self._stateless_salt(admission)), query)
-        choice = self._choose(query)
-        headers = self._identity_header(admission, None, kept=group, beginning=group, prefix_at=choice.prefix_at)
-        return self._forward(Kind.STATELESS, claims.changed(), query, headers=headers, choice=choice)
+        identity = self._identity(admission, None, kept=group, beginning=group)
+        return self._forward(Kind.STATELESS, claims.changed(), query, identity=identity)
 
     def _create_forward(self, admission: Admission, claims: Claims, session_id: SessionId | None) -> Forward:
         """Return the pod that creates a context; `session_id`: of a turn whose context is not there."""
         query = self._query(admission, claims, affinity=prompt_affinity(admission.tenant, claims), stays=True)
-        choice = self._choose(query)
-        named = {"beginning": query.affinity, "prefix_at": choice.prefix_at}
-        headers = self._identity_header(admission, session_id, **named)
-        return self._forward(Kind.CREATE, claims.changed(), query, headers=headers, choice=choice)
+        identity = self._identity(admission, session_id, beginning=query.affinity)
+        return self._forward(Kind.CREATE, claims.changed(), query, identity=identity)
 
     async def _with_kv(self, forward: Forward) -> Forward:
         """Tell the chosen pod's sidecar to fetch a turn's KV when it is elsewhere, and return the forward."""
@@ -383,17 +419,24 @@ class Gateway:
             await self._holders.start_pull(session, to=forward.endpoint)
         return forward
 
-    def _identity_header(self, admission: Admission, session_id: SessionId | None, **more: str) -> dict[str, str]:
-        identity = Identity(
+    def _identity(self, admission: Admission, session_id: SessionId | None, **more: str) -> Identity:
+        return Identity(
             tenant=admission.tenant,
             request_id=admission.request_id,
             expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
             session_id=session_id,
             context_mode=admission.context_mode,
             usage=admission.usage,
+            key=admission.key,
             **more,
         )
-        return {IDENTITY_HEADER: sign_identity(identity, self._rules.secret)}
+
+    def _signed(self, identity: Identity | None, choice: Choice) -> dict[str, str]:
+        """Return the header that tells the chosen pod who asks, and where the beginning is."""
+        if identity is None:
+            return {}
+        told = replace(identity, prefix_at=choice.prefix_at) if choice.prefix_at else identity
+        return {IDENTITY_HEADER: sign_identity(told, self._rules.secret)}
 
     def _query(
         self,
@@ -427,12 +470,12 @@ class Gateway:
         body: bytes | None,
         query: RouteQuery,
         *,
-        headers: Mapping[str, str] | None = None,
+        identity: Identity | None = None,
         session: CacheSessionMetadata | None = None,
-        choice: Choice | None = None,
     ) -> Forward:
-        choice = choice or self._choose(query)
-        return Forward(choice, kind, headers or {}, self._removed_headers, body, query, session)
+        choice = self._choose(query)
+        headers = self._signed(identity, choice)
+        return Forward(choice, kind, headers, self._removed_headers, body, query, session, identity)
 
     def _choose(self, query: RouteQuery) -> Choice:
         choice = choose_endpoint(self._endpoints.roster(), query, limits=self._rules.limits, rng=self._rng)

@@ -19,9 +19,15 @@ from contextcache.claim import TURN_PATHS
 from contextcache.errors import ContextCacheError
 
 CONTEXT_PATH = "/v1/context"
+READ_PATHS = frozenset({"/v1/usage", "/v1/deployment"})
+"""Reports that the gateway gives, beside contexts."""
 CONTEXT_CHANGES = ("fork", "rewind")
 """What can be done to one context: the last segment of the path."""
-OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
+CONSOLE_PATH = "/console"
+"""The page for people; its files are one segment below."""
+ROOT_CALL = "GET /"
+"""Leads to the page, where there is one."""
+OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", CONSOLE_PATH})
 """Answered here, without a key."""
 
 ENGINE_CALLS = frozenset(
@@ -91,11 +97,15 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
 
     `engine_paths` are calls, method and path, that reach the engine beside ENGINE_CALLS.
     """
+    if f"{method} {path}" == ROOT_CALL:
+        return Kind.OWN
     segments = path.split("/")
     if not _PLAIN_PATH.fullmatch(path) or "." in segments or ".." in segments:
         raise PathNotFound("no such path")
-    if path in OWN_PATHS:
+    if path in OWN_PATHS or (path.startswith(CONSOLE_PATH + "/") and path.count("/") == 2):
         return _allowed(Kind.OWN, method, "GET")
+    if path in READ_PATHS:
+        return _allowed(Kind.CONTROL, method, "GET")
     if path.casefold() == CONTEXT_PATH or path.casefold().startswith(CONTEXT_PATH + "/"):
         return _context_kind(method, path)
     call = f"{method} {path}"

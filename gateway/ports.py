@@ -14,6 +14,7 @@ from contextcache.model import (
     CacheRef,
     CacheSessionMetadata,
     ContextMode,
+    ForkedKV,
     KeptAnswer,
     KeptGroup,
     Manifest,
@@ -25,7 +26,9 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
     UsageFormat,
+    UsageReport,
 )
 from gateway.kept import Plain
 
@@ -41,6 +44,10 @@ class Caller:
     """What is done for its requests without a context."""
     usage: UsageFormat | None = None
     """How usage counts for requests that do not say; None: the key says nothing."""
+    key: str = ""
+    """Name by which the key's usage is told; empty: there are no keys."""
+    operator: bool = False
+    """Whether it may look at the deployment, and at any tenant's usage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +123,22 @@ class SessionDirectory(Protocol):
         """Return the row, its TTL checked. Raises ContextNotFound, ContextExpired."""
         ...
 
+    async def get_with_turns(
+        self, tenant: TenantId, session_id: SessionId
+    ) -> tuple[CacheSessionMetadata, Sequence[TurnReceipt]]:
+        """Return the row as `get_session_metadata`, and receipts of its last turns, the oldest first."""
+        ...
+
     async def list_sessions(
         self, tenant: TenantId, *, limit: int, after: SessionId = "", model_id: ModelId = ""
     ) -> SessionPage:
         """Return one page of live sessions, newest first."""
+        ...
+
+    async def read_usage(
+        self, tenant: TenantId, *, first_day: int | None = None, last_day: int | None = None
+    ) -> UsageReport:
+        """Return what was counted of a tenant. Raises InvalidRequest."""
         ...
 
     async def find_answer(self, tenant: TenantId, session_id: SessionId, *, repeat_key: str) -> KeptAnswer | None:
@@ -206,8 +225,8 @@ class KVSidecar(Protocol):
         session_id: SessionId,
         cache_ref: CacheRef,
         expires_at_ms: int,
-    ) -> bool:
-        """Give a new context the KV of the first source that is there, the same bytes; False: none is.
+    ) -> ForkedKV | None:
+        """Give a new context the KV of the first source that is there, the same bytes; None: none is.
 
         Raises ContextDeleted, StorageFull.
         """
@@ -236,4 +255,8 @@ class Authenticator(Protocol):
 
     def caller_of(self, headers: Mapping[str, str]) -> Caller:
         """Return who sent a request with these headers, by their lower-case names. Raises Unauthorized."""
+        ...
+
+    def key_names(self) -> Mapping[TenantId, Sequence[str]]:
+        """Return the tenants that have a key, in the order of their names, each with the names of its keys."""
         ...

@@ -148,6 +148,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
         description="JSON list of origins, https://chat.example.com, whose pages may call from a browser; each whole, "
         "there is no wildcard; empty: none",
     )
+    console: bool = Field(
+        default=True, description="serve the console, a page over this API, at /console; false: that is not found"
+    )
     max_body_bytes: int = Field(32 << 20, gt=0, description="bytes of the largest request body; more is 413")
     max_buffered_bytes: int = Field(
         1 << 30, gt=0, description="bytes of all request bodies held at one time; more is 503, so memory is bounded"

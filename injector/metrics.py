@@ -17,6 +17,13 @@ class InjectorMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.events = Counter(
+            "contextcache_injector_events_total",
+            "Events about pods that were left alone, by outcome: written, known (the owner was told within the hour), "
+            "failed, or dropped because too many waited.",
+            ["outcome"],
+            registry=registry,
+        )
         self.refused_requests = Counter(
             "contextcache_injector_refused_requests_total",
             "Requests that were no review or came at a bad moment, by HTTP status.",

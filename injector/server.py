@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from contextcache.kubernetes.client import KubernetesApi
 from contextcache.process.metrics import health_page, metrics_server
 from contextcache.wire.connections import HttpsListener
 from injector.certificate import Certificate
+from injector.events import Announcer
 from injector.metrics import InjectorMetrics
 from injector.parts import read_parts
 from injector.settings import InjectorSettings
@@ -37,7 +39,10 @@ class Ports:
 async def serve(
     settings: InjectorSettings, stop: asyncio.Event, *, on_started: Callable[[Ports], None] | None = None
 ) -> None:
-    """Serve until `stop` is set, then drain. Raises OSError or ValueError when a port or a file cannot be had."""
+    """Serve until `stop` is set, then drain. Raises OSError or ValueError when a port or a file cannot be had.
+
+    With `settings.events` and no API server to ask, that is a ValueError too.
+    """
     metrics = InjectorMetrics(CollectorRegistry())
     certificate = Certificate(settings.cert_file, settings.key_file, metrics)
     webhook = Webhook(
@@ -50,7 +55,12 @@ async def serve(
     async with AsyncExitStack() as stack:
         https = await stack.enter_async_context(_https(webhook, certificate, settings))
         probes = await stack.enter_async_context(_probes(webhook, settings)) if settings.metrics_port else None
-        watching = asyncio.create_task(certificate.watch(settings.reload_interval_s), name="certificate watch")
+        tasks = [asyncio.create_task(certificate.watch(settings.reload_interval_s), name="certificate watch")]
+        if settings.events:
+            api = KubernetesApi.by_surroundings()
+            stack.push_async_callback(api.close)
+            webhook.announcer = Announcer(api, metrics)
+            tasks.append(asyncio.create_task(webhook.announcer.run(), name="events"))
         try:
             log.info("injector started", extra={"port": https, "probe_port": probes})
             if on_started is not None:
@@ -60,8 +70,9 @@ async def serve(
             log.info("injector draining")
             await asyncio.sleep(settings.drain_delay_s)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     log.info("injector stopped")
 
 

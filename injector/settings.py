@@ -24,6 +24,9 @@ class InjectorSettings(ProcessSettings):
     metrics_port: int = Field(
         0, ge=0, le=65535, description="port of /metrics, /healthz and /readyz without TLS; 0: none"
     )
+    events: bool = Field(
+        default=False, description="write an Event about a pod that is left alone; needs the right to create them"
+    )
     max_body_bytes: int = Field(
         4 << 20, gt=0, description="bytes of the largest review; the API server sends up to 3 MiB"
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from contextcache.errors import InvalidRequest
+from injector.events import Announcer
 from injector.metrics import InjectorMetrics
 from injector.parts import PatchParts
 from injector.review import Verdict, review
@@ -26,6 +27,8 @@ class Webhook:
     max_body_bytes: int
     max_requests: int
     request_timeout_s: float
+    announcer: Announcer | None = None
+    """Tells owners of pods that were left alone; None: nobody is told but by annotation and warning."""
     draining: bool = False
     """Set when new connections should go elsewhere; what arrives is still answered."""
     answering: set[asyncio.Protocol] = field(default_factory=set, init=False)
@@ -66,6 +69,8 @@ class Webhook:
 
     def _tell(self, verdict: Verdict) -> None:
         self.metrics.reviews.labels(verdict.outcome).inc()
+        if verdict.event is not None and self.announcer is not None:
+            self.announcer.tell(verdict.event)
         log.info("pod reviewed", extra={"uid": verdict.uid, "outcome": verdict.outcome, "warning": verdict.warning})
 
 

@@ -42,7 +42,7 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
             log.info("sidecar serves", extra=fields)
             await stop.wait()
             log.info("sidecar drains")
-            await sidecar.pulls.close()
+            await sidecar.drain()
             # While it serves: peers pull from here, and the engine may still be saving.
             await sidecar.hand_over()
             await server.stop(settings.drain_s)

@@ -68,7 +68,7 @@ NOT_FOUND = "no KV under this cache_ref"
 class ContextCatalog:
     """All contexts of one sidecar. Used from one event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what it is made of, by name
         self,
         *,
         tiers: Tiers,
@@ -78,9 +78,14 @@ class ContextCatalog:
         limits: CatalogLimits,
         metrics: SidecarMetrics,
         on_sealed: Callable[[ManifestRecord, bool], None] | None = None,
+        on_replaced: Callable[[Sequence[ManifestRecord]], None] | None = None,
     ) -> None:
-        """`on_sealed` is told of KV of contexts that is durable here, and whether only its expiry is new."""
+        """`on_sealed` is told of KV that is durable here, and whether only its expiry is new.
+
+        `on_replaced` is told of kept KV that others of its group stand for: it is not here any more.
+        """
         self._on_sealed = on_sealed or (lambda _record, _is_touch: None)
+        self._on_replaced = on_replaced or (lambda _records: None)
         self._tiers = tiers
         self._manifests = manifests
         self._threads = threads
@@ -256,10 +261,9 @@ class ContextCatalog:
             crash_point(BEFORE_SEAL)
             await self._finish(self._saving.publish(save))
             crash_point(AFTER_SEAL)
+            self._tell_sealed(cache_ref)
             if save.is_kept:
                 await self._finish(self._replace_shorter(save.manifest))
-            else:
-                self._tell_sealed(cache_ref)
         return save is not None
 
     async def abandon_save(self, cache_ref: CacheRef) -> None:
@@ -291,6 +295,11 @@ class ContextCatalog:
         if source == "object":
             self._from_store.add(cache_ref, self._clock.now_ms())
 
+    def unmark_pulled(self, cache_ref: CacheRef, rank: int) -> None:
+        """Take `mark_pulled` back: they do not come, and what is saved under the name is an engine's own."""
+        self._pulled.discard((cache_ref, rank))
+        self._from_store.discard(cache_ref)
+
     def holds(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
         """Return whether this KV is sealed here, being saved, or expected from a peer."""
         is_here = self._live(tenant, cache_ref) is not None or self._saving.is_saving(tenant, cache_ref)
@@ -304,8 +313,13 @@ class ContextCatalog:
             record = self._live(tenant, cache_ref)
         return record
 
-    async def open(self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False) -> Manifest:
+    async def open(
+        self, tenant: TenantId, cache_ref: CacheRef, *, again: bool = False, begun: bool = False
+    ) -> Manifest:
         """Return a sealed, unexpired manifest whose blocks are all there. `again`: it was opened a moment ago.
+
+        `begun`: what has come will do, of what is being pulled: it is durable and verified, and nothing names it
+        beyond the pull's end but a lease.
 
         Raises CacheRefNotFound; its kind CacheRefPending while it is being saved or pulled, to its own tenant only.
         """
@@ -317,6 +331,9 @@ class ContextCatalog:
                 return manifest
             await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
         elif (tenant, cache_ref) in self._expected or self._saving.is_saving(tenant, cache_ref):
+            is_pulled = begun and (tenant, cache_ref) in self._expected
+            if is_pulled and (beginning := self._saving.beginning(tenant, cache_ref)) is not None:
+                return beginning
             raise CacheRefPending("the KV is on its way")
         self._metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
@@ -343,11 +360,14 @@ class ContextCatalog:
             raise InvalidRequest("not a tenant", param="tenant")
         return await self._threads.run(self._keeping.shown, self._keeping.groups(tenant, group))
 
-    def tier_of(self, manifest: Manifest) -> TierName:
+    def tier_of(self, manifest: Manifest | ManifestRecord) -> TierName:
         """Return the tier that would serve most blocks of rank 0 now; of what was not loaded since its pull, whence."""
         if (manifest.cache_ref, 0) in self._pulled:
             return self._pulled_from(manifest.cache_ref)
-        keys = rank_keys(manifest, 0)
+        if isinstance(manifest, Manifest):
+            keys = rank_keys(manifest, 0)
+        else:
+            keys = tuple(key for key in manifest.keys if key.rank == 0)
         in_memory = sum(self._tiers.memory.size_bytes(key) is not None for key in keys)
         return "host" if 2 * in_memory > len(keys) else "disk"
 
@@ -462,9 +482,12 @@ class ContextCatalog:
         """Free what is reachable from no live manifest and no save in flight."""
         return await self._finish(self._collect())
 
-    def sealed(self) -> list[ManifestRecord]:
-        """Return the records of all sealed manifests of sessions, expired ones too, the one used longest ago first."""
-        return [record for record in self._manifests.index.records() if not record.is_kept]
+    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
+        """Return the records of all sealed manifests of sessions, expired ones too, the one used longest ago first.
+
+        `kept`: of what is kept instead.
+        """
+        return [record for record in self._manifests.index.records() if record.is_kept == kept]
 
     async def drop(self, records: Sequence[ManifestRecord]) -> Removed:
         """Remove those manifests that are still what they were, then all blocks nobody else holds.
@@ -491,7 +514,9 @@ class ContextCatalog:
 
     def _tell_sealed(self, cache_ref: CacheRef) -> None:
         record = self._manifests.index.get(cache_ref)
-        if record is not None and cache_ref not in self._from_store:
+        if record is None or cache_ref in self._from_store:
+            return
+        if not record.is_kept or (cache_ref, 0) not in self._pulled:  # a peer's beginning is the peer's to write
             self._on_sealed(record, False)
 
     def _pulled_from(self, cache_ref: CacheRef) -> Literal["peer", "object"]:
@@ -499,7 +524,8 @@ class ContextCatalog:
 
     def _take_fresh(self, cache_ref: CacheRef, rank: int) -> bool:
         is_fresh = self._pulled.added_at_ms((cache_ref, rank), self._clock.now_ms()) is not None
-        self._pulled.discard((cache_ref, rank))
+        if self._manifests.index.get(cache_ref) is not None:  # else a beginning: the rest is still to come
+            self._pulled.discard((cache_ref, rank))
         return is_fresh
 
     async def _give_up_save(self, failed: FailedSave) -> None:
@@ -564,11 +590,13 @@ class ContextCatalog:
     async def _replace_shorter(self, manifest: Manifest) -> None:
         records = await self._manifests.sweep(lambda: self._keeping.replaced_by(manifest))
         self._metrics.replaced.inc(len(records))
+        self._on_replaced(records)
         await self._free(_keys_of(records))
 
     async def _collect(self) -> Removed:
         replaced = await self._manifests.sweep(self._keeping.take_replaced)
         self._metrics.replaced.inc(len(replaced))
+        self._on_replaced(replaced)
         now_ms = self._clock.now_ms()
         keys = [*self._saving.drop_overdue(), *self._leases.expire()]
         self._tell_of_room()
@@ -583,6 +611,8 @@ class ContextCatalog:
                 await self._manifests.extend(record, expires_at_ms)
             except (StorageFull, OSError):
                 self._keeping.use(record.cache_ref, expires_at_ms)
+            else:
+                self._on_sealed(record, True)
         return Removed(len(records) + len(replaced), freed)
 
     async def _drop(self, doomed: Sequence[ManifestRecord]) -> Removed:

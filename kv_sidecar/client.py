@@ -16,7 +16,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from contextcache.convert import groups_to_pb, kept_group_from_pb, manifest_from_pb
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import CacheRef, KeptGroup, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import CacheRef, ForkedKV, KeptGroup, KVGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
@@ -111,12 +111,13 @@ class KVSidecarClient:
         session_id: SessionId,
         cache_ref: CacheRef,
         expires_at_ms: int,
-    ) -> bool:
-        """Give a new context the KV of the first source that is there; False: none is. Raises ContextDeleted."""
+    ) -> ForkedKV | None:
+        """Give a new context the KV of the first source that is there; None: none is. Raises ContextDeleted."""
         request = pb.ForkContextRequest(
             tenant=tenant, sources=sources, session_id=session_id, cache_ref=cache_ref, expires_at_ms=expires_at_ms
         )
-        return (await self._call(self._stub().ForkContext, request, self._timeout_s)).forked
+        answer = await self._call(self._stub().ForkContext, request, self._timeout_s)
+        return ForkedKV(answer.size_bytes, TIER_NAMES.get(answer.tier, "none")) if answer.forked else None
 
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
@@ -278,16 +279,24 @@ class EngineSidecarClient:
 
         Raises CacheRefNotFound, CacheRefPending while it is being saved or pulled from a peer or the shared store.
         """
-        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref, bring=True)
-        answer = self._call(self._stub.GetManifest, request, timeout_s)
-        return with_files(manifest_from_pb(answer.manifest)), answer.tier
+        manifest, answer = self.find_manifest(
+            pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref, bring=True), timeout_s
+        )
+        return manifest, answer.tier
 
-    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[CacheRef, ...]:
+    def find_manifest(
+        self, request: pb.GetManifestRequest, timeout_s: float
+    ) -> tuple[Manifest, pb.GetManifestResponse]:
+        """Return the manifest, perhaps a beginning, and what is said of it. Raises as `get_manifest`."""
+        answer = self._call(self._stub.GetManifest, request, timeout_s)
+        return with_files(manifest_from_pb(answer.manifest)), answer
+
+    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
         """Return the tenant's KV that begins most like a prompt, the longest first; a peer's is pending at first.
 
         Raises SidecarUnavailable also when the sidecar is of a release that cannot be asked.
         """
-        return tuple(match.cache_ref for match in self._call(self._stub.MatchPrefix, request, timeout_s).matches)
+        return tuple(self._call(self._stub.MatchPrefix, request, timeout_s).matches)
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.

@@ -159,6 +159,11 @@ class DiskStore(BlockStore):
         with self._lock:
             self._tenants.check(tenant, 1)
 
+    def tenants_of(self, sizes: Mapping[BlockKey, int]) -> Mapping[TenantId, int]:
+        """Return bytes that are held elsewhere by the tenants whose files they are copies of."""
+        with self._lock:
+            return self._tenants.of(sizes)
+
     def bytes_by_tenant(self) -> Mapping[TenantId, int]:
         """Return the bytes of every tenant's files."""
         with self._lock:

@@ -23,7 +23,6 @@ from contextcache.model import (
     TenantId,
     prompt_ref,
 )
-from kv_sidecar.format.manifest import with_files
 from kv_sidecar.index import ManifestRecord
 from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.saving import Saving
@@ -111,14 +110,14 @@ class Forks:
             known = self._manifests.index.get(source.cache_ref)
             if manifest is None or known is None or known.keys != source.keys:
                 return None  # deleted, lost or saved anew since it was read
-            forked = replace(
+            # Its files are those of the other one, tails by name too: nothing is hashed again, where all wait for it.
+            return replace(
                 manifest,
                 cache_ref=cache_ref,
                 session_id=new.session_id,
                 expires_at_ms=new.expires_at_ms,
                 tail_ref=manifest.tail_ref or manifest.cache_ref,
             )
-            return with_files(forked)
 
         return await self._manifests.publish(plan)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contextcache.errors import CacheRefNotFound, ContextExists, CorruptBlock
-from contextcache.model import KEPT_PREFIX
+from contextcache.model import OBJECT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import FRAME_BYTES
 from kv_sidecar.client import BlockFileWriter, BlockMeta, EngineSidecarClient, parse_block_file
@@ -85,7 +85,7 @@ class StoredObject:
         digest = hashlib.sha256(json.dumps(fields).encode()).digest()
         name = digest.hex()[:32]
         token_ids = tuple(int.from_bytes(digest[start : start + 4], "little") for start in range(0, 32, 4))
-        return cls(f"ref_{name}", f"{KEPT_PREFIX}lmcache_{name}", token_ids)
+        return cls(f"ref_{name}", f"{OBJECT_PREFIX}{name}", token_ids)
 
 
 class SidecarObjects:

@@ -177,6 +177,12 @@ class MemoryStore(BlockStore):
             slot = self._lru.get(key)
             return None if slot is None else slot.size_bytes
 
+    def sizes(self) -> dict[BlockKey, int]:
+        """Return the bytes of every block that is held."""
+        with self._lock:
+            found = ((key, self._lru.get(key)) for key in self._lru)
+            return {key: slot.size_bytes for key, slot in found if slot is not None}
+
     @override
     def keys(self) -> list[BlockKey]:
         with self._lock:

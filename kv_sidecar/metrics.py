@@ -46,8 +46,9 @@ class SidecarMetrics:
         )
         self.peer_matches = counter(
             "peer_matches",
-            "The same question to another pod's sidecar: `some` is fetched from there, `none`, or it was `silent`.",
-            ("found",),
+            "The same question to another pod's sidecar (`peer`), or to the shared store of a conversation that is not "
+            "known here (`object`): `some` is fetched from there, `none`, or it was `silent`.",
+            ("source", "found"),
         )
         self.replaced = counter(
             "replaced_contexts",
@@ -83,29 +84,12 @@ class SidecarMetrics:
             "Blocks in the memory tier that were not what the manifest vouches for; dropped, and read from disk.",
         )
         self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
-        self.pulls = counter(
-            "pulls",
-            "Requests to pull from a peer, by how they ended (`pulled`, `deadline`, an error code) or why not "
-            "(`present`, `peer_not_allowed`, `no_engine`, `too_many_pulls`, `draining`).",
-            ("outcome",),
-        )
-        self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")
-        self.pull_seconds = Histogram(
-            "contextcache_sidecar_pull_seconds",
-            "How long pulls took, those that failed too.",
-            buckets=PULL_SECONDS,
-            registry=registry,
-        )
-        self.handed_over = counter(
-            "handed_over_contexts",
-            "Contexts that a pod that ends gave to a peer, by how that ended (`moved`: the peer is the holder now; "
-            "`refused` by the peer, `gone`: no session names them, `failed`).",
-            ("outcome",),
-        )
+        self._count_moves(counter)
         self.store_writes = counter(
             "store_writes",
-            "Contexts written to the shared store, by how that ended (`written`, `present` before, `deleted` or `gone` "
-            "meanwhile, `no_key` for their tenant, `queue_full`, `unavailable`: tried again, `internal_error`).",
+            "Contexts, and what is kept, written to the shared store, by how that ended (`written`, `present` before, "
+            "`deleted` or `gone` meanwhile, `no_key` for their tenant, `queue_full`, `unavailable`: tried again, "
+            "`internal_error`).",
             ("outcome",),
         )
         self.store_bytes = counter(
@@ -120,7 +104,9 @@ class SidecarMetrics:
             "Contexts that left the shared store to make room there, used longest ago first; they stay where they are.",
         )
         self.store_waiting = Gauge(
-            "contextcache_sidecar_store_waiting", "Contexts not yet written to the shared store.", registry=registry
+            "contextcache_sidecar_store_waiting",
+            "Contexts, and what is kept, not yet written to the shared store.",
+            registry=registry,
         )
         self.certificates = CertificateMetrics("contextcache_sidecar", registry)
         self._io_seconds = Histogram(
@@ -150,6 +136,41 @@ class SidecarMetrics:
         )
         for tier in TIERS:
             self.hits.labels(tier)
+
+    def _count_moves(self, counter: Callable[..., Counter]) -> None:
+        """KV from and to other pods."""
+        self.pulls = counter(
+            "pulls",
+            "Requests to pull from a peer, by how they ended (`pulled`, `deadline`, an error code) or why not "
+            "(`present`, `peer_not_allowed`, `no_engine`, `too_many_pulls`, `draining`).",
+            ("outcome",),
+        )
+        self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")
+        self.pull_seconds = Histogram(
+            "contextcache_sidecar_pull_seconds",
+            "How long pulls took, those that failed too.",
+            buckets=PULL_SECONDS,
+            registry=self._registry,
+        )
+        self.handed_over = counter(
+            "handed_over_contexts",
+            "Contexts that a pod that ends gave to a peer, by how that ended (`moved`: the peer is the holder now; "
+            "`refused` by the peer, `gone`: no session names them, `failed`).",
+            ("outcome",),
+        )
+        self.warmed = counter(
+            "warmed_contexts",
+            "Contexts of pods that are gone which this one, at its start, set out to take over, by how that ended "
+            "(`warmed`: the KV came and this pod is their holder; `present`: it was here; `elsewhere`: another pod has "
+            "it by now; `gone`: no session names them; `no_room`; else why the pull or the manager's answer failed).",
+            ("outcome",),
+        )
+        self.hot_lists = counter(
+            "hot_lists",
+            "Lists of the contexts used last, in the shared store: `written` of this pod's, `taken` over from one that "
+            "is gone; `unavailable` store, `internal_error`.",
+            ("outcome",),
+        )
 
     @contextmanager
     def io(self, operation: Literal["read", "write", "check"], tier: str) -> Iterator[Callable[[int], None]]:

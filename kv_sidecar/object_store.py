@@ -8,7 +8,7 @@ name keys. Names are relative to the URL's path; what they mean is shared_tier.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, from_url
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
@@ -64,6 +64,15 @@ class ObjectStore:
             # In one piece: parts of an upload that breaks off would stay in the store, unseen and paid for.
             await obstore.put_async(self._store, name, data, use_multipart=False)
 
+    async def create(self, name: str, data: Buffer) -> bool:
+        """Write an object unless there is one of that name; return whether it was written. One of many callers does."""
+        async with self._call():
+            try:
+                await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+        return True
+
     async def get(self, name: str, *, limit_bytes: int) -> Buffer | None:
         """Return an object's bytes, or None. Raises CorruptBlock for one that is larger than `limit_bytes`."""
         async with self._call():
@@ -95,7 +104,7 @@ class ObjectStore:
             except _ABSENT:
                 return
 
-    async def listed(self, prefix: str) -> AsyncIterator[StoredObject]:
+    async def listed(self, prefix: str) -> AsyncGenerator[StoredObject, None]:
         """Yield the objects whose names begin with `prefix`, which ends with a slash; each page has the deadline."""
         pages = obstore.list(self._store, prefix, chunk_size=_PAGE)
         while True:

@@ -21,9 +21,9 @@ from typing import Protocol
 import grpc
 
 from contextcache.clock import Clock
-from contextcache.convert import held_to_pb
+from contextcache.convert import held_to_pb, session_from_pb, usage_to_pb
 from contextcache.errors import ContextCacheError, StoreUnavailable
-from contextcache.model import CacheRef, HeldCacheRef, SessionId, TenantId, prompt_ref
+from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, SessionId, TenantId, Usage, prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
@@ -149,7 +149,7 @@ class Orphans:
 
 
 class ManagerQuestions:
-    """Satisfies orphans.Manager and leaving.Sessions, over one connection that is made at the first question."""
+    """Satisfies orphans.Manager, warming.Sessions, usage.UsageSink, over one connection, made at the first question."""
 
     def __init__(self, address: str, *, timeout_s: float, tls: WatchedTls | None = None) -> None:
         """`address`: host:port or unix:///path; `timeout_s`: deadline of every question."""
@@ -172,6 +172,29 @@ class ManagerQuestions:
         request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
         try:
             await stub.NoteHolder(request, timeout=self._timeout_s)
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+
+    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """See warming.Sessions."""
+        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
+        request = pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
+        try:
+            answer = await stub.LocateSession(request, timeout=self._timeout_s)
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+        return session_from_pb(answer.session)
+
+    async def add_usage(
+        self, tenant: TenantId, batch_id: str, usage: Sequence[Usage], *, sender: str, number: int
+    ) -> None:
+        """See usage.UsageSink."""
+        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
+        request = pb.AddUsageRequest(
+            tenant=tenant, batch_id=batch_id, usage=map(usage_to_pb, usage), sender=sender, number=number
+        )
+        try:
+            await stub.AddUsage(request, timeout=self._timeout_s)
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
 

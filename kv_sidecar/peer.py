@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import grpc
@@ -23,15 +23,14 @@ from contextcache.wire.channels import open_channel
 from contextcache.wire.rpc import error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
+from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
 from kv_sidecar.format.manifest import block_key, with_files
 from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.matching import PrefixQuestion
-from kv_sidecar.prefixes import Found
+from kv_sidecar.pace import FILES_AT_ONCE, Pace
+from kv_sidecar.prefixes import Found, common
 from kv_sidecar.pulling import PulledFile
 from kv_sidecar.shared_tier import SharedTier
-
-_FETCHED_AHEAD = 4
-"""Block files of one context on their way from the store."""
 
 
 class PeerSidecar:
@@ -83,7 +82,7 @@ class PeerSidecar:
             answer = await self._stub.MatchPrefix(request, timeout=self._timeout_s, metadata=trace_metadata())
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
-        return [Found(match.cache_ref, match.num_tokens) for match in answer.matches]
+        return [Found(match.cache_ref, match.num_tokens, is_whole=match.whole) for match in answer.matches]
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]
@@ -125,40 +124,40 @@ class PeerSidecar:
 class StoredPeer:
     """The store as what a pull fetches from; satisfies pulling.Peer."""
 
-    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore) -> None:
-        """`slots` bound how many block files are held at once, with those that come from peers."""
+    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore, pace: Pace | None = None) -> None:
+        """`slots` bound how many block files are held at once; `pace`: nobody waits for what is fetched."""
         self._shared = shared
         self._slots = slots
+        self._pace = pace
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """See pulling.Peer."""
         return await self._shared.manifest(tenant, cache_ref)
 
-    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:  # noqa: ARG002
-        """Return nothing: a store is not searched by tokens."""
-        return ()
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        """See pulling.Peer: of the conversation that asks, as a store is not searched by tokens; nothing that is here.
+
+        What cannot be cut is named only where the prompt begins with all of it.
+        """
+        there = await self._shared.of_group(question.tenant, question.group)
+        # In a thread, as the tokens of long contexts take a while.
+        found = await asyncio.to_thread(lambda: [_found(it, question) for it in there])
+        useful = [one for one in found if one is not None and one.num_tokens >= tokens_min]
+        return sorted(useful, key=lambda one: one.num_tokens, reverse=True)
 
     async def block_files(
         self, manifest: Manifest, rank: int, block_indices: Sequence[int]
     ) -> AsyncGenerator[PulledFile, None]:
         """See pulling.Peer. Some are fetched ahead of the one that is asked for."""
-
-        async def fetched(index: int) -> PulledFile:
-            await self._slots.acquire()
-            try:
-                data = await self._shared.block(manifest.tenant, block_key(manifest, index, rank))
-            except BaseException:
-                self._slots.release()
-                raise
-            return PulledFile(index, data, self._slots.release)
-
         waiting = deque(block_indices)
         ahead: deque[asyncio.Task[PulledFile]] = deque()
         try:
             while waiting or ahead:
-                while waiting and len(ahead) < _FETCHED_AHEAD:
-                    ahead.append(asyncio.create_task(fetched(waiting.popleft())))
-                yield await ahead.popleft()
+                while waiting and len(ahead) < FILES_AT_ONCE:
+                    ahead.append(asyncio.create_task(self._fetched(manifest, rank, waiting.popleft())))
+                file = await ahead[0]  # still ours, should we be cancelled in this very moment
+                ahead.popleft()
+                yield file
         except CacheRefNotFound:
             # It will not come back: the next one who asks is to learn at once.
             with suppress(SidecarUnavailable):
@@ -171,5 +170,26 @@ class StoredPeer:
                 if isinstance(end, PulledFile):
                     end.release()
 
+    async def _fetched(self, manifest: Manifest, rank: int, index: int) -> PulledFile:
+        async with nullcontext() if self._pace is None else self._pace.file():
+            await self._slots.acquire()
+            try:
+                data = await self._shared.block(manifest.tenant, block_key(manifest, index, rank))
+            except BaseException:
+                self._slots.release()
+                raise
+            if self._pace is not None:
+                self._pace.took(len(data))
+            return PulledFile(index, data, self._slots.release)
+
     async def close(self) -> None:
         """Do nothing: the store stays open."""
+
+
+def _found(manifest: Manifest, question: PrefixQuestion) -> Found | None:
+    shared = common(pack_token_ids(manifest.token_ids), question.token_ids) // TOKEN_BYTES
+    is_whole = shared == len(manifest.token_ids)
+    is_plain = all(group.kind == "full_attention" for group in manifest.groups)
+    if manifest.fingerprint != question.fingerprint or not (is_whole or is_plain):
+        return None
+    return Found(manifest.cache_ref, shared, is_whole=is_whole)

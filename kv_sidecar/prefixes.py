@@ -221,10 +221,12 @@ class _Search:
                 yield Found(entry[2], whole + shared, is_whole=shared * TOKEN_BYTES == len(entry[1]))
 
     def _by_next_block(self, depth: int) -> Iterator[Found]:
-        """Yield a few of those that go on with a whole block, another each: it may begin like the prompt's."""
+        """Yield a few of those that go on with a whole block, another each: it may begin like the prompt's.
+
+        Where the prompt ends with these blocks one will do: it has all of it.
+        """
         prefix, whole = self._chain[: depth * ID_BYTES], depth * self._size
-        if whole >= self._prompt.num_tokens:
-            return
+        goes_on = whole < self._prompt.num_tokens
         place = bisect_left(self._entries, (prefix + b"\0",))
         for _ in range(NEIGHBOURS):
             if place >= len(self._entries) or not self._entries[place][0].startswith(prefix):
@@ -233,7 +235,9 @@ class _Search:
             alike = self._entries[place : place + NEIGHBOURS]
             entry = next((e for e in alike if e[0].startswith(follows) and self._is_live(e[2])), None)
             if entry is not None:
-                yield Found(entry[2], whole, goes_on=True)
+                yield Found(entry[2], whole, goes_on=goes_on)
+                if not goes_on:
+                    return
             place = bisect_left(self._entries, (follows + _LAST,), lo=place)
 
 

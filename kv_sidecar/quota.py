@@ -40,6 +40,14 @@ class TenantQuota:
         """Return the bytes of every tenant that has any."""
         return {tenant: size for tenant, size in self._used.copy().items() if tenant != NOBODY}
 
+    def of(self, sizes: Mapping[BlockKey, int]) -> Mapping[TenantId, int]:
+        """Return these bytes by the tenants whose files they are copies of."""
+        found: Counter[TenantId] = Counter()
+        for key, size_bytes in sizes.items():
+            found[self._owners.get(key, NOBODY)] += size_bytes
+        del found[NOBODY]
+        return found
+
     def reserve(self, tenant: TenantId, size_bytes: int) -> None:
         """Count a file that is going to be written. Raises ContextQuotaExceeded, and then nothing has changed."""
         self.check(tenant, size_bytes)

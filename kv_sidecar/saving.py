@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from contextcache.clock import Clock
 from contextcache.errors import (
@@ -23,7 +24,7 @@ from contextcache.errors import (
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import all_keys, block_meta, num_files, rank_keys
+from kv_sidecar.format.manifest import all_keys, block_key, block_meta, num_files, rank_keys
 from kv_sidecar.index import Announcements, RecentNames
 from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.metrics import SidecarMetrics
@@ -176,6 +177,33 @@ class Saving:
         save = self._saves.get(cache_ref)
         return save is not None and save.manifest.tenant == tenant
 
+    def beginning(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest | None:
+        """Return what a save has of its first tokens, in block files that all ranks have, as a manifest; None: nothing.
+
+        The files have the positions that they have in the context. None too where the first tokens do not stand by
+        themselves: a window or a state is of one end, and files of several groups come group by group.
+        """
+        save = self._saves.get(cache_ref)
+        if save is None or save.manifest.tenant != tenant or save.manifest.expires_at_ms <= self._clock.now_ms():
+            return None
+        whole = save.manifest
+        if len(whole.groups) != 1 or whole.groups[0].kind != "full_attention" or len(save.prepared) < whole.world_size:
+            return None
+        ranks = range(whole.world_size)
+        blocks = takewhile(lambda index: whole.files[index].kind == "block", range(num_files(whole)))
+        here = takewhile(lambda i: all(self._tiers.checksum(block_key(whole, i, rank)) for rank in ranks), blocks)
+        if not (num_here := len(list(here))):
+            return None
+        end = whole.files[num_here - 1].end_token
+        return self._vouched(
+            replace(
+                whole,
+                token_ids=whole.token_ids[:end],
+                groups=(replace(whole.groups[0], runs=((0, end),)),),
+                files=whole.files[:num_here],
+            )
+        )
+
     def abandon(self, cache_ref: CacheRef) -> list[BlockKey]:
         """Drop a save whose bytes will not come; return the blocks it counted on. Harmless when there is none."""
         save = self._saves.get(cache_ref)
@@ -292,13 +320,18 @@ class Saving:
             raise ContextDeleted("the save was dropped")
         if self._saves.get(save.manifest.cache_ref) is not save:
             return None
-        keys = all_keys(save.manifest)
+        manifest = self._vouched(save.manifest)
+        save.publishing = True
+        return manifest
+
+    def _vouched(self, manifest: Manifest) -> Manifest:
+        """Return a manifest with the sizes and checksums of its files. Raises SaveIncomplete when one is not here."""
+        keys = all_keys(manifest)
         sizes = [self._tiers.stored_bytes(key) or 0 for key in keys]
         checksums = tuple(self._tiers.checksum(key) or "" for key in keys)
         if not all(sizes) or not all(checksums):
             raise SaveIncomplete("a block this save counted on has gone")
-        save.publishing = True
-        return replace(save.manifest, size_bytes=sum(sizes), block_checksums=checksums)
+        return replace(manifest, size_bytes=sum(sizes), block_checksums=checksums)
 
     async def _fail(self, save: SaveInFlight, error: ContextCacheError) -> None:
         self._metrics.refused.labels(error.code).inc()

@@ -25,7 +25,7 @@ from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.matching import ASK_S, PrefixQuestion
 from kv_sidecar.memory_store import Place
-from kv_sidecar.pulling import Wanted
+from kv_sidecar.pulling import WaitingTurn, Wanted
 from kv_sidecar.saves import FailedSave, NewSave
 from kv_sidecar.sidecar import Sidecar
 from kv_sidecar.store import TierUsage
@@ -154,8 +154,14 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
-        manifest = await self._sidecar.manifest(request.tenant, request.cache_ref, bring=request.bring)
-        return pb.GetManifestResponse(manifest=manifest_to_pb(manifest), tier=TIERS[self._catalog.tier_of(manifest)])
+        waits = request.HasField("wait_ms")
+        turn = WaitingTurn(request.wait_ms, request.compute_us_per_token) if waits else None
+        manifest = await self._sidecar.manifest(request.tenant, request.cache_ref, bring=request.bring, turn=turn)
+        return pb.GetManifestResponse(
+            manifest=manifest_to_pb(manifest),
+            tier=TIERS[self._catalog.tier_of(manifest)],
+            coming=self._catalog.record(request.cache_ref) is None,
+        )
 
     @override
     async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: Context) -> pb.MatchPrefixResponse:
@@ -172,12 +178,14 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
             ask_s=min(max((context.time_remaining() or 0) / 10, ASK_S), MAX_ASK_S),
         )
         found = await self._sidecar.prefixes.find(question)
-        matches = [pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens) for one in found]
+        matches = [
+            pb.PrefixMatch(cache_ref=one.cache_ref, num_tokens=one.num_tokens, whole=one.is_whole) for one in found
+        ]
         return pb.MatchPrefixResponse(matches=matches)
 
     @override
     async def LoadBlocks(self, request: pb.LoadBlocksRequest, context: Context) -> AsyncIterator[pb.LoadBlocksResponse]:
-        manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True)
+        manifest = await self._catalog.open(request.tenant, request.cache_ref, again=True, begun=True)
         blocks = self._catalog.load(
             manifest,
             request.fingerprint,
@@ -225,7 +233,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         record = await self._catalog.fork(new)
         if record is None:
             return pb.ForkContextResponse()
-        return pb.ForkContextResponse(forked=True, num_tokens=record.num_tokens)
+        return pb.ForkContextResponse(
+            forked=True,
+            num_tokens=record.num_tokens,
+            size_bytes=record.size_bytes,
+            tier=TIERS[self._catalog.tier_of(record)],
+        )
 
     @override
     async def DeleteContext(self, request: pb.DeleteContextRequest, context: Context) -> pb.DeleteContextResponse:

@@ -14,6 +14,7 @@ from kv_sidecar.peers import PeerRules, PullLimits
 from kv_sidecar.saves import CatalogLimits
 from kv_sidecar.shared_collector import CollectorLimits
 from kv_sidecar.shared_tier import SharedLimits
+from kv_sidecar.warming import WarmingLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Of this process's own container (cgroup v2)."""
@@ -130,7 +131,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
     endpoint_name: str = Field(
         "",
         description="This pod's name as the gateway knows it, as TURN_ENDPOINT_NAME; empty: this sidecar hands no "
-        "contexts to peers when it ends, and takes none.",
+        "contexts on when it ends, and takes none over.",
     )
     handover_s: float = Field(
         20.0,
@@ -159,12 +160,21 @@ class SidecarSettings(TlsSettings, TracingSettings):
         description="JSON file of the keys that KV in the store is encrypted with, by tenant; a change takes effect "
         "within seconds; empty: it is not encrypted.",
     )
+    warm_contexts_max: int = Field(
+        64,
+        ge=0,
+        description="Contexts that, with a store, SIDECAR_MANAGER and SIDECAR_ENDPOINT_NAME, are taken over at the "
+        "start from pods that are gone, before anybody asks for them; 0: none, and none are listed for others.",
+    )
     store_timeout_s: float = Field(10.0, gt=0, description="Longest time of one call to the store, with its retries.")
     store_bytes_per_s: int = Field(
         0, ge=0, description="Bytes of KV written to the store per second, at most; 0: as many as it takes."
     )
     store_queue_max: int = Field(
-        100_000, ge=1, description="Contexts that wait to be written to the store; the oldest give way."
+        100_000,
+        ge=1,
+        description="Contexts and what is kept of plain requests that wait to be written to the store; the oldest give "
+        "way, kept ones first.",
     )
     store_flush_s: float = Field(
         20.0,
@@ -278,6 +288,10 @@ class SidecarSettings(TlsSettings, TracingSettings):
             address=self.handover_address or self.listen,
             peers=self.handover_peers or tuple(named),
         )
+
+    def warming_limits(self) -> WarmingLimits:
+        """Return what is taken over at the start."""
+        return WarmingLimits(self.endpoint_name, self.warm_contexts_max, self.collect_interval_s)
 
     def collector_limits(self) -> CollectorLimits:
         """Return when the store is collected, and what is left there."""

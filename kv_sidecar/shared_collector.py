@@ -7,7 +7,7 @@ that find it at the same moment both do, which is harmless.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, KeyNotAtHand
-from contextcache.model import HeldCacheRef, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, MAX_TTL_S, HeldCacheRef, SessionId, TenantId
+from kv_sidecar import hot_lists
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore, StoredObject
 from kv_sidecar.orphans import QUESTION_REFS
@@ -70,6 +71,7 @@ class SharedCollector:
         """When the pass was made whose bytes are shown."""
         self.bytes_by_tenant: Mapping[TenantId, int] = {}
         """Of blocks in the store, as the last pass of any pod left them."""
+        self._held_kib_s: Counter[TenantId] = Counter()
 
     async def collect(self, orphans: Orphans | None) -> int:
         """Remove what has expired, what no session names, what no manifest names, and what there is no room for.
@@ -81,10 +83,16 @@ class SharedCollector:
         if last is not None and now_ms - last.modified_at_ms < self._limits.interval_s * 1000:
             await self._hear(last)
             return 0
+        if last is not None:
+            await self._hear(last)
+            self._count_held(now_ms - last.modified_at_ms)
         # As it was, so that who asks meanwhile learns that somebody collects.
         await self._objects.put(COLLECTOR, json.dumps(dict(self.bytes_by_tenant)).encode())
         removed, shelves = 0, {}
         for tenant in await self._objects.directories():
+            if tenant == hot_lists.DIRECTORY:
+                await self._remove_old_lists()
+                continue
             num_doomed, shelves[tenant] = await self._collect(tenant, orphans)
             removed += num_doomed
         for it in leaving(
@@ -95,6 +103,24 @@ class SharedCollector:
         self.bytes_by_tenant = {tenant: shelf.size_bytes for tenant, shelf in shelves.items() if shelf.size_bytes}
         await self._objects.put(COLLECTOR, json.dumps(self.bytes_by_tenant).encode())
         return removed
+
+    def take_held(self) -> Mapping[TenantId, int]:
+        """Return the KiB times seconds that tenants held in the store between this pod's passes and those before."""
+        held, self._held_kib_s = self._held_kib_s, Counter()
+        return held
+
+    def _count_held(self, since_ms: int) -> None:
+        # Nobody collected for longer: then nobody knows what was there.
+        seconds = min(max(since_ms, 0) // 1000, 2 * self._limits.interval_s)
+        for tenant, size_bytes in self.bytes_by_tenant.items():
+            self._held_kib_s[tenant] += int(size_bytes // 1024 * seconds)
+
+    async def _remove_old_lists(self) -> None:
+        """Remove lists of hot contexts that nobody has taken over, and what a crash has left beside them."""
+        before_ms = self._clock.now_ms() - self._limits.grace_s * 1000
+        found = [it async for it in self._objects.listed(f"{hot_lists.DIRECTORY}/")]
+        old = [it.name for it in found if it.modified_at_ms < before_ms]
+        await each(old, self._objects.delete)
 
     async def _hear(self, last: StoredObject) -> None:
         """Read what the pod that collected last has counted."""
@@ -156,7 +182,8 @@ class SharedCollector:
     async def _see(self, stored: StoredObject, owner: SessionId) -> None:
         """Read a manifest of the store, unless it was since it was written; one that is none goes.
 
-        One that does not open stays until the manager says that no session, and not `owner`, names it.
+        One that does not open stays until the manager says that no session, and not `owner`, names it; of what is kept
+        nobody does, and it stays as long as anything may live.
         """
         known = self._seen.get(stored.name)
         if known is not None and known[0] == stored.modified_at_ms:
@@ -164,7 +191,8 @@ class SharedCollector:
         try:
             found = await self._shared.read(stored.name)
         except KeyNotAtHand:
-            self._seen[stored.name] = (_UNREAD, owner, _NEVER)
+            ends_at_ms = stored.modified_at_ms + MAX_TTL_S * 1000 if owner.startswith(KEPT_PREFIX) else _NEVER
+            self._seen[stored.name] = (_UNREAD, owner, ends_at_ms)
             return
         except CorruptBlock:
             await self._objects.delete(stored.name)
@@ -185,7 +213,7 @@ class SharedCollector:
                 _, owner, expires_at_ms = self._seen[stored.name]
                 if expires_at_ms <= now_ms:
                     doomed.append((stored.name, owner))
-                elif owner and stored.modified_at_ms < before_ms:
+                elif owner and not owner.startswith(KEPT_PREFIX) and stored.modified_at_ms < before_ms:
                     asked.append((stored.name, owner))
         for start in range(0, len(asked) if orphans is not None else 0, QUESTION_REFS):
             part = asked[start : start + QUESTION_REFS]

@@ -1,7 +1,8 @@
 """Which contexts leave the shared store when it is fuller than it may be: pure, over what a listing tells.
 
 A session leaves as a whole, the one used longest ago first: its generations share blocks, so one of them alone frees
-little. What leaves can be written again, and nothing that is saved is ever refused for it.
+little. Kept conversations go before any of them. What leaves can be written again, and nothing that is saved is ever
+refused for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, CacheRef, SessionId, TenantId
 
 UPPER_MARK, LOWER_MARK = 0.95, 0.9
 
@@ -67,12 +68,12 @@ def _down_to(shelves: Mapping[TenantId, Shelf], limit_bytes: int, size_bytes: Ca
     if not limit_bytes or size_bytes() <= limit_bytes * UPPER_MARK:
         return []
     by_use = sorted(
-        (session.used_at_ms, tenant, session_id)
+        (not session_id.startswith(KEPT_PREFIX), session.used_at_ms, tenant, session_id)
         for tenant, shelf in shelves.items()
         for session_id, session in shelf.sessions.items()
     )
     gone = []
-    for _, tenant, session_id in by_use:
+    for *_, tenant, session_id in by_use:
         if size_bytes() <= limit_bytes * LOWER_MARK:
             break
         gone.append(Leaving(tenant, session_id, shelves[tenant].take(session_id)))

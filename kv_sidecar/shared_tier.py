@@ -16,6 +16,8 @@ Rules:
    Then the block is gone, whoever wants that KV computes it, and its manifest goes too. Bytes are never wrong: what
    comes from here is verified as what comes from a peer is (pulling.py).
 3. Nobody waits for the store but who asks for KV that is nowhere else, and a DELETE.
+4. Kept KV (its session is its group) is written when no context waits. What longer KV of its group stands for leaves
+   the store once all that this pod has of the group is there; what was not written by then is not.
 """
 
 from __future__ import annotations
@@ -23,21 +25,32 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, KeyNotAtHand, SidecarUnavailable
-from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
+from contextcache.model import (
+    CACHE_REF_PATTERN,
+    KEPT_PREFIX,
+    MAX_TTL_S,
+    OBJECT_PREFIX,
+    CacheRef,
+    Manifest,
+    SessionId,
+    TenantId,
+    prompt_ref,
+)
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST, AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, decode_manifest, encode_manifest
 from kv_sidecar.index import ManifestRecord, RecentNames
+from kv_sidecar.keeping import GROUP_MAX
 from kv_sidecar.manifests import MAX_FILE_BYTES
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore
@@ -53,6 +66,10 @@ _CALLS_AT_ONCE = 16
 """Calls without bytes."""
 _KNOWN_MAX = 1_000_000
 """Blocks whose holders are known to be noted; about 200 bytes each."""
+_LOOKED_AT = 4
+"""Manifests of a kept conversation that are read to find the one that a prompt begins with."""
+_LISTED_MAX = 1000
+"""Of a group: several pods may each have the most that a group has."""
 _NOTE_MS = 3_600_000
 _TOMBSTONE_MS = 3_600_000
 BACKOFF_S, _BACKOFF_S_MAX = 1.0, 30.0
@@ -69,8 +86,8 @@ class LocalKV(Protocol):
         """Return what is sealed here of a session."""
         ...
 
-    def sealed(self) -> list[ManifestRecord]:
-        """Return all that is sealed here of sessions, the one used longest ago first."""
+    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
+        """Return all that is sealed here of sessions, or is kept, the one used longest ago first."""
         ...
 
     async def manifest(self, record: ManifestRecord) -> Manifest | None:
@@ -90,6 +107,8 @@ class Known:
     """The manifest that it wrote last; the first one that goes, whoever removes the session's KV."""
     files: set[str] = field(default_factory=set)
     """Names of the blocks that it holds."""
+    doubted: set[str] = field(default_factory=set)
+    """Of the same, those that no manifest vouches for: the collector may have them. They are held anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +118,12 @@ class SharedLimits:
     bytes_per_s: int
     """Written, at most; 0: no limit."""
     queue_max: int
-    """Contexts that wait to be written; the oldest give way, and are counted."""
+    """Contexts and what is kept that wait to be written; the oldest give way, kept ones first, and are counted."""
     block_bytes_max: int
+
+
+class _GivesWayError(Exception):
+    """A context waits: what is kept is written on after it."""
 
 
 class SharedTier:
@@ -125,7 +148,9 @@ class SharedTier:
         self._metrics = metrics
         self._queue: OrderedDict[CacheRef, bool] = OrderedDict()
         """Each with whether it is to be written although the store has it."""
-        self._num_writing = 0
+        self._kept: OrderedDict[CacheRef, bool] = OrderedDict()
+        """The same of what is kept: for when nothing else waits."""
+        self._writing: ManifestRecord | None = None
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,16 +161,24 @@ class SharedTier:
         self._noted: RecentNames[tuple[TenantId, SessionId]] = RecentNames(keep_ms=_NOTE_MS, max_names=65_536)
         """Sessions that the store was told of in the last hour: they were used."""
         self._deleted: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
+        self._replaced: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
+        """Kept KV that is to leave the store when what stands for it is there; what is forgotten goes by its end."""
+        self._deleted_groups: RecentNames[tuple[TenantId, SessionId]] = RecentNames(
+            keep_ms=MAX_TTL_S * 1000, max_names=65_536
+        )
+        """Kept conversations that were deleted: the store may still have what it had of them by then."""
         self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=limits.queue_max)
         """Removals that the store did not take, and what it is told of use: tried until it takes them."""
+        self._untidy: OrderedDict[tuple[TenantId, SessionId], None] = OrderedDict()
+        """Kept conversations of which the store may have more than it should; each once, and no chore gives way."""
         self._writer: asyncio.Task[None] | None = None
 
     # Writing behind.
 
     @property
     def num_waiting(self) -> int:
-        """Contexts that are not in the store yet, the one that is being written among them."""
-        return len(self._queue) + self._num_writing
+        """Contexts and kept conversations not in the store yet, the one that is being written among them."""
+        return len(self._queue) + len(self._kept) + (self._writing is not None)
 
     def start(self) -> None:
         """Begin to write what is queued."""
@@ -160,22 +193,32 @@ class SharedTier:
     def write_soon(self, record: ManifestRecord, *, again: bool = False) -> None:
         """Queue sealed KV; `again`: the store may have it, with another expiry, or without blocks it lacks by now.
 
-        What is kept of plain requests stays in its pod.
+        LMCache's objects stay in their pod: it asks no other.
         """
-        if record.is_kept:
+        if record.session_id.startswith(OBJECT_PREFIX):
             return
-        self._queue[record.cache_ref] = again or self._queue.get(record.cache_ref, False)
-        self._queue.move_to_end(record.cache_ref)
-        if len(self._queue) > self._limits.queue_max:
-            self._queue.popitem(last=False)
+        queue = self._kept if record.is_kept else self._queue
+        queue[record.cache_ref] = again or queue.get(record.cache_ref, False)
+        queue.move_to_end(record.cache_ref)
+        if len(self._queue) + len(self._kept) > self._limits.queue_max:
+            (self._kept or self._queue).popitem(last=False)
             self._metrics.store_writes.labels("queue_full").inc()
         self._idle.clear()
         self._work.set()
 
+    def replace(self, records: Iterable[ManifestRecord]) -> None:
+        """Have kept KV that others of its group stand for leave the store once those are there."""
+        for record in records:
+            self._kept.pop(record.cache_ref, None)
+            self._replaced.add(record.cache_ref, self._clock.now_ms())
+            self._tidy_soon(record.tenant, record.session_id)
+
     async def flush(self, timeout_s: float) -> int:
-        """Write what waits, what was used last first, for so many seconds; return how many contexts are left."""
-        by_use = [record.cache_ref for record in reversed(self._local.sealed()) if record.cache_ref in self._queue]
-        self._queue = OrderedDict((ref, self._queue[ref]) for ref in dict.fromkeys([*by_use, *self._queue]))
+        """Write what waits, what was used last first, for so many seconds; return how many are left."""
+        for queue, sealed in ((self._queue, self._local.sealed()), (self._kept, self._local.sealed(kept=True))):
+            for record in sealed:
+                if record.cache_ref in queue:
+                    queue.move_to_end(record.cache_ref, last=False)
         self._is_hurried = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -199,10 +242,10 @@ class SharedTier:
                 log.exception("write to the shared store broke")
 
     async def _write_next(self) -> None:
-        """Write one context; what the store refuses goes to the end of the queue.
+        """Write one context, or what is kept; what the store refuses goes to the end of the queue.
 
-        One chore before it, whose refusal does not keep it from being tried: the store may take the one and not the
-        other.
+        One chore and one group to tidy before it, whose refusal does not keep it from being tried: the store may take
+        the one and not the other.
         """
         refused: SidecarUnavailable | None = None
         if self._chores:
@@ -212,20 +255,29 @@ class SharedTier:
             except SidecarUnavailable as exc:
                 self._chores.append(chore)
                 refused = exc
-        if self._queue:
-            cache_ref, again = self._queue.popitem(last=False)
-            self._num_writing = 1
+        if self._untidy:
+            group, _ = self._untidy.popitem(last=False)
             try:
-                outcome = await self._write(cache_ref, again=again)
+                await self._tidy(*group)
+            except SidecarUnavailable as exc:
+                self._tidy_soon(*group)
+                refused = exc
+        if queue := self._queue or self._kept:
+            cache_ref, again = queue.popitem(last=False)
+            self._writing = self._local.record(cache_ref)
+            try:
+                self._metrics.store_writes.labels(await self._write(cache_ref, again=again)).inc()
+            except _GivesWayError:
+                self._kept[cache_ref] = again or self._kept.get(cache_ref, False)
+                self._kept.move_to_end(cache_ref, last=False)
             except SidecarUnavailable:
-                self._queue.setdefault(cache_ref, again)
+                queue.setdefault(cache_ref, again)
                 raise
             finally:
-                self._num_writing = 0
-            self._metrics.store_writes.labels(outcome).inc()
+                self._writing = None
         if refused is not None:
             raise refused
-        if not self._queue and not self._chores:
+        if not (self._queue or self._kept or self._chores or self._untidy):
             self._work.clear()
             self._idle.set()
 
@@ -245,6 +297,12 @@ class SharedTier:
             await each(dict.fromkeys(record.keys), lambda it: self._hold(record, it, key, known), at_once=_AT_ONCE)
         except CacheRefNotFound:
             return "gone"
+        except _GivesWayError:
+            if not known.last:
+                # It may take long until it is written on, and nothing tells the collector that it will be.
+                known.doubted |= known.files
+                known.files.clear()
+            raise
         crash_point(AFTER_STORED_BLOCKS)
         data = await asyncio.to_thread(encode_manifest, manifest)
         if cache_ref not in self._deleted:
@@ -255,7 +313,31 @@ class SharedTier:
             # A delete came meanwhile, and may have found nothing.
             await self.delete(record.tenant, record.session_id, [cache_ref], is_whole=False)
             return "deleted"
+        if record.is_kept:
+            self._tidy_soon(record.tenant, record.session_id)
         return "written"
+
+    def _tidy_soon(self, tenant: TenantId, group: SessionId) -> None:
+        self._untidy[tenant, group] = None
+        if len(self._untidy) > self._limits.queue_max:
+            self._untidy.popitem(last=False)  # what it has too much goes by its end
+        self._idle.clear()
+        self._work.set()
+
+    async def _tidy(self, tenant: TenantId, group: SessionId) -> None:
+        """Remove what others of a group stand for, and what is more than a group has, once those are there."""
+        here = {record.cache_ref for record in self._local.of_session(tenant, group)}
+        if any(ref in self._kept for ref in here):
+            return
+        there = await self._used(tenant, group)
+        if not here or not here.issubset(there):
+            return
+        others = [ref for ref in there if ref not in here]
+        gone = {ref for ref in others if ref in self._replaced}
+        left = [ref for ref in others if ref not in gone]
+        gone.update(left[: max(len(there) - len(gone) - GROUP_MAX, 0)])
+        if gone:
+            await self._remove(tenant, group, gone, is_whole=False)
 
     async def _known_of(self, record: ManifestRecord) -> Known:
         """Return what the store still has of what was written of a session: another pod may have collected it."""
@@ -273,7 +355,7 @@ class SharedTier:
 
     def _forget(self, session: tuple[TenantId, SessionId]) -> None:
         if (known := self._known.pop(session, None)) is not None:
-            self._num_known -= len(known.files)
+            self._num_known -= len(known.files) + len(known.doubted)
 
     async def _hold(self, record: ManifestRecord, block: BlockKey, key: TenantKey | None, known: Known) -> None:
         """Note that a session holds a block, and write that unless it is there.
@@ -283,6 +365,8 @@ class SharedTier:
         file_name = block.file_name if key is None else key.hidden(block.file_name)
         if file_name in known.files:
             return
+        if record.is_kept and self._queue:
+            raise _GivesWayError
         await self._objects.put(_holder_name(record.tenant, file_name, record.session_id), b"")
         if await self._objects.size_bytes(_block_name(record.tenant, file_name)) is None:
             data = await self._local.block(block)
@@ -291,8 +375,9 @@ class SharedTier:
             await self._pace(len(data))
             await self._put(_block_name(record.tenant, file_name), data, key)
             self._metrics.store_bytes.labels("write").inc(len(data))
+        self._num_known += file_name not in known.doubted
+        known.doubted.discard(file_name)
         known.files.add(file_name)
-        self._num_known += 1
 
     async def _put(self, name: str, data: Buffer, key: TenantKey | None) -> None:
         if key is not None:
@@ -319,10 +404,47 @@ class SharedTier:
         self.note_use(tenant, found.session_id, cache_ref)
         return found
 
+    async def of_group(self, tenant: TenantId, group: SessionId) -> Sequence[Manifest]:
+        """Return what the store has of a kept conversation and this pod has not, `_LOOKED_AT` at most: those used last.
+
+        Raises SidecarUnavailable.
+        """
+        here = {record.cache_ref for record in self._local.of_session(tenant, group)}
+        there = await self._used(tenant, group)
+        deleted_at_ms = self._deleted_groups.added_at_ms((tenant, group), self._clock.now_ms()) or 0
+        refs = [
+            ref
+            for ref, used_at_ms in there.items()
+            if ref not in here and ref not in self._deleted and used_at_ms > deleted_at_ms
+        ]
+        found: list[Manifest] = []
+
+        async def look(ref: CacheRef) -> None:
+            with suppress(CorruptBlock):
+                it = await self.read(_manifest_name(tenant, ref))
+                if it is not None and (it.cache_ref, it.session_id) == (ref, group):
+                    found.append(it)
+
+        await each(refs[-_LOOKED_AT:], look)
+        return [it for it in found if it.expires_at_ms > self._clock.now_ms()]
+
+    async def _used(self, tenant: TenantId, group: SessionId) -> dict[CacheRef, int]:
+        """Return what the store lists of a group, the one used longest ago first, and when that was (Unix time in ms).
+
+        `_LISTED_MAX` at most.
+        """
+        there = []
+        async with aclosing(self._objects.listed(f"{tenant}/sessions/{group}/")) as listed:
+            async for it in listed:
+                there.append((it.modified_at_ms, ref_of(it.name)))
+                if len(there) == _LISTED_MAX:
+                    break
+        return {ref: used_at_ms for used_at_ms, ref in sorted(there)}
+
     def note_use(self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> None:
         """Have the store know that a context that is there was used, once an hour: what was not leaves it first."""
         session, now_ms = (tenant, session_id), self._clock.now_ms()
-        if self._noted.added_at_ms(session, now_ms) is None:
+        if self._noted.added_at_ms(session, now_ms) is None and not session_id.startswith(OBJECT_PREFIX):
             self._noted.add(session, now_ms)
             self._add_chore(partial(self._note, tenant, session_id, cache_ref))
 
@@ -378,9 +500,15 @@ class SharedTier:
         """
         refs = tuple(ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref))
         refs += tuple(prompt_ref(ref) for ref in refs)
+        writing = self._writing
+        if is_whole and writing is not None and (writing.tenant, writing.session_id) == (tenant, session_id):
+            refs += (writing.cache_ref,)
+        if is_whole and session_id.startswith(KEPT_PREFIX):
+            self._deleted_groups.add((tenant, session_id), self._clock.now_ms())
         for ref in refs:
             self._deleted.add(ref, self._clock.now_ms())
             self._queue.pop(ref, None)
+            self._kept.pop(ref, None)
         try:
             await self._remove(tenant, session_id, refs, is_whole=is_whole)
         except SidecarUnavailable:
@@ -399,6 +527,9 @@ class SharedTier:
         if is_whole and session_id:
             refs |= await self._refs_of(tenant, session_id)
         held: dict[SessionId, set[str]] = {session_id: set()} if session_id else {}
+        if is_whole and (known := self._known.get((tenant, session_id))) is not None:
+            # What was begun and has no manifest yet.
+            held[session_id] = known.files | known.doubted
         for ref in refs:
             name = _manifest_name(tenant, ref)
             with suppress(CorruptBlock):  # its blocks are the collector's
@@ -430,8 +561,9 @@ class SharedTier:
 
     async def _let_go(self, tenant: TenantId, session_id: SessionId, file_name: str) -> None:
         known = self._known.get((tenant, session_id))
-        if known is not None and file_name in known.files:
-            known.files.remove(file_name)
+        if known is not None and (file_name in known.files or file_name in known.doubted):
+            known.files.discard(file_name)
+            known.doubted.discard(file_name)
             self._num_known -= 1
         await self._objects.delete(_holder_name(tenant, file_name, session_id))
         await self.delete_unheld(tenant, file_name)

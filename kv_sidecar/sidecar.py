@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import KEPT_PREFIX, CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.arena import SUFFIX, ArenaDoor
 from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
@@ -20,6 +20,7 @@ from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.data_directory import DataDirectory
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.encryption import StoreKeys
+from kv_sidecar.hot_lists import HotLists
 from kv_sidecar.index import ManifestRecord
 from kv_sidecar.leaving import HandOver
 from kv_sidecar.load_reports import LoadReports
@@ -28,17 +29,23 @@ from kv_sidecar.memory_store import MemoryStore
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
+from kv_sidecar.pace import Pace
 from kv_sidecar.peer import PeerSidecar, StoredPeer
 from kv_sidecar.peers import EngineRanks, PeerRules
-from kv_sidecar.pulling import MAX_REFS, ConnectPeer, Pulls, Wanted
+from kv_sidecar.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn, Wanted
 from kv_sidecar.reclaim import Collector, Removed
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.shared_collector import SharedCollector
 from kv_sidecar.shared_tier import SharedTier
 from kv_sidecar.store import IoThreads
 from kv_sidecar.tiers import Tiers
+from kv_sidecar.usage import UsageMeter
+from kv_sidecar.warming import GONE_AFTER, Warming
 
 log = logging.getLogger(__name__)
+
+_DISK_BYTES = 32 << 30
+"""Taken for the disk's where it has no limit."""
 
 
 class Sidecar:
@@ -89,16 +96,22 @@ class Sidecar:
             limits=settings.limits(),
             metrics=self.metrics,
             on_sealed=self._write_soon,
+            on_replaced=self._replaced,
         )
         self.shared: SharedTier | None = None
         """The tier under the disk; None: KV ends with its pod."""
         self._shared_collector: SharedCollector | None = None
+        objects: ObjectStore | None = None
         if settings.store_url:
-            self._take_shared(ObjectStore(settings.store_url, timeout_s=settings.store_timeout_s))
+            objects = ObjectStore(settings.store_url, timeout_s=settings.store_timeout_s)
+            self._take_shared(objects)
         self.engine = EngineRanks()
         self._pull_slots = asyncio.Semaphore(settings.frame_streams_max)
         """Apart from those of saves: a peer that hangs in the middle of a block must not hold up the engine."""
+        pace, unasked_slots = Pace(), asyncio.Semaphore(settings.frame_streams_max)
+        """Slots apart again: what nobody waits for must not hold up what a turn pulls."""
         rules, connect = PeerRules(settings.peers), connect_peer or self._connect_peer
+        store = None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots)
         self.pulls = Pulls(
             catalog=self.catalog,
             engine=self.engine,
@@ -107,13 +120,16 @@ class Sidecar:
             connect=connect,
             clock=clock,
             metrics=self.metrics,
-            store=None if self.shared is None else StoredPeer(self.shared, slots=self._pull_slots),
+            store=store,
+            pace=pace,
+            paced_store=None if self.shared is None else StoredPeer(self.shared, slots=unasked_slots, pace=pace),
         )
         self.prefixes = Prefixes(
             self.catalog,
             self.pulls,
             rules=rules,
             connect=connect,
+            store=store,
             block_tokens=settings.block_tokens,
             clock=clock,
             metrics=self.metrics,
@@ -125,9 +141,11 @@ class Sidecar:
             max_waiters=settings.waiters_max,
         )
         self._questions = self._ask_manager() if manager is None else None
-        asked = manager or self._questions
-        self._manager = asked
-        self._orphans = None if asked is None else self._orphans_of(asked, manifests)
+        self._manager = manager or self._questions
+        self._orphans = None if self._manager is None else self._orphans_of(self._manager, manifests)
+        self.warming = self._warming_over(objects)
+        """None: this pod takes nothing over when it starts, and leaves no list when it ends."""
+        self._meter = None if self._questions is None else UsageMeter(self._questions, clock=clock)
         self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
@@ -137,9 +155,11 @@ class Sidecar:
         await asyncio.to_thread(self._open_stores)
         await self.catalog.start()
         if self.shared is not None:
-            for record in self.catalog.sealed():
+            for record in (*self.catalog.sealed(), *self.catalog.sealed(kept=True)):
                 self.shared.write_soon(record)
             self.shared.start()
+        if self.warming is not None:
+            self.warming.start()
         socket = self.settings.unix_socket
         if socket is not None and self.memory.region is not None:
             door = ArenaDoor(
@@ -158,7 +178,7 @@ class Sidecar:
 
     async def close(self) -> None:
         """End pulls, stop collecting, finish what was begun, give the data directory back."""
-        await self.pulls.close()
+        await self.drain()
         await self.collector.stop()
         if self.shared is not None:
             await self.shared.close()
@@ -169,6 +189,12 @@ class Sidecar:
         await self.threads.close()
         await asyncio.to_thread(self.memory.close)
         self.directory.close()
+
+    async def drain(self) -> None:
+        """Fetch nothing more. Idempotent."""
+        if self.warming is not None:
+            await self.warming.stop()
+        await self.pulls.close()
 
     async def collect(self) -> Removed:
         """Make one pass: unreachable blocks and manifests, unannounced and unfinished files, reports nobody took.
@@ -192,22 +218,31 @@ class Sidecar:
             )
         found = self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
+        if self._meter is not None:
+            in_memory = await self.threads.run(lambda: self.disk.tenants_of(self.memory.sizes()))
+            in_store = None if self._shared_collector is None else self._shared_collector.take_held()
+            await self._meter.look({"memory": in_memory, "disk": found}, store_kib_s=in_store)
         return removed
 
-    async def manifest(self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool) -> Manifest:
+    async def manifest(
+        self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool, turn: WaitingTurn | None = None
+    ) -> Manifest:
         """Return a sealed manifest as `ContextCatalog.open` does; the shared store learns of the use.
 
-        `bring`: one that is not here is fetched from there, and pending. Raises CacheRefNotFound, CacheRefPending.
+        `bring`: one that is not here is fetched from there, and pending. `turn`: who takes a beginning where the rest
+        is late. Raises CacheRefNotFound, CacheRefPending.
         """
+        is_late = turn is not None and self.pulls.is_late(tenant, cache_ref, turn)
         try:
-            manifest = await self.catalog.open(tenant, cache_ref)
+            manifest = await self.catalog.open(tenant, cache_ref, begun=is_late)
         except CacheRefPending:
+            self.pulls.hurry(tenant, [cache_ref])
             raise
         except CacheRefNotFound:
             if not (bring and self.bring(tenant, [cache_ref])):
                 raise
             raise CacheRefPending("the KV is on its way") from None
-        if self.shared is not None and not manifest.session_id.startswith(KEPT_PREFIX):
+        if self.shared is not None:
             self.shared.note_use(tenant, manifest.session_id, cache_ref)
         return manifest
 
@@ -244,15 +279,20 @@ class Sidecar:
         log.info("peers have what was here", extra={"num_moved": await story.run()})
 
     async def flush(self) -> None:
-        """Write to the shared store what it lacks, as far as there is time: this pod may not come back."""
+        """Write to the shared store what it lacks, as far as there is time, and what of it was used last.
+
+        This pod may not come back.
+        """
         if self.shared is not None and self.shared.num_waiting:
             left = await self.shared.flush(self.settings.store_flush_s)
             log.info("shared store has what was here", extra={"num_left": left})
+        if self.warming is not None:
+            await self.warming.leave()
 
     async def _delete_shared(
         self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef], *, is_whole: bool
     ) -> None:
-        if self.shared is None or session_id.startswith(KEPT_PREFIX):
+        if self.shared is None:
             return
         try:
             await self.shared.delete(tenant, session_id, cache_refs, is_whole=is_whole)
@@ -262,6 +302,10 @@ class Sidecar:
     def _write_soon(self, record: ManifestRecord, is_touch: bool) -> None:  # noqa: FBT001  # a callback's
         if self.shared is not None:
             self.shared.write_soon(record, again=is_touch)
+
+    def _replaced(self, records: Sequence[ManifestRecord]) -> None:
+        if self.shared is not None:
+            self.shared.replace(records)
 
     def _take_shared(self, objects: ObjectStore) -> None:
         settings = self.settings
@@ -288,6 +332,31 @@ class Sidecar:
         if not settings.manager:
             return None
         return ManagerQuestions(settings.manager, timeout_s=settings.manager_timeout_s, tls=self.tls)
+
+    def _warming_over(self, objects: ObjectStore | None) -> Warming | None:
+        limits = self.settings.warming_limits()
+        if objects is None or self._questions is None or not (limits.endpoint and limits.contexts_max):
+            return None
+        return Warming(
+            HotLists(objects, endpoint=limits.endpoint, gone_after_s=GONE_AFTER * limits.interval_s),
+            self._questions,
+            catalog=self.catalog,
+            pulls=self.pulls,
+            fingerprint=lambda: self.engine.fingerprint,
+            room_bytes=self.room_bytes,
+            limits=limits,
+            metrics=self.metrics,
+        )
+
+    def room_bytes(self, tenant: TenantId = "") -> int:
+        """Return what may come here before anybody asks for it: half of the disk, and of what a tenant may have there.
+
+        So it pushes nothing out, and leaves a tenant that has a limit room to save. Without `tenant` the disk's.
+        """
+        usage = self.disk.usage()
+        room_bytes = (usage.limit_bytes or _DISK_BYTES) // 2 - usage.size_bytes
+        used_bytes, limit_bytes = self.disk.tenant_bytes(tenant) if tenant else (0, 0)
+        return min(room_bytes, limit_bytes // 2 - used_bytes) if limit_bytes else room_bytes
 
     def _orphans_of(self, manager: Manager, manifests: ManifestStore) -> Orphans:
         return Orphans(

@@ -1,5 +1,6 @@
 -- ARGV[5] lease_id, ARGV[6] lease_until_ms, ARGV[7] '1' for read only, ARGV[8] expected generation or '',
--- ARGV[9] mark of the transcript as the caller knows it, or '', ARGV[10] and ARGV[11] as in reserve.lua 7 and 8. Answers {'ok', row, segments the caller knows, the others}
+-- ARGV[9] mark of the transcript as the caller knows it, or '', ARGV[10] and ARGV[11] as in reserve.lua 7 and 8; the last
+-- of KEYS the last turns. Answers {'ok', row, segments the caller knows, the others}
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local refused = answered(ARGV[10], tonumber(ARGV[11]), now_ms)
 if refused then
@@ -37,7 +38,7 @@ for _, entry in ipairs(read_marks(row)) do
   end
 end
 -- A reader of a fixed life has changed nothing that would have to be replicated.
-local answer = (takes_lease or row.ttl_policy == 'sliding') and stored() or {'ok', redis.call('HGETALL', KEYS[1])}
+local answer = (takes_lease or row.ttl_policy == 'sliding') and stored(KEYS[#KEYS]) or {'ok', redis.call('HGETALL', KEYS[1])}
 answer[3] = known
 answer[4] = redis.call('LRANGE', KEYS[2], known, -1)
 return answer

@@ -1,7 +1,9 @@
 -- ARGV[5] lease_id, ARGV[6] expected generation, ARGV[7] segments to keep, ARGV[8] cache_ref, ARGV[9] holder,
 -- ARGV[10] tokens in the new segments, ARGV[11] mark of the transcript as this commit leaves it, ARGV[12] characters of
 -- marks that are kept at most, ARGV[13] digest of the request if it may come again, else '', ARGV[14] what it is answered
--- then, ARGV[15...] the new segments, packed; KEYS[5] and KEYS[6], if it may come again, as `answered` wants them
+-- then, ARGV[15] what was used, as `count_usage` wants it, ARGV[16] the turn's receipt or '', ARGV[17] what a fork was
+-- forked from, else '', ARGV[18...] the new segments, packed; KEYS[5] and KEYS[6], if it may come again, as `answered`
+-- wants them; the last two of KEYS the last turns and the day's usage
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
@@ -28,7 +30,7 @@ if keep > num_segments then
   return {'keep', num_segments}
 end
 
-advance(row, generation, keep, 15, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
+advance(row, generation, keep, 18, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
 redis.call('HSET', KEYS[1],
   'state', 'ready', 'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
   'holders', with_holder(row, ARGV[9]), 'num_turns', integer(tonumber(row.num_turns) + 1),
@@ -36,4 +38,9 @@ redis.call('HSET', KEYS[1],
 if ARGV[13] ~= '' then
   keep_answer(ARGV[13], ARGV[14], integer(generation), redis.call('HGET', KEYS[1], 'expires_at_ms'), now_ms)
 end
-return stored()
+if ARGV[17] ~= '' then
+  redis.call('HSET', KEYS[1], 'forked_from', ARGV[17])
+end
+count_usage(KEYS[#KEYS], ARGV[15])
+keep_receipt(KEYS[#KEYS - 1], generation, ARGV[16])
+return stored(KEYS[#KEYS - 1])

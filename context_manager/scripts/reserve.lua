@@ -1,6 +1,7 @@
 -- ARGV[5] lease_id, ARGV[6] contexts the tenant may have, 0 for any number, ARGV[7] digest of the request if it may come
 -- again, else '', ARGV[8] bytes of answers kept that the tenant may have then, ARGV[9...] the new row as field, value, ...;
--- KEYS[5] and KEYS[6], if it may come again, as `answered` wants them, then the tenant's sets in the other shards.
+-- KEYS[5] and KEYS[6], if it may come again, as `answered` wants them, then the tenant's sets in the other shards, then
+-- the last turns.
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local refused = answered(ARGV[7], tonumber(ARGV[8]), now_ms)
 if refused then
@@ -22,13 +23,13 @@ if contexts_max > 0 then
   -- A dead row of this very id is about to be replaced.
   local num_contexts = count(KEYS[4]) > 0 and redis.call('ZSCORE', KEYS[4], ARGV[2]) and -1 or 0
   num_contexts = num_contexts + count(KEYS[4])
-  for i = ARGV[7] == '' and 5 or 7, #KEYS do
+  for i = ARGV[7] == '' and 5 or 7, #KEYS - 1 do
     num_contexts = num_contexts + count(KEYS[i])
   end
   if num_contexts >= contexts_max then
     return {'quota', contexts_max}
   end
 end
-redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('DEL', KEYS[1], KEYS[2], KEYS[#KEYS])
 redis.call('HSET', KEYS[1], unpack(ARGV, 9))
 return stored()

@@ -139,19 +139,23 @@ local function enter(keys, member, id, row, now_ms, tombstone_ms)
   keep_set(tenant, ms, longest_ms)
 end
 
--- The end of every script that has written a row and leaves it: its answer.
-local function stored()
+-- The end of every script that has written a row and leaves it: its answer. `turns`: the key of its last turns, where
+-- they shall live as long.
+local function stored(turns)
   local flat = redis.call('HGETALL', KEYS[1])
   enter({KEYS[1], KEYS[2], KEYS[3], KEYS[4]}, ARGV[1], ARGV[2], row_of(flat), tonumber(ARGV[3]), tonumber(ARGV[4]))
+  if turns then
+    redis.call('PEXPIRE', turns, redis.call('PTTL', KEYS[1]))
+  end
   return {'ok', flat}
 end
 
 -- The end of every script that takes a row away. Where it was in the lists is remembered, if KEYS[5] is given: a client
--- that deletes page by page goes on behind what it has deleted.
+-- that deletes page by page goes on behind what it has deleted. KEYS[6]: its last turns, if there may be any.
 local function removed(created_at_ms)
   local tombstone_ms = tonumber(ARGV[4])
   -- First what frees memory: a full Redis lets a script write when it has begun so, and refuses it otherwise.
-  redis.call('UNLINK', KEYS[1], KEYS[2])
+  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[6] or KEYS[2])
   redis.call('ZREM', KEYS[3], ARGV[1])
   redis.pcall('ZREM', KEYS[4], ARGV[2])
   if KEYS[5] and tombstone_ms > 0 then

@@ -1,4 +1,4 @@
--- ARGV[5] ttl_s or '', ARGV[6] ttl policy or '', ARGV[7] metadata as JSON or ''
+-- ARGV[5] ttl_s or '', ARGV[6] ttl policy or '', ARGV[7] metadata as JSON or ''; KEYS[5] the last turns
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
@@ -18,4 +18,4 @@ end
 if ARGV[7] ~= '' then
   redis.call('HSET', KEYS[1], 'metadata', ARGV[7])
 end
-return stored()
+return stored(KEYS[5])

@@ -1,4 +1,4 @@
--- No own arguments; KEYS[5] the place in lists. Answers the row as it was.
+-- No own arguments; KEYS[5] the place in lists, KEYS[6] the last turns. Answers the row as it was.
 local row = read_row(KEYS[1])
 local where = standing(row, tonumber(ARGV[3]), tonumber(ARGV[4]))
 if not is_there(where) then

@@ -24,6 +24,7 @@ from contextcache.kubernetes.objects import (
     KubernetesUnauthorized,
     KubernetesUnavailable,
     Listing,
+    Resource,
     Selection,
     WatchEvent,
     answered_error,
@@ -36,6 +37,7 @@ from contextcache.kubernetes.objects import (
 _CONNECT_S = 5.0
 _LIST_S = 30.0
 """One page of a list."""
+_CREATE_S = 10.0
 _GRACE_S = 10.0
 """How much longer than it was asked to a server may keep a watch open: by then the connection is dead."""
 _PAGE_OBJECTS = 500
@@ -118,19 +120,25 @@ class KubernetesApi:
         ):
             yield events
 
+    async def create(self, resource: Resource, namespace: str, body: KubernetesObject) -> None:
+        """Create one object. Raises KubernetesExists where its name is taken."""
+        async with self._answer(resource.path(namespace), query={}, timeout_s=_CREATE_S, body=body) as answer:
+            await _whole(answer)
+
     @asynccontextmanager
     async def _answer(
-        self, path: str, *, query: Mapping[str, str], timeout_s: float
+        self, path: str, *, query: Mapping[str, str], timeout_s: float, body: KubernetesObject | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask and give its answer with a good status; foreign errors become ours, in the block too."""
         try:
             async with asyncio.timeout(timeout_s):
                 client = await self._connected()
                 request = await client.param_serialize(
-                    "GET",
+                    "GET" if body is None else "POST",
                     path,
                     query_params=list(query.items()),
-                    header_params={"Accept": "application/json"},
+                    header_params={"Accept": "application/json", "Content-Type": "application/json"},
+                    body=body,
                     auth_settings=["BearerToken"],
                 )
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(_CONNECT_S, timeout_s))

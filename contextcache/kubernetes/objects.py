@@ -34,6 +34,7 @@ class Resource:
 
 ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlice")
 PODS = Resource("v1", "pods", "Pod")
+EVENTS = Resource("v1", "events", "Event")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,12 @@ class KubernetesAnswerInvalid(KubernetesError):
     reason = "invalid"
 
 
+class KubernetesExists(KubernetesError):
+    """An object of this name is there already."""
+
+    reason = "exists"
+
+
 class KubernetesReader(Protocol):
     """Lists and watches. Every call ends by a deadline and raises KubernetesError."""
 
@@ -127,6 +134,7 @@ _ERRORS: dict[int, type[KubernetesError]] = {
     401: KubernetesUnauthorized,
     403: KubernetesForbidden,
     404: KubernetesNotFound,
+    409: KubernetesExists,
     410: KubernetesExpired,
 }
 

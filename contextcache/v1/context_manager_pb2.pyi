@@ -165,6 +165,8 @@ class Session(google.protobuf.message.Message):
     HOLDERS_FIELD_NUMBER: builtins.int
     KNOWS_HOLDERS_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
+    FORKED_FROM_FIELD_NUMBER: builtins.int
+    FORKED_GENERATION_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Public name, `ctx_` and 128 random bits, or the client's own."""
     tenant: builtins.str
@@ -201,6 +203,10 @@ class Session(google.protobuf.message.Message):
     """
     mark: builtins.str
     """Name of the transcript as it is, minted by the commit; empty when a manager of the release before committed last."""
+    forked_from: builtins.str
+    """Session that this one was forked from; empty for one that was not."""
+    forked_generation: builtins.int
+    """Its generation that was forked."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Client's metadata: string keys and values."""
@@ -231,8 +237,10 @@ class Session(google.protobuf.message.Message):
         holders: collections.abc.Iterable[builtins.str] | None = ...,
         knows_holders: builtins.bool = ...,
         mark: builtins.str = ...,
+        forked_from: builtins.str = ...,
+        forked_generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "created_at_ms", b"created_at_ms", "expires_at_ms", b"expires_at_ms", "forked_from", b"forked_from", "forked_generation", b"forked_generation", "generation", b"generation", "holder", b"holder", "holders", b"holders", "knows_holders", b"knows_holders", "mark", b"mark", "metadata", b"metadata", "mode", b"mode", "model_id", b"model_id", "num_tokens", b"num_tokens", "num_turns", b"num_turns", "previous_cache_ref", b"previous_cache_ref", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "ttl_policy", b"ttl_policy", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___Session: typing_extensions.TypeAlias = Session
 
@@ -482,17 +490,21 @@ class GetSessionMetadataRequest(google.protobuf.message.Message):
 
     TENANT_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
+    WITH_TURNS_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
     """Session."""
+    with_turns: builtins.bool
+    """The last turns too: one more look at the store."""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         session_id: builtins.str = ...,
+        with_turns: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session_id", b"session_id", "tenant", b"tenant", "with_turns", b"with_turns"]) -> None: ...
 
 Global___GetSessionMetadataRequest: typing_extensions.TypeAlias = GetSessionMetadataRequest
 
@@ -503,19 +515,92 @@ class GetSessionMetadataResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
     @property
     def session(self) -> Global___Session:
         """The session."""
+
+    @property
+    def turns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TurnReceipt]:
+        """Receipts of the last turns that were committed, the oldest first; when asked for."""
 
     def __init__(
         self,
         *,
         session: Global___Session | None = ...,
+        turns: collections.abc.Iterable[Global___TurnReceipt] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session", "turns", b"turns"]) -> None: ...
 
 Global___GetSessionMetadataResponse: typing_extensions.TypeAlias = GetSessionMetadataResponse
+
+@typing.final
+class TurnReceipt(google.protobuf.message.Message):
+    """TurnReceipt is what a turn took and reused, as its client was told."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    AT_MS_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    MATCH_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    RESTORE_MS_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: builtins.int
+    TOOK_MS_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """Generation that it committed."""
+    at_ms: builtins.int
+    """When it was committed, Unix time in ms."""
+    computed_tokens: builtins.int
+    """Prompt tokens computed."""
+    cached_tokens: builtins.int
+    """Prompt tokens reused."""
+    context_tokens: builtins.int
+    """Leading prompt tokens that the context had."""
+    completion_tokens: builtins.int
+    """Tokens answered."""
+    source: builtins.str
+    """Where most of the reused ones came from, as `usage.context.source`."""
+    match: builtins.str
+    """How the prompt stood to the context; empty for a create."""
+    reason: builtins.str
+    """Why there was nothing, or less, to reuse; empty where nothing is to be said."""
+    restore_ms: builtins.int
+    """What bringing KV back took, in ms."""
+    first_token_ms: builtins.int
+    """To the first token, in ms; of a stream."""
+    took_ms: builtins.int
+    """To the commit, in ms."""
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        at_ms: builtins.int = ...,
+        computed_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        context_tokens: builtins.int = ...,
+        completion_tokens: builtins.int = ...,
+        source: builtins.str = ...,
+        match: builtins.str = ...,
+        reason: builtins.str = ...,
+        restore_ms: builtins.int | None = ...,
+        first_token_ms: builtins.int | None = ...,
+        took_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_first_token_ms", b"_first_token_ms", "_restore_ms", b"_restore_ms", "first_token_ms", b"first_token_ms", "restore_ms", b"restore_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_first_token_ms", b"_first_token_ms", "_restore_ms", b"_restore_ms", "at_ms", b"at_ms", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "computed_tokens", b"computed_tokens", "context_tokens", b"context_tokens", "first_token_ms", b"first_token_ms", "generation", b"generation", "match", b"match", "reason", b"reason", "restore_ms", b"restore_ms", "source", b"source", "took_ms", b"took_ms"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_first_token_ms", b"_first_token_ms"]) -> typing.Literal["first_token_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_restore_ms", b"_restore_ms"]) -> typing.Literal["restore_ms"] | None: ...
+
+Global___TurnReceipt: typing_extensions.TypeAlias = TurnReceipt
 
 @typing.final
 class BeginTurnRequest(google.protobuf.message.Message):
@@ -671,6 +756,8 @@ class TurnCommit(google.protobuf.message.Message):
     HOLDER_FIELD_NUMBER: builtins.int
     REPEATABLE_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     session_id: builtins.str
@@ -695,6 +782,14 @@ class TurnCommit(google.protobuf.message.Message):
     def repeatable(self) -> Global___Repeatable:
         """When set, `answer` is kept for a day, in the same step."""
 
+    @property
+    def usage(self) -> Global___Usage:
+        """What the turn took, counted in the same step, and once however often the commit is repeated."""
+
+    @property
+    def receipt(self) -> Global___TurnReceipt:
+        """What it took and reused, kept with the last turns of the session."""
+
     def __init__(
         self,
         *,
@@ -708,12 +803,187 @@ class TurnCommit(google.protobuf.message.Message):
         holder: builtins.str = ...,
         repeatable: Global___Repeatable | None = ...,
         answer: builtins.bytes = ...,
+        usage: Global___Usage | None = ...,
+        receipt: Global___TurnReceipt | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "repeatable", b"repeatable"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "answer", b"answer", "cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "repeatable", b"repeatable", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "receipt", b"receipt", "repeatable", b"repeatable", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_repeatable", b"_repeatable", "answer", b"answer", "cache_ref", b"cache_ref", "expected_generation", b"expected_generation", "holder", b"holder", "keep_segments", b"keep_segments", "lease_id", b"lease_id", "receipt", b"receipt", "repeatable", b"repeatable", "segments", b"segments", "session_id", b"session_id", "tenant", b"tenant", "usage", b"usage"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_repeatable", b"_repeatable"]) -> typing.Literal["repeatable"] | None: ...
 
 Global___TurnCommit: typing_extensions.TypeAlias = TurnCommit
+
+@typing.final
+class Usage(google.protobuf.message.Message):
+    """Usage is what was used under one API key."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CountsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    KEY_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Name of the key, never the key; empty: nobody's, such as bytes held."""
+    @property
+    def counts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Amounts by name (contextcache/model.py, USAGE_COUNTS); none is negative."""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        counts: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "key", b"key"]) -> None: ...
+
+Global___Usage: typing_extensions.TypeAlias = Usage
+
+@typing.final
+class AddUsageRequest(google.protobuf.message.Message):
+    """AddUsageRequest is a batch of one tenant's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    BATCH_ID_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    SENDER_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Whose."""
+    batch_id: builtins.str
+    """Caller's random name for the batch; a repeat with the same one counts nothing, for a day."""
+    sender: builtins.str
+    """Of a caller that tells batch after batch: its random name, under which its last number is known for a day, instead
+    of each batch's; empty: batch_id alone counts.
+    """
+    number: builtins.int
+    """Of the batch, with a sender: more than those before it, up to 2^53 - 1; one that is not more counts nothing."""
+    @property
+    def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Usage]:
+        """By key, each once."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        batch_id: builtins.str = ...,
+        usage: collections.abc.Iterable[Global___Usage] | None = ...,
+        sender: builtins.str = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_id", b"batch_id", "number", b"number", "sender", b"sender", "tenant", b"tenant", "usage", b"usage"]) -> None: ...
+
+Global___AddUsageRequest: typing_extensions.TypeAlias = AddUsageRequest
+
+@typing.final
+class AddUsageResponse(google.protobuf.message.Message):
+    """AddUsageResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___AddUsageResponse: typing_extensions.TypeAlias = AddUsageResponse
+
+@typing.final
+class GetUsageRequest(google.protobuf.message.Message):
+    """GetUsageRequest asks for whole days, UTC."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    FIRST_DAY_FIELD_NUMBER: builtins.int
+    LAST_DAY_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Whose."""
+    first_day: builtins.int
+    """First day, days since 1970-01-01; absent: the last one."""
+    last_day: builtins.int
+    """Last day, at most 31 days in all; absent: today, by the store's clock."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        first_day: builtins.int | None = ...,
+        last_day: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_first_day", b"_first_day", "_last_day", b"_last_day", "first_day", b"first_day", "last_day", b"last_day"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_first_day", b"_first_day", "_last_day", b"_last_day", "first_day", b"first_day", "last_day", b"last_day", "tenant", b"tenant"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_first_day", b"_first_day"]) -> typing.Literal["first_day"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_last_day", b"_last_day"]) -> typing.Literal["last_day"] | None: ...
+
+Global___GetUsageRequest: typing_extensions.TypeAlias = GetUsageRequest
+
+@typing.final
+class GetUsageResponse(google.protobuf.message.Message):
+    """GetUsageResponse is what was counted, oldest day first; a day without any is left out."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DAYS_FIELD_NUMBER: builtins.int
+    NUM_CONTEXTS_FIELD_NUMBER: builtins.int
+    TODAY_FIELD_NUMBER: builtins.int
+    num_contexts: builtins.int
+    """Contexts that live now."""
+    today: builtins.int
+    """Today, by the store's clock."""
+    @property
+    def days(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DayOfUsage]:
+        """By day."""
+
+    def __init__(
+        self,
+        *,
+        days: collections.abc.Iterable[Global___DayOfUsage] | None = ...,
+        num_contexts: builtins.int = ...,
+        today: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["days", b"days", "num_contexts", b"num_contexts", "today", b"today"]) -> None: ...
+
+Global___GetUsageResponse: typing_extensions.TypeAlias = GetUsageResponse
+
+@typing.final
+class DayOfUsage(google.protobuf.message.Message):
+    """DayOfUsage is one day."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
+    day: builtins.int
+    """Days since 1970-01-01, UTC."""
+    @property
+    def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Usage]:
+        """By key."""
+
+    def __init__(
+        self,
+        *,
+        day: builtins.int = ...,
+        usage: collections.abc.Iterable[Global___Usage] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["day", b"day", "usage", b"usage"]) -> None: ...
+
+Global___DayOfUsage: typing_extensions.TypeAlias = DayOfUsage
 
 @typing.final
 class NoteHolderRequest(google.protobuf.message.Message):

@@ -116,6 +116,16 @@ class ContextManagerServiceStub(object):
                 request_serializer=contextcache_dot_v1_dot_context__manager__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.AddUsage = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/AddUsage',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.AddUsageRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.AddUsageResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/contextcache.v1.ContextManagerService/GetUsage',
+                request_serializer=contextcache_dot_v1_dot_context__manager__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=contextcache_dot_v1_dot_context__manager__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class ContextManagerServiceServicer(object):
@@ -239,6 +249,20 @@ class ContextManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddUsage(self, request, context):
+        """AddUsage counts what no commit counts: turns that committed nothing, bytes held over time. Once for a batch_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """GetUsage returns what was counted of a tenant, by day and key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ContextManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -321,6 +345,16 @@ def add_ContextManagerServiceServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.ListSessionsRequest.FromString,
                     response_serializer=contextcache_dot_v1_dot_context__manager__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'AddUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddUsage,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.AddUsageRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.AddUsageResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=contextcache_dot_v1_dot_context__manager__pb2.GetUsageRequest.FromString,
+                    response_serializer=contextcache_dot_v1_dot_context__manager__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -757,6 +791,60 @@ class ContextManagerService(object):
             '/contextcache.v1.ContextManagerService/ListSessions',
             contextcache_dot_v1_dot_context__manager__pb2.ListSessionsRequest.SerializeToString,
             contextcache_dot_v1_dot_context__manager__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/AddUsage',
+            contextcache_dot_v1_dot_context__manager__pb2.AddUsageRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.AddUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/contextcache.v1.ContextManagerService/GetUsage',
+            contextcache_dot_v1_dot_context__manager__pb2.GetUsageRequest.SerializeToString,
+            contextcache_dot_v1_dot_context__manager__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

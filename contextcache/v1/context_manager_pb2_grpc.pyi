@@ -270,7 +270,37 @@ _ContextManagerServiceListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
-class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceForkSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceGetAnswerType, _ContextManagerServiceListSessionsType]):
+_ContextManagerServiceAddUsageType = typing_extensions.TypeVar(
+    '_ContextManagerServiceAddUsageType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.AddUsageRequest,
+        contextcache.v1.context_manager_pb2.AddUsageResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.AddUsageRequest,
+        contextcache.v1.context_manager_pb2.AddUsageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.AddUsageRequest,
+        contextcache.v1.context_manager_pb2.AddUsageResponse,
+    ],
+)
+
+_ContextManagerServiceGetUsageType = typing_extensions.TypeVar(
+    '_ContextManagerServiceGetUsageType',
+    bound=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetUsageRequest,
+        contextcache.v1.context_manager_pb2.GetUsageResponse,
+    ] | grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetUsageRequest,
+        contextcache.v1.context_manager_pb2.GetUsageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetUsageRequest,
+        contextcache.v1.context_manager_pb2.GetUsageResponse,
+    ],
+)
+
+class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSessionType, _ContextManagerServiceRegisterSessionCacheType, _ContextManagerServiceLocateSessionType, _ContextManagerServiceGetSessionMetadataType, _ContextManagerServiceBeginTurnType, _ContextManagerServiceRenewLeaseType, _ContextManagerServiceNoteHolderType, _ContextManagerServiceCommitTurnType, _ContextManagerServiceRewindSessionType, _ContextManagerServiceForkSessionType, _ContextManagerServiceAbortTurnType, _ContextManagerServiceTouchSessionType, _ContextManagerServiceUnregisterSessionCacheType, _ContextManagerServiceCheckCacheRefsType, _ContextManagerServiceGetAnswerType, _ContextManagerServiceListSessionsType, _ContextManagerServiceAddUsageType, _ContextManagerServiceGetUsageType]):
     """ContextManagerService is the only writer of session state. Every state change is atomic and idempotent
     for the same lease_id.
     """
@@ -341,6 +371,14 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.ListSessionsRequest,
             contextcache.v1.context_manager_pb2.ListSessionsResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.AddUsageRequest,
+            contextcache.v1.context_manager_pb2.AddUsageResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.GetUsageRequest,
+            contextcache.v1.context_manager_pb2.GetUsageResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -409,6 +447,14 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
             contextcache.v1.context_manager_pb2.ListSessionsRequest,
             contextcache.v1.context_manager_pb2.ListSessionsResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.AddUsageRequest,
+            contextcache.v1.context_manager_pb2.AddUsageResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            contextcache.v1.context_manager_pb2.GetUsageRequest,
+            contextcache.v1.context_manager_pb2.GetUsageResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     ReserveSession: _ContextManagerServiceReserveSessionType
@@ -466,6 +512,12 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
 
     ListSessions: _ContextManagerServiceListSessionsType
     """ListSessions pages through a tenant's live sessions, newest first."""
+
+    AddUsage: _ContextManagerServiceAddUsageType
+    """AddUsage counts what no commit counts: turns that committed nothing, bytes held over time. Once for a batch_id."""
+
+    GetUsage: _ContextManagerServiceGetUsageType
+    """GetUsage returns what was counted of a tenant, by day and key."""
 
 ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -531,6 +583,14 @@ ContextManagerServiceAsyncStub: typing_extensions.TypeAlias = ContextManagerServ
     grpc.aio.UnaryUnaryMultiCallable[
         contextcache.v1.context_manager_pb2.ListSessionsRequest,
         contextcache.v1.context_manager_pb2.ListSessionsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.AddUsageRequest,
+        contextcache.v1.context_manager_pb2.AddUsageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        contextcache.v1.context_manager_pb2.GetUsageRequest,
+        contextcache.v1.context_manager_pb2.GetUsageResponse,
     ],
 ]
 
@@ -674,5 +734,21 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.context_manager_pb2.ListSessionsResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.ListSessionsResponse]]:
         """ListSessions pages through a tenant's live sessions, newest first."""
+
+    @abc.abstractmethod
+    def AddUsage(
+        self,
+        request: contextcache.v1.context_manager_pb2.AddUsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.AddUsageResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.AddUsageResponse]]:
+        """AddUsage counts what no commit counts: turns that committed nothing, bytes held over time. Once for a batch_id."""
+
+    @abc.abstractmethod
+    def GetUsage(
+        self,
+        request: contextcache.v1.context_manager_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[contextcache.v1.context_manager_pb2.GetUsageResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.GetUsageResponse]]:
+        """GetUsage returns what was counted of a tenant, by day and key."""
 
 def add_ContextManagerServiceServicer_to_server(servicer: ContextManagerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -688,20 +688,32 @@ class GetManifestRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     CACHE_REF_FIELD_NUMBER: builtins.int
     BRING_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    COMPUTE_US_PER_TOKEN_FIELD_NUMBER: builtins.int
     tenant: builtins.str
     """Owner."""
     cache_ref: builtins.str
     """KV."""
     bring: builtins.bool
     """Whether KV that is not here shall be fetched from the shared store: it is then pending, until it is known."""
+    wait_ms: builtins.int
+    """How long the caller still waits, in ms, for all of KV that is being pulled. Then, or as soon as the rest will surely
+    come later than it is computed, the answer is what has come of it. Absent: all of it or nothing.
+    """
+    compute_us_per_token: builtins.float
+    """What computing a token takes there, in microseconds; 0: not known."""
     def __init__(
         self,
         *,
         tenant: builtins.str = ...,
         cache_ref: builtins.str = ...,
         bring: builtins.bool = ...,
+        wait_ms: builtins.int | None = ...,
+        compute_us_per_token: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bring", b"bring", "cache_ref", b"cache_ref", "tenant", b"tenant"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait_ms", b"_wait_ms", "wait_ms", b"wait_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait_ms", b"_wait_ms", "bring", b"bring", "cache_ref", b"cache_ref", "compute_us_per_token", b"compute_us_per_token", "tenant", b"tenant", "wait_ms", b"wait_ms"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait_ms", b"_wait_ms"]) -> typing.Literal["wait_ms"] | None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
 
@@ -793,8 +805,11 @@ class GetManifestResponse(google.protobuf.message.Message):
 
     MANIFEST_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
+    COMING_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     """Tier that would serve most of its blocks now."""
+    coming: builtins.bool
+    """True: these are the first tokens of KV of which more is on its way. LoadBlocks has them, by the same name."""
     @property
     def manifest(self) -> Global___Manifest:
         """The manifest."""
@@ -804,9 +819,10 @@ class GetManifestResponse(google.protobuf.message.Message):
         *,
         manifest: Global___Manifest | None = ...,
         tier: Global___Tier.ValueType = ...,
+        coming: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["manifest", b"manifest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["manifest", b"manifest", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coming", b"coming", "manifest", b"manifest", "tier", b"tier"]) -> None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
 
@@ -888,17 +904,21 @@ class PrefixMatch(google.protobuf.message.Message):
 
     CACHE_REF_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
     cache_ref: builtins.str
     """KV."""
     num_tokens: builtins.int
     """Tokens that both begin with. Whoever loads compares them all: this is what they were found by."""
+    whole: builtins.bool
+    """Whether the prompt begins with all of it."""
     def __init__(
         self,
         *,
         cache_ref: builtins.str = ...,
         num_tokens: builtins.int = ...,
+        whole: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "num_tokens", b"num_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_ref", b"cache_ref", "num_tokens", b"num_tokens", "whole", b"whole"]) -> None: ...
 
 Global___PrefixMatch: typing_extensions.TypeAlias = PrefixMatch
 
@@ -1249,17 +1269,25 @@ class ForkContextResponse(google.protobuf.message.Message):
 
     FORKED_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     forked: builtins.bool
     """False: none of the sources is here, and nothing was written."""
     num_tokens: builtins.int
     """Tokens that have KV."""
+    size_bytes: builtins.int
+    """Bytes of them, shared ones counted whole."""
+    tier: Global___Tier.ValueType
+    """Tier that would serve most of it."""
     def __init__(
         self,
         *,
         forked: builtins.bool = ...,
         num_tokens: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        tier: Global___Tier.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["forked", b"forked", "num_tokens", b"num_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forked", b"forked", "num_tokens", b"num_tokens", "size_bytes", b"size_bytes", "tier", b"tier"]) -> None: ...
 
 Global___ForkContextResponse: typing_extensions.TypeAlias = ForkContextResponse
 
@@ -1329,6 +1357,7 @@ class LoadReport(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    COMPUTE_US_PER_TOKEN_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Request as named in the signed parameters."""
     outcome: Global___LoadOutcome.ValueType
@@ -1349,6 +1378,8 @@ class LoadReport(google.protobuf.message.Message):
     """Rank that reports."""
     world_size: builtins.int
     """Ranks that report this load; 0: this one only."""
+    compute_us_per_token: builtins.float
+    """What a prompt token takes to compute, as the engine's fastest steps of late say, in microseconds; 0: not known."""
     def __init__(
         self,
         *,
@@ -1362,8 +1393,9 @@ class LoadReport(google.protobuf.message.Message):
         reason: builtins.str = ...,
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
+        compute_us_per_token: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device_tokens", b"device_tokens", "loaded_tokens", b"loaded_tokens", "outcome", b"outcome", "rank", b"rank", "reason", b"reason", "request_id", b"request_id", "restore_ms", b"restore_ms", "size_bytes", b"size_bytes", "tier", b"tier", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_us_per_token", b"compute_us_per_token", "device_tokens", b"device_tokens", "loaded_tokens", b"loaded_tokens", "outcome", b"outcome", "rank", b"rank", "reason", b"reason", "request_id", b"request_id", "restore_ms", b"restore_ms", "size_bytes", b"size_bytes", "tier", b"tier", "world_size", b"world_size"]) -> None: ...
 
 Global___LoadReport: typing_extensions.TypeAlias = LoadReport
 

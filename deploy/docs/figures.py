@@ -63,13 +63,22 @@ def _ttft(result: Mapping[str, Any]) -> str:
     return _table(["tokens", *heads], rows)
 
 
-def _ttft_peer(result: Mapping[str, Any]) -> str:
+def _ttft_from(way: str, beside: tuple[str, ...], result: Mapping[str, Any]) -> str:
     of = {(row["size"], row["way"]): row["ttft_ms_median"] for row in result["ttft"]}
-    sizes = sorted({size for size, _ in of})
-    shown = (
-        f"{_spaced(size)} tokens {of[size, 'peer']:.0f} ms (cold {_spaced(of[size, 'cold'])} ms)" for size in sizes
+    shown = []
+    for size in sorted({size for size, _ in of}):
+        others = ", ".join(f"{other} {_spaced(of[size, other])} ms" for other in beside)
+        shown.append(f"{_spaced(size)} tokens {_spaced(of[size, way])} ms ({others})")
+    return "; ".join(shown)
+
+
+def _conversation(result: Mapping[str, Any]) -> str:
+    last = {row["way"]: row for row in result["rows"]}  # rows come turn by turn
+    told = (
+        f"{way} {row['seconds']:.0f} s and {_spaced(row['computed_tokens'])} tokens computed"
+        for way, row in last.items()
     )
-    return ", ".join(shown)
+    return f"{result['turns']} turns of about {result['turn_tokens']} new tokens: " + "; ".join(told)
 
 
 def _beside(result: Mapping[str, Any]) -> str:
@@ -264,9 +273,8 @@ def _conversations(result: Mapping[str, Any]) -> str:
 def _matrix(result: Mapping[str, Any]) -> str:
     cases, last = (result["runs"][place]["rows"] for place in (0, -1))
     slowest = f"{last['slowest, s beyond the recompute']:.1f} s"
-    return (
-        f"`matrix`: {cases['cases']} cases; in the last run, over those mended, {slowest} at most beyond the recompute"
-    )
+    again = "; in the last run, over those mended," if len(result["runs"]) > 1 else ","
+    return f"`matrix`: {cases['cases']} cases{again} {slowest} at most beyond the recompute"
 
 
 def _orphans(result: Mapping[str, Any]) -> str:
@@ -364,7 +372,9 @@ def _vllm_versions(result: Mapping[str, Any]) -> str:
 
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft": ("bench_ttft", _ttft),
-    "ttft-peer": ("bench_ttft_peer", _ttft_peer),
+    "ttft-peer": ("bench_ttft_peer", partial(_ttft_from, "peer", ("cold",))),
+    "ttft-store": ("bench_ttft_store", partial(_ttft_from, "store", ("disk", "cold"))),
+    "conversation": ("bench_conversation", _conversation),
     "beside": ("bench_beside", _beside),
     "turns": ("bench_turns", _turns),
     "overhead": ("bench_overhead", _overhead),

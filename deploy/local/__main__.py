@@ -105,7 +105,9 @@ ready: {stack.url}   (make status, make demo, make down; past Envoy: {stack.fron
 create a context, keep its session_id, ask again, delete it:
   {call}/context {head} -d '{{{body}, "ttl": 3600}}'
   {call}/completions {head} -d '{{"session_id": "<session_id>", {body}}}'
-  {call}/context/<session_id> -X DELETE {head}"""
+  {call}/context/<session_id> -X DELETE {head}
+
+in a browser {stack.url}/console, in a shell `.venv/bin/context-cache login {stack.url}`; API key: {key}"""
 
 
 if __name__ == "__main__":

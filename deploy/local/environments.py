@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -27,11 +28,17 @@ LMCACHE_BYTES = 5 << 30
 
 def made(name: str, wanted: Sequence[str], *, needed_bytes: int) -> Path:
     """Return an environment's directory, made unless it is there with what is wanted. Raises StepFailed."""
-    environment, log = ROOT / ".build" / name, ROOT / ".build" / "logs" / f"{name}.log"
-    stamp, python = environment / ".installed", str(environment / "bin" / "python")
-    if stamp.exists() and json.loads(stamp.read_text()) == list(wanted):
-        return environment
+    log = ROOT / ".build" / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    with log.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two that need it at once: the second waits, then finds it made
+        return _made(ROOT / ".build" / name, wanted, needed_bytes=needed_bytes, log=log)
+
+
+def _made(environment: Path, wanted: Sequence[str], *, needed_bytes: int, log: Path) -> Path:
+    stamp, python, name = environment / ".installed", str(environment / "bin" / "python"), environment.name
+    if stamp.exists() and stamp.read_text() == json.dumps(list(wanted)):
+        return environment
     if shutil.disk_usage(ROOT).free < needed_bytes:
         raise StepFailed(f"{needed_bytes >> 30} GiB of disk are needed for {environment}")
     try:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-import venv
 from http import HTTPStatus
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+from deploy.local.environments import made
 from deploy.local.ports import LOOPBACK
-from deploy.local.progress import StepFailed, run_logged
+from deploy.local.progress import StepFailed
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = ROOT / ".build" / "s3"
 WANTED = ("moto==5.2.5", "flask==3.1.3", "flask-cors==6.0.5")
 BUCKET = "kv-cache"
 _TIMEOUT_S = 5.0
@@ -34,13 +32,7 @@ def main() -> None:
 
 def installed() -> Path:
     """Return the server's program, installed. Raises StepFailed."""
-    stamp, server = ENVIRONMENT / ".installed", ENVIRONMENT / "bin" / "moto_server"
-    if not stamp.exists() or stamp.read_text() != repr(WANTED):
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        run_logged([*pip, "install", *WANTED], what="the S3 server", log=ROOT / ".build" / "logs" / "s3.log")
-        stamp.write_text(repr(WANTED))
-    return server
+    return made("s3", WANTED, needed_bytes=1 << 30) / "bin" / "moto_server"
 
 
 def has_bucket(port: int) -> bool:

@@ -19,11 +19,14 @@ from deploy.local.paths import StackPaths
 from deploy.local.processes import ProcessName
 from deploy.local.progress import StepFailed
 
-API_KEYS = {"test-key-1234567890": "demo", "test-key-other": "other", "test-key-keep": "keeper"}
-"""Key → tenant; for the last one the KV of plain requests is kept. Known to everyone, which is why the stack listens on
-loopback only."""
-
 KEEPING_KEY = "test-key-keep"
+API_KEYS: dict[str, dict[str, Any]] = {
+    "test-key-1234567890": {"tenant": "demo"},
+    "test-key-other": {"tenant": "other"},
+    KEEPING_KEY: {"tenant": "keeper", "plain": "keep"},
+    "test-key-operator": {"tenant": "operator", "operator": True},
+}
+"""Keys, and what their entries say. Known to everyone, which is why the stack listens on loopback only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,7 @@ def make_secrets(paths: StackPaths) -> None:
     if not paths.secret.exists():
         _write_private(paths.secret, secrets.token_hex(32))
     if not paths.api_keys.exists():
-        keys = [
-            {"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": owner}
-            | ({"plain": "keep"} if key == KEEPING_KEY else {})
-            for key, owner in API_KEYS.items()
-        ]
+        keys = [{"sha256": hashlib.sha256(key.encode()).hexdigest(), **entry} for key, entry in API_KEYS.items()]
         _write_private(paths.api_keys, json.dumps({"keys": keys}, indent=2))
 
 

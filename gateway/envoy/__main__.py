@@ -13,8 +13,8 @@ from gateway.envoy.folder import write_folder
 from gateway.envoy.settings import EnvoySettings
 
 _USAGE = """\
-usage: context-cache envoy bootstrap   write Envoy's bootstrap, its SDS files and its keys into ENVOY_CONFIG_DIR
-       context-cache envoy attend      keep its keys current; on SIGTERM drain it, and end when nothing runs"""
+usage: context-cache serve envoy bootstrap   write Envoy's bootstrap, its SDS files and its keys into ENVOY_CONFIG_DIR
+       context-cache serve envoy attend      keep its keys current; on SIGTERM drain it, and end when nothing runs"""
 
 
 def main(arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from contextcache.claim import MINTED_PREFIX, SESSION_HEADER, TURN_PATHS
 from gateway.envoy.settings import EnvoySettings, duration
-from gateway.paths import CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS
+from gateway.paths import CONSOLE_PATH, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS, ROOT_CALL
 
 PODS = "pods"
 """Cluster of the vLLM pods."""
@@ -23,10 +23,11 @@ API_KEYS = "api-keys"
 TYPE = "type.googleapis.com/envoy."
 LUA = f"{TYPE}extensions.filters.http.lua.v3"
 
-FRONT_PATHS = ("/healthz", "/readyz", "/openapi.json", "/docs")
+FRONT_PATHS = ("/healthz", "/readyz", "/openapi.json", CONSOLE_PATH)
 """Answered by the HTTP front without a key. Its /metrics are for whoever reaches the process itself."""
 
 CONTROL = "control"
+CONSOLE = "console"
 CREATE = "create"
 TURN = "turn"
 COMPLETION = "completion"
@@ -73,6 +74,8 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
         ),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
         *(_public(_route(CONTROL, _path(path), to_front, plugin=False)) for path in FRONT_PATHS),
+        _public(_route(CONSOLE, _call(ROOT_CALL), to_front, plugin=False)),
+        _public(_route(CONSOLE, _regex(f"{CONSOLE_PATH}/{SEGMENT}"), to_front, plugin=False)),
         # Any other spelling of our own namespace: the pod must not see it either.
         _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
         *(_route(STATELESS, match, to_pod, fail_open=fail_open) for match in unsized),
@@ -104,6 +107,7 @@ _POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.st
 _NOT_POSTED = sorted(call for call in ENGINE_CALLS if not call.startswith("POST "))
 _CONTROL_MATCHES = [
     _path(CONTEXT_PATH),
+    *map(_path, sorted(READ_PATHS)),
     _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}(?:/(?:{'|'.join(CONTEXT_CHANGES)}))?"),
 ]
 _RETRIES = {

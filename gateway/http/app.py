@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, error_body
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
+from gateway.console.pages import console_router
 from gateway.flows import Admission, Forward, Gateway
 from gateway.fronts import (
     CORS_EXPOSED_HEADERS,
@@ -71,9 +72,12 @@ class HttpFront(FastAPI):
         metrics: Metrics,
         tracer: Tracer = NO_TRACER,
         cors_origins: Collection[str] = (),
+        console: bool = True,
     ) -> None:
         """`tenants`: of the process, for the other front too; `cors_origins`: of pages that may call."""
-        super().__init__(title="context-cache", description=routes.DESCRIPTION, redirect_slashes=False, redoc_url=None)
+        # No page over the document: its scripts would come from elsewhere, onto the console's origin.
+        pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}
+        super().__init__(title="context-cache", description=routes.DESCRIPTION, redirect_slashes=False, **pages)
         self.gateway = gateway
         self.ready_state = ready_state
         self.metrics = metrics
@@ -85,7 +89,7 @@ class HttpFront(FastAPI):
         self._tracer = tracer
         self._in_flight = 0
         self._cors = _Cors(self._serve, cors_origins)
-        for router in (routes.contexts, routes.turns, routes.operations):
+        for router in (routes.contexts, routes.turns, routes.operations, *((console_router(),) if console else ())):
             self.include_router(router)
         for kind in (ContextCacheError, RequestValidationError, HTTPException, Exception):
             self.add_exception_handler(kind, _typed_answer)
@@ -155,8 +159,13 @@ class HttpFront(FastAPI):
             if exchange.method in {"PATCH", "POST"}:
                 self._control_limits.check_size(exchange.declared_bytes)
                 body = await exchange.read_body(held)
-            state = {"tenant": admission.tenant, "request_id": exchange.request_id, "body": body}
-            exchange.scope["state"] = state
+            exchange.scope["state"] = {
+                "tenant": admission.tenant,
+                "key": admission.key,
+                "operator": admission.operator,
+                "request_id": exchange.request_id,
+                "body": body,
+            }
             await super().__call__(exchange.scope, exchange.receive, exchange.send)
 
     async def _carry(self, admission: Admission, exchange: Exchange) -> None:

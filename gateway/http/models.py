@@ -8,6 +8,9 @@ OpenAI object; the row keeps milliseconds.
 
 from __future__ import annotations
 
+import datetime as dt
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -24,9 +27,15 @@ from contextcache.model import (
     SESSION_ID_PATTERN,
     CacheSessionMetadata,
     SessionPage,
+    TurnReceipt,
+    UsageReport,
 )
+from gateway.deployment import DeploymentView
 from gateway.kept import KeptConversation, KeptPage
 from gateway.pods.sidecars import HolderState, KVState
+from gateway.ports import EndpointState
+
+_KEYS_SHOWN = 100
 
 SESSION_ID_SCHEMA = {"pattern": f"^{SESSION_ID_PATTERN.pattern}$"}
 
@@ -204,6 +213,9 @@ class ContextUsage(BaseModel):
     source: Literal["device", "host", "disk", "peer", "object", "recompute", "none"]
     restore_ms: float | None = Field(...)
     committed: bool
+    saved_ms: int | None = Field(
+        None, ge=0, description="What computing the cached tokens would have taken, less `restore_ms`."
+    )
     match: Literal["append", "exact", "extend", "diverge"] | None = Field(None, description="Of a turn.")
     diverged: Diverged | None = None
     truncated_tokens: int | None = Field(None, ge=1, description="Cut of the context, so that the turn fits.")
@@ -350,8 +362,34 @@ class Holder(TypedDict):
     """Why there is no KV of the newest generation, where the sidecar knows."""
 
 
+class ForkedFrom(TypedDict):
+    """What a context was forked from, which may be gone."""
+
+    session_id: str
+    generation: int
+
+
+class TurnObject(TypedDict):
+    """What a committed turn took and reused, as its receipt said; times in milliseconds."""
+
+    generation: int
+    at: int
+    computed_tokens: int
+    cached_tokens: int
+    context_tokens: int
+    completion_tokens: int
+    source: str
+    match: str | None
+    """None: the create."""
+    reason: str | None
+    restore_ms: int | None
+    first_token_ms: int | None
+    """Of a stream."""
+    took_ms: int
+
+
 class ContextSummary(TypedDict):
-    """One context as the list shows it: the row, without asking a sidecar."""
+    """One context as its row says it, without asking a sidecar."""
 
     object: Literal["context"]
     session_id: str
@@ -366,6 +404,19 @@ class ContextSummary(TypedDict):
     tokens: int
     generation: int
     metadata: dict[str, str]
+    forked_from: ForkedFrom | None
+
+
+class HolderName(TypedDict):
+    """Where the KV of the newest generation was saved: what the row says."""
+
+    endpoint: str
+
+
+class ListedContext(ContextSummary):
+    """One context as the list shows it."""
+
+    holder: HolderName
 
 
 class ContextObject(ContextSummary):
@@ -376,11 +427,18 @@ class ContextObject(ContextSummary):
     holder: Holder
 
 
+class ReadContext(ContextObject):
+    """One context that is read, with its last turns."""
+
+    recent_turns: list[TurnObject]
+    """At most 32, the oldest first; a fork begins without."""
+
+
 class ContextList(TypedDict):
     """One page of contexts, newest first."""
 
     object: Literal["list"]
-    data: list[ContextSummary]
+    data: list[ListedContext]
     has_more: bool
     last_id: str | None
 
@@ -420,6 +478,115 @@ class KeptList(TypedDict):
     unreachable: list[str]
 
 
+class ByteHours(TypedDict):
+    """Bytes held, times hours, by tier."""
+
+    memory: int
+    disk: int
+    store: int
+
+
+class Used(TypedDict):
+    """What was used."""
+
+    contexts: int
+    """Created, forks included."""
+    turns: int
+    """Answered, creates included."""
+    computed_tokens: int
+    """Of prompts."""
+    cached_tokens: int
+    completion_tokens: int
+    saved_seconds: float
+    """What the cached tokens would have taken to compute, less what bringing them back took."""
+    byte_hours: ByteHours
+
+
+class UsedByKey(Used):
+    """What was used under one API key."""
+
+    key: str
+    """Its name; empty: nobody's, such as bytes held."""
+
+
+class DayOfUsage(TypedDict):
+    """One day, UTC."""
+
+    day: str
+    keys: list[UsedByKey]
+
+
+class UsageOfTenant(TypedDict):
+    """What a tenant used."""
+
+    object: Literal["usage"]
+    tenant: str
+    operator: bool
+    """Whether the key that asks is an operator's: it may ask for other tenants, and for the deployment."""
+    contexts_now: int
+    total: Used
+    days: list[DayOfUsage]
+    """Those with any usage, the oldest first."""
+
+
+class EngineObject(TypedDict):
+    """What a pod's engine said at the last probe."""
+
+    running: int
+    """Requests."""
+    waiting: int
+    kv_usage: float
+    """Share of its KV blocks in use, 0 to 1."""
+
+
+class PodObject(TypedDict):
+    """A pod, as this gateway sees it."""
+
+    name: str
+    state: Literal["ready", "draining", "not_ready"]
+    models: list[str]
+    engine: EngineObject
+    carried: int
+    """Requests this gateway is carrying there; behind Envoy 0."""
+    tiers: dict[str, float]
+    """Where its sidecar keeps KV, with the share of each limit that is taken."""
+    fingerprint: str
+    """Of its KV: pods of another one cannot use it. Empty: not known."""
+
+
+class TenantObject(TypedDict):
+    """A tenant that has a key."""
+
+    tenant: str
+    keys: list[str]
+    """Names of its first hundred keys."""
+    num_keys: int
+    requests_in_hand: int
+    """Of it that this gateway is answering, as far as there is a limit."""
+    bytes_in_hand: int
+
+
+class TenantLimitsObject(TypedDict):
+    """What each tenant may, of one gateway; 0: no limit."""
+
+    requests_per_second: float
+    burst: int
+    requests_in_hand: int
+    bytes_in_hand: int
+
+
+class DeploymentObject(TypedDict):
+    """A deployment, as one gateway sees it."""
+
+    object: Literal["deployment"]
+    pods: list[PodObject]
+    limits: TenantLimitsObject
+    tenants: list[TenantObject]
+    has_more: bool
+    """Whether there are more tenants, after `last_tenant`."""
+    last_tenant: str | None
+
+
 class ContextDeleted(TypedDict):
     """What is left of a context, or of a kept conversation."""
 
@@ -427,6 +594,82 @@ class ContextDeleted(TypedDict):
     status: Literal["success", "partial"]
     unreachable: NotRequired[list[str]]
     """Of a kept conversation: pods where it goes by its TTL."""
+
+
+def deployment_object(view: DeploymentView) -> DeploymentObject:
+    """Return a deployment as an operator sees it."""
+    requests_max, bytes_max = view.limits.limits
+    return {
+        "object": "deployment",
+        "pods": [_pod(state) for state in view.pods],
+        "limits": {
+            "requests_per_second": view.limits.rate_per_s,
+            "burst": view.limits.burst,
+            "requests_in_hand": requests_max,
+            "bytes_in_hand": bytes_max,
+        },
+        "tenants": [
+            {
+                "tenant": one.tenant,
+                "keys": list(one.key_names[:_KEYS_SHOWN]),
+                "num_keys": len(one.key_names),
+                "requests_in_hand": one.requests,
+                "bytes_in_hand": one.size_bytes,
+            }
+            for one in view.tenants
+        ],
+        "has_more": view.has_more,
+        "last_tenant": view.tenants[-1].tenant if view.tenants else None,
+    }
+
+
+def _pod(state: EndpointState) -> PodObject:
+    load, is_draining = state.load, state.endpoint.draining
+    return {
+        "name": state.endpoint.name,
+        "state": "not_ready" if not state.ready else "draining" if is_draining else "ready",
+        "models": sorted(state.models),
+        "engine": {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage},
+        "carried": state.in_flight,
+        "tiers": dict(state.tiers),
+        "fingerprint": state.fingerprint,
+    }
+
+
+def usage_of_tenant(tenant: str, report: UsageReport, *, operator: bool) -> UsageOfTenant:
+    """Return what a tenant used as a client sees it, and whether its key is an operator's."""
+    total = Counter[str]()
+    for usage in report.days.values():
+        for one in usage:
+            total.update(one.counts)
+    days: list[DayOfUsage] = [
+        {
+            "day": (dt.date(1970, 1, 1) + dt.timedelta(day)).isoformat(),
+            "keys": [{"key": one.key, **_used(one.counts)} for one in usage],
+        }
+        for day, usage in report.days.items()
+    ]
+    return {
+        "object": "usage",
+        "tenant": tenant,
+        "operator": operator,
+        "contexts_now": report.num_contexts,
+        "total": _used(total),
+        "days": days,
+    }
+
+
+def _used(counts: Mapping[str, int]) -> Used:
+    hours = {tier: round(counts.get(f"{tier}_kib_s", 0) * 1024 / 3600) for tier in ("memory", "disk", "store")}
+    return {
+        "contexts": counts.get("contexts", 0),
+        "turns": counts.get("turns", 0),
+        "computed_tokens": counts.get("computed_tokens", 0),
+        "cached_tokens": counts.get("cached_tokens", 0),
+        "completion_tokens": counts.get("completion_tokens", 0),
+        "saved_seconds": counts.get("saved_ms", 0) / 1000,
+        "byte_hours": {"memory": hours["memory"], "disk": hours["disk"], "store": hours["store"]},
+    }
 
 
 def kept_object(kept: KeptConversation) -> KeptObject:
@@ -479,6 +722,8 @@ def context_summary(session: CacheSessionMetadata) -> ContextSummary:
         "tokens": session.num_tokens,
         "generation": session.generation,
         "metadata": dict(session.metadata),
+        "forked_from": session.forked_from
+        and {"session_id": session.forked_from[0], "generation": session.forked_from[1]},
     }
 
 
@@ -495,11 +740,33 @@ def context_object(session: CacheSessionMetadata, kv: KVState) -> ContextObject:
     }
 
 
+def context_read(session: CacheSessionMetadata, kv: KVState, turns: Sequence[TurnReceipt]) -> ReadContext:
+    """Return a context and its last turns as a client sees them."""
+    return {**context_object(session, kv), "recent_turns": list(map(_turn_object, turns))}
+
+
+def _turn_object(turn: TurnReceipt) -> TurnObject:
+    return {
+        "generation": turn.generation,
+        "at": turn.at_ms // 1000,
+        "computed_tokens": turn.computed_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "context_tokens": turn.context_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "source": turn.source,
+        "match": turn.match or None,
+        "reason": turn.reason or None,
+        "restore_ms": turn.restore_ms,
+        "first_token_ms": turn.first_token_ms,
+        "took_ms": turn.took_ms,
+    }
+
+
 def context_list(page: SessionPage) -> ContextList:
     """Return a page as a client sees it; a short or empty one says where to go on too."""
     return {
         "object": "list",
-        "data": [context_summary(session) for session in page.sessions],
+        "data": [{**context_summary(session), "holder": {"endpoint": session.holder}} for session in page.sessions],
         "has_more": page.has_more,
         "last_id": page.last_id or None,
     }

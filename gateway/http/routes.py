@@ -7,15 +7,16 @@ FastAPI, so their signatures are words for the document only, like what is said 
 from __future__ import annotations
 
 import json
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, TypeAdapter, WithJsonSchema
 
 from contextcache.claim import read_object
-from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
+from contextcache.errors import ERRORS_BY_CODE, InvalidRequest, OperatorOnly
 from contextcache.model import KEPT_PREFIX, MAX_LIST_LIMIT, TenantId
 from contextcache.terms import read_generation, read_if_match, read_only_fields, read_session_id, read_terms
 from gateway.contexts import NewFork
@@ -38,24 +39,40 @@ from gateway.http.models import (
     Created,
     CreateFromMessages,
     CreateFromPrompt,
+    DeploymentObject,
     Error,
     KeptList,
     KeptObject,
     NewResponse,
+    ReadContext,
+    UsageOfTenant,
     context_list,
     context_object,
+    context_read,
+    deployment_object,
     kept_list,
     kept_object,
+    usage_of_tenant,
 )
 from gateway.metrics import Metrics
 from gateway.paths import PathNotFound
 
+
+def _day(said: object) -> date:
+    day = date.fromisoformat(str(said))
+    if day.isoformat() != said:  # pydantic alone takes seconds since 1970, the library weeks
+        raise ValueError("a day is YYYY-MM-DD")
+    return day
+
+
+Day = Annotated[date, BeforeValidator(_day)]
 DEFAULT_LIST_LIMIT = 20
 DESCRIPTION = (
     "Create a context once, then send its `session_id` and only the new turn. Errors have OpenAI's body plus "
     "`detail`. Everything else under `/v1/` is the engine's own API, passed through."
 )
 
+_EPOCH = date(1970, 1, 1)
 _ALWAYS = ("invalid_api_key", "rate_limit_exceeded", "internal_error")
 _KEPT_BY_MANAGER = (*_ALWAYS, "store_unavailable", "gateway_unavailable")
 _WITH_BODY = ("invalid_request", "upload_too_slow", "body_too_large", "too_many_in_flight", "no_ready_endpoint")
@@ -301,12 +318,12 @@ async def list_contexts(
 @contexts.get(
     "/v1/context/{session_id}", operation_id="read_context", responses=_answers(*_KEPT_BY_MANAGER, *_NAMED_CONTEXT)
 )
-async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextObject | KeptObject:
+async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ReadContext | KeptObject:
     """Describe one context, or one kept conversation, its KV included."""
     if session_id.startswith(KEPT_PREFIX):
         kept, unreachable = await gateway.kept.read(tenant, session_id)
         return {**kept_object(kept), "unreachable": list(unreachable)}
-    return context_object(*await gateway.read(tenant, session_id))
+    return context_read(*await gateway.read(tenant, session_id))
 
 
 @contexts.patch(
@@ -331,11 +348,12 @@ async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessi
     openapi_extra=_body(ContextFork, required=False),
 )
 async def fork_context(
-    gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: FieldsOrNone
+    request: Request, gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: FieldsOrNone
 ) -> ContextObject:
     """Make a context that begins as this one does, without copying its KV."""
     read_only_fields(said, frozenset(ContextFork.__annotations__))
-    fork = NewFork(read_generation(said), read_session_id(said.get("session_id")), read_terms(said))
+    named = read_session_id(said.get("session_id"))
+    fork = NewFork(read_generation(said), named, read_terms(said), request.state.key)
     return context_object(*await gateway.contexts.fork(tenant, session_id, fork))
 
 
@@ -355,6 +373,48 @@ async def rewind_context(
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
     rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
     return context_object(*await rewound)
+
+
+@contexts.get(
+    "/v1/usage",
+    operation_id="read_usage",
+    responses=_answers(*_KEPT_BY_MANAGER, "invalid_request", "operator_only", "too_many_in_flight"),
+)
+async def read_usage(
+    request: Request,
+    gateway: AskedGateway,
+    tenant: Tenant,
+    from_: Annotated[Day | None, Query(alias="from", description="First day, UTC; without it the last.")] = None,
+    to: Annotated[Day | None, Query(description="Last day; without it today. At most 31 days in all.")] = None,
+    of: Annotated[str, Query(alias="tenant", max_length=64, description="Another one's: for operators' keys.")] = "",
+) -> UsageOfTenant:
+    """Say what the tenant used, by day and API key."""
+    if of not in {"", tenant}:
+        _check_operator(request, "this key may ask for its own tenant alone")
+    first_day, last_day = (None if day is None else (day - _EPOCH).days for day in (from_, to))
+    report = await gateway.usage(of or tenant, first_day=first_day, last_day=last_day)
+    return usage_of_tenant(of or tenant, report, operator=request.state.operator)
+
+
+@contexts.get(
+    "/v1/deployment",
+    operation_id="read_deployment",
+    responses=_answers(*_ALWAYS, "gateway_unavailable", "invalid_request", "operator_only"),
+)
+async def read_deployment(
+    request: Request,
+    gateway: AskedGateway,
+    limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
+    after: Annotated[str, Query(max_length=64, description="Tenants whose names come after this one.")] = "",
+) -> DeploymentObject:
+    """Say how the pods are and which tenants there are, as this gateway sees it; for operators' keys."""
+    _check_operator(request, "only an operator's key may look at the deployment")
+    return deployment_object(gateway.deployment.view(limit=limit, after=after))
+
+
+def _check_operator(request: Request, refusal: str) -> None:
+    if not request.state.operator:
+        raise OperatorOnly(refusal)
 
 
 @contexts.delete(

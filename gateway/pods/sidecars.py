@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError
-from contextcache.model import CacheRef, CacheSessionMetadata, KeptGroup, SessionId, SessionState, TenantId
+from contextcache.model import CacheRef, CacheSessionMetadata, ForkedKV, KeptGroup, SessionId, SessionState, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
@@ -253,14 +253,16 @@ class Holders:
         """Have every sidecar that may have KV of a context keep it as long as the context lives. Never raises."""
         await asyncio.gather(*(self._touch_at(name, session) for name in self._may_have(session)))
 
-    async def fork(self, session: CacheSessionMetadata, child: CacheSessionMetadata, cache_ref: CacheRef) -> bool:
-        """Have the holder's sidecar give `child` the KV of `session`, under a name; return whether it did.
+    async def fork(
+        self, session: CacheSessionMetadata, child: CacheSessionMetadata, cache_ref: CacheRef
+    ) -> ForkedKV | None:
+        """Have the holder's sidecar give `child` the KV of `session`, under a name; return it, None where it did not.
 
         Of KV of more turns than the child has, the beginning serves it. Never raises.
         """
         sidecar = self._sidecars.get(session.holder)
         if sidecar is None or not session.cache_refs:
-            return False
+            return None
         try:
             async with asyncio.timeout(self._fork_timeout_s):
                 return await sidecar.fork_context(
@@ -273,7 +275,7 @@ class Holders:
         except (ContextCacheError, TimeoutError) as exc:
             fields = {"session_id": child.session_id, "endpoint": session.holder, "error": type(exc).__name__}
             log.warning("fork begins without KV", extra=fields)
-            return False
+            return None
 
     def _may_have(self, session: CacheSessionMetadata) -> list[str]:
         """Return the sidecars to ask. All, where the row does not know, and where it knows no name that is listed.
@@ -338,4 +340,9 @@ async def _manifest_state(sidecar: KVSidecar, session: CacheSessionMetadata, cac
         raise
     except CacheRefNotFound:
         return None
-    return KVState("sealed", manifest.size_bytes, "" if tier == _NO_TIER else tier)
+    return sealed_state(manifest.size_bytes, tier)
+
+
+def sealed_state(size_bytes: int, tier: str) -> KVState:
+    """Return the state of KV that a sidecar has."""
+    return KVState("sealed", size_bytes, "" if tier == _NO_TIER else tier)

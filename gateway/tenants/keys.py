@@ -1,7 +1,8 @@
 """Whose API key it is: a file of key hashes, reloaded when it changes, or one tenant where there are no keys.
 
-The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "context_mode": "replay", "usage": "openai", "plain":
-"keep"}]}`; the last three may be left out. A key itself is never stored or logged.
+The file is JSON, `{"keys": [{"sha256": "<hex>", "tenant": "demo", "name": "app", "context_mode": "replay", "usage":
+"openai", "plain": "keep", "operator": true}]}`; all but the first two may be left out. A key itself is never stored or
+logged.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from contextcache.errors import Unauthorized
-from contextcache.model import TENANT_PATTERN, ContextMode, TenantId, UsageFormat
+from contextcache.model import KEY_NAME_PATTERN, TENANT_PATTERN, ContextMode, TenantId, UsageFormat
 from contextcache.process.settings import file_version
 from gateway.kept import Plain
 from gateway.metrics import Metrics
@@ -49,7 +51,12 @@ _FILE_BYTES_MAX = 16 << 20
 """A hundred thousand keys."""
 _GONE = (0, 0, 0)
 """Version of a file that is not there."""
+_NAME_CHARS = 8
+"""Of a digest that stands for the name of a key without one."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+_ANYBODY = Caller(DEFAULT_TENANT, operator=True)
 
 
 class SingleTenant:
@@ -58,7 +65,11 @@ class SingleTenant:
     def caller_of(self, headers: Mapping[str, str]) -> Caller:
         """Return the default tenant; a key, if any, is the engine's business."""
         del headers
-        return Caller(DEFAULT_TENANT)
+        return _ANYBODY
+
+    def key_names(self) -> Mapping[TenantId, Sequence[str]]:
+        """Return the default tenant, which has none."""
+        return {DEFAULT_TENANT: ()}
 
 
 class KeyFile:
@@ -72,6 +83,7 @@ class KeyFile:
         self._failed_version: tuple[int, int, int] | None = None
         """Of a file that could not be read; None: the last one could."""
         self._callers = _read_callers(path)
+        self._key_names = _by_tenant(self._callers)
 
     def caller_of(self, headers: Mapping[str, str]) -> Caller:
         """Return whose key `Authorization: Bearer <key>` or `X-Api-Key: <key>` is. Raises Unauthorized.
@@ -82,13 +94,19 @@ class KeyFile:
         """
         try:
             digest = hashlib.sha256(_key_in(headers).encode("utf-8", "surrogateescape")).digest()
-            return self._callers[digest]
+            caller = self._callers[digest]
         except KeyError:
             self._metrics.auth_failures.inc()
             raise Unauthorized(KEY_UNKNOWN) from None
         except Unauthorized:
             self._metrics.auth_failures.inc()
             raise
+        # Not kept under each digest: a hundred thousand callers of one tenant would be as many objects.
+        return caller if caller.key else replace(caller, key=digest.hex()[:_NAME_CHARS])
+
+    def key_names(self) -> Mapping[TenantId, Sequence[str]]:
+        """Return the tenants in the order of their names, each with the names of its keys."""
+        return self._key_names
 
     async def run(self) -> None:
         """Look at the file again and again until cancelled; in a thread, because reading a large one takes a while."""
@@ -107,7 +125,8 @@ class KeyFile:
         if version == self._version:
             return
         try:
-            self._callers = _read_callers(self._path)
+            callers = _read_callers(self._path)
+            self._callers, self._key_names = callers, _by_tenant(callers)
         except (OSError, ValueError) as exc:
             # It may be half written: read again until it is good, told once for each state it was seen in.
             if (version or _GONE) != self._failed_version:
@@ -117,6 +136,13 @@ class KeyFile:
         else:
             self._version, self._failed_version = version, None
             log.info("key file reloaded", extra={"num_keys": len(self._callers)})
+
+
+def _by_tenant(callers: Mapping[bytes, Caller]) -> dict[TenantId, list[str]]:
+    found: dict[TenantId, list[str]] = {}
+    for digest, caller in callers.items():
+        found.setdefault(caller.tenant, []).append(caller.key or digest.hex()[:_NAME_CHARS])
+    return dict(sorted(found.items()))
 
 
 def hash_key(key: str) -> str:
@@ -205,8 +231,25 @@ def _read_key(entry: object) -> tuple[bytes, Caller]:
         context_mode=_choice(found, "context_mode", ContextMode),
         plain=_choice(found, "plain", Plain) or Plain.OFF,
         usage=_choice(found, "usage", UsageFormat),
+        key=_name(found),
+        operator=_flag(found, "operator"),
     )
     return bytes.fromhex(digest), caller
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """Return what a key's usage is told under; empty: by the beginning of its digest. Raises ValueError."""
+    name = entry.get("name", "")
+    if not isinstance(name, str) or (name and not KEY_NAME_PATTERN.fullmatch(name)):
+        raise ValueError('has a "name" that is not 1 to 64 letters, digits, "_", "-" or "."')
+    return name
+
+
+def _flag(entry: dict[str, Any], name: str) -> bool:
+    said = entry.get(name, False)
+    if not isinstance(said, bool):
+        raise ValueError(f'has a "{name}" that is neither true nor false')  # noqa: TRY004 - a broken file is one kind
+    return said
 
 
 def _choice(entry: dict[str, Any], name: str, choices: type[_Choice]) -> _Choice | None:

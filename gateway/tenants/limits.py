@@ -70,6 +70,7 @@ class TenantLimits(TenantsInHand):
         """
         super().__init__(requests_max=requests_max, bytes_max=bytes_max, on_refused=on_refused)
         self._clock = clock
+        self.rate_per_s, self.burst = rate_per_s, burst
         self._interval_ms = 1000 / rate_per_s if rate_per_s else 0.0
         self._tolerance_ms = self._interval_ms * (burst - 1)
         self._due_ms: OrderedDict[TenantId, float] = OrderedDict()

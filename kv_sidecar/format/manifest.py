@@ -110,12 +110,14 @@ def with_files(manifest: Manifest) -> Manifest:
 def first_blocks(
     manifest: Manifest, num_tokens: int, *, cache_ref: CacheRef, session_id: SessionId, expires_at_ms: int
 ) -> Manifest:
-    """Return a manifest of the first tokens, at most `num_tokens`, in whole blocks that the other one has too.
+    """Return a manifest of the first tokens, at most `num_tokens`, in files that the other one has too.
 
-    Raises CacheRefNotFound where there is none: a window or a state is of one end of a context only.
+    All of it, or whole blocks. Raises CacheRefNotFound where there is none: a window or a state is of one end of a
+    context only.
     """
     size = math.lcm(*(group.block_tokens for group in manifest.groups))
-    end = num_tokens // size * size
+    is_all = num_tokens >= len(manifest.token_ids)
+    end = len(manifest.token_ids) if is_all else num_tokens // size * size
     if not end or any(group.kind != "full_attention" for group in manifest.groups):
         raise CacheRefNotFound("no beginning of this KV stands by itself")
     cut = replace(
@@ -127,7 +129,7 @@ def first_blocks(
         expires_at_ms=expires_at_ms,
         size_bytes=manifest.size_bytes * end // len(manifest.token_ids),
         block_checksums=(),
-        tail_ref="",
+        tail_ref=(manifest.tail_ref or manifest.cache_ref) if is_all else "",
     )
     return with_files(cut)
 

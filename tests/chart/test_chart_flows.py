@@ -73,6 +73,7 @@ ALWAYS: set[Flow] = {
     ("injected", "context-manager", 50051),
     ("injected", "engine", 50061),
     ("api-server", "injector", 8443),
+    ("injector", "api-server", 443),
     *((part, "dns", 53) for part in ("gateway", "context-manager", "engine")),
     *((part, "collector", 4317) for part in ("gateway", "context-manager", "engine")),
     *(("prometheus", part, 9090) for part in ("gateway", "context-manager", "injector")),
@@ -186,11 +187,10 @@ def test_somebody_else_s_pods_keep_their_own_traffic_by_default():
     assert into == {("app", "injected", 8000)}
 
 
-def test_nobody_but_the_gateway_asks_the_kubernetes_api():
-    found = flows(NARROW)
+def test_nobody_but_gateway_and_injector_asks_the_kubernetes_api():
+    found = flows(merged(NARROW, ENGINE, INJECTOR))
 
-    assert ("gateway", "api-server", 443) in found
-    assert ("context-manager", "api-server", 443) not in found
+    assert {flow[0] for flow in found if flow[1] == "api-server"} == {"gateway", "injector"}
 
 
 def test_peers_apart_reach_no_other_sidecar():

@@ -58,10 +58,9 @@ def words(seed: int) -> list[int]:
 
 def served(front: Front, *asked: Any) -> dict[str, Any]:
     """Ask until a pod of the model is seen by the gateway, and by Envoy (docs/limits-and-flaws.md, Several models)."""
-    unseen = {"no_ready_endpoint", "model_not_found"}
     answer = wait_until(
         lambda: front.ask(*asked),
-        is_so=lambda answer: answer.status_code == 200 or answer.json()["error"]["code"] not in unseen,
+        is_so=lambda answer: answer.status_code == 200 or answer.json()["error"]["code"] != "no_ready_endpoint",
         what="the model is served",
         deadline_s=120,
     )

@@ -77,7 +77,7 @@ class GatewaySidecarContract:
         assert (await sidecar.get_manifest("demo", other))[0] == before
 
     async def fork(self, sidecar, *sources, session_id="ctx_fork", tenant="demo", expires_at_ms=2_000_000_000_000):
-        """Fork, and return the fork's ref and whether there is KV under it."""
+        """Fork, and return the fork's ref and what it has."""
         ref = new_cache_ref()
         forked = await sidecar.fork_context(
             tenant, sources, session_id=session_id, cache_ref=ref, expires_at_ms=expires_at_ms
@@ -88,9 +88,9 @@ class GatewaySidecarContract:
         ref = await keep("ctx_1", "demo")
         source, _ = await sidecar.get_manifest("demo", ref)
         child, forked = await self.fork(sidecar, new_cache_ref(), ref)
-        manifest, _ = await sidecar.get_manifest("demo", child)
+        manifest, tier = await sidecar.get_manifest("demo", child)
 
-        assert forked
+        assert (forked.size_bytes, forked.tier) == (source.size_bytes, tier)
         assert manifest == replace(
             source, cache_ref=child, session_id="ctx_fork", expires_at_ms=2_000_000_000_000, tail_ref=ref
         )

@@ -258,6 +258,7 @@ class SessionChangesContract(SessionStoreContract):
 
             assert (forked.state, forked.generation, forked.num_turns) == (SessionState.READY, 1, 1)
             assert (forked.cache_ref, forked.previous_cache_ref, forked.holders) == (REF_3, "", ("pod-1",))
+            assert forked.forked_from == (KEY.session_id, generation or 4)
             assert forked.num_tokens == sum(segment.num_tokens for segment in expected)
             assert await self.forked_transcript(store) == expected
             await store.unregister(self.FORK, now_ms=NOW)

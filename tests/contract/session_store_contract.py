@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 
 from context_manager.session_row import HOLDERS_MAX
-from context_manager.store import LIST_ROWS_MAX, NUM_SHARDS, Fate, SessionKey, SessionStore, Swept, shard_of
+from context_manager.store import (
+    DAY_MS,
+    LIST_ROWS_MAX,
+    NUM_SHARDS,
+    Fate,
+    SessionKey,
+    SessionStore,
+    Swept,
+    day_of,
+    shard_of,
+)
 from contextcache.errors import (
     ContextBusy,
     ContextCacheError,
@@ -21,6 +31,7 @@ from contextcache.errors import (
     LeaseLost,
 )
 from contextcache.model import (
+    TURNS_KEPT,
     CacheSessionMetadata,
     HeldCacheRef,
     NewSession,
@@ -31,6 +42,8 @@ from contextcache.model import (
     SessionState,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
 )
 
 NOW = 1_700_000_000_000
@@ -55,6 +68,14 @@ def first_commit(key: SessionKey = KEY, lease_id: str = "create") -> TurnCommit:
 
 def turn_commit(lease_id: str, *, generation: int = 1, keep: int = 2, cache_ref: str = REF_2) -> TurnCommit:
     return TurnCommit(KEY.tenant, KEY.session_id, lease_id, generation, keep, (PROMPT,), cache_ref, "pod-2")
+
+
+def receipt(generation: int) -> TurnReceipt:
+    """Return a turn's receipt that is told from all others; every other one leaves out what may be left out."""
+    more = (
+        {"match": "append", "reason": "corrupt_block", "restore_ms": 0, "first_token_ms": 3} if generation % 2 else {}
+    )
+    return TurnReceipt(generation, NOW, generation, 8, 9, 4, "disk", **more, took_ms=77)  # type: ignore[arg-type]
 
 
 class SessionStoreContract:
@@ -493,6 +514,93 @@ class SessionStoreContract:
         assert (await self.begin(store, "next"))[1] == ()
         await store.commit_turn(turn_commit("next", generation=2, keep=0), now_ms=NOW)
         assert await self.transcript(store) == (PROMPT,)
+
+    async def used(self, store: SessionStore, *, now_ms: int = NOW) -> dict[str, dict[str, int]]:
+        """Return what was counted of KEY's tenant on a day, by key."""
+        report = await store.read_usage(KEY.tenant, [day_of(now_ms)], now_ms=now_ms)
+        return {one.key: dict(one.counts) for one in report.days.get(day_of(now_ms), ())}
+
+    async def test_a_commit_counts_what_its_turn_took_once_however_often_it_comes(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        usage = Usage("app-1", {"contexts": 1, "turns": 1, "computed_tokens": 7, "cached_tokens": 0})
+        for _ in range(3):
+            await store.commit_turn(replace(first_commit(), usage=usage), now_ms=NOW)
+        await self.begin(store, "two")
+        more = Usage("app-2", {"turns": 1, "computed_tokens": 1, "cached_tokens": 8})
+        await store.commit_turn(replace(turn_commit("two"), usage=more), now_ms=NOW)
+
+        assert await self.used(store) == {
+            "app-1": {"contexts": 1, "turns": 1, "computed_tokens": 7},
+            "app-2": {"turns": 1, "computed_tokens": 1, "cached_tokens": 8},
+        }
+
+    async def test_the_last_turns_are_told_by_their_receipts_each_once(self, store: SessionStore) -> None:
+        await self.reserve(store)
+        receipts = [receipt(generation) for generation in range(1, TURNS_KEPT + 6)]
+        for _ in range(2):
+            await store.commit_turn(replace(first_commit(), receipt=receipts[0]), now_ms=NOW)
+        for generation, told in enumerate(receipts[1:], 1):
+            await self.begin(store, f"turn {generation}")
+            commit = turn_commit(f"turn {generation}", generation=generation, keep=0)
+            for _ in range(2):
+                await store.commit_turn(replace(commit, receipt=told), now_ms=NOW)
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(replace(turn_commit("nobody"), receipt=receipt(1)), now_ms=NOW)
+
+        assert await store.read_turns(KEY) == tuple(receipts[-TURNS_KEPT:])
+        assert await store.read_turns(SessionKey("other", KEY.session_id)) == ()
+
+    async def test_what_a_session_of_the_same_name_took_before_is_gone_with_it(self, store: SessionStore) -> None:
+        for told, ends in ((receipt(1), True), (None, False)):
+            await self.reserve(store)
+            await store.commit_turn(replace(first_commit(), receipt=told), now_ms=NOW)
+            if ends:
+                assert await store.read_turns(KEY) == (told,)
+                await store.unregister(KEY, now_ms=NOW)
+
+            assert await store.read_turns(KEY) == ()
+
+    async def test_a_commit_that_is_refused_counts_nothing(self, store: SessionStore) -> None:
+        await self.create(store)
+        with pytest.raises(LeaseLost):
+            await store.commit_turn(replace(turn_commit("nobody"), usage=Usage("app", {"turns": 1})), now_ms=NOW)
+
+        assert await self.used(store) == {}
+
+    async def test_a_batch_of_usage_counts_once_within_a_day(self, store: SessionStore) -> None:
+        batch = [Usage("", {"disk_kib_s": 1 << 50}), Usage("app", {"turns": 2})]
+        counted = [await store.add_usage(KEY.tenant, "batch 1", batch, now_ms=NOW) for _ in range(3)]
+        counted.append(await store.add_usage(KEY.tenant, "batch 2", batch, now_ms=NOW))
+        counted.append(await store.add_usage("other", "batch 1", batch, now_ms=NOW))
+
+        assert counted == [True, False, False, True, True]
+        assert await self.used(store) == {"": {"disk_kib_s": 1 << 51}, "app": {"turns": 4}}
+
+    async def test_of_who_tells_batch_after_batch_only_a_number_above_the_last_counts(
+        self, store: SessionStore
+    ) -> None:
+        batch = [Usage("app", {"turns": 1})]
+        numbers = (1, 2, 2, 1, 3, 2)
+        counted = [await store.add_usage(KEY.tenant, "me", batch, number=number, now_ms=NOW) for number in numbers]
+
+        assert counted == [True, True, False, False, True, False]
+        assert await self.used(store) == {"app": {"turns": 3}}
+
+    async def test_usage_is_told_by_day_and_outlives_its_context(self, store: SessionStore) -> None:
+        today = day_of(NOW)
+        await self.reserve(store)
+        await store.commit_turn(replace(first_commit(), usage=Usage("app", {"turns": 1})), now_ms=NOW)
+        await store.add_usage(KEY.tenant, "next day", [Usage("app", {"turns": 5})], now_ms=NOW + DAY_MS)
+        before = await store.read_usage(KEY.tenant, range(today - 1, today + 2), now_ms=NOW)
+        await store.unregister(KEY, now_ms=NOW)
+        after = await store.read_usage(KEY.tenant, [today], now_ms=NOW)
+        others = await store.read_usage("other", [today], now_ms=NOW)
+
+        turns = {day: usage[0].counts["turns"] for day, usage in before.days.items()}
+        assert turns == {today: 1, today + 1: 5}
+        assert (before.num_contexts, after.num_contexts, before.today) == (1, 0, today)
+        assert after.days[today] == before.days[today]
+        assert (dict(others.days), others.num_contexts) == ({}, 0)
 
     async def test_a_commit_whose_reply_was_lost_can_be_repeated(self, store: SessionStore) -> None:
         await self.create(store)

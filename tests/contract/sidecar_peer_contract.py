@@ -45,8 +45,11 @@ class SidecarPeerContract:
         question = PrefixQuestion(TENANT, FINGERPRINT, pack_token_ids((*PROMPT[:9], 77, 78)), 1)
         other = replace(question, tenant="other")
 
-        (found,) = await peer.match(question, 8)
-        assert (found.cache_ref, found.num_tokens) == (new.cache_ref, 9)
+        goes_on = replace(question, token_ids=pack_token_ids((*PROMPT, 77, 78)))
+
+        (found,), (whole,) = await peer.match(question, 8), await peer.match(goes_on, 8)
+        assert (found.cache_ref, found.num_tokens, found.is_whole) == (new.cache_ref, 9, False)
+        assert (whole.cache_ref, whole.num_tokens, whole.is_whole) == (new.cache_ref, len(PROMPT), True)
         assert list(await peer.match(question, 10)) == list(await peer.match(other, 8)) == []
 
     async def test_what_is_absent_or_anothers_is_not_found(self, there, peer):

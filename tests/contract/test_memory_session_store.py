@@ -5,9 +5,10 @@ import pytest
 from context_manager.memory_store import MemorySessionStore
 from tests.contract.session_changes_contract import SessionChangesContract
 from tests.contract.session_store_contract import KEY, TOMBSTONE_S
+from tests.contract.usage_contract import UsageContract
 
 
-class TestMemorySessionStore(SessionChangesContract):
+class TestMemorySessionStore(SessionChangesContract, UsageContract):
     @pytest.fixture
     def store(self) -> MemorySessionStore:
         return MemorySessionStore(tombstone_s=TOMBSTONE_S)

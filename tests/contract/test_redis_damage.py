@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import redis
@@ -13,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import expiry_key, script_keys
+from context_manager.redis_layout import counted_key, expiry_key, script_keys, usage_key
 from context_manager.redis_store import RedisSessionStore
-from context_manager.store import NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import DAY_MS, NUM_SHARDS, SessionKey, day_of, shard_of
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
-from contextcache.model import HeldCacheRef
+from contextcache.model import HeldCacheRef, Usage
 from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS, first_commit
 from tests.kit.valkey import ValkeyServer
 
@@ -144,6 +145,30 @@ async def test_a_spoilt_set_of_a_tenant_or_a_transcript_stops_no_sweep(rig: Rig)
     rig.clock.advance(s=TTL_MS // 1000)
 
     assert await rig.sweeper.sweep_pass() == 4 * NUM_SHARDS
+
+
+@pytest.mark.parametrize("spoilt", ["a word", "another type"])
+async def test_usage_is_counted_over_what_was_spoilt(rig: Rig, spoilt: str) -> None:
+    """Seen failing: a sidecar told the same batch again and again, and those of the tenants behind it never."""
+    counted = counted_key(shard_of("demo", "me"), "demo", "me")
+    if spoilt == "a word":
+        rig.raw.set(counted, "many")
+    else:
+        rig.raw.rpush(counted, "many")
+    tell = partial(rig.store.add_usage, "demo", "me", [Usage("app", {"turns": 1})], now_ms=NOW)
+
+    assert [await tell(number=number) for number in (1, 1, 2)] == [True, False, True]
+    assert 0 < rig.raw.pttl(counted) <= DAY_MS
+
+
+@pytest.mark.parametrize("said", ["many", "-5", "1e9", "9" * 30, "9" * 5000])
+async def test_a_number_of_usage_that_is_none_hides_no_other(rig: Rig, said: str) -> None:
+    """Seen failing: a question about the day broke off."""
+    for shard in range(NUM_SHARDS):
+        rig.raw.hset(usage_key(shard, "demo", day_of(NOW)), mapping={"app:turns": said, "app:contexts": 2})
+
+    report = await rig.store.read_usage("demo", [day_of(NOW)], now_ms=NOW)
+    assert [(one.key, one.counts) for one in report.days[day_of(NOW)]] == [("app", {"contexts": 2 * NUM_SHARDS})]
 
 
 @pytest.mark.parametrize("damage", ROWS.values(), ids=ROWS)

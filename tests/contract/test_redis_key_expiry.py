@@ -13,12 +13,21 @@ import pytest
 import redis
 
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import script_keys
+from context_manager.redis_layout import script_keys, turns_key
 from context_manager.redis_store import RedisSessionStore
 from context_manager.store import KEY_GRACE_MS, NUM_SHARDS, SessionKey, shard_of
 from contextcache.errors import ContextCacheError
 from contextcache.model import NewSession, SessionMode, TtlPolicy
-from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, TOMBSTONE_MS, TOMBSTONE_S, TTL_MS, first_commit
+from tests.contract.session_store_contract import (
+    LEASE_MS,
+    NEW,
+    NOW,
+    TOMBSTONE_MS,
+    TOMBSTONE_S,
+    TTL_MS,
+    first_commit,
+    receipt,
+)
 from tests.kit.seed import SEED
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
@@ -56,7 +65,7 @@ def left_ms(raw: redis.Redis) -> dict[str, int]:
 
 
 class RandomWork:
-    """One operation after the other, the clock going on in between, on ten ids of two tenants."""
+    """One operation after the other, the clock going on in between, on three ids of two tenants."""
 
     def __init__(self, store: RedisSessionStore, seed: int) -> None:
         self._store = store
@@ -65,9 +74,9 @@ class RandomWork:
 
     async def step(self) -> str:
         pick = self._random
-        self.now_ms += pick.choice((0, 1, 500, 40_000, 700_000))
-        key = SessionKey(pick.choice(("demo", "other")), f"ctx_{pick.randrange(10)}")
-        names = "reserve reserve reserve begin commit commit renew abort touch remove sweep"
+        self.now_ms += pick.choice((*[0, 1, 500] * 3, 40_000, 700_000))
+        key = SessionKey(pick.choice(("demo", "other")), f"ctx_{pick.randrange(3)}")
+        names = "reserve create create begin turn turn commit rewind renew abort touch touch remove sweep"
         name = pick.choice(names.split())
         with suppress(ContextCacheError):
             await getattr(self, f"_{name}")(key)
@@ -96,8 +105,22 @@ class RandomWork:
         )
 
     async def _commit(self, key: SessionKey) -> None:
-        commit = replace(first_commit(key, self._lease()), expected_generation=self._random.randrange(3))
+        generation = (await self._store.get(key, now_ms=self.now_ms)).generation
+        commit = replace(
+            first_commit(key, self._lease()), expected_generation=generation, receipt=receipt(generation + 1)
+        )
         await self._store.commit_turn(commit, now_ms=self.now_ms)
+
+    async def _rewind(self, key: SessionKey) -> None:
+        await self._store.rewind(key, generation=1, expected_generation=None, now_ms=self.now_ms)
+
+    async def _create(self, key: SessionKey) -> None:
+        await self._reserve(key)
+        await self._commit(key)
+
+    async def _turn(self, key: SessionKey) -> None:
+        await self._begin(key)
+        await self._commit(key)
 
     async def _renew(self, key: SessionKey) -> None:
         await self._store.renew_lease(key, lease_id=self._lease(), lease_ttl_ms=LEASE_MS, now_ms=self.now_ms)
@@ -124,16 +147,22 @@ def what_is_wrong(raw: redis.Redis, now_ms: int) -> list[str]:
     """Return which keys have no end, or one that does not fit the end of what is in them."""
     left = left_ms(raw)
     wrong = [f"for ever: {key}" for key, ms in left.items() if ms < 0]
+    wrong += [
+        f"of no session: {key}" for key in left if ":turns:" in key and key.replace(":turns:", ":session:") not in left
+    ]
     for row_key in (key for key in left if ":session:" in key):
         row = raw.hgetall(row_key)
+        key = SessionKey(*row_key.rsplit(":", 2)[1:])
+        turns = turns_key(key)
+        if row["state"] in ("tombstone", "creating"):
+            wrong += [f"{turns} outlives its session"] * (turns in left)
         if row["state"] == "tombstone":
             continue
-        key = SessionKey(*row_key.rsplit(":", 2)[1:])
         due_ms = int(row["lease_until_ms" if row["state"] == "creating" else "expires_at_ms"])
         wanted_ms = max(due_ms - now_ms, 0) + TOMBSTONE_MS + KEY_GRACE_MS
         _, transcript, *sets = script_keys(key)
         # The clock of the test went on since the row's last change, Redis's own did not.
-        kept = [one for one in (row_key, transcript) if one in left]
+        kept = [one for one in (row_key, transcript, turns) if one in left]
         wrong += [f"{one} ends too early" for one in kept if left[one] < wanted_ms - _SLACK_MS]
         wrong += [f"{one} ends before {row_key}" for one in sets if left[one] < left[row_key] - 400]
     return wrong
@@ -153,19 +182,19 @@ async def test_whatever_is_done_every_key_ends_and_none_too_early(
 
 
 async def test_a_key_ends_a_tombstone_and_a_day_after_its_session(store: RedisSessionStore, raw: redis.Redis) -> None:
-    row, transcript, expiry, tenant = script_keys(KEY)
+    (row, transcript, expiry, tenant), turns = script_keys(KEY), turns_key(KEY)
 
     def left(key: str) -> int:
         return round((raw.pttl(key) - TOMBSTONE_MS - KEY_GRACE_MS) / _SLACK_MS)
 
     await store.reserve(NEW, lease_id="create", lease_ttl_ms=10 * _SLACK_MS, now_ms=NOW)
     assert [left(key) for key in (row, expiry, tenant)] == [10, 10, 10]
-    await store.commit_turn(first_commit(), now_ms=NOW)
-    assert [left(key) for key in (row, transcript, expiry, tenant)] == [TTL_MS // _SLACK_MS] * 4
+    await store.commit_turn(replace(first_commit(), receipt=receipt(1)), now_ms=NOW)
+    assert [left(key) for key in (row, transcript, turns, expiry, tenant)] == [TTL_MS // _SLACK_MS] * 5
     await store.touch(KEY, ttl_s=3600, ttl_policy=None, metadata=None, now_ms=NOW)
-    assert [left(key) for key in (row, transcript, expiry, tenant)] == [60] * 4
-    await store.touch(KEY, ttl_s=60, ttl_policy=None, metadata=None, now_ms=NOW)
-    assert [left(key) for key in (row, transcript)] == [1, 1]
+    assert [left(key) for key in (row, transcript, turns, expiry, tenant)] == [60] * 5
+    await store.touch(KEY, ttl_s=60, ttl_policy=TtlPolicy.SLIDING, metadata=None, now_ms=NOW)
+    assert [left(key) for key in (row, transcript, turns)] == [1, 1, 1]
 
 
 async def test_a_manager_with_a_wrong_clock_deletes_nothing(store: RedisSessionStore, raw: redis.Redis) -> None:

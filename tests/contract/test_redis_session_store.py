@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import SWEEPER_KEY, answer_keys, place_key, script_keys, tenant_key
+from context_manager.redis_layout import (
+    SWEEPER_KEY,
+    answer_keys,
+    place_key,
+    receipt_text,
+    script_keys,
+    tenant_key,
+    turns_key,
+)
 from context_manager.redis_store import RedisSessionStore
 from context_manager.segments import pack_segment
 from context_manager.store import ANSWER_KEPT_MS, NUM_SHARDS, SessionKey, shard_of
@@ -27,8 +35,10 @@ from tests.contract.session_store_contract import (
     TOMBSTONE_S,
     TTL_MS,
     first_commit,
+    receipt,
     turn_commit,
 )
+from tests.contract.usage_contract import UsageContract
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
 
@@ -37,7 +47,7 @@ def connection_to(server: ValkeyServer, **options: float) -> RedisConnection:
     return RedisConnection(server.url, timeout_s=options.get("timeout_s", 10.0), max_connections=8)
 
 
-class RedisContract(SessionChangesContract):
+class RedisContract(SessionChangesContract, UsageContract):
     """The suite, and what only Redis can show."""
 
     @pytest.fixture
@@ -72,6 +82,25 @@ class RedisContract(SessionChangesContract):
             server.command("CONFIG", "SET", "maxmemory", "0")
 
         assert server.command("EXISTS", *script_keys(KEY)) == b":0\r\n"
+
+    async def test_turns_that_an_older_manager_left_behind_are_nobody_s_and_what_is_none_is_left_out(
+        self, store: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        """It knows of no turns when it removes a session."""
+        server.command("RPUSH", turns_key(KEY), receipt_text(receipt(7)))
+        await self.reserve(store)
+        await store.commit_turn(replace(first_commit(), receipt=receipt(1)), now_ms=NOW)
+        whole = receipt_text(receipt(2))
+        for spoilt in ("", "{", "[1]", "17", '"text"', whole.replace("77", "-1"), whole.replace('"disk"', "7")):
+            server.command("RPUSH", turns_key(KEY), spoilt)
+
+        assert await store.read_turns(KEY) == (receipt(1),)
+        server.command("DEL", turns_key(KEY))
+        server.command("HSET", turns_key(KEY), "no", "list")
+        assert await store.read_turns(KEY) == ()
+        await self.begin(store)
+        assert (await store.commit_turn(replace(turn_commit("turn"), receipt=receipt(2)), now_ms=NOW)).generation == 2
+        assert await store.read_turns(KEY) == (receipt(2),)
 
     @pytest.mark.parametrize("change", [("HDEL", "holders"), ("HSET", "holder", "pod-of-an-older-manager")])
     async def test_a_row_that_an_older_release_wrote_does_not_know_its_holders(

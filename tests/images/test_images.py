@@ -32,7 +32,12 @@ def buildah(tmp_path_factory):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_says_how_it_is_used_as_the_user_it_runs_as(buildah, part):
-    assert buildah.run(IMAGE, "context-cache", part, "--help", user=USER).count("\n") > 3
+    assert buildah.run(IMAGE, "context-cache", "serve", part, "--help", user=USER).count("\n") > 3
+
+
+@pytest.mark.parametrize("words", [["doctor", "--help"], ["ls", "--help"]])
+def test_the_image_has_the_doctor_and_the_command_line(buildah, words):
+    assert buildah.run(IMAGE, "context-cache", *words, user=USER).count("\n") > 3
 
 
 def test_nothing_in_the_image_can_be_changed_by_what_runs_in_it(buildah):

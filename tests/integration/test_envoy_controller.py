@@ -12,9 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
 from gateway.envoy.clusters import PLUGIN
-from gateway.flows import DESTINATION_HEADER
 from tests.kit import http2
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Front

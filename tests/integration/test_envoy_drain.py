@@ -167,7 +167,7 @@ async def local_envoy(tmp_path):
 async def _listens(port: int) -> bool:
     try:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
+    except ConnectionError:
         return False
     writer.close()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)

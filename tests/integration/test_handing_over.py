@@ -26,13 +26,13 @@ from tests.kit.manager_process import running_manager_process
 from tests.kit.ports import free_port
 from tests.kit.until import until
 
-PROMPTS = [tuple(range(start, start + 10)) for start in (0, 100, 200)]
+PROMPTS = [tuple(range(start, start + 10)) for start in (0, 100, 200, 300)]
 
 
 class Pod:
     """A sidecar process that knows its name, its peer and the manager, and one engine rank beside it."""
 
-    def __init__(self, directory: Path, number: int, *, ports: tuple[int, int], manager: str, **more: str) -> None:
+    def __init__(self, directory: Path, number: int, *, ports: tuple[int, ...], manager: str, **more: str) -> None:
         directory.mkdir()
         self.name = f"engine-{number}"
         self.address = f"127.0.0.1:{ports[number]}"
@@ -59,11 +59,11 @@ class Pod:
 
 
 class World:
-    """Two pods and a manager."""
+    """Two or more pods and a manager."""
 
-    def __init__(self, directory: Path, manager: str, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, manager: str, stack: ExitStack, *, num_pods: int = 2) -> None:
         self._directory, self._manager, self._stack = directory, manager, stack
-        self._ports = (free_port(), free_port())
+        self._ports = tuple(free_port() for _ in range(num_pods))
         self.sessions = ContextManagerClient(manager)
 
     async def pod(self, number: int, **more: str) -> Pod:

@@ -12,11 +12,14 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 import trustme
+from kubernetes.aio import config
 
+from contextcache.kubernetes.objects import EVENTS
 from injector import webhook
 from injector.server import serve
 from injector.settings import InjectorSettings
 from injector.webhook import Webhook
+from tests.kit.fake_kube import FakeKube
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.unit.injector.pods import apply_patch, make_parts, make_pod
@@ -97,7 +100,13 @@ def injector(tmp_path):
 
 
 def make_review(pod):
-    request = {"uid": "u-1", "kind": {"version": "v1", "kind": "Pod"}, "operation": "CREATE", "object": pod}
+    request = {
+        "namespace": "llm",
+        "uid": "u-1",
+        "kind": {"version": "v1", "kind": "Pod"},
+        "operation": "CREATE",
+        "object": pod,
+    }
     return json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request})
 
 
@@ -318,3 +327,30 @@ async def test_parts_that_are_none_are_said_with_their_fault(injector):
     with pytest.raises(ValueError, match="sidecar: Field required"):
         async with injector.running():
             pass
+
+
+async def test_the_owner_of_a_pod_left_alone_is_told_by_an_event(injector, tmp_path, monkeypatch):
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "llama-7d9", "uid": "u-7", "controller": True}
+    pod = make_pod(hostNetwork=True)
+    pod["metadata"]["ownerReferences"] = [owner]
+    async with FakeKube(allows=lambda verb, plural, _: (verb, plural) == ("create", "events")) as kube:
+        kubeconfig = kube.write_kubeconfig(tmp_path / "kubeconfig")
+        monkeypatch.setattr(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+        async with injector.running(events=True):
+            for _ in range(2):
+                await injector.post(make_review(pod))
+            await until(lambda: len(kube.requests) == 2, what="both were told", deadline_s=PATIENCE_S)
+
+    (event,) = [found for key, found in kube.objects.items() if key[:2] == (EVENTS.plural, "llm")]
+    assert event["involvedObject"]["name"] == "llama-7d9"
+    assert "host-network" in event["message"]
+
+
+async def test_an_api_server_that_is_away_costs_a_review_nothing(injector, tmp_path, monkeypatch):
+    async with FakeKube() as kube:
+        kubeconfig = kube.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setattr(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
+    async with injector.running(events=True):
+        status, answer = await injector.post(make_review(make_pod(hostNetwork=True)))
+
+    assert (status, answer["response"]["allowed"]) == (200, True)

@@ -41,6 +41,8 @@ def test_there_is_a_point_on_either_side_of_every_script() -> None:
         "'manager.sweep.after'",
         "'manager.claim.before'",
         "'manager.claim.after'",
+        "'manager.count.before'",
+        "'manager.count.after'",
     }
 
 

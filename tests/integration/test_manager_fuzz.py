@@ -28,7 +28,7 @@ from tests.kit.valkey import ValkeyServer
 
 KEY = re.compile(
     r"cc:\{s\d+\}:(expiry|(tenant|answers):[\w.-]{1,64}|(session|transcript|place):[\w.-]{1,64}:[\w.-]{1,128}"
-    r"|answer:[\w.-]{1,64}:[\w.-]{1,128}:[0-9a-f]{32})",
+    r"|answer:[\w.-]{1,64}:[\w.-]{1,128}:[0-9a-f]{32}|usage:[\w.-]{1,64}:\d{1,5}|counted:[\w.-]{1,64}:[ -~]{1,128})",
     re.ASCII,
 )
 METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["ContextManagerService"].methods}
@@ -60,7 +60,8 @@ def filled(draw: st.DrawFn, descriptor: Descriptor, only: str = "") -> dict[str,
         if field.name != only if only else draw(st.integers(0, 9)) == 0:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            fields[field.name] = draw(st.dictionaries(TEXTS, TEXTS, max_size=20))
+            values = SCALARS[field.message_type.fields_by_name["value"].type]
+            fields[field.name] = draw(st.dictionaries(TEXTS, values, max_size=20))
             continue
         one = SCALARS[field.type] if field.message_type is None else filled(field.message_type)
         fields[field.name] = draw(st.lists(one, max_size=3) if field.is_repeated else one)
@@ -78,6 +79,7 @@ COMMIT: dict[str, Any] = {
     "cache_ref": REF,
     "holder": "pod",
 }
+USAGE = {"key": "app", "counts": {"turns": 1, "computed_tokens": 12}}
 LEASE = {"lease_id": "turn", "lease_ttl_ms": 30_000}
 VALID: dict[str, dict[str, Any]] = {
     "ReserveSession": {"tenant": "demo", "session_id": "ctx_4", "model_id": "smol", "ttl_s": 600, **LEASE},
@@ -88,7 +90,7 @@ VALID: dict[str, dict[str, Any]] = {
     "GetSessionMetadata": NAMED,
     "BeginTurn": NAMED | LEASE | {"repeatable": REPEATABLE},
     "RenewLease": {"tenant": "demo", "session_id": "ctx_2", **LEASE},
-    "CommitTurn": {"commit": COMMIT | {"repeatable": REPEATABLE, "answer": b"kept"}},
+    "CommitTurn": {"commit": COMMIT | {"repeatable": REPEATABLE, "answer": b"kept", "usage": USAGE}},
     "RewindSession": NAMED | {"generation": 1},
     "ForkSession": {
         "source_id": "ctx_1",
@@ -108,6 +110,8 @@ VALID: dict[str, dict[str, Any]] = {
     "UnregisterSessionCache": NAMED,
     "CheckCacheRefs": {"held": [NAMED | {"cache_ref": REF}]},
     "ListSessions": {"tenant": "demo", "limit": 10},
+    "AddUsage": {"tenant": "demo", "batch_id": "batch", "usage": [USAGE], "sender": "me", "number": 1},
+    "GetUsage": {"tenant": "demo", "first_day": 19_000, "last_day": 19_030},
 }
 """A call of each kind that is taken, over what `prepared` leaves."""
 
@@ -121,7 +125,7 @@ def nearly_valid(draw: st.DrawFn, name: str) -> dict[str, Any]:
         while True:
             field = draw(st.sampled_from(list(descriptor.fields)))
             held = inner.get(field.name)
-            deeper = field.message_type is not None and field.message_type.fields_by_name.get("key") is None
+            deeper = field.message_type is not None and not field.message_type.GetOptions().map_entry
             if deeper and held and draw(st.booleans()):
                 descriptor, inner = field.message_type, held[0] if isinstance(held, list) else held
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -10,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.errors import CacheRefNotFound
+from contextcache.errors import CacheRefNotFound, CacheRefPending
+from contextcache.model import Manifest
+from contextcache.v1 import kv_sidecar_pb2 as pb
 from deploy.local import s3_server
+from kv_sidecar.format.manifest import block_key
+from kv_sidecar.hot_lists import HotLists
 from kv_sidecar.object_store import ObjectStore
+from kv_sidecar.server import serve
+from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
 from tests.kit.lying_store import BLOCKS, LyingStore
 from tests.kit.ports import free_port
@@ -50,9 +57,9 @@ def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., object]
     """Return a running sidecar with a disk of its own, over a prefix of the test's own."""
 
     @asynccontextmanager
-    async def running(name: str) -> AsyncIterator[SidecarUnderTest]:
+    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
         settings = {"store_url": url_of(request.node.name), "store_timeout_s": CALL_S, "pull_timeout_s": 3}
-        async with SidecarUnderTest(tmp_path / name, clock=SystemClock(), **settings) as kv:
+        async with SidecarUnderTest(tmp_path / name, clock=SystemClock(), **{**settings, **more}) as kv:
             kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
             yield kv
 
@@ -80,11 +87,11 @@ def _value(read: Callable[[], float]) -> Callable[[], Awaitable[float]]:
 
 
 async def test_a_context_outlives_its_pod_and_its_delete_leaves_no_object(proxy, pod, request):
-    async with pod("a") as kv:
+    async with pod("a", store_timeout_s=60) as kv:
         new = await kv.save(TEN, session_id="ctx_1")
         other = await kv.save((*TEN[:4], 77, 78), session_id="ctx_2")
         assert await kv.sidecar.shared.flush(60) == 0
-    async with pod("b") as kv:
+    async with pod("b", store_timeout_s=60, pull_timeout_s=60) as kv:
         await brought(kv, new.cache_ref)
         assert await kv.load(new) == ["object"] * 3
         await kv.sidecar.delete(TENANT, "ctx_1", [new.cache_ref])
@@ -113,9 +120,47 @@ async def test_a_store_that_does_not_serve_is_a_miss_in_time_with_nothing_left_a
         assert kv.counted("pulls_total", outcome="internal_error") == 0
 
     proxy.fault = ""
-    async with pod("c") as kv:
+    async with pod("c", store_timeout_s=60, pull_timeout_s=60) as kv:
         await brought(kv, new.cache_ref)
         assert await kv.load(new) == ["object"] * 3
+
+
+async def test_an_engine_loads_what_a_slow_store_has_sent_when_it_waits_no_longer_and_the_next_turn_all(proxy, pod):
+    """Seen to fail with a beginning that LoadBlocks does not know."""
+    async with pod("a") as kv:
+        new = await kv.save(TEN)
+        whole = await kv.catalog.open(TENANT, new.cache_ref)
+        assert await kv.sidecar.shared.flush(60) == 0
+    async with pod("b", store_timeout_s=60, pull_timeout_s=60) as kv:
+        proxy.fault, proxy.named = "held", block_key(whole, 1, 0).file_name
+        server = serve(kv.sidecar, ["127.0.0.1:0"])
+        await server.start()
+        rank = await asyncio.to_thread(EngineRank, f"127.0.0.1:{server.ports[0]}")
+
+        async def asked(wait_ms: int) -> tuple[Manifest, pb.GetManifestResponse]:
+            question = pb.GetManifestRequest(tenant=TENANT, cache_ref=new.cache_ref, bring=True, wait_ms=wait_ms)
+            return await asyncio.to_thread(rank.client.find_manifest, question, 30)
+
+        try:
+            with pytest.raises(CacheRefPending):
+                await asked(60_000)
+            begun, answer = await until(lambda: asked(0), what="something has come", despite=(CacheRefPending,))
+            with pytest.raises(CacheRefPending):
+                await asked(60_000)
+
+            assert (begun.token_ids, answer.coming, answer.tier) == (TEN[:4], True, pb.TIER_OBJECT)
+            assert await asyncio.to_thread(rank.load_files, begun) == {pb.TIER_OBJECT}
+            proxy.go.set()
+            all_of_it, answer = await until(lambda: asked(60_000), what="all has come", despite=(CacheRefPending,))
+            assert (all_of_it.token_ids, answer.coming) == (TEN, False)
+            # What was pulled says so until all of it has been loaded once.
+            assert await asyncio.to_thread(rank.load_files, begun) == {pb.TIER_OBJECT}
+            await asyncio.to_thread(rank.load, new)
+            assert await asyncio.to_thread(rank.load_files, begun) == {pb.TIER_HOST}
+        finally:
+            proxy.go.set()
+            rank.close()
+            await server.stop(1)
 
 
 @pytest.mark.parametrize("fault", ["slow", "errors"])
@@ -138,3 +183,14 @@ async def test_saves_and_deletes_do_not_wait_for_a_store_that_does_not_serve(pro
         proxy.fault = ""
         await kv.sidecar.shared.flush(60)
     assert await names(request.node.name) == set()
+
+
+async def test_of_pods_that_start_at_once_one_takes_a_list_over(proxy, request: pytest.FixtureRequest) -> None:
+    """Seen to fail with claims that replace each other: several took it."""
+    objects = ObjectStore(url_of(request.node.name), timeout_s=10)
+    await HotLists(objects, endpoint="gone", gone_after_s=60).write(FINGERPRINT, [(TENANT, "ctx_1")], leaves=True)
+    starting = [HotLists(objects, endpoint=f"pod-{number}", gone_after_s=60) for number in range(6)]
+    taken = [found for found in await asyncio.gather(*(it.take(FINGERPRINT) for it in starting)) if found]
+
+    assert [(found.endpoint, found.contexts) for found in taken] == [("gone", ((TENANT, "ctx_1"),))]
+    assert [await objects.create("x", b"1"), await objects.create("x", b"2")] == [True, False]

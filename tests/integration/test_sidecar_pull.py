@@ -138,6 +138,25 @@ async def test_only_what_is_missing_travels_and_of_every_rank(start_node) -> Non
     assert here.kv.counted("pulled_bytes_total") == there.kv.disk_bytes() - shared_bytes
 
 
+async def test_more_ranks_than_files_have_room_in_memory_come_side_by_side(start_node) -> None:
+    there = await start_node("there", world_size=4, slots=False)
+    here = await start_node("here", world_size=4, frame_streams_max=1)
+    first = new_save(PROMPT, now_ms=SystemClock().now_ms(), world_size=4)
+    ranks = [replace(first, rank=rank) for rank in range(4)]
+    for new in ranks:
+        await there.kv.catalog.prepare_save(new)
+        for index in range(3):
+            data = block_file_bytes(block_meta(there.kv.plan(new), index, new.rank), page_bytes=LARGE_PAGE_BYTES)
+            await there.kv.catalog.take_block(new.cache_ref, new.rank, index, data)
+        await there.kv.catalog.seal(new.cache_ref, new.rank)
+    await here.pull(first.cache_ref, peer=there.address)
+    await here.settled()
+
+    assert here.pulls("pulled") == 1
+    for new in ranks:
+        assert await here.kv.load(new) == ["peer"] * 3
+
+
 async def test_another_tenant_learns_nothing_of_a_pull(start_node, process: SidecarProcess) -> None:
     here = await start_node("here")
     address = await stopped_peer(process)

@@ -57,7 +57,7 @@ class Attended:
         """Return whether nobody listens any more."""
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2]))
-        except ConnectionRefusedError:
+        except ConnectionError:
             return True
         writer.close()
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)

@@ -32,7 +32,9 @@ class CatalogPeer(Peer):
         self.hold_match = _open_gate()
         self.hold_manifest = _open_gate()
         self.hold_block = _open_gate()
-        """A closed gate stops every block but the first."""
+        """A closed gate stops every block that is not free."""
+        self.is_free: Callable[[int, int], bool] = lambda rank, index: not self.sent
+        """Of a rank and a position: the first block that is sent at all."""
         self.arrived = asyncio.Event()
         """Set when somebody stands before a closed gate."""
         self.breaks = False
@@ -67,7 +69,7 @@ class CatalogPeer(Peer):
             async for block in blocks:
                 if self.sent and self.breaks:
                     raise SidecarUnavailable("the peer is gone")
-                if self.sent:
+                if not self.is_free(rank, block.block_index):
                     await self._pass(self.hold_block)
                 self.sent.append((rank, block.block_index))
                 yield PulledFile(

@@ -1,9 +1,9 @@
 """Clients as they are: each holds its own conversation, resends it as it does, and knows nothing of contexts.
 
-The SDKs are real: anthropic, openai, LangChain, litellm and Vercel's (`vercel/`). What sits on top of an SDK and has
-none of its own is a recorded shape: Claude Code 2.1 over anthropic, Codex 0.60 over openai's Responses, OpenCode 1.0
-and Open WebUI 0.6 over bare HTTP. A model of 135M calls no tool, so what a client would have called is said for it: its
-next request holds the call and the result, as if the model had asked.
+The SDKs are real: anthropic, openai, LangChain, litellm, LlamaIndex and Vercel's (`vercel/`). What sits on top of an
+SDK and has none of its own is a recorded shape: Claude Code 2.1 over anthropic, Codex 0.60 over openai's Responses,
+OpenCode 1.0 and Open WebUI 0.6 over bare HTTP. A model of 135M calls no tool, so what a client would have called is
+said for it: its next request holds the call and the result, as if the model had asked.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from deploy.local.environments import made
 from tests.kit.stack import MODEL
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the net for prices when it is imported
@@ -53,6 +54,11 @@ class Client:
         self.system = f"You help {name}, a geographer. {RULES}"
         self.number = 0
         self.open()
+
+    @property
+    def streams(self) -> bool:
+        """Every other turn, where the client may do either."""
+        return self.number % 2 == 1
 
     def open(self) -> None:
         """Make the SDK's client and the empty history."""
@@ -118,11 +124,12 @@ class OpenCode(_OpenAIMessages):
 
 
 class Litellm(_OpenAIMessages):
-    """litellm's `completion`, not streamed, with its session in the metadata and a header."""
+    """litellm's `completion`, with its session in the metadata and a header."""
 
     def ask(self, text: str) -> Iterator[Answered]:
         import litellm
 
+        self.number += 1
         self.messages.append({"role": "user", "content": text})
         answer = litellm.completion(
             model=f"openai/{MODEL}",
@@ -132,7 +139,11 @@ class Litellm(_OpenAIMessages):
             max_tokens=MAX_TOKENS,
             temperature=0,
             extra_headers={"x-litellm-session-id": self.name},
+            stream=self.streams,
+            stream_options={"include_usage": True} if self.streams else None,
         )
+        if self.streams:
+            answer = litellm.stream_chunk_builder(list(answer))
         answered = _of_openai(answer.choices[0].message.content, answer.usage.model_dump())
         self.messages.append({"role": "assistant", "content": answered.text})
         yield answered
@@ -148,7 +159,13 @@ class LangChain(Client):
         from langchain_openai import ChatOpenAI
 
         model = ChatOpenAI(
-            model=MODEL, base_url=f"{self.url}/v1", api_key=self.key, temperature=0, max_tokens=MAX_TOKENS, timeout=300
+            model=MODEL,
+            base_url=f"{self.url}/v1",
+            api_key=self.key,
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            stream_usage=True,
+            timeout=300,
         )
         self.model = model.bind_tools([{"type": "function", "function": READ_FILE}])
         self.messages: list[Any] = [SystemMessage(self.system)]
@@ -166,7 +183,7 @@ class LangChain(Client):
         yield answered
 
     def _call(self) -> tuple[Answered, Any]:
-        from langchain_core.messages import trim_messages
+        from langchain_core.messages import message_chunk_to_message, trim_messages
 
         sent = trim_messages(
             self.messages,
@@ -176,8 +193,14 @@ class LangChain(Client):
             start_on="human",
             include_system=True,
         )
-        message = self.model.invoke(sent)
-        return _of_openai(message.content, message.response_metadata["token_usage"]), message
+        if not self.streams:
+            message = self.model.invoke(sent)
+        else:
+            first, *others = self.model.stream(sent)
+            message = message_chunk_to_message(sum(others, first))
+        usage = message.usage_metadata
+        cached = usage.get("input_token_details", {}).get("cache_read", 0)
+        return Answered(message.content, usage["input_tokens"], cached, usage["output_tokens"]), message
 
 
 class ClaudeCode(Client):
@@ -218,16 +241,20 @@ class ClaudeCode(Client):
         reminder = {"type": "text", "text": f"<system-reminder>\n{self.number} todos are open.\n</system-reminder>"}
         *before, last = self.messages
         marked = last | {"content": [*last["content"], reminder | mark]}
-        with self.client.messages.stream(
-            model=MODEL,
-            max_tokens=MAX_TOKENS,
-            extra_body={"temperature": 0},
-            system=[{"type": "text", "text": bill}, {"type": "text", "text": self.system} | mark],
-            tools=[{"name": "Read", "description": "Reads a file", "input_schema": READ_FILE["parameters"]}],
-            messages=[*before, marked],
-            metadata={"user_id": "user_1_account__session_2"},
-        ) as stream:
-            message = stream.get_final_message()
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": MAX_TOKENS,
+            "extra_body": {"temperature": 0},
+            "system": [{"type": "text", "text": bill}, {"type": "text", "text": self.system} | mark],
+            "tools": [{"name": "Read", "description": "Reads a file", "input_schema": READ_FILE["parameters"]}],
+            "messages": [*before, marked],
+            "metadata": {"user_id": "user_1_account__session_2"},
+        }
+        if self.streams:
+            with self.client.messages.stream(**body) as stream:
+                message = stream.get_final_message()
+        else:
+            message = self.client.messages.create(**body)
         usage = message.usage
         cached = usage.cache_read_input_tokens or 0
         prompt_tokens = usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
@@ -266,7 +293,7 @@ class Codex(Client):
         yield answered
 
     def _call(self) -> Answered:
-        stream = self.client.responses.create(
+        done = self.client.responses.create(
             model=MODEL,
             instructions=self.system,
             input=self.items,
@@ -276,22 +303,27 @@ class Codex(Client):
             max_output_tokens=MAX_TOKENS,
             temperature=0,
             store=False,
-            stream=True,
+            stream=self.streams,
             prompt_cache_key=self.name,
         )
-        done = next(event.response for event in stream if event.type in {"response.completed", "response.incomplete"})
+        if self.streams:
+            done = next(event.response for event in done if event.type in {"response.completed", "response.incomplete"})
         usage = done.usage
         return Answered(
             done.output_text, usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens
         )
 
 
-class Vercel(Client):
-    """Vercel's AI SDK in Node: `streamText` over `@ai-sdk/openai-compatible`, a line in and out a turn."""
+class Child(Client):
+    """An SDK in a process of its own: a line in and out a turn."""
+
+    def command(self) -> list[Path]:
+        """Return what to run, installed."""
+        raise NotImplementedError
 
     def open(self) -> None:
         self.process = subprocess.Popen(
-            _vercel(),
+            self.command(),
             env=os.environ | {"BASE_URL": f"{self.url}/v1", "API_KEY": self.key, "MODEL": MODEL, "SYSTEM": self.system},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -313,17 +345,27 @@ class Vercel(Client):
         yield Answered(**json.loads(self.process.stdout.readline()))
 
 
-CLIENTS = [ClaudeCode, Codex, OpenCode, LangChain, OpenWebUI, Litellm, Vercel]
+class Vercel(Child):
+    """Vercel's AI SDK in Node over `@ai-sdk/openai-compatible`, as `vercel/package-lock.json` has it."""
+
+    def command(self) -> list[Path]:
+        programs, installed = Path(sys.executable).parent, Path(".build/vercel").absolute()
+        shutil.copytree(Path(__file__).parent / "vercel", installed, dirs_exist_ok=True)
+        if not (installed / "node_modules" / "ai").exists():
+            npm_ci = [programs / "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+            subprocess.run(npm_ci, cwd=installed, check=True, timeout=300)
+        return [programs / "node", installed / "chat.mjs"]
 
 
-def _vercel() -> list[Path]:
-    """Return the command of the chat over Vercel's SDK, installed as `vercel/package-lock.json` names it."""
-    programs, installed = Path(sys.executable).parent, Path(".build/vercel").absolute()
-    shutil.copytree(Path(__file__).parent / "vercel", installed, dirs_exist_ok=True)
-    if not (installed / "node_modules" / "ai").exists():
-        npm_ci = [programs / "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-        subprocess.run(npm_ci, cwd=installed, check=True, timeout=300)
-    return [programs / "node", installed / "chat.mjs"]
+class LlamaIndex(Child):
+    """LlamaIndex's `OpenAILike`, streamed and whole in turns, in an environment of its own."""
+
+    def command(self) -> list[Path]:
+        environment = made("llama-index", ["llama-index-llms-openai-like==0.8.1"], needed_bytes=1 << 30)
+        return [environment / "bin" / "python", Path(__file__).parent / "llama_index_chat.py"]
+
+
+CLIENTS = [ClaudeCode, Codex, OpenCode, LangChain, OpenWebUI, Litellm, Vercel, LlamaIndex]
 
 
 def _file(number: int) -> str:

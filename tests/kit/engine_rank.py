@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from contextcache.clock import SystemClock
+from contextcache.model import Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, open_arena, parse_block_file
 from kv_sidecar.format.manifest import block_meta, num_files
@@ -98,11 +99,15 @@ class EngineRank:
         """Load everything, check every byte, return the tiers."""
         manifest, _ = self.client.get_manifest(new.tenant, new.cache_ref, 10)
         assert manifest.token_ids == new.token_ids
+        return self.load_files(manifest, new.rank)
+
+    def load_files(self, manifest: Manifest, rank: int = 0) -> set[int]:
+        """Load all that a manifest names, check every byte, return the tiers."""
         request = pb.LoadBlocksRequest(
-            tenant=new.tenant,
-            cache_ref=new.cache_ref,
-            fingerprint=new.fingerprint,
-            rank=new.rank,
+            tenant=manifest.tenant,
+            cache_ref=manifest.cache_ref,
+            fingerprint=manifest.fingerprint,
+            rank=rank,
             block_indices=range(num_files(manifest)),
             borrower="" if self.arena is None else self.arena.borrower,
         )
@@ -116,7 +121,7 @@ class EngineRank:
                 if not response.last_frame:
                     continue
                 file, data = parse_block_file(data), bytearray()
-            expected = block_meta(manifest, response.block_index, new.rank)
+            expected = block_meta(manifest, response.block_index, rank)
             file.verify(expected)
             assert np.all(file.pages == fill_of(expected))
             file.close()

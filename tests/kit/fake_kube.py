@@ -21,8 +21,8 @@ from aiohttp import web
 
 TOKEN = "fake-token"
 _REFUSALS_OF_A_START = 4
-KINDS = {"pods": "Pod", "endpointslices": "EndpointSlice", "secrets": "Secret"}
-GROUP_VERSIONS = {"pods": "v1", "secrets": "v1", "endpointslices": "discovery.k8s.io/v1"}
+KINDS = {"pods": "Pod", "endpointslices": "EndpointSlice", "secrets": "Secret", "events": "Event"}
+GROUP_VERSIONS = {"pods": "v1", "secrets": "v1", "events": "v1", "endpointslices": "discovery.k8s.io/v1"}
 
 Key = tuple[str, str, str]
 """Plural, namespace, name."""

@@ -26,6 +26,7 @@ from tests.kit.memory_sidecar import MemorySidecar
 SECRET = b"s" * 32
 KEY = "test-key-1234567890"
 OTHER_KEY = "test-key-other"
+OPERATOR_KEY = "test-key-operator"
 LISTED_CALL = "GET /v1/responses/r1"
 """A call without a body that the operator of tests' gateways has listed."""
 REF = "ref_" + "a" * 32
@@ -78,7 +79,7 @@ class Directory(ContextCacheManager):
         new = NewSession(tenant, session_id, model, ttl_s=ttl_s)
         await super().reserve(new, lease_id="l", lease_ttl_ms=1000)
         segment = Segment(SegmentKind.PROMPT, (1, 2, 3), text="hello")
-        await self.commit_turn(TurnCommit(tenant, session_id, "l", 0, 0, (segment,), cache_ref, holder))
+        return await self.commit_turn(TurnCommit(tenant, session_id, "l", 0, 0, (segment,), cache_ref, holder))
 
     def _check_up(self, operation: str) -> None:
         self.calls.append(operation)
@@ -127,8 +128,9 @@ def manifest_of(session_id: str, *, tenant="demo", cache_ref=REF, size_bytes=409
 
 
 def write_keys(path: Path, keys: dict[str, str]) -> None:
-    """Write a key file of `{key: tenant}`."""
-    path.write_text(json.dumps({"keys": [{"sha256": hash_key(key), "tenant": who} for key, who in keys.items()]}))
+    """Write a key file of `{key: tenant}`; OPERATOR_KEY is an operator's."""
+    entries = [{"sha256": hash_key(key), "tenant": who, "operator": key == OPERATOR_KEY} for key, who in keys.items()]
+    path.write_text(json.dumps({"keys": entries}))
 
 
 def as_told(body: bytes) -> dict:

@@ -19,7 +19,7 @@ from contextcache.clock import SystemClock
 from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
 from gateway.__main__ import Ports, serve
 from gateway.settings import GatewaySettings
-from tests.kit.gateway_parts import KEY, LISTED_CALL, OTHER_KEY, REF, SECRET, write_keys
+from tests.kit.gateway_parts import KEY, LISTED_CALL, OPERATOR_KEY, OTHER_KEY, REF, SECRET, write_keys
 from tests.kit.ports import free_port
 from tests.kit.stub_engine import StubEngine
 from tests.kit.until import until
@@ -102,7 +102,7 @@ class RunningGateway:
 
 def settings_for(tmp_path, engines: dict[str, StubEngine], *, manager_port: int = 1, **more) -> GatewaySettings:
     (tmp_path / "secret").write_bytes(SECRET)
-    write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other"})
+    write_keys(tmp_path / "keys.json", {KEY: "demo", OTHER_KEY: "other", OPERATOR_KEY: "operator"})
     more = {"engine_paths": (LISTED_CALL,), **_PATIENCE, **more}
     return GatewaySettings(
         port=0,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from contextcache.model import KEPT_PREFIX, Manifest
+from deploy.local.state import API_KEYS
 from kv_sidecar.format.manifest import decode_manifest
 from tests.kit.caller import Caller
 from tests.kit.stack import Stack
+from tests.kit.until import wait_until
 
 
 def kill_and_start(stack: Stack) -> None:
@@ -31,6 +33,21 @@ def forgotten(stack: Stack, caller: Caller) -> bool:
     for kept in caller.http.get("/v1/context", params={"kind": "kept", "limit": 100}).json()["data"]:
         caller.http.delete(f"/v1/context/{kept['id']}")
     return kept_tokens(stack) == []
+
+
+def forget_everything(stack: Stack) -> None:
+    """Delete what each tenant has, until no sidecar's disk holds KV: what others' tests saved late as well."""
+    callers = [Caller(stack, key) for key in API_KEYS]
+
+    def left() -> dict[str, int]:
+        for caller in callers:
+            forgotten(stack, caller)
+            caller.delete_all()
+        return stack.stored_files()
+
+    wait_until(left, what="nothing is stored", is_so=lambda files: not files, interval_s=0.2)
+    for caller in callers:
+        caller.close()
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:

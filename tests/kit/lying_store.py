@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
@@ -24,7 +25,8 @@ class LyingStore:
         self.server = server
         self.port = free_port()
         self.fault = ""
-        """One of `FAULTS`; empty: none."""
+        """One of `FAULTS`, or `held` until `go`; empty: none."""
+        self.go = asyncio.Event()
         self.named = BLOCKS
 
     @asynccontextmanager
@@ -44,6 +46,8 @@ class LyingStore:
         is_hit = bool(self.fault) and self.named in request.path
         if is_hit and self.fault == "slow":
             await asyncio.sleep(60)
+        if is_hit and self.fault == "held":
+            await self.go.wait()
         if is_hit and self.fault == "errors":
             return web.Response(status=503)
         async with (
@@ -51,7 +55,7 @@ class LyingStore:
             client.request(
                 request.method,
                 f"{self.server}{request.raw_path}",
-                data=await request.read(),
+                data=io.BytesIO(await request.read()),
                 headers=request.headers,
             ) as answer,
         ):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from contextcache.clock import Clock, SystemClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import KEPT_PREFIX, CacheRef, ForkedKV, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.matching import Beginnings
 
@@ -73,7 +73,7 @@ class MemorySidecar:
         session_id: SessionId,
         cache_ref: CacheRef,
         expires_at_ms: int,
-    ) -> bool:
+    ) -> ForkedKV | None:
         """Hold the first source's manifest under another name too. Bytes are one's until it goes, then the other's."""
         self._check_up()
         for ref in sources:
@@ -87,8 +87,8 @@ class MemorySidecar:
                     tail_ref=found[0].tail_ref or ref,
                 )
                 self._kept[cache_ref] = (manifest, found[1])
-                return True
-        return False
+                return ForkedKV(manifest.size_bytes, found[1])
+        return None
 
     async def delete_context(
         self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()

@@ -23,12 +23,14 @@ from contextcache.errors import (
     GenerationMismatch,
     LeaseLost,
 )
-from contextcache.model import NewSession, TtlPolicy
+from contextcache.model import NewSession, TtlPolicy, Usage
 from tests.kit.turn_load import TENANT, SessionRecord, TurnLoad
 from tests.kit.until import until
 
 SHORT_TTL_S, LONG_TTL_S = 1, 3600
 _LEASE_MS = 1500
+_FREE = {"place", "usage", "counted"}
+"""Kinds of keys that outlive the sessions they are about."""
 
 
 @dataclass
@@ -84,6 +86,9 @@ class SessionChurn(TurnLoad):
         if chance() < 0.3:
             pod = f"pod-{self._random.randrange(9)}"
             await self._asked(lambda c: c.note_holder(TENANT, name, holder=pod))
+        if chance() < 0.3:
+            batch_id = secrets.token_hex(8)
+            await self._asked(lambda c: c.add_usage(TENANT, batch_id, [Usage("app", {"turns": 1})]))
         if chance() < 0.3:
             await self._asked(lambda c: c.rewind(TENANT, name, generation=1))
         if chance() < 0.3:
@@ -159,5 +164,7 @@ def what_is_wrong(port: int, outcome: Outcome) -> tuple[list[str], int]:
             wrong.append(f"transcript of another length: {key}")
     wrong += [f"an expiry of nothing: {key} {members}" for key, members in scores.items() if members]
     wrong += [f"a tenant's entry of nothing: {key} {members}" for key, members in tenants.items() if members]
-    wrong += [f"a key of nothing: {key}" for key in sorted(keys - needed - {SWEEPER_KEY}) if ":place:" not in key]
+    wrong += [
+        f"a key of nothing: {key}" for key in sorted(keys - needed - {SWEEPER_KEY}) if not _FREE & set(key.split(":"))
+    ]
     return wrong, len(live)

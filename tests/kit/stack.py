@@ -32,7 +32,7 @@ from tests.kit.patience import CONNECTOR, PARTS
 from tests.kit.ports import free_ports
 from tests.kit.until import wait_until
 
-KEY, OTHER_KEY, KEEPING_KEY = API_KEYS
+KEY, OTHER_KEY, KEEPING_KEY, OPERATOR_KEY = API_KEYS
 """API keys of the tenants `demo` and `other`, and of `keeper`, whose plain requests' KV is kept."""
 MODEL = "smollm2-135m-instruct"
 """What clients call the model, SmolLM2 or not: the local stack has one name."""
@@ -147,13 +147,18 @@ class Stack(stack.Stack):
 
     def stored_bytes(self) -> int:
         """Return the bytes of block, tail and manifest files on all sidecars' disks."""
+        return sum(self.stored_files().values())
+
+    def stored_files(self) -> dict[str, int]:
+        """Return the size of each of them, by its path below the stack's data."""
         kinds = ("blocks", "tails", "manifests")
-        return sum(
-            _size_bytes(file)
-            for name in self.sidecars
-            for kind in kinds
-            for file in (self.data(name) / kind).rglob("*")
-        )
+        folders = [self.data(name) / kind for name in self.sidecars for kind in kinds]
+        sizes = {str(file.relative_to(self.directory)): _size_bytes(file) for at in folders for file in at.rglob("*")}
+        return {file: size_bytes for file, size_bytes in sizes.items() if size_bytes}
+
+    def wait_nothing_stored(self) -> None:
+        """Return when no sidecar's disk holds KV; what is left is named at the deadline."""
+        wait_until(self.stored_files, what="nothing is stored", is_so=lambda files: not files)
 
     # Processes.
 

@@ -169,7 +169,7 @@ class Pod:
         if identity is not None:
             pairs.append((b"x-context-identity", identity.encode()))
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": pairs}
-        scope["app"] = self.engine
+        scope |= {"app": self.engine, "server": ("10.0.0.7", 8000)}
         sent: list[Any] = []
         first = True
 

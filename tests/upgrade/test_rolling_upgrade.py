@@ -153,4 +153,4 @@ def test_contexts_go_on_through_an_upgrade_part_by_part_and_back(rehearsal: Rehe
         rehearsal.check()
     rehearsal.delete_all()
 
-    wait_until(lambda: rehearsal.now.stored_bytes() == 0, what="nothing is stored")
+    rehearsal.now.wait_nothing_stored()

@@ -37,9 +37,9 @@ class Place:
     def start(self, **more: Any) -> TinyEngine:
         secret = str(self.directory / "secret")
         model = str(self.directory / "model")
-        return TinyEngine(
-            Start(model, self.sidecar.address, secret, ENGINE_ARGS | more, connector={"early_saves": "on"})
-        )
+        # What is named counts here: an adapter's own KV would be found by its tokens, whatever it is called.
+        connector = {"early_saves": "on", "match_prefix": False}
+        return TinyEngine(Start(model, self.sidecar.address, secret, ENGINE_ARGS | more, connector=connector))
 
     def adapter(self, name: str, adapter_id: int, path: str = "", **more: Any) -> dict[str, Any]:
         path = str(self.directory / "adapters" / (path or name))

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from tests.kit.kept_kv import forget_everything
 from tests.kit.stack import MODEL
-from tests.kit.until import wait_until
 from tests.kit.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, tokens
 
 pytestmark = pytest.mark.timeout(900)
@@ -34,8 +34,7 @@ def count(client, text):
 @pytest.mark.thorough
 def test_each_of_twenty_forks_of_a_document_computes_its_question_alone(client, stored):
     """Seen to fail with tails looked for under the fork's own name: the last tokens were computed again."""
-    client.delete_all()
-    wait_until(lambda: stored() == 0, what="nothing is stored")
+    forget_everything(client.stack)
     document = ids_of_length(4000, seed=5)
     source = client.create(prompt=document, max_tokens=0)["session_id"]
     client.wait_sealed(source)
@@ -65,7 +64,7 @@ def test_each_of_twenty_forks_of_a_document_computes_its_question_alone(client, 
         client.delete(session_id)
 
     assert 0 < manifests < (NUM_FORKS + 1) * 40_000
-    wait_until(lambda: stored() == 0, what="the last fork took everything along")
+    client.stack.wait_nothing_stored()
 
 
 def test_after_a_rewind_the_next_turn_computes_its_own_text_alone(client):

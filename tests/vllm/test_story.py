@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.kit.caller import Caller
+from tests.kit.kept_kv import forget_everything
 from tests.kit.stack import KEY, MODEL
 from tests.kit.until import wait_until
 from tests.kit.vllm_answers import LOGPROB_TOLERANCE, ids_of_length, logprobs, prompt_ids, tokens
@@ -116,10 +117,8 @@ def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_mes
     assert context["cached_tokens"] >= context["context_tokens"] - 1
 
 
-def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
-    client.delete_all()
-    other.delete_all()
-    wait_until(lambda: stored() == 0, what="nothing is stored")
+def test_delete_frees_every_byte_and_the_id_is_not_found(client, stored):
+    forget_everything(client.stack)
     session_id = client.create(prompt=ids_of_length(600))["session_id"]
     client.complete(prompt=" more", session_id=session_id)
     client.wait_sealed(session_id)
@@ -137,8 +136,7 @@ def test_delete_frees_every_byte_and_the_id_is_not_found(client, other, stored):
 
 
 def test_a_delete_frees_nothing_another_context_holds(client, stored):
-    client.delete_all()
-    wait_until(lambda: stored() == 0, what="nothing is stored")
+    forget_everything(client.stack)
     one = client.create(prompt=ids_of_length(600))["session_id"]
     client.wait_sealed(one)
     alone = stored()
@@ -157,8 +155,8 @@ def test_a_delete_frees_nothing_another_context_holds(client, stored):
 
 
 @pytest.mark.thorough
-def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_collected(client, stored):
-    client.delete_all()
+def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_collected(client):
+    forget_everything(client.stack)
     # Long enough for a machine so busy that an answer takes ten seconds: it must not be over before it was given.
     session_id = client.create(prompt=ids_of_length(300), max_tokens=1, ttl=20)["session_id"]
 
@@ -167,7 +165,7 @@ def test_a_context_whose_time_is_over_is_gone_then_not_found_and_its_bytes_are_c
 
     assert status() == 200
     wait_until(status, is_so=lambda status: status == 410, what="the context has expired")
-    wait_until(lambda: stored() == 0, what="its bytes are collected")
+    client.stack.wait_nothing_stored()
     wait_until(status, is_so=lambda status: status == 404, what="it is forgotten", deadline_s=TOMBSTONE_S + 30)
 
 
@@ -307,8 +305,7 @@ BAD_BODIES = {
 
 @http_front_too
 def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored):
-    client.delete_all()
-    wait_until(lambda: stored() == 0, what="nothing is stored")
+    forget_everything(client.stack)
 
     def refused(body):
         response = client.http.post("/v1/context", json={"model": MODEL, "max_tokens": 2} | body)

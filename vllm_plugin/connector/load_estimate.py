@@ -8,6 +8,7 @@ asks at once: the first of the line are loaded, those behind them are computed a
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -40,13 +41,20 @@ class LoadEstimate:
         self._begun: dict[str, _Begun] = {}
         self._steps: deque[tuple[int, int]] = deque(maxlen=2)
         """The last two: when each was ordered, and how many tokens of prompts it has."""
+        self._requests: frozenset[str] = frozenset()
+        """Of the last one."""
 
-    def step(self, num_tokens: int, now_ms: int) -> None:
-        """Note that a step is ordered that computes so many tokens of prompts.
+    def step(self, num_tokens: int, now_ms: int, requests: Collection[str]) -> None:
+        """Note that a step is ordered that computes so many tokens of prompts, and for which requests.
 
-        The engine orders one step ahead, so of the one before the last it is known that it is over. That makes a prompt
-        of several steps look half as fast as it is, at worst: then a load is made that takes up to twice as long.
+        Where none of them was in the step before, the engine may have stood idle in between: nothing is measured
+        across that. The engine orders one step ahead, so of the one before the last it is known that it is over. That
+        makes a prompt of several steps look half as fast as it is, at worst: then a load is made that takes up to twice
+        as long.
         """
+        if self._requests.isdisjoint(requests):
+            self._steps.clear()
+        self._requests = frozenset(requests)
         if len(self._steps) == self._steps.maxlen:
             began_ms, before = self._steps[0]
             if before >= _LARGE_STEP_TOKENS and now_ms > began_ms:
@@ -79,6 +87,11 @@ class LoadEstimate:
             # No measurement is on its way that could say otherwise.
             self._bytes_per_ms[tier] = rate * (1 + _FORGET)
         return is_slower
+
+    @property
+    def compute_us_per_token(self) -> float:
+        """What a token of a prompt takes to compute; 0: not known yet."""
+        return 1000 / self._tokens_per_ms if self._tokens_per_ms else 0.0
 
     @property
     def _queued_bytes(self) -> int:

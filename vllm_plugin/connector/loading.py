@@ -348,5 +348,6 @@ class Loader:
                 reason=reason,
                 rank=self._link.facts.rank,
                 world_size=self._link.facts.world_size,
+                compute_us_per_token=plan.compute_us_per_token,
             )
         )

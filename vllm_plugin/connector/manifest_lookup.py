@@ -5,13 +5,14 @@ prompt.
 
 A lookup goes through the candidates in order and keeps the longest common prefix with the prompt. A candidate that
 this engine is itself still saving is asked for again, for a bounded time: the next turn often comes before the seal.
-So is one that the sidecar says it is pulling from another pod; only its word makes the engine wait longer.
+So is one that the sidecar says it is pulling from another pod; only its word makes the engine wait longer. Of what does
+not come in that time the sidecar names the first tokens, as many as have come.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -34,12 +35,17 @@ from vllm_plugin.connector.transfer import TransferPool
 _ASK_AGAIN_S = 0.01
 _SILENT_SHARE = 10
 """The part of the deadline that is waited for a sidecar that let the last question run out."""
+_LAST_SHARE = 20
+"""The part of the wait for a pull that is kept for an answer with what has come of it."""
 
 NOTHING_LIKE_IT = "no_manifest"
 NOTHING_IN_COMMON = "other_tokens"
 """A context was named, and what is stored under its name begins otherwise."""
 _NEW_SHARE = 4
-"""What follows a whole context is taken for new up to this part of it: another question would find nothing."""
+"""What follows a whole context that the turn names is taken for new up to this part of it: another question would find
+nothing."""
+_WAIT_SHARE = 2
+"""Times as long as computing would take that a peer's KV is waited for: what is known of that is an engine's best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +163,12 @@ class ManifestLookup:
         saves: PendingSaves,
         counters: Counters,
         clock: Clock,
+        compute_us_per_token: Callable[[], float] = lambda: 0.0,
         tracer: Tracer = NO_TRACER,
     ) -> None:
+        """`compute_us_per_token` is asked in the threads; 0: not known."""
         self._tracer = tracer
+        self._compute_us_per_token = compute_us_per_token
         self._settings = settings
         self._sidecar = sidecar
         self._saves = saves
@@ -209,25 +218,50 @@ class ManifestLookup:
                 return best.match
         if best.num_usable:
             named.append(best.match)
-        for cache_ref in self._like(best, transfer, facts, patience):
-            if cache_ref not in transfer.load and self._consider(best, transfer, cache_ref, patience):
-                break
+        for match in self._like(best, transfer, facts, patience):
+            # The longest of what is here ends no search: a peer's, which stands last, may be of a newer turn.
+            gained = min(match.num_tokens, len(best.prompt) - 1) - best.num_usable
+            if gained <= 0 or match.cache_ref in transfer.load:
+                continue
+            wait_ms = self._pull_wait_ms(gained * self._compute_us_per_token())
+            self._consider(best, transfer, match.cache_ref, patience, wait_ms)
             if best.num_usable:
                 named[:] = [best.match]
         return best.match
 
-    def _consider(self, best: _Best, transfer: KVTransfer, cache_ref: CacheRef, patience: Patience) -> bool:
-        """Return whether what there is under a name leaves nothing to look for."""
+    def _pull_wait_ms(self, compute_us: float) -> int:
+        """Return how long to wait for a peer's KV of tokens that take so long to compute; 0: nobody knows how long.
+
+        What has not come by then still comes, for the next turn.
+        """
+        if not compute_us:
+            return self._settings.pull_wait_ms
+        worth_ms = max(_WAIT_SHARE * int(compute_us) // 1000, self._settings.load_always_ms)
+        return min(worth_ms, self._settings.pull_wait_ms)
+
+    def _consider(
+        self,
+        best: _Best,
+        transfer: KVTransfer,
+        cache_ref: CacheRef,
+        patience: Patience,
+        pull_wait_ms: int | None = None,
+    ) -> bool:
+        """Return whether what there is under a name leaves nothing to look for. `pull_wait_ms` None: as for any."""
         try:
-            manifest, tier = self._manifest(transfer.tenant, cache_ref, patience)
+            manifest, answer = self._manifest(transfer.tenant, cache_ref, patience, pull_wait_ms)
         except ContextCacheError as exc:
             if cache_ref in transfer.load:
                 best.fail(cache_ref, exc)
             return False
-        return best.take(cache_ref, manifest, tier)
+        is_enough = best.take(cache_ref, manifest, answer.tier)
+        # A beginning has the blocks of all that is here and begins like it; the rest is computed now.
+        return is_enough or (answer.coming and best.num_usable > 0)
 
-    def _like(self, best: _Best, transfer: KVTransfer, facts: RankFacts, patience: Patience) -> Sequence[CacheRef]:
-        """Return the names of whatever else of the tenant's begins like the prompt, and brings enough to matter."""
+    def _like(
+        self, best: _Best, transfer: KVTransfer, facts: RankFacts, patience: Patience
+    ) -> Sequence[pb.PrefixMatch]:
+        """Return whatever else of the tenant's begins like the prompt, and brings enough to matter."""
         tokens_min = best.num_usable + self._settings.match_tokens_min
         if not self._settings.match_prefix or len(best.prompt) <= tokens_min:
             return ()
@@ -264,25 +298,32 @@ class ManifestLookup:
             if cache_ref not in whole and has_checkpoints(facts.groups):
                 yield prompt_ref(cache_ref)
 
-    def _manifest(self, tenant: str, cache_ref: CacheRef, patience: Patience) -> tuple[Manifest, pb.Tier.ValueType]:
-        """Return a manifest and its tier; while our own save or a pull of it goes on, ask again.
+    def _manifest(
+        self, tenant: str, cache_ref: CacheRef, patience: Patience, pull_wait_ms: int | None
+    ) -> tuple[Manifest, pb.GetManifestResponse]:
+        """Return a manifest and what is said of it; while our own save or a pull of it goes on, ask again.
 
         Raises ContextCacheError.
         """
         # Not cut to what is left: a late answer serves nobody, but tells that the sidecar is not silent any more.
         timeout_s = self._settings.manifest_deadline_ms / 1000
+        wait_ms = self._settings.pull_wait_ms if pull_wait_ms is None else pull_wait_ms
+        until_ms = 0
         while True:
             # Read before asking: a save that ends in between is then found by the question.
             was_pending = cache_ref in self._saves
             try:
-                manifest, tier = self._sidecar.get().get_manifest(tenant, cache_ref, timeout_s)
+                by_ms = until_ms or self._clock.now_ms() + wait_ms
+                question = self._question(tenant, cache_ref, patience, by_ms, wait_ms)
+                manifest, answer = self._sidecar.get().find_manifest(question, timeout_s)
             except SidecarUnavailable:
                 self._is_silent = self._clock.now_ms() >= patience.answer_by_ms
                 raise
             except CacheRefPending:
                 self._is_silent = False
-                patience.pull_begins(self._clock.now_ms() + self._settings.pull_wait_ms)
-                if self._has_waited(patience.ends_at_ms):
+                until_ms = until_ms or self._clock.now_ms() + wait_ms
+                patience.pull_begins(until_ms)
+                if self._has_waited(min(until_ms, patience.ends_at_ms)):
                     raise
             except CacheRefNotFound:
                 self._is_silent = False
@@ -291,7 +332,19 @@ class ManifestLookup:
             else:
                 self._is_silent = False
                 self._saves.end(cache_ref)
-                return manifest, tier
+                return manifest, answer
+
+    def _question(
+        self, tenant: str, cache_ref: CacheRef, patience: Patience, until_ms: int, wait_ms: int
+    ) -> pb.GetManifestRequest:
+        by_ms = min(until_ms, patience.ends_at_ms) if patience.is_pulling else until_ms
+        return pb.GetManifestRequest(
+            tenant=tenant,
+            cache_ref=cache_ref,
+            bring=True,
+            wait_ms=max(by_ms - self._clock.now_ms() - wait_ms // _LAST_SHARE, 0),
+            compute_us_per_token=self._compute_us_per_token(),
+        )
 
     def _has_waited(self, until_ms: int) -> bool:
         """Wait a moment before the next question; True when there is no time for one."""

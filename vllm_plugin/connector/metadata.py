@@ -130,6 +130,8 @@ class LoadPlan:
     """Span of the turn, for the load's own; empty: nobody traces it."""
     adapter: Adapter | None = None
     """With which the KV was computed; the fingerprint has it too."""
+    compute_us_per_token: float = 0.0
+    """What computing a token would take, for the report; 0: not known."""
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -259,6 +261,7 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
     asked_at_s: float,
     traceparent: str = "",
     adapter: Adapter | None = None,
+    compute_us_per_token: float = 0.0,
 ) -> LoadPlan:
     """Return the plan that makes the token after `device_tokens + loaded_tokens` computable.
 
@@ -294,4 +297,5 @@ def plan_load(  # noqa: PLR0913  # the fields of the plan, by name
         asked_at_s=asked_at_s,
         traceparent=traceparent,
         adapter=adapter,
+        compute_us_per_token=compute_us_per_token,
     )

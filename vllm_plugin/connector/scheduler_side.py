@@ -129,6 +129,7 @@ class SchedulerSide:
             saves=self._pending_saves,
             counters=self.counters,
             clock=self._clock,
+            compute_us_per_token=lambda: self._estimate.compute_us_per_token,
             tracer=self._tracer,
         )
 
@@ -275,6 +276,7 @@ class SchedulerSide:
             asked_at_s=tracked.asked_at_s,
             traceparent=tracked.transfer.traceparent,
             adapter=tracked.adapter,
+            compute_us_per_token=self._estimate.compute_us_per_token,
         )
         tracked.reported = True
         size_bytes = _size_bytes(tracked.found.manifest, num_external_tokens)
@@ -297,8 +299,9 @@ class SchedulerSide:
                 self._saves.append(self._with_adapter(plan))
         early = self._early_saves.observe(scheduler_output, self._facts, self._is_loading)
         self._saves += [self._with_adapter(plan) for plan in early]
-        in_prompts = sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > _DECODED_TOKENS)
-        self._estimate.step(in_prompts, self._clock.now_ms())
+        scheduled = scheduler_output.num_scheduled_tokens
+        in_prompts = sum(count for count in scheduled.values() if count > _DECODED_TOKENS)
+        self._estimate.step(in_prompts, self._clock.now_ms(), scheduled)
         self._idle_steps = 0 if scheduler_output.total_num_scheduled_tokens or self._loads else self._idle_steps + 1
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
@@ -414,6 +417,7 @@ class SchedulerSide:
                 device_tokens=tracked.device_tokens,
                 restore_ms=(time.monotonic() - tracked.asked_at_s) * 1000,
                 reason=found.reason,
+                compute_us_per_token=self._estimate.compute_us_per_token,
             )
         )
 

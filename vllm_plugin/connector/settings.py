@@ -49,7 +49,7 @@ class ConnectorSettings:
     """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
     pull_wait_ms: int = 2_000
     """Longest wait for KV that the sidecar is pulling from another pod, from the first time it says so. What takes
-    longer is computed instead, and the turn after starts from it."""
+    longer is computed instead, behind the tokens that have come, and the turn after starts from it."""
     prepare_deadline_ms: int = 2_000
     """Longest time a finished request's blocks are held, plus the allowance of the next field, before they are freed
     unsaved; and the longest time the sidecar may take nothing meanwhile."""

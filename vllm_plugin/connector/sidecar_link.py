@@ -74,11 +74,13 @@ class EngineSidecar(Protocol):
         """Tell that nothing is saved under a name, and why."""
         ...
 
-    def get_manifest(self, tenant: str, cache_ref: str, timeout_s: float) -> tuple[Manifest, pb.Tier.ValueType]:
-        """Return a sealed manifest."""
+    def find_manifest(
+        self, request: pb.GetManifestRequest, timeout_s: float
+    ) -> tuple[Manifest, pb.GetManifestResponse]:
+        """Return a sealed manifest, or a beginning of what is coming, and what else is said of it."""
         ...
 
-    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[str, ...]:
+    def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
         """See EngineSidecarClient."""
         ...
 

@@ -98,6 +98,7 @@ class SidecarReports:
             tier=_TIER_NAMES.get(report.tier, ""),
             restore_ms=report.restore_ms,
             reason=report.reason,
+            compute_us_per_token=report.compute_us_per_token,
         )
 
     async def read_ahead(self, tenant: TenantId, cache_refs: tuple[CacheRef, ...]) -> None:

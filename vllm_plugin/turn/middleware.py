@@ -61,7 +61,7 @@ from vllm_plugin.turn.request import (
 from vllm_plugin.turn.responses import Responses
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import Client, TurnStory, Words
-from vllm_plugin.turn.unrouted import stateless_body
+from vllm_plugin.turn.unrouted import stateless_body, without_strangers
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class TurnMiddleware:
     ) -> None:
         """Read the environment unless settings are given. Raises OSError, ValueError: no secret, no start."""
         show_logs_of("vllm_plugin.turn")
-        self._app = app
+        self._app = without_strangers(app)
         self._settings = settings if settings is not None else TurnSettings()
         self._secret = read_secret(self._settings.secret_file)
         self._clock = clock if clock is not None else SystemClock()

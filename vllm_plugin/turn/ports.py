@@ -17,6 +17,7 @@ from contextcache.model import (
     SessionId,
     TenantId,
     TurnCommit,
+    Usage,
 )
 from vllm_plugin.turn.usage import LoadedKV
 
@@ -62,6 +63,10 @@ class SessionDirectory(Protocol):
 
     async def abort_turn(self, tenant: TenantId, session_id: SessionId, *, lease_id: str) -> None:
         """Release the lease; idempotent."""
+        ...
+
+    async def add_usage(self, tenant: TenantId, batch_id: str, usage: Sequence[Usage]) -> None:
+        """Count what no commit counts; once for a batch_id."""
         ...
 
     async def close(self) -> None:

@@ -25,12 +25,15 @@ from contextcache.errors import (
     StoreUnavailable,
 )
 from contextcache.model import (
+    MAX_WORD_CHARS,
     CacheRef,
     CacheSessionMetadata,
     SaveOutcome,
     Segment,
     TtlPolicy,
     TurnCommit,
+    TurnReceipt,
+    Usage,
     UsageFormat,
 )
 from contextcache.process.crash_points import crash_point
@@ -53,6 +56,7 @@ log = logging.getLogger(__name__)
 _SEGMENT_DEADLINE_S = 30.0
 """To find the ids of an answer's text: some tokeniser calls, dozens where a stop string cuts a token."""
 
+_COUNT_AGAIN_S = 0.5
 _LATE = "seal_deadline"
 """Why a create has no KV yet: it may still come."""
 
@@ -69,6 +73,8 @@ class Turn:
     save_ref: CacheRef | None
     is_create: bool
     usage: UsageFormat
+    key: str = ""
+    """Name of the API key that it is counted under."""
     beginning: str = ""
     """See contextcache.identity.Identity, as `prefix_at`."""
     prefix_at: str = ""
@@ -78,6 +84,8 @@ class Turn:
     """Why there was no KV to reuse, or, after a create, why there is none."""
     settled: bool = False
     """Committed, refused, aborted, or nothing to commit: no abort is due."""
+    may_be_counted: bool = False
+    """A commit of it got no answer: its usage may be counted with it, whatever became of the context since."""
     started_ms: int = 0
     timings_ms: dict[str, float] = field(default_factory=dict)
     first_token_s: float | None = None
@@ -124,6 +132,8 @@ class Settlement:
             outcome = await self._commit(engine, turn, result, render)
         turn.settled = True
         usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
+        if not outcome.committed and not turn.may_be_counted:
+            self._background.start(self._count(turn, usage))
         self._metrics.count_turn(usage, created=turn.is_create)
         self._metrics.time_turn(usage, created=turn.is_create, first_token_s=turn.first_token_s)
         _describe(get_current_span(turn.trace), usage, outcome)
@@ -162,6 +172,7 @@ class Settlement:
             answer = await self._answer_segment(engine, turn, result)
             if turn.is_create:
                 await self._wait_sealed(turn)
+            usage = self._usage(turn, result.cached_tokens, result.completion_tokens)
             commit = TurnCommit(
                 tenant=session.tenant,
                 session_id=session.session_id,
@@ -173,6 +184,8 @@ class Settlement:
                 holder=self._settings.endpoint_name,
                 repeatable=turn.request.repeatable,
                 answer=await self._kept(turn, result, render),
+                usage=_counted(turn, usage, committed=True),
+                receipt=self._receipt_kept(turn, usage),
             )
             crash_point(BEFORE_COMMIT)
             committed = await self._commit_twice(turn, commit)
@@ -191,6 +204,18 @@ class Settlement:
             self._background.start(self._by_tokens.keep(committed, turn.save_ref, whole))
         return CommitOutcome(committed=True, generation=committed.generation, expires_at_ms=committed.expires_at_ms)
 
+    async def _count(self, turn: Turn, usage: TurnUsage) -> None:
+        """Count a turn that committed nothing, also when the manager is away for a moment."""
+        while True:
+            try:
+                await self._manager.add_usage(
+                    turn.session.tenant, turn.request_id, [_counted(turn, usage, committed=False)]
+                )
+            except StoreUnavailable:
+                await asyncio.sleep(_COUNT_AGAIN_S)  # as long as a background call may take
+            else:
+                return
+
     async def _answer_segment(self, engine: Engine, turn: Turn, result: AnswerResult) -> Segment | None:
         try:
             async with asyncio.timeout(_SEGMENT_DEADLINE_S):
@@ -207,6 +232,7 @@ class Settlement:
         try:
             return await send(commit)
         except StoreUnavailable as first:
+            turn.may_be_counted = True
             try:
                 return await send(commit)
             except (ContextNotFound, ContextExpired):
@@ -281,6 +307,26 @@ class Settlement:
             truncated_tokens=turn.prompt.truncated_tokens,
         )
 
+    def _receipt_kept(self, turn: Turn, usage: TurnUsage) -> TurnReceipt:
+        """Return what the session's history keeps of a turn that is about to be committed."""
+        now_ms = self._clock.now_ms()
+        restore_ms = None if usage.loaded is None else usage.loaded.restore_ms
+        return TurnReceipt(
+            generation=turn.session.generation + 1,
+            at_ms=now_ms,
+            computed_tokens=usage.computed_tokens,
+            cached_tokens=usage.cached_tokens,
+            context_tokens=usage.context_tokens,
+            completion_tokens=usage.completion_tokens,
+            source=usage.source,
+            match=usage.match,
+            # A commit is not refused for what a sidecar says.
+            reason=usage.no_kv[:MAX_WORD_CHARS] if usage.no_kv.isascii() and usage.no_kv.isprintable() else "",
+            restore_ms=None if restore_ms is None else max(round(restore_ms), 0),
+            first_token_ms=None if turn.first_token_s is None else max(round(turn.first_token_s * 1000), 0),
+            took_ms=max(now_ms - turn.started_ms, 0),
+        )
+
     def _receipt(self, turn: Turn, usage: TurnUsage, *, generation: int, expires_at_ms: int) -> list[tuple[str, str]]:
         assert turn.prompt is not None
         return receipt_headers(
@@ -314,6 +360,19 @@ class Settlement:
         """Have the sidecar forget what an uncommitted turn saved, or is about to save."""
         if turn.save_ref is not None:
             self._background.start(self._sidecar.delete_context(turn.session.tenant, cache_refs=(turn.save_ref,)))
+
+
+def _counted(turn: Turn, usage: TurnUsage, *, committed: bool) -> Usage:
+    """Return what a turn took, as its receipt says it."""
+    counts = {
+        "contexts": int(turn.is_create and committed),
+        "turns": 1,
+        "computed_tokens": usage.computed_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "saved_ms": usage.saved_ms or 0,
+    }
+    return Usage(turn.key, counts)
 
 
 def _describe(span: Span, usage: TurnUsage, outcome: CommitOutcome) -> None:

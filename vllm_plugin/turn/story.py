@@ -228,7 +228,9 @@ class TurnStory:
         if engine.max_model_len is not None and len(turn.prompt.token_ids) >= engine.max_model_len:
             # Known already: the engine would have to be handed all those ids to say the same.
             given, window = len(turn.prompt.token_ids), engine.max_model_len
-            raise ContextLengthExceeded(f"context and prompt have {given} tokens, the model's window is {window}")
+            raise ContextLengthExceeded(
+                f"context and prompt have {given} tokens, the window {window}: rewind the context, or say `truncation`"
+            )
         turn.timings_ms["compose"] = self._clock.now_ms() - turn.started_ms
         patience = Patience(
             engine_s=self._settings.engine_timeout_s,
@@ -350,6 +352,7 @@ class TurnStory:
             lease_id=lease_id,
             save_ref=new_cache_ref() if lease_id else None,
             is_create=is_create,
+            key=identity.key,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
             usage=request.usage or identity.usage or UsageFormat.CONTEXT,

@@ -1,7 +1,8 @@
-"""Requests that came in while the gateway was away: Envoy let them through unrouted and says so in a header. Pure.
+"""Requests that came another way than a gateway meant: let through while it was away, or meant for another pod.
 
-Such a request may be stateless and nothing else: a context needs the gateway's signature, and what only our own parts
-may tell the engine was not removed on the way. A claim and a forbidden key are found as the gateway finds them.
+Envoy lets the first through unrouted and says so in a header. Such a request may be stateless and nothing else: a
+context needs the gateway's signature, and what only our own parts may tell the engine was not removed on the way. A
+claim and a forbidden key are found as the gateway finds them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from contextcache.claim import SESSION_HEADER, TURN_PATHS, is_opaque, read_claims, refuse_session
-from contextcache.errors import GatewayUnavailable
+from contextcache.errors import GatewayUnavailable, NoReadyEndpoint, error_body, error_headers
+from contextcache.identity import DESTINATION_HEADER
 from contextcache.responses import continued_by
+from vllm_plugin.turn.engine import ASGIApp, Message, Receive, Scope, Send
 from vllm_plugin.turn.request import CONTEXT_PATH
 
 _RETRY_AFTER_S = 1
+_DESTINATION = DESTINATION_HEADER.encode()
+_NOT_FOUND = 404
 
 
 def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
@@ -31,3 +36,47 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
 
 def _away() -> GatewayUnavailable:
     return GatewayUnavailable("no gateway is there to route this session", retry_after_s=_RETRY_AFTER_S)
+
+
+def without_strangers(app: ASGIApp) -> ASGIApp:
+    """Have an engine say 503 where it would say 404 to a request that was meant for another pod.
+
+    A proxy that does not know a new pod yet sends what is meant for it to any other, whose model may be another one:
+    the client shall come again, not believe that there is no such model. By the address the connection came to; where
+    that is translated on the way, a model or path that no pod has is 503 too.
+    """
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_stranger(scope):
+            await app(scope, receive, send)
+            return
+        is_refused = False
+
+        async def told(message: Message) -> None:
+            nonlocal is_refused
+            if message["type"] == "http.response.start" and message["status"] == _NOT_FOUND:
+                is_refused = True
+                await _refuse_stranger(send)
+            elif not is_refused:
+                await send(message)
+
+        await app(scope, receive, told)
+
+    return called
+
+
+def _is_stranger(scope: Scope) -> bool:
+    meant = next((value for name, value in scope["headers"] if name.lower() == _DESTINATION), b"").decode("latin-1")
+    if not meant or (server := scope.get("server")) is None:
+        return False
+    # The protocol allows for several, in the order in which they are to be tried.
+    return f"{server[0]}:{server[1]}" not in [one.strip() for one in meant.split(",")]
+
+
+async def _refuse_stranger(send: Send) -> None:
+    error = NoReadyEndpoint("the pod that was chosen is not reached yet", retry_after_s=_RETRY_AFTER_S)
+    body = error_body(error)
+    headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

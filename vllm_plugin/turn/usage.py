@@ -26,6 +26,8 @@ class LoadedKV:
     restore_ms: float | None
     """None: nobody says."""
     reason: str = ""
+    compute_us_per_token: float = 0.0
+    """What computing a token would have taken; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,14 @@ class TurnUsage:
     def computed_tokens(self) -> int:
         """Prompt tokens that were computed; at least 1."""
         return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def saved_ms(self) -> int | None:
+        """What computing the cached tokens would have taken, less what bringing them back took; None: not known."""
+        if self.loaded is None or not self.loaded.compute_us_per_token:
+            return None
+        brought_ms = self.loaded.restore_ms or 0.0
+        return max(0, round(self.cached_tokens * self.loaded.compute_us_per_token / 1000 - brought_ms))
 
     @property
     def source(self) -> str:
@@ -105,6 +115,8 @@ def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: boo
         "restore_ms": _rounded(usage.loaded),
         "committed": outcome.committed,
     }
+    if usage.saved_ms is not None:
+        context["saved_ms"] = usage.saved_ms
     if usage.match:
         context["match"] = usage.match
     if usage.diverged is not None:

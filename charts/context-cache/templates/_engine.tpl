@@ -31,7 +31,7 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
   image: {{ include "context-cache.image" (dict "root" . "image" .Values.image) | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   restartPolicy: Always
-  args: [sidecar]
+  args: [serve, sidecar]
   env:
     - name: SIDECAR_UNIX_SOCKET
       value: /run/context-cache/sidecar.sock

@@ -107,7 +107,8 @@ spec:
   rules:
     - matches:
         - path: {type: PathPrefix, value: /v1/context}
-        {{- range $path := list "/healthz" "/readyz" "/openapi.json" "/docs" }}
+        - path: {type: PathPrefix, value: /console}
+        {{- range $path := list "/v1/usage" "/v1/deployment" "/healthz" "/readyz" "/openapi.json" }}
         - path: {type: Exact, value: {{ $path }}}
         {{- end }}
       timeouts:

@@ -7,8 +7,15 @@ import itertools
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, sign_identity, verify_identity
-from gateway.flows import DESTINATION_HEADER, ROUTING_HEADERS, TARGET_POD_HEADER
+from contextcache.identity import (
+    DESTINATION_HEADER,
+    IDENTITY_HEADER,
+    UNROUTED_HEADER,
+    Identity,
+    sign_identity,
+    verify_identity,
+)
+from gateway.flows import ROUTING_HEADERS, TARGET_POD_HEADER
 from tests.kit.fronts import code_of, only_envoy
 from tests.kit.gateway_parts import KEY, SECRET
 from tests.kit.stub_engine import StubEngine
@@ -178,7 +185,7 @@ async def test_a_path_that_only_looks_like_a_context_is_not_found(front, engine)
 
 
 async def test_paths_of_the_operator_are_not_to_be_had(front, engine):
-    for method, path in (("POST", "/reset_prefix_cache"), ("POST", "/sleep"), ("GET", "/server_info"), ("GET", "/")):
+    for method, path in (("POST", "/reset_prefix_cache"), ("POST", "/sleep"), ("GET", "/server_info"), ("POST", "/")):
         async with front.request(method, path) as answer:
             assert await code_of(answer) == (404, "not_found")
     for method, path in (("PUT", "/v1/context"), ("POST", "/v1/context/ctx_1"), ("DELETE", "/v1/context")):

@@ -133,9 +133,11 @@ async def test_the_control_calls_reach_the_real_manager(front, manager):
 
 async def test_health_and_the_api_document_need_no_key_and_the_metrics_stay_inside(front, front_kind):
     none = {"authorization": ""}
-    for path in ("/healthz", "/openapi.json", "/docs"):
+    for path in ("/healthz", "/openapi.json", "/console"):
         async with front.get(path, headers=none) as answer:
             assert answer.status == 200, path
+    root = await front.raw(b"GET /?a=b HTTP/1.1\r\nhost: g\r\nconnection: close\r\n\r\n")
+    assert (root.split()[1], b"\r\nlocation: /console\r\n" in root) == (b"307", True)
     await until_answered(lambda: front.get("/readyz", headers=none), 200)
     async with front.get("/metrics", headers=none) as answer:
         assert answer.status == (404 if front_kind == "envoy" else 200)

@@ -9,7 +9,7 @@ from tests.kit.engine_calls import known_calls
 from tests.kit.fronts import FRONTS, code_of, running_front
 from tests.kit.gateway_server import settings_for
 
-OURS = {"/docs", "/openapi.json", "/metrics"}
+OURS = {"/openapi.json", "/metrics"}
 """Answered by the gateway itself."""
 
 

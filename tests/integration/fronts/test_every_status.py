@@ -19,6 +19,7 @@ from contextcache.clock import ManualClock, SystemClock
 from contextcache.model import NewSession
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of
+from tests.kit.gateway_parts import OPERATOR_KEY
 from tests.kit.gateway_server import RunningManager
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.vllm_words import anthropic_state, responses_state
@@ -42,7 +43,7 @@ WRONG = {CREATE: {"prompt": 5}, ONE: {"colour": 1}, FORK: {"generation": "x"}, R
 CODES = (
     "invalid_request", "model_mismatch", "ttl_out_of_range", "context_length_exceeded", "invalid_api_key",
     "context_not_found", "context_exists", "context_busy", "generation_mismatch", "generation_gone", "context_expired",
-    "body_too_large", "context_quota_exceeded", "store_unavailable",
+    "body_too_large", "context_quota_exceeded", "store_unavailable", "operator_only",
 )  # fmt: skip
 RACES = {(path, "context_exists") for path in TURNS} | {(CREATE, code) for code in ("context_busy", "context_expired")}
 """Of two that create one context at once, and of creates that come again: test_changes.py and test_repeats.py."""
@@ -124,7 +125,10 @@ async def asked(front, method, path, code):
         names_it = path in TURNS and "previous_response_id" not in more
         body = (CHANGES.get(path) or TURNS.get(path) or {}) | ({"session_id": name} if names_it else {}) | more
         data, headers = json.dumps(body).encode(), headers | {"content-type": "application/json"}
-    query = "?limit=0" if (method, code) == ("GET", "invalid_request") else ""
+    queries = {"invalid_request": "?limit=0&from=yesterday", "operator_only": "?tenant=another"}
+    query = queries.get(code, "") if method == "GET" else ""
+    if path == "/v1/deployment" and code == "invalid_request":
+        headers["authorization"] = f"Bearer {OPERATOR_KEY}"
     async with front.request(method, path.format(session_id=name) + query, data=data, headers=headers) as answer:
         return await code_of(answer)
 

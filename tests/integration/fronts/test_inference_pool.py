@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.identity import IDENTITY_HEADER, verify_identity
-from gateway.flows import DESTINATION_HEADER
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, verify_identity
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Front, code_of, until_answered
 from tests.kit.gateway_parts import SECRET

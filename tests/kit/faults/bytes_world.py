@@ -450,9 +450,9 @@ class Player:
         lease_id, ref = secrets.token_hex(16), new_cache_ref()
         self._ledger.sessions[new.session_id] = Known()
         reserved = await self._manager.reserve(new, lease_id=lease_id, lease_ttl_ms=LEASE_MS)
-        has_kv = False
+        kv = None
         with suppress(ContextCacheError):
-            has_kv = await pod.client.fork_context(
+            kv = await pod.client.fork_context(
                 TENANT,
                 source.cache_refs,
                 session_id=new.session_id,
@@ -461,7 +461,7 @@ class Player:
             )
         if self._random.random() < 0.2:
             return
-        commit = TurnCommit(TENANT, new.session_id, lease_id, 0, 0, (), ref if has_kv else "", pod.name)
+        commit = TurnCommit(TENANT, new.session_id, lease_id, 0, 0, (), "" if kv is None else ref, pod.name)
         try:
             try:
                 forked = await self._manager.fork(source_id, commit=commit)
@@ -472,7 +472,7 @@ class Player:
                 await self._drop(pod, ref)
             raise
         self._ledger.give_life(forked)
-        if has_kv:
+        if kv is not None:
             manifest, _ = await pod.client.get_manifest(TENANT, ref)
             self._ledger.seal(pod.name, self._new_save(new.session_id, manifest.token_ids, ref, forked.expires_at_ms))
 

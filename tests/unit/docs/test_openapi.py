@@ -63,8 +63,8 @@ def test_the_calls_are_the_same(document):
             told.add((method, path.replace("{id}", "{session_id}")))
     named = {(method, path) for method, path, _ in operations(document)}
 
-    # What is passed on without a context, and the document and its page themselves.
-    assert {path for _, path in told - named} == {"/v1/messages", "/v1/responses", "/v1/", "/openapi.json", "/docs"}
+    # What is passed on without a context, and pages.
+    assert {path for _, path in told - named} == {"/v1/messages", "/v1/responses", "/v1/", "/openapi.json", "/console"}
     assert named <= told
 
 

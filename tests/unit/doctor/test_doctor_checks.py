@@ -371,3 +371,28 @@ def test_keys_in_clear_text_are_a_matter_of_where(host, level):
     (found,) = tls_check.plain(host)
 
     assert found.level is level
+
+
+@pytest.mark.parametrize(
+    ("sample", "level", "said"),
+    [
+        ('outcome="injected"} 3.0', Level.OK, "3 pods injected"),
+        ('outcome="kv-connector"} 2.0', Level.WARNING, "kv-connector 2"),
+        ('outcome="opted-out"} 2.0', Level.OK, "0 pods injected"),
+    ],
+)
+def test_pods_that_an_injector_left_alone_are_counted_by_reason(sample, level, said):
+    deployment = Deployment()
+    deployment.answers["GET", "/metrics"] = (200, f"contextcache_injector_reviews_total{{{sample}\n")
+
+    (finding,) = part_checks.injector(deployment.front())
+
+    assert finding.level is level
+    assert said in finding.text
+
+
+def test_metrics_of_something_else_are_no_injector_s():
+    deployment = Deployment()
+    deployment.answers["GET", "/metrics"] = (200, "contextcache_gateway_requests_total 1\n")
+
+    assert [finding.level for finding in part_checks.injector(deployment.front())] == [Level.FAILED]

@@ -14,8 +14,8 @@ from contextcache.errors import (
     TenantRateExceeded,
     Unauthorized,
 )
-from contextcache.identity import IDENTITY_HEADER, verify_identity
-from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, verify_identity
+from gateway.flows import TARGET_POD_HEADER
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.pods.routing import Reason, prompt_affinity

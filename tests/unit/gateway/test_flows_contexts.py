@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from contextcache.errors import CacheRefNotFound, ContextNotFound, StoreUnavailable
-from contextcache.model import NewSession, Segment, SegmentKind, SessionPage, TurnCommit
-from gateway.http.models import context_list, context_object
+from contextcache.errors import CacheRefNotFound, ContextNotFound, StoreUnavailable, TooManyInFlight
+from contextcache.model import NewSession, Segment, SegmentKind, SessionPage, TurnCommit, TurnReceipt
+from gateway.http.models import context_list, context_read
 from gateway.tenants.keys import SingleTenant
 from tests.kit.gateway_parts import PREVIOUS_REF, REF, GatewayParts, manifest_of
 
@@ -16,7 +16,7 @@ async def test_a_context_is_described_with_its_kv(parts):
     parts.sidecars["pod-a"].keep(manifest_of("ctx_1", size_bytes=4096), tier="disk")
     created = parts.clock.now_ms() // 1000
 
-    assert context_object(*await parts.gateway.read("demo", "ctx_1")) == {
+    assert context_read(*await parts.gateway.read("demo", "ctx_1")) == {
         "object": "context",
         "session_id": "ctx_1",
         "model": "stub-model",
@@ -30,14 +30,43 @@ async def test_a_context_is_described_with_its_kv(parts):
         "tokens": 3,
         "generation": 1,
         "metadata": {},
+        "forked_from": None,
         "bytes": 4096,
         "tiers": ["disk"],
         "holder": {"endpoint": "pod-a", "state": "sealed"},
+        "recent_turns": [],
+    }
+
+
+async def test_a_context_that_is_read_tells_what_its_last_turns_took(parts):
+    row = await parts.directory.add("ctx_1", holder="pod-a")
+    told = TurnReceipt(
+        *(2, row.created_at_ms, 4, 90, 91, 8, "disk", "append"), restore_ms=12, first_token_ms=40, took_ms=77
+    )
+    await parts.directory.begin_turn("demo", "ctx_1", lease_id="turn", lease_ttl_ms=1000)
+    await parts.directory.commit_turn(
+        TurnCommit("demo", "ctx_1", "turn", 1, 1, (), REF, "pod-a", receipt=told),
+    )
+
+    (shown,) = context_read(*await parts.gateway.read("demo", "ctx_1"))["recent_turns"]
+    assert shown == {
+        "generation": 2,
+        "at": row.created_at_ms // 1000,
+        "computed_tokens": 4,
+        "cached_tokens": 90,
+        "context_tokens": 91,
+        "completion_tokens": 8,
+        "source": "disk",
+        "match": "append",
+        "reason": None,
+        "restore_ms": 12,
+        "first_token_ms": 40,
+        "took_ms": 77,
     }
 
 
 async def kv_of(parts, session_id="ctx_1"):
-    _, kv = await parts.gateway.read("demo", session_id)
+    _, kv, _ = await parts.gateway.read("demo", session_id)
     return kv.state, kv.size_bytes, kv.tier
 
 
@@ -61,7 +90,7 @@ async def test_kv_that_is_being_saved_is_pending_however_long_it_takes(parts):
 async def test_kv_that_was_given_up_is_absent_at_once_and_says_why(parts):
     await parts.directory.add("ctx_1", holder="pod-a")
     parts.sidecars["pod-a"].fail("demo", REF, "staging_full")
-    found = context_object(*await parts.gateway.read("demo", "ctx_1"))
+    found = context_read(*await parts.gateway.read("demo", "ctx_1"))
 
     assert found["holder"] == {"endpoint": "pod-a", "state": "absent", "reason": "staging_full"}
 
@@ -222,3 +251,27 @@ async def test_an_empty_page_says_where_to_go_on(parts, monkeypatch):
         "has_more": True,
         "last_id": "ctx_7",
     }
+
+
+async def test_of_one_tenant_s_usage_only_so_much_is_read_at_a_time(parts, monkeypatch):
+    """Seen failing without the bound: three hundred such reads made another tenant's creates twenty times slower."""
+    gate = asyncio.Event()
+
+    async def read_usage(tenant, **_days):
+        await gate.wait()
+        return tenant
+
+    monkeypatch.setattr(parts.directory, "read_usage", read_usage, raising=False)
+
+    def read(tenant):
+        return asyncio.create_task(parts.gateway.usage(tenant, first_day=None, last_day=None))
+
+    reads = [read("demo") for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyInFlight):
+        await read("demo")
+    others = read("other")
+    gate.set()
+
+    assert await asyncio.gather(*reads, others) == ["demo"] * 4 + ["other"]
+    assert await read("demo") == "demo"

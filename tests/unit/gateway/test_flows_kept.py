@@ -1,6 +1,7 @@
 """Plain requests of keys that opted in: one conversation, one pod and one group; nobody else's are touched."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -188,6 +189,25 @@ def test_messages_too_deep_to_be_told_are_taken_as_they_are_spelled():
     """Seen failing: a message of 600 levels was answered with 500."""
     spelled = b'[{"role": "user", "content": ' + b"[" * 900 + b"]" * 900 + b"}]"
     assert _first_messages(spelled)
+
+
+async def test_a_conversation_whose_pod_refuses_it_has_its_kv_fetched_from_that_pod_s_sidecar(parts):
+    """Seen failing: who was asked next knew of nobody that has the newest turn, and computed it all."""
+    says(parts, Plain.KEEP)
+    first = await chat(parts)
+    parts.gateway.sent(first)
+    for name in ("pod-a", "pod-b"):
+        parts.endpoints.note_sidecar(name, fingerprint="f", tiers={"disk": 0.5})
+    again = await chat(parts)
+    parts.gateway.sent(again)
+    moved = await parts.gateway.reroute(again, unreachable=again.endpoint.name)
+
+    def identity(forward):
+        return verify_identity(forward.set_headers[IDENTITY_HEADER], SECRET, now_ms=parts.clock.now_ms())
+
+    assert again.endpoint.name == first.endpoint.name != moved.endpoint.name
+    assert (identity(again).prefix_at, identity(moved).prefix_at) == ("", again.endpoint.sidecar)
+    assert replace(identity(moved), prefix_at="") == identity(again)
 
 
 async def test_no_context_is_called_what_kept_conversations_are(parts):

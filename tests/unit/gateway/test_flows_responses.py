@@ -1,5 +1,6 @@
 """Where a response goes: by its own id, by its conversation, and from an older one into a branch."""
 
+import hashlib
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from contextcache.errors import ContextNotFound, GenerationGone, InvalidRequest
 from contextcache.model import MIN_TTL_S, Segment, SegmentKind, TurnCommit
 from contextcache.repeats import read_repeatable
 from gateway.paths import Kind
-from tests.kit.gateway_parts import OTHER_KEY, REF, as_told
+from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, as_told
 from tests.unit.gateway.test_flows_route import identity_of, route
 
 PATH = "/v1/responses"
@@ -67,6 +68,19 @@ async def test_an_older_response_is_continued_in_a_branch_of_its_own(parts):
         assert [segment.token_ids for segment in branch.transcript()] == [(1, 2, 3)]
         assert (branch.session.generation, branch.session.ttl_s) == (1, before.ttl_s)
     assert await parts.directory.get_session_metadata("demo", "mine") == before
+
+
+async def test_a_branch_is_counted_once_under_the_key_that_asked(parts):
+    """Seen to fail: counted under nobody's."""
+    await parts.directory.add("mine")
+    await add_turn(parts, "mine", generation=2)
+    for _ in range(2):
+        await ask(parts, previous_response_id="resp_1_mine", headers=AGAIN)
+
+    report = await parts.directory.read_usage("demo")
+    assert [(one.key, one.counts) for one in report.days[report.today]] == [
+        (hashlib.sha256(KEY.encode()).hexdigest()[:8], {"contexts": 1})
+    ]
 
 
 async def test_a_branch_that_nothing_is_stored_of_does_not_last(parts):

@@ -37,6 +37,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
         ("POST", "/tokenize", Kind.STATELESS),
         ("GET", "/version", Kind.STATELESS),
         ("GET", "/healthz", Kind.OWN),
+        ("GET", "/", Kind.OWN),
     ],
 )
 def test_every_call_has_its_kind(method, path, kind):
@@ -46,7 +47,7 @@ def test_every_call_has_its_kind(method, path, kind):
 @pytest.mark.parametrize(
     "path",
     [
-        "/", "", "v1/context", "*", "//v1/context", "/v1//context", "/v1/context/", "/v1/context//x", "/v1/./context",
+        "", "v1/context", "*", "//v1/context", "/v1//context", "/v1/context/", "/v1/context//x", "/v1/./context",
         "/v1/x/../context", "/v1/context/..", "/V1/context", "/v1/Context", "/v1/CONTEXT/ctx_1", "/v1/context%2f",
         "/v1\\context", "/v1/context\x00", "/v1/conte\u00dft", "/v1/context/a/b/c", "/v1/completions/",
         "/v1/models/a", "/v1/tokenize", "/version/", "/v1/context/ctx_1/forks",
@@ -56,6 +57,12 @@ def test_every_call_has_its_kind(method, path, kind):
 )  # fmt: skip
 def test_tricks_and_unknown_paths_are_not_found(path):
     for method in ("POST", "GET", "DELETE"):
+        with pytest.raises(PathNotFound):
+            kind_of(method, path, ENGINE_PATHS)
+
+
+def test_what_leads_to_the_page_is_a_get_and_nothing_that_looks_like_it():
+    for method, path in (("POST", "/"), ("HEAD", "/"), ("GET", "//"), ("GET", "/."), ("GET", "/.."), ("GET", "/?")):
         with pytest.raises(PathNotFound):
             kind_of(method, path, ENGINE_PATHS)
 

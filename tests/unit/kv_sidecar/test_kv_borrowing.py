@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,15 @@ class Pods:
     async def find(
         self, prompt: tuple[int, ...], *, peer: str = PEER, tenant: str = TENANT, **more: Any
     ) -> list[Found]:
-        more = {"ask_s": 30.0} | more
-        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, peer=peer, **more)
+        more = {"ask_s": 30.0, "tokens_min": BLOCK_TOKENS} | more
+        question = PrefixQuestion(tenant, FINGERPRINT, pack_token_ids(prompt), peer=peer, **more)
         return list(await self.here.sidecar.prefixes.find(question))
 
     async def ended(self) -> None:
         await asyncio.gather(*self.here.sidecar.pulls._tasks, return_exceptions=True)
 
     def counted(self, verdict: str) -> float:
-        return self.here.counted("peer_matches_total", found=verdict)
+        return self.here.counted("peer_matches_total", source="peer", found=verdict)
 
 
 @pytest.fixture
@@ -75,6 +75,33 @@ async def test_a_document_known_elsewhere_comes_in_whole_blocks_under_a_name_of_
     assert len(pods.here.block_files()) == len(pods.peer.sent) == 5
     assert pods.peer.num_open == 0
     assert pods.counted("some") == 1
+
+
+async def test_a_conversation_that_comes_back_has_all_of_its_newest_turn_fetched_its_tail_too(pods: Pods) -> None:
+    """Seen failing: what stood behind the last whole block was computed again."""
+    group = f"{KEPT_PREFIX}{'a' * 32}"
+    await pods.here.save(DOCUMENT[:14], session_id=group)
+    theirs = await pods.there.save(DOCUMENT, session_id=group)
+    prompt = (*DOCUMENT, 7, 8, 9)
+    ours, found = await pods.find(prompt, group=group, expires_at_ms=pods.clock.now_ms() + 2 * STAYS_MS)
+    await pods.ended()
+    manifest = await pods.here.catalog.open(TENANT, found.cache_ref)
+    tiers = await pods.here.load(replace(theirs, cache_ref=found.cache_ref))
+    await pods.here.catalog.delete(TENANT, group, ())
+
+    assert (ours.num_tokens, found.num_tokens) == (14, len(DOCUMENT))
+    assert (manifest.token_ids, manifest.session_id, manifest.tail_ref) == (DOCUMENT, group, theirs.cache_ref)
+    assert (len(pods.peer.sent), len(tiers)) == (3, 6)
+    assert not pods.here.block_files()
+
+
+async def test_less_than_a_block_file_more_is_not_fetched(pods: Pods) -> None:
+    await pods.there.save(DOCUMENT)
+    ours = await pods.here.save(DOCUMENT[:19])
+    found = await pods.find((*DOCUMENT, *range(200, 210)), tokens_min=1)
+
+    assert [one.cache_ref for one in found] == [ours.cache_ref]
+    assert pods.peer.asked == []
 
 
 async def test_what_is_here_is_not_fetched_again(pods: Pods) -> None:

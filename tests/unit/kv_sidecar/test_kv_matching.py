@@ -51,6 +51,12 @@ async def test_where_a_prompt_leaves_a_context_within_a_whole_block_the_tokens_b
     assert (await found(kv, (*range(18), 99, 98, 97)))[0] == (first.cache_ref, 18)
 
 
+async def test_a_prompt_that_ends_with_a_block_is_found_in_a_context_that_goes_on(kv: SidecarUnderTest) -> None:
+    """Seen failing: nothing was found, all of the prompt was computed."""
+    first = await kv.save(tuple(range(40)))
+    assert await found(kv, tuple(range(BLOCK_TOKENS * 3))) == [(first.cache_ref, BLOCK_TOKENS * 3)]
+
+
 async def test_the_longest_of_many_that_begin_alike_comes_first(kv: SidecarUnderTest) -> None:
     for number in range(30):
         await kv.save((*DOCUMENT, 1000 + number), session_id=f"ctx_{number}")

@@ -36,7 +36,7 @@ PIECES = [
     "/...",
     "/.a",
 ]
-PIECES += ["%2e", "%2F", "\\", ";", " ", "a", "ü", "-", "_", "/healthz", "/metrics", "/health", "/tokenize", "/docs"]
+PIECES += ["%2e", "%2F", "\\", ";", " ", "a", "ü", "-", "_", "/healthz", "/metrics", "/health", "/tokenize", "/console"]
 KNOWN = [path.replace("{", "").replace("}", "") for _, path in known_calls()]
 paths = st.one_of(
     st.sampled_from([*KNOWN, "/v1/a/b"]),
@@ -76,7 +76,9 @@ def expected(method: str, path: str) -> str:
         return "not_found"
     except MethodNotAllowed:
         return "control"
-    return "control" if kind is Kind.OWN else kind.value
+    if kind is Kind.OWN:
+        return "console" if path == "/" or path.startswith("/console/") else "control"
+    return kind.value
 
 
 @given(method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]), path=paths)
@@ -84,6 +86,8 @@ def expected(method: str, path: str) -> str:
 @example(method="POST", path="/v1/CONTEXT")
 @example(method="GET", path="/v1/context/ctx_1/fork")
 @example(method="GET", path="/v1/context/..")
+@example(method="GET", path="/")
+@example(method="POST", path="/")
 @example(method="POST", path="/v1/chat/completions\n")
 def test_a_request_takes_the_way_that_the_gateway_says_it_has(method, path):
     assert route_of(method, path)["name"] == expected(method, path)
@@ -154,5 +158,5 @@ def test_a_key_is_asked_for_wherever_the_gateway_asks_for_one():
     """The filter looks at every route that does not turn it off."""
     public = [route for route in ROUTES if API_KEYS in route["typed_per_filter_config"]]
 
-    assert {route["name"] for route in public} == {"preflight", "control", "not_found"}
+    assert {route["name"] for route in public} == {"preflight", "control", "console", "not_found"}
     assert [route["match"]["path"] for route in public if route["name"] == "control"] == list(FRONT_PATHS)

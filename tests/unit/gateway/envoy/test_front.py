@@ -7,10 +7,10 @@ import pytest
 
 from contextcache.errors import StoreUnavailable
 from contextcache.extproc.v3 import external_processor_pb2 as pb
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
+from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.messages import PIECE_BYTES
-from gateway.flows import DESTINATION_HEADER, TARGET_POD_HEADER
+from gateway.flows import TARGET_POD_HEADER
 from gateway.pods.endpoints import Health
 from gateway.ports import EngineLoad
 from gateway.tenants.limits import FrontLimits

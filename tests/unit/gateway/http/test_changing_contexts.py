@@ -31,7 +31,7 @@ async def test_a_patch_answers_with_the_context_as_a_read_shows_it(client, parts
     read = await client.get("/v1/context/ctx_1")
 
     assert answer.status_code == 200
-    assert answer.json() == read.json()
+    assert answer.json() | {"recent_turns": []} == read.json()
     told = answer.json()
     assert {name: told[name] for name in changed} == changed
     assert told["expires_at"] == parts.clock.now_ms() // 1000 + 7200
@@ -42,6 +42,7 @@ async def test_what_a_patch_does_not_name_stays(client, parts):
     await parts.directory.add("ctx_1")
     await client.patch("/v1/context/ctx_1", json={"metadata": {"a": "b"}})
     before = (await client.get("/v1/context/ctx_1")).json()
+    del before["recent_turns"]  # which a change does not tell
     for nothing in ({}, {"ttl_policy": None}, {"metadata": None}):
         answer = await client.patch("/v1/context/ctx_1", json=nothing)
 

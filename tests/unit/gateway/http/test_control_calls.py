@@ -8,7 +8,7 @@ import pytest
 
 from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
-from gateway.http.models import context_object
+from gateway.http.models import context_read
 from gateway.pods.endpoints import Health
 from gateway.ports import EngineLoad
 from gateway.tenants.keys import KeyFile
@@ -66,7 +66,7 @@ async def test_get_one(client, parts):
     answer = await client.get("/v1/context/ctx_1", headers=AUTH)
 
     assert answer.status_code == 200
-    assert answer.json() == context_object(*await parts.gateway.read("demo", "ctx_1"))
+    assert answer.json() == context_read(*await parts.gateway.read("demo", "ctx_1"))
     assert answer.headers["x-request-id"].startswith("req_")
 
 
@@ -285,7 +285,7 @@ async def test_the_openapi_document_has_every_call(client):
         *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
         *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
         *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")),
-        *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
+        *(("get", path) for path in ("/v1/usage", "/v1/deployment", "/healthz", "/readyz", "/metrics")),
     }
     assert "HTTPValidationError" not in json.dumps(document)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from contextcache.errors import StoreUnavailable
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.model import ForkedKV, NewSession, Segment, SegmentKind, TurnCommit
 from tests.kit.gateway_parts import REF, manifest_of
 
 TURN = (Segment(SegmentKind.PROMPT, (4, 5), text="more"), Segment(SegmentKind.ANSWER, (6,), text="!"))
@@ -46,14 +46,39 @@ async def test_a_fork_is_a_context_of_its_own_over_the_same_kv(client, two, part
     told = answer.json()
 
     assert answer.status_code == 201
-    assert told == (await client.get(f"/v1/context/{told['session_id']}")).json()
+    assert told | {"recent_turns": []} == (await client.get(f"/v1/context/{told['session_id']}")).json()
+    assert (told.pop("forked_from"), source.pop("forked_from")) == ({"session_id": "ctx_1", "generation": 2}, None)
     assert told["session_id"].startswith("ctx_")
     own = {"session_id", "created", "expires_at", "generation", "turns"}
-    assert {name: told[name] for name in set(told) - own} == {name: source[name] for name in set(source) - own}
+    assert {name: told[name] for name in set(told) - own} == {name: source[name] for name in set(told) - own}
     assert (told["generation"], told["turns"], told["holder"]["state"]) == (1, 1, "sealed")
     assert told["expires_at"] == source["expires_at"] + 10
     assert await transcript_of(parts, told["session_id"]) == two
-    assert (await client.get("/v1/context/ctx_1")).json() == source
+    assert (await client.get("/v1/context/ctx_1")).json() == source | {"forked_from": None}
+
+
+@pytest.mark.parametrize(("says", "num_asked"), [(True, 0), (False, 1)])
+async def test_what_a_fork_has_is_asked_for_only_where_its_sidecar_is_too_old_to_say(
+    client, two, parts, monkeypatch, says, num_asked
+):
+    sidecar, asked = parts.sidecars["pod-a"], []
+    told, forks = sidecar.get_manifest, sidecar.fork_context
+
+    async def get_manifest(*args):
+        asked.append(args)
+        return await told(*args)
+
+    async def fork_context(*args, **terms):
+        forked = await forks(*args, **terms)
+        return forked if says else ForkedKV(0, "none")
+
+    monkeypatch.setattr(sidecar, "get_manifest", get_manifest)
+    monkeypatch.setattr(sidecar, "fork_context", fork_context)
+    answer = (await client.post(FORK)).json()
+
+    assert len(asked) == num_asked
+    assert answer | {"recent_turns": []} == (await client.get(f"/v1/context/{answer['session_id']}")).json()
+    assert answer["bytes"] > 0
 
 
 async def test_a_fork_may_begin_at_an_earlier_turn_with_terms_of_its_own(client, two, parts):

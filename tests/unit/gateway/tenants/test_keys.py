@@ -214,4 +214,4 @@ def test_a_tenant_that_is_no_tenant_is_refused_at_the_start(tmp_path, metrics, t
 
 
 def test_without_keys_everybody_is_the_default_tenant():
-    assert SingleTenant().caller_of({"x-api-key": "whatever"}) == Caller("default")
+    assert SingleTenant().caller_of({"x-api-key": "whatever"}) == Caller("default", operator=True)

@@ -26,7 +26,7 @@ from contextcache.model import Manifest, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import parse_block_file, with_files
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.format.manifest import rank_keys
+from kv_sidecar.format.manifest import first_blocks, rank_keys
 from kv_sidecar.memory_store import MemoryStore, Pins, Place
 from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
@@ -81,6 +81,9 @@ class FakeSidecar(EngineSidecar):
         """cache_refs whose manifests were asked for."""
         self.pulling: set[str] = set()
         """cache_refs on their way from a peer."""
+        self.begun: dict[str, int] = {}
+        """How many files of those have come, for a turn that waits no longer."""
+        self.questions: list[pb.GetManifestRequest] = []
         self.num_pending_answers = 0
         self.served_bytes = 0
         self.down = False
@@ -195,18 +198,29 @@ class FakeSidecar(EngineSidecar):
         self._arrive("abandon_save")
         self.abandoned[cache_ref] = reason
 
-    @override
     def get_manifest(self, tenant, cache_ref, timeout_s):
+        manifest, answer = self.find_manifest(pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref), timeout_s)
+        return manifest, answer.tier
+
+    @override
+    def find_manifest(self, request, timeout_s):
         self._arrive("get_manifest")
+        self.questions.append(request)
+        is_late = request.HasField("wait_ms") and not request.wait_ms
+        return self._found(request.tenant, request.cache_ref, is_late=is_late)
+
+    def _found(self, tenant: str, cache_ref: str, *, is_late: bool) -> tuple[Manifest, pb.GetManifestResponse]:
         self.asked_for.append(cache_ref)
         manifest = self.manifests.get(cache_ref)
+        if cache_ref in self.pulling and is_late and manifest is not None and (num_files := self.begun.get(cache_ref)):
+            return _first_files(manifest, num_files), pb.GetManifestResponse(tier=pb.TIER_PEER, coming=True)
         if cache_ref in self.pulling:
             self.num_pending_answers += 1
             self._arrival(f"pending {self.num_pending_answers}").set()
             raise CacheRefPending("on its way")
         if manifest is None or manifest.tenant != tenant:
             raise CacheRefNotFound("no manifest")
-        return manifest, pb.TIER_HOST
+        return manifest, pb.GetManifestResponse(tier=pb.TIER_HOST)
 
     @override
     def match_prefix(self, request, timeout_s):
@@ -217,13 +231,15 @@ class FakeSidecar(EngineSidecar):
             for ref, manifest in self.manifests.items()
             if (manifest.tenant, manifest.fingerprint) == (request.tenant, request.fingerprint)
         }
-        longest = sorted(found, key=lambda ref: found[ref], reverse=True)
-        return tuple(ref for ref in longest if found[ref] >= request.tokens_min)[:3]
+        # What comes from a peer stands last.
+        longest = sorted(found, key=lambda ref: (ref not in self.pulling, found[ref]), reverse=True)
+        matches = (pb.PrefixMatch(cache_ref=ref, num_tokens=found[ref]) for ref in longest)
+        return tuple(match for match in matches if match.num_tokens >= request.tokens_min)[:3]
 
     @override
     def load_blocks(self, request, timeout_s) -> Iterator[pb.LoadBlocksResponse]:
         self._arrive("load_blocks")
-        manifest, _ = self.get_manifest(request.tenant, request.cache_ref, timeout_s)
+        manifest, _ = self._found(request.tenant, request.cache_ref, is_late=True)
         self.leases.add(request.lease_id)
         if manifest.fingerprint != request.fingerprint:
             raise FingerprintMismatch("other KV")
@@ -317,3 +333,14 @@ class FakeSidecar(EngineSidecar):
             raise SidecarUnavailable("deadline_exceeded")
         if self.down:
             raise SidecarUnavailable("unavailable")
+
+
+def _first_files(manifest: Manifest, num_files: int) -> Manifest:
+    """Return the manifest of a context's first block files, under its own name."""
+    return first_blocks(
+        manifest,
+        manifest.files[num_files - 1].end_token,
+        cache_ref=manifest.cache_ref,
+        session_id=manifest.session_id,
+        expires_at_ms=manifest.expires_at_ms,
+    )

@@ -12,15 +12,16 @@ A = cache_ref(1)
 MIB = 1 << 20
 TOKENS, BYTES = 8_192, 1 << 30
 """A context of an 8-billion-parameter model: 128 KiB a token."""
+ONE = ["a"]
 HOST, DISK = pb.TIER_HOST, pb.TIER_DISK
 
 
 def measured(*, tokens_per_s: int, disk_bytes_per_s: int, always_ms: int = 100) -> LoadEstimate:
     """Return the estimate of an engine that has computed a prompt of 8 192 tokens and loaded 1 GiB from disk."""
     estimate = LoadEstimate(always_ms=always_ms)
-    estimate.step(TOKENS, 0)
-    estimate.step(0, 3)  # ordered while the one before it is computed
-    estimate.step(0, TOKENS * 1000 // tokens_per_s)
+    estimate.step(TOKENS, 0, ONE)
+    estimate.step(0, 3, ONE)  # ordered while the one before it is computed
+    estimate.step(0, TOKENS * 1000 // tokens_per_s, ONE)
     estimate.begin("first", BYTES, DISK, 0)
     estimate.end("first", BYTES * 1000 // disk_bytes_per_s, is_loaded=True)
     return estimate
@@ -73,9 +74,9 @@ def test_what_was_slow_once_is_tried_again() -> None:
 
 def test_short_loads_are_always_made_and_say_nothing_of_the_rate() -> None:
     estimate = LoadEstimate(always_ms=100)
-    estimate.step(TOKENS, 0)
-    estimate.step(0, 3)
-    estimate.step(0, 100)
+    estimate.step(TOKENS, 0, ONE)
+    estimate.step(0, 3, ONE)
+    estimate.step(0, 100, ONE)
     estimate.begin("small", MIB, DISK, 0)
     estimate.end("small", 5_000, is_loaded=True)
     assert not estimate.is_slower(TOKENS, BYTES, DISK)
@@ -88,7 +89,7 @@ def test_a_step_that_decodes_is_no_measurement() -> None:
     """Seen failing without the look: the engine was taken for a thousand times faster, and nothing was promised."""
     estimate = measured(tokens_per_s=1_000, disk_bytes_per_s=2000 * MIB)
     for number in range(100):
-        estimate.step(32, 100_000 + number)
+        estimate.step(32, 100_000 + number, ONE)
 
     assert not estimate.is_slower(TOKENS, BYTES, DISK)
 
@@ -97,11 +98,27 @@ def test_steps_that_are_ordered_ahead_make_no_engine_faster_than_it_is() -> None
     """Seen failing with the time from one order to the next: 2 700 tokens a ms, where it was ten."""
     estimate = measured(tokens_per_s=10_000, disk_bytes_per_s=2000 * MIB)
     for number in range(100):
-        estimate.step(TOKENS, 10_000 * number + 1_000)
-        estimate.step(TOKENS, 10_000 * number + 1_003)
-        estimate.step(0, 10_000 * number + 1_820)
+        estimate.step(TOKENS, 10_000 * number + 1_000, ONE)
+        estimate.step(TOKENS, 10_000 * number + 1_003, ONE)
+        estimate.step(0, 10_000 * number + 1_820, ONE)
 
     assert not estimate.is_slower(TOKENS, BYTES, DISK)
+
+
+def test_an_engine_that_stood_idle_after_a_prompt_is_not_taken_for_slow() -> None:
+    """Seen failing without the look: a prompt and 19 s of silence made 252 ms a token, so seconds "saved" by four."""
+    estimate = LoadEstimate(always_ms=100)
+    estimate.step(TOKENS, 0, ["a"])
+    estimate.step(0, 3, ["a"])
+    estimate.step(32, 19_000, ["b"])
+    estimate.step(0, 19_050, ["b"])
+    assert estimate.compute_us_per_token == 0
+
+    estimate.step(0, 19_060, ["b"])
+    estimate.step(TOKENS, 20_000, ["b", "c"])
+    estimate.step(0, 20_003, ["b", "c"])
+    estimate.step(0, 20_820, ["b", "c"])
+    assert 99 <= estimate.compute_us_per_token <= 101
 
 
 def test_a_load_that_fails_soon_says_nothing_and_one_that_runs_out_of_time_that_it_was_slow() -> None:

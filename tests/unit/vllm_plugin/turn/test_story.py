@@ -709,3 +709,19 @@ async def test_a_body_over_the_limit_is_refused(tmp_path, engine):
     answer = await pod.create(prompt="x" * 200)
 
     assert (answer.status, answer.json["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_each_committed_turn_leaves_its_receipt_with_the_context(pod):
+    """Whoever looks at the context later sees what a turn took; a repeat, and one that commits nothing, leave none."""
+    session_id = await created(pod)
+    streamed = await pod.ask(session_id, prompt=" there", stream=True)
+    read_only = await pod.ask(session_id, prompt=" what?", context_commit=False)
+
+    session, turns = await pod.manager.get_with_turns("demo", session_id)
+    assert (streamed.status, read_only.status, session.generation) == (200, 200, 2)
+    assert [(turn.generation, turn.match) for turn in turns] == [(1, ""), (2, "append")]
+    first, second = turns
+    assert (first.computed_tokens, first.cached_tokens, first.first_token_ms) == (len(encode("Hello")), 0, None)
+    assert second.cached_tokens + second.computed_tokens == second.context_tokens + len(encode(" there"))
+    assert second.first_token_ms is not None
+    assert second.at_ms == pod.clock.now_ms()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from contextcache.identity import KV_TRANSFER_KEY
+from contextcache.identity import DESTINATION_HEADER, KV_TRANSFER_KEY
 from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.turn_bench import Pod
 
@@ -254,3 +254,31 @@ async def test_forbidden_keys_of_a_signed_request_end_in_the_pod(pod):
     assert body["vllm_xargs"] == {"mine": 1}
     assert len(body["cache_salt"]) == 64
     assert list(body["kv_transfer_params"]) == [KV_TRANSFER_KEY]
+
+
+def meant_for(*addresses):
+    return (DESTINATION_HEADER.encode(), ", ".join(addresses).encode())
+
+
+@pytest.mark.parametrize("signed", [True, False])
+async def test_a_404_to_what_was_meant_for_another_pod_is_a_503_that_may_come_again(pod, signed):
+    identity = pod.identity() if signed else None
+    answer = await pod.post("/v1/nothing", {"model": "m"}, identity, headers=[meant_for("10.0.0.8:8000")])
+
+    assert (answer.status, answer.json["error"]["code"]) == (503, "no_ready_endpoint")
+    assert answer.headers["retry-after"] == "1"
+    assert answer.complete
+
+
+@pytest.mark.parametrize("addresses", [("10.0.0.7:8000",), ("10.0.0.8:8000", "10.0.0.7:8000"), ()])
+async def test_a_404_to_what_was_meant_for_this_pod_is_its_own(pod, addresses):
+    answer = await pod.post("/v1/nothing", {"model": "m"}, headers=[meant_for(*addresses)] if addresses else [])
+
+    assert answer.status == 404
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_what_another_pod_was_meant_for_is_answered_where_the_model_is_here(pod, path):
+    answer = await pod.post(path, body_for(path), headers=[meant_for("10.0.0.8:8000")])
+
+    assert answer.status == 200

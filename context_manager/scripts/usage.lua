@@ -1,0 +1,26 @@
+-- Put behind row.lua: what is used, by day and key (ADR 0071), and what a session's last turns took.
+
+-- Adds sums to a day's hash. `said` is `<key>:<what> <number>` again and again, with blanks between.
+local function count_usage(key, said)
+  -- A spoilt one costs a tenant a day's figures, not its turns.
+  local kind = redis.call('TYPE', key).ok
+  if said == '' or (kind ~= 'none' and kind ~= 'hash') then
+    return
+  end
+  for field, number in string.gmatch(said, '(%S+) (%d+)') do
+    redis.pcall('HINCRBY', key, field, number)
+  end
+  redis.call('PEXPIRE', key, integer(USAGE_KEPT_MS))
+end
+
+-- Adds a turn's receipt to the last ones; the first generation's, or a fork, which has none, begins anew.
+local function keep_receipt(key, generation, receipt)
+  local kind = redis.call('TYPE', key).ok
+  if generation == 1 or (kind ~= 'none' and kind ~= 'list') then
+    redis.call('UNLINK', key)
+  end
+  if receipt ~= '' then
+    redis.call('RPUSH', key, receipt)
+    redis.call('LTRIM', key, -TURNS_KEPT, -1)
+  end
+end

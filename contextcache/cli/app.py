@@ -1,0 +1,377 @@
+"""The commands. Each makes a call or two of `contextcache.client` and prints what came."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from contextcache.cli import output
+from contextcache.cli.live import LOOKS, top, watch
+from contextcache.cli.place import NotConfigured, find_place, write_place
+from contextcache.client import ContextCache, ReplyStream, TextDelta
+from contextcache.client.errors import ApiError, ClientError
+from contextcache.client.types import ContextInfo, CreateFields, TurnFields
+
+OK, REFUSED, MISUSED, UNREACHABLE = 0, 1, 2, 3
+"""Exit codes: done · the server said no, or who read the output has gone · the command line is wrong, or no server and
+key are known · nobody answered, or an answer broke off. After Ctrl-C 130."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Contexts of a deployment: list, ask, branch, watch. URL and key: --url and --api-key-file, CONTEXT_CACHE_URL "
+    "and CONTEXT_CACHE_API_KEY, or what `login` wrote.",
+    epilog="Parts of a deployment start with `context-cache serve`; `context-cache doctor` examines one.",
+)
+
+_SECONDS_OF = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="session_id of a context", show_default=False)]
+MaxTokens = Annotated[int | None, typer.Option(help="length of the answer", show_default=False)]
+Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest token", show_default=False)]
+
+
+def seconds(said: str) -> int:
+    """Read a length of time, as `docs/command-line.md` has it."""
+    found = re.fullmatch(r"([0-9]{1,9})([smhd]?)", said)
+    if found is None:
+        raise typer.BadParameter(f"{said!r} is no length of time: say 3600, 90s, 30m, 1h or 7d")
+    return int(found[1]) * _SECONDS_OF[found[2]]
+
+
+_LIFE: Any = {"parser": seconds, "metavar": "TIME", "show_default": False}
+Ttl = Annotated[int | None, typer.Option(help="how long it lives: seconds, 90s, 30m, 1h, 7d", **_LIFE)]
+
+
+class _Asked:
+    """What stands before the command."""
+
+    url: str | None = None
+    key_file: Path | None = None
+
+
+_asked = _Asked()
+
+
+@app.callback()
+def _options(
+    url: Annotated[
+        str | None, typer.Option(help="where the server is, https://llm.example.org", show_default=False)
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="file with the API key", show_default=False)] = None,
+) -> None:
+    _asked.url, _asked.key_file = url, api_key_file
+
+
+@contextmanager
+def _client(**options: Any) -> Iterator[ContextCache]:
+    key = None
+    if _asked.key_file is not None:
+        try:
+            key = _asked.key_file.read_text().strip()
+        except OSError as exc:
+            raise typer.BadParameter(f"{_asked.key_file}: {exc.strerror}", param_hint="--api-key-file") from exc
+    url, key = find_place(_asked.url, key)
+    try:
+        client = ContextCache(url, key, **options)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    with client:
+        yield client
+
+
+@app.command(epilog="Example: context-cache login https://llm.example.org < key")
+def login(url: Annotated[str, typer.Argument(help="where the server is")]) -> None:
+    """Remember a server and a key, which is asked for or read from stdin; the file is for you alone."""
+    key = typer.prompt("API key", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+    try:
+        with ContextCache(url, key.strip()) as client:
+            names = client.models()
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    file = write_place(url, key.strip())
+    output.say(f"{url} serves {', '.join(names) or 'no model yet'}; remembered in {file}")
+
+
+@app.command(epilog="Example: context-cache models")
+def models(json: Json = False) -> None:  # noqa: FBT002  # a flag
+    """List the models that are served."""
+    with _client() as client:
+        for name in client.models():
+            output.print_json({"id": name}) if json else typer.echo(output.plain(name))
+
+
+@app.command(name="ls", epilog="Example: context-cache ls --model llama --limit 20")
+def list_(
+    model: Annotated[str | None, typer.Option(help="only of this model", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=0, help="at most so many; 0: all")] = 100,
+    kept: Annotated[bool, typer.Option("--kept", help="what is kept of requests without a context")] = False,  # noqa: FBT002
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """List contexts, newest first."""
+    with _client() as client:
+        found: Iterator[Any] = client.contexts.list_kept() if kept else client.contexts.list(model=model)
+        if limit:
+            found = islice(found, limit)
+        if json:
+            for one in found:
+                output.print_json(dict(one.raw))
+            return
+        heads, row, right = (
+            (output.KEPT_HEADS, output.kept_row, (1, 2, 4))
+            if kept
+            else (output.CONTEXT_HEADS, output.context_row, (2, 3, 4, 6))
+        )
+        if not output.print_rows(heads, map(row, found), right=right):
+            output.say("none")
+
+
+@app.command(epilog="Example: context-cache show ctx_3f2a…")
+def show(session_id: Id, json: Json = False) -> None:  # noqa: FBT002
+    """Describe one context, and what its last turns took."""
+    with _client() as client:
+        _print_info(client.contexts.get(session_id).info, json=json)
+
+
+@app.command(epilog="Example: context-cache create smollm2-135m-instruct 'Say this is a test' --ttl 1h")
+def create(  # noqa: PLR0913  # its options
+    model: Annotated[str, typer.Argument(help="of `context-cache models`")],
+    prompt: Annotated[str, typer.Argument(help="text; - reads stdin")],
+    name: Annotated[str | None, typer.Option(help="your own session_id", show_default=False)] = None,
+    ttl: Ttl = None,
+    sliding: Annotated[bool, typer.Option("--sliding", help="the life starts again with each turn")] = False,  # noqa: FBT002
+    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", show_default=False)] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Create a context and answer its first prompt."""
+    fields = cast("CreateFields", _turn_fields(max_tokens, temperature))
+    if ttl is not None:
+        fields["ttl"] = ttl
+    if sliding:
+        fields["ttl_policy"] = "sliding"
+    if name is not None:
+        fields["session_id"] = name
+    if metadata:
+        fields["metadata"] = dict(_pair(one) for one in metadata)
+    with _client() as client:
+        _answer(client.contexts.create_stream(model, _text(prompt), **fields), json=json)
+
+
+@app.command(epilog="Example: context-cache ask ctx_3f2a… ' And again'")
+def ask(
+    session_id: Id,
+    prompt: Annotated[str, typer.Argument(help="the new text alone; - reads stdin")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Go on in a context with text."""
+    with _client() as client:
+        context = client.contexts.get(session_id)
+        _answer(context.ask_stream(_text(prompt), **_turn_fields(max_tokens, temperature)), json=json)
+
+
+@app.command(epilog="Example: context-cache chat ctx_3f2a…   (an empty line ends it)")
+def chat(
+    session_id: Id,
+    said: Annotated[
+        str | None, typer.Argument(help="what you say; without it, line after line", show_default=False)
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Go on in a context as a chat."""
+    fields = _turn_fields(max_tokens, temperature)
+    with _client() as client:
+        context = client.contexts.get(session_id)
+        if said is not None:
+            _answer(context.chat_stream(_text(said), **fields), json=json)
+            return
+        while line := _line():
+            _answer(context.chat_stream(line, **fields), json=json)
+
+
+@app.command(epilog="Example: context-cache usage --first-day 2026-11-01")
+def usage(
+    first_day: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="the last one", show_default=False)
+    ] = None,
+    last_day: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="today", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(help="another's, with an operator's key", show_default=False)] = None,
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Show what was used, by day and API key."""
+    with _client() as client:
+        found = client.usage(first_day=first_day, last_day=last_day, tenant=tenant)
+    if json:
+        output.print_json(found)
+    elif not output.print_rows(output.USAGE_HEADS, output.usage_rows(found), right=(2, 3, 4, 5, 6, 7, 8)):
+        output.say("nothing")
+
+
+@app.command(name="watch", epilog="Example: context-cache watch ctx_3f2a…")
+def watch_(
+    session_id: Id,
+    every: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 2.0,
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Follow one context until it is gone; Ctrl-C ends it."""
+    with _client(**LOOKS) as client:
+        watch(client, session_id, every_s=every, as_json=json)
+
+
+@app.command(name="top", epilog="Example: context-cache top --once")
+def top_(
+    every: Annotated[float, typer.Option(min=0.5, help="seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="look once")] = False,  # noqa: FBT002
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Follow the tenant's contexts and what they save, with an operator's key pods and tenants; Ctrl-C ends it."""
+    with _client(**({} if once else LOOKS)) as client:
+        top(client, every_s=every, once=once, as_json=json)
+
+
+@app.command(epilog="Example: context-cache extend ctx_3f2a… 1d")
+def extend(
+    session_id: Id,
+    ttl: Annotated[int, typer.Argument(help="how long it lives from now: seconds, 90s, 30m, 1h, 7d", **_LIFE)],
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Give a context a longer life, or a shorter one."""
+    with _client() as client:
+        _print_info(client.contexts.update(session_id, ttl=ttl), json=json)
+
+
+@app.command(epilog="Example: context-cache fork ctx_3f2a… --generation 3")
+def fork(
+    session_id: Id,
+    generation: Annotated[int | None, typer.Option(help="where to begin; the newest", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="your own session_id for it", show_default=False)] = None,
+    ttl: Ttl = None,
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Make a context that begins as another does."""
+    with _client() as client:
+        branch = client.contexts.fork(session_id, generation=generation, name=name, ttl=ttl)
+        _print_info(branch.info, json=json)
+
+
+@app.command(epilog="Example: context-cache rewind ctx_3f2a… 3")
+def rewind(
+    session_id: Id,
+    generation: Annotated[int, typer.Argument(help="to go back to")],
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Take a context back to an earlier turn."""
+    with _client() as client:
+        _print_info(client.contexts.rewind(session_id, generation), json=json)
+
+
+@app.command(epilog="Example: context-cache rm ctx_3f2a… ctx_91bc…")
+def rm(
+    session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="session_ids", show_default=False)],
+    json: Json = False,  # noqa: FBT002
+) -> None:
+    """Delete contexts and their KV; all are tried, and one that failed makes the command fail."""
+    failures: list[ApiError] = []
+    with _client() as client:
+        for session_id in session_ids:
+            try:
+                client.contexts.delete(session_id)
+            except ApiError as exc:
+                failures.append(exc)
+                output.say(f"{session_id}: {output.fault(exc)}")
+            else:
+                output.print_json({"session_id": session_id, "deleted": True}) if json else output.say(
+                    f"{session_id}: deleted"
+                )
+    if failures:
+        raise typer.Exit(REFUSED)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line and return its exit code, or raise SystemExit with it, as typer does."""
+    try:
+        app(arguments, prog_name="context-cache")
+    except NotConfigured as exc:
+        output.say(str(exc))
+        return MISUSED
+    except ClientError as exc:
+        output.say(output.fault(exc))
+        return REFUSED if isinstance(exc, ApiError) else UNREACHABLE
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeError) as exc:
+        output.say(str(exc))
+        return MISUSED
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as exc:
+        output.say(f"what the server said is not understood here ({type(exc).__name__})")
+        return UNREACHABLE
+    return OK
+
+
+def _answer(stream: ReplyStream, *, json: bool) -> None:
+    """Print an answer as it comes."""
+    with stream:
+        if json:
+            output.print_json(dict(stream.reply().raw))
+        else:
+            for event in stream:
+                if isinstance(event, TextDelta):
+                    typer.echo(output.plain(event.text), nl=False)
+                    sys.stdout.flush()
+            typer.echo()
+            output.say(output.receipt(stream.reply()))
+        usage = stream.reply().usage
+    if usage is not None and usage.context is not None and not usage.context.committed:
+        raise typer.Exit(REFUSED)
+
+
+def _print_info(info: ContextInfo | None, *, json: bool) -> None:
+    assert info is not None, "it was read"
+    if json:
+        output.print_json(dict(info.raw))
+        return
+    output.console().print(output.fields(output.shown(info)))
+    if info.recent_turns:
+        output.console().print()
+        output.print_rows(output.TURN_HEADS, output.turn_rows(info.recent_turns), right=(0, 2, 3, 4, 6, 7))
+
+
+def _turn_fields(max_tokens: int | None, temperature: float | None) -> TurnFields:
+    fields: TurnFields = {}
+    if max_tokens is not None:
+        fields["max_tokens"] = max_tokens
+    if temperature is not None:
+        fields["temperature"] = temperature
+    return fields
+
+
+def _text(said: str) -> str:
+    return sys.stdin.read() if said == "-" else said
+
+
+def _line() -> str:
+    if sys.stdin.isatty():
+        return str(typer.prompt(">", prompt_suffix=" ", default="", show_default=False))
+    return sys.stdin.readline().rstrip("\n")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--metadata")
+    return key, value

@@ -1,0 +1,199 @@
+"""What is printed: tables for people, JSON for programs. What servers and models say is text, no terminal's order."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from contextcache.client.errors import ApiError, ClientError
+from contextcache.client.types import ContextInfo, KeptInfo, Reply, TurnInfo
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+_ORDERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and new line, what turns the direction of text, and halves of characters, which no stream
+of text takes."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_ROWS_AT_ONCE = 100
+_WIDTH_WITHOUT_TERMINAL = 1000
+_GIVES_WAY, _LEAST_WIDTH = "model", 6
+"""The column that is cut where a terminal is too narrow for all: one that programs need no more than people do."""
+
+
+def plain(text: object) -> str:
+    """Return text without what a terminal would obey."""
+    return _ORDERS.sub("\N{REPLACEMENT CHARACTER}", str(text))
+
+
+def size(size_bytes: float | None) -> str:
+    """Return a size for people; `-` where it is not known."""
+    if size_bytes is None:
+        return "-"
+    value = float(size_bytes)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def left(expires_at: float, now: float | None = None) -> str:
+    """Return how long something lives yet."""
+    seconds = expires_at - (time.time() if now is None else now)
+    if seconds <= 0:
+        return "over"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def console(*, to_stderr: bool = False) -> Console:
+    """Return where rich prints: colours only on a terminal, and not with NO_COLOR."""
+    from rich.console import Console
+
+    stream = sys.stderr if to_stderr else sys.stdout
+    width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
+    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_json(found: Any) -> None:
+    """Print one object on one line."""
+    sys.stdout.write(json.dumps(found, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Print a line for people, beside the output."""
+    print(plain(text), file=sys.stderr)  # noqa: T201  # what a command line does
+
+
+def fault(error: ClientError) -> str:
+    """Return in a line what went wrong, and by what it is found in the server's logs."""
+    if not isinstance(error, ApiError):
+        return str(error)
+    found = filter(None, (error.said_code or str(error.status), error.request_id and f"request {error.request_id}"))
+    return f"{error.message} ({', '.join(found)})"
+
+
+def receipt(reply: Reply) -> str:
+    """Return in a line what an answer took."""
+    usage = reply.usage
+    parts = [reply.session_id]
+    if reply.generation is not None:
+        parts.append(f"generation {reply.generation}")
+    if usage is not None:
+        parts.append(f"computed {usage.prompt_tokens}")
+        if usage.context is not None:
+            source = "" if usage.context.source == "none" else f" from {usage.context.source}"
+            parts.append(f"cached {usage.context.cached_tokens}{source}")
+            if not usage.context.committed:
+                parts.append(f"not committed ({usage.context.reason})")
+    if reply.finish_reason == "length":
+        parts.append("stopped at --max-tokens")
+    return " · ".join(parts)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> Table:
+    """Return a table; `right`: columns of numbers."""
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    cells = [[plain(cell) for cell in row] for row in rows]
+    widths = [max([len(head), *(cell_len(row[number]) for row in cells)]) for number, head in enumerate(heads)]
+    too_wide = sum(widths) + 2 * (len(widths) - 1) - console().width
+    for number, (head, width) in enumerate(zip(heads, widths, strict=True)):
+        fits = max(_LEAST_WIDTH, width - max(0, too_wide)) if head == _GIVES_WAY else width
+        made.add_column(head, justify="right" if number in right else "left", no_wrap=True, width=min(fits, width))
+    for row in cells:
+        made.add_row(*map(Text, row))
+    return made
+
+
+CONTEXT_HEADS = ("session_id", "model", "turns", "tokens", "gen", "state", "left")
+USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "answered", "saved s", "byte hours")
+TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first", "took", "why")
+KEPT_HEADS = ("id", "tokens", "size", "pods", "left")
+
+
+def context_row(info: ContextInfo) -> tuple[object, ...]:
+    """Return a context as a row under `CONTEXT_HEADS`."""
+    return info.session_id, info.model, info.turns, info.tokens, info.generation, info.state, left(info.expires_at)
+
+
+def kept_row(info: KeptInfo) -> tuple[object, ...]:
+    """Return something kept as a row under `KEPT_HEADS`."""
+    return info.id, info.tokens, size(info.size_bytes), ", ".join(info.pods), left(info.expires_at)
+
+
+def turn_rows(turns: Iterable[TurnInfo]) -> Iterator[tuple[object, ...]]:
+    """Yield what turns took as rows under `TURN_HEADS`."""
+    for turn in turns:
+        tokens = (turn.computed_tokens, turn.cached_tokens, turn.completion_tokens)
+        first = "-" if turn.first_token_ms is None else f"{turn.first_token_ms:.0f} ms"
+        why = turn.reason or turn.match or "create"
+        yield turn.generation, _moment(turn.at), *tokens, turn.source, first, f"{turn.took_ms:.0f} ms", why
+
+
+def usage_rows(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    """Yield what was used as rows under `USAGE_HEADS`, and what it comes to."""
+    named = [(day["day"], one["key"] or "held", one) for day in found["days"] for one in day["keys"]]
+    for day, key, one in [*named, ("total", "", found["total"])] if named else ():
+        held = sum(one["byte_hours"].values())
+        tokens = (one["computed_tokens"], one["cached_tokens"], one["completion_tokens"])
+        yield day, key, one["contexts"], one["turns"], *tokens, f"{one['saved_seconds']:.1f}", size(held)
+
+
+def print_rows(heads: Sequence[str], rows: Iterator[Sequence[object]], *, right: Sequence[int]) -> int:
+    """Print rows as they come, a table after the other where there are many; return how many."""
+    out, number = console(), 0
+    while batch := list(islice(rows, _ROWS_AT_ONCE)):
+        out.print(table(heads if not number else [""] * len(heads), batch, right=right))
+        number += len(batch)
+    return number
+
+
+def shown(info: ContextInfo) -> dict[str, Any]:
+    """Return what there is to say of a context, as people say it."""
+    said = {name: value for name, value in info.raw.items() if name not in ("object", "recent_turns")}
+    said |= {name: _moment(said[name]) for name in ("created", "expires_at")}
+    return said | {"bytes": size(info.size_bytes), "left": left(info.expires_at)}
+
+
+def _moment(unix_s: Any) -> str:
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).astimezone().isoformat(" ", "seconds")
+    except (TypeError, ValueError, OverflowError, OSError):
+        return str(unix_s)  # what is no time is told as it was said
+
+
+def fields(found: Mapping[str, Any]) -> RenderableType:
+    """Return what there is to say of one thing, a line each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(no_wrap=True, min_width=max(map(len, found), default=0))
+    made.add_column(overflow="fold")
+    for name, value in found.items():
+        if value not in (None, "", {}, []):
+            made.add_row(Text(plain(name), style="bold"), Text(plain(_said(value))))
+    return made
+
+
+def _said(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_said(one)}" for name, one in value.items() if one not in (None, ""))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    return str(value)

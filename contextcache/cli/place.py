@@ -1,0 +1,65 @@
+"""Where the server is and who asks: flags, then the environment, then a small file that `login` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+
+from contextcache.client.errors import ClientError
+
+URL_VARIABLE, KEY_VARIABLE = "CONTEXT_CACHE_URL", "CONTEXT_CACHE_API_KEY"
+
+
+class NotConfigured(ClientError):
+    """It is not known where the server is, or who asks."""
+
+
+def config_file() -> Path:
+    """Return where `login` writes: `$XDG_CONFIG_HOME/context-cache/config.toml`, `~/.config` without that."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "context-cache" / "config.toml"
+
+
+def find_place(url: str | None, key: str | None) -> tuple[str, str]:
+    """Return URL and key. Raises NotConfigured, also for a file that others may read."""
+    url = url or os.environ.get(URL_VARIABLE)
+    if key == "":
+        raise NotConfigured("the API key is empty")  # another one must not stand in for it
+    key = key or os.environ.get(KEY_VARIABLE)
+    if not (url and key):
+        said = _read(config_file())
+        # Its key is for its server, and for no other.
+        key = key or (said.get("api_key") if url in {None, "", said.get("url")} else None)
+        url = url or said.get("url")
+    if not url or not key:
+        missing = f"--url or {URL_VARIABLE}" if not url else f"--api-key-file or {KEY_VARIABLE}"
+        raise NotConfigured(f"say {missing}, or `context-cache login URL`")
+    return url, key
+
+
+def write_place(url: str, key: str) -> Path:
+    """Remember a server and a key, for this user alone; return the file."""
+    file = config_file()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unready = file.with_suffix(".new")
+    unready.unlink(missing_ok=True)
+    descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        # A TOML string of ASCII is a JSON string.
+        out.write(f"url = {json.dumps(url)}\napi_key = {json.dumps(key)}\n")
+    unready.replace(file)
+    return file
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise NotConfigured(f"{file} holds a key and others may read it: chmod 600 {file}")
+        found = tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as exc:
+        raise NotConfigured(f"{file} cannot be read: {exc}") from exc
+    return {key: value for key, value in found.items() if isinstance(value, str)}

@@ -1,0 +1,105 @@
+"""Carries calls. `contextcache/client/_sync` is made from `_async` by `python -m deploy.sync_client`: edit that one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import httpx
+
+from contextcache.client.calls import Call
+from contextcache.client.errors import ApiError, NotUnderstood, api_error
+from contextcache.client.retries import (
+    Place,
+    Retries,
+    adopt,
+    json_of,
+    named,
+    no_foreign_errors,
+    request_of,
+    told,
+)
+
+T = TypeVar("T")
+_WHOLE_BYTES_MAX = 64 << 20
+"""Of an answer that does not stream: beyond any window's text."""
+_OF_THE_WAY = {"content-encoding", "content-length", "transfer-encoding"}
+"""Headers that say nothing of a body that was read."""
+
+
+class SyncTransport:
+    """Carries calls to one place."""
+
+    def __init__(self, place: Place, retries: Retries, timeout_s: float, http: httpx.Client | None = None) -> None:
+        """`http`: a client of yours, with the transport you want; it is closed with this one."""
+        self.place, self._retries, self._timeout_s = place, retries, timeout_s
+        self._http = http if http is not None else httpx.Client(**place.options(timeout_s))
+        if http is not None:
+            adopt(http, place)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._http.close()
+
+    def send(self, call: Call[T]) -> T:
+        """Return what an answer says. Raises ApiError, ConnectionFailed, NotUnderstood."""
+        response = self._answered(call, is_whole=True)
+        if response is None:
+            return call.answer({}, {})
+        try:
+            return call.answer(json_of(response), named(response))
+        except (AttributeError, LookupError, TypeError, ValueError) as exc:
+            raise NotUnderstood(f"what {self.place.base_url} answered is not understood") from exc
+
+    @contextmanager
+    def stream(self, call: Call[Any]) -> Iterator[httpx.Response]:
+        """Give the head of an answer whose body comes bit by bit. Raises ApiError, ConnectionFailed, until the head."""
+        response = self._answered(call.streamed(), is_whole=False)
+        assert response is not None, "what streams is never known to have happened"
+        try:
+            with no_foreign_errors(self.place):
+                yield response
+        finally:
+            response.close()
+
+    def _answered(self, call: Call[Any], *, is_whole: bool) -> httpx.Response | None:
+        """Return a good answer, whole or its head; None where a repeat says that all is done already."""
+        began_s, sent, may_be_done = time.monotonic(), 0, False
+        while True:
+            sent += 1
+            try:
+                return self._sent(call, is_whole=is_whole)
+            except (ApiError, httpx.RequestError) as error:
+                if may_be_done and call.done_when is not None and isinstance(error, call.done_when):
+                    return None
+                may_be_done |= not isinstance(error, ApiError) or error.status >= 500  # 429 is before anything is done
+                wait_s = self._retries.wait_s(call, error, sent, time.monotonic() - began_s)
+                if wait_s is None:
+                    raise told(error, self.place) from (None if isinstance(error, ApiError) else error)
+            time.sleep(wait_s)
+
+    def _sent(self, call: Call[Any], *, is_whole: bool) -> httpx.Response:
+        response = self._http.send(request_of(self._http, call), stream=True)
+        if response.is_success and not is_whole:
+            return response
+        try:
+            whole = self._whole(response)
+        finally:
+            response.close()
+        if not whole.is_success:
+            raise api_error(whole.status_code, json_of(whole), named(whole))
+        return whole
+
+    def _whole(self, response: httpx.Response) -> httpx.Response:
+        """Read an answer to its end: not for longer than a silence may be, however slowly it comes, nor for ever."""
+        content, began_s = bytearray(), time.monotonic()
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) > _WHOLE_BYTES_MAX:
+                raise NotUnderstood(f"{self.place.base_url} answered with more than {_WHOLE_BYTES_MAX >> 20} MiB")
+            if time.monotonic() - began_s > self._timeout_s:
+                raise httpx.ReadTimeout("the answer did not come to its end in time", request=response.request)
+        headers = [(name, value) for name, value in response.headers.multi_items() if name not in _OF_THE_WAY]
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)

@@ -1,0 +1,172 @@
+"""What each call sends, and how its answer is read: once, for the sync and the async client. Sans-IO."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+from contextcache.client import types
+from contextcache.client.errors import ApiError, ContextNotFound
+from contextcache.client.types import (
+    Changes,
+    ContextInfo,
+    CreateFields,
+    KeptInfo,
+    Message,
+    Prompt,
+    Reply,
+    TurnFields,
+)
+
+T = TypeVar("T")
+_PAGE = 100
+"""Entries of a page: the most that the server gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request, and the reading of its answer."""
+
+    method: str
+    path: str
+    read: Callable[[Any, Mapping[str, str]], T]
+    """Takes the answer's JSON and headers."""
+    body: Mapping[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = True
+    """Whether it may be sent again when nobody knows what became of it: twice is as once."""
+    done_when: type[ApiError] | None = None
+    """The error that means, of a repeat, that it has happened."""
+
+    def answer(self, body: Any, headers: Mapping[str, str]) -> T:
+        """Read an answer. Raises ApiError when it is not one of ours."""
+        try:
+            return self.read(body, headers)
+        except (AttributeError, LookupError, TypeError, ValueError) as exc:
+            said = body if isinstance(body, dict) else {}
+            message = "something else than context-cache answered"
+            raise ApiError(message, status=200, body=said, headers=headers) from exc
+
+    def streamed(self) -> Call[T]:
+        """Return the same call with its answer as an event stream."""
+        return replace(self, body={**(self.body or {}), "stream": True, "stream_options": {"include_usage": True}})
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """One page of a list."""
+
+    data: Sequence[T]
+    after: str | None
+    """What to ask for the next page with; None: this is the last."""
+
+
+def create(model: str, text: Prompt | None, messages: Sequence[Message] | None, fields: CreateFields) -> Call[Reply]:
+    """Create a context with a prompt, or with messages. Raises ValueError for both or neither."""
+    if (text is None) == (messages is None):
+        raise ValueError("a create has a prompt or messages, not both")
+    said = {"prompt": text} if messages is None else {"messages": list(messages)}
+    return _turn("/v1/context", {"model": model, **said}, fields)
+
+
+def ask(model: str, session_id: str, prompt: Prompt, fields: TurnFields) -> Call[Reply]:
+    """Take a turn with text or token ids."""
+    return _turn("/v1/completions", {"model": model, "session_id": session_id, "prompt": prompt}, fields)
+
+
+def chat(model: str, session_id: str, said: str | Sequence[Message], fields: TurnFields) -> Call[Reply]:
+    """Take a turn with what a user says, or with messages."""
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+    return _turn("/v1/chat/completions", {"model": model, "session_id": session_id, "messages": messages}, fields)
+
+
+def get(session_id: str) -> Call[ContextInfo]:
+    """Describe one context."""
+    return Call("GET", _path(session_id), _info)
+
+
+def update(session_id: str, changes: Changes) -> Call[ContextInfo]:
+    """Change ttl, policy or metadata; twice is as once, but for the moment from which a ttl counts."""
+    return Call("PATCH", _path(session_id), _info, body=dict(changes))
+
+
+def fork(session_id: str, fields: Mapping[str, Any]) -> Call[ContextInfo]:
+    """Make a context that begins as this one does: not again where nobody knows, unless it has a name of its own."""
+    body = {key: value for key, value in fields.items() if value is not None}
+    return Call("POST", f"{_path(session_id)}/fork", _info, body=body, repeatable=False)
+
+
+def rewind(session_id: str, generation: int, if_match: int | None) -> Call[ContextInfo]:
+    """Take it back to a generation; it may be repeated."""
+    headers = {} if if_match is None else {"if-match": str(if_match)}
+    return Call("POST", f"{_path(session_id)}/rewind", _info, body={"generation": generation}, headers=headers)
+
+
+def delete(session_id: str) -> Call[None]:
+    """Remove it, and its KV."""
+    return Call("DELETE", _path(session_id), lambda _body, _headers: None, done_when=ContextNotFound)
+
+
+def page(after: str | None, model: str | None) -> Call[Page[ContextInfo]]:
+    """List contexts, newest first."""
+    query = {"limit": str(_PAGE)} | _said(after=after, model=model)
+    return Call("GET", "/v1/context", partial(_page, types.context_info), query=query)
+
+
+def kept_page(after: str | None) -> Call[Page[KeptInfo]]:
+    """List what is kept of requests without a context."""
+    query = {"kind": "kept", "limit": str(_PAGE)} | _said(after=after)
+    return Call("GET", "/v1/context", partial(_page, types.kept_info), query=query)
+
+
+def models() -> Call[list[str]]:
+    """List what is served."""
+    return Call("GET", "/v1/models", lambda body, _headers: [model["id"] for model in body["data"]])
+
+
+def usage(first_day: str | None, last_day: str | None, tenant: str | None) -> Call[dict[str, Any]]:
+    """Read what a tenant used."""
+    query = {"from": first_day, "to": last_day, "tenant": tenant}
+    said = {key: value for key, value in query.items() if value is not None}
+    return Call("GET", "/v1/usage", lambda body, _headers: dict(body), query=said)
+
+
+def deployment(after: str | None, limit: int | None) -> Call[dict[str, Any]]:
+    """Read what an operator sees."""
+    query = {"after": after, "limit": None if limit is None else str(limit)}
+    said = {key: value for key, value in query.items() if value is not None}
+    return Call("GET", "/v1/deployment", lambda body, _headers: dict(body), query=said)
+
+
+def _turn(path: str, body: dict[str, Any], fields: Mapping[str, Any]) -> Call[Reply]:
+    said = dict(fields)
+    key = said.pop("idempotency_key", None) or uuid.uuid4().hex
+    generation = said.pop("if_match", None)
+    extra = said.pop("extra", None) or {}
+    headers = {"idempotency-key": key} | ({} if generation is None else {"if-match": str(generation)})
+    # A turn that commits nothing is run again under its key: that costs time, and changes nothing.
+    return Call("POST", path, types.reply, body={**body, **said, **extra}, headers=headers)
+
+
+def _info(body: Any, _headers: Mapping[str, str]) -> ContextInfo:
+    return types.context_info(body)
+
+
+def _page(read: Callable[[Mapping[str, Any]], T], body: Any, _headers: Mapping[str, str]) -> Page[T]:
+    after = body["last_id"] if body["has_more"] else None
+    if body["has_more"] and not isinstance(after, str):
+        raise TypeError(after)  # more is there and cannot be asked for: a list that ends here is not whole
+    return Page([read(one) for one in body["data"]], after)
+
+
+def _path(session_id: str) -> str:
+    return f"/v1/context/{quote(session_id, safe='')}"
+
+
+def _said(**fields: str | None) -> dict[str, str]:
+    return {key: value for key, value in fields.items() if value is not None}

@@ -1,0 +1,129 @@
+"""A streamed answer as typed events. Sans-IO: bytes in, events out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from contextcache.client.errors import BrokenStream, api_error
+from contextcache.client.types import Reply, reply
+
+_EVENT_BYTES_MAX = 8 << 20
+"""Of one event: no engine sends as much, and what is no stream must not fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call, as OpenAI has it: `index` says of which, `function.arguments` is a piece of JSON."""
+
+    index: int
+    raw: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end, after the commit: the whole answer."""
+
+    reply: Reply
+
+
+Event: TypeAlias = TextDelta | ToolCallDelta | Finished
+
+
+@dataclass(slots=True)
+class StreamReader:
+    """Reads the event stream of one answer, however it is cut into pieces."""
+
+    headers: Mapping[str, str]
+    """Of the answer, names in lower case."""
+    is_finished: bool = False
+    _rest: bytearray = field(default_factory=bytearray)
+    _pieces: list[str] = field(default_factory=list)
+    _last: dict[str, Any] = field(default_factory=dict)
+    _usage: Mapping[str, Any] | None = None
+    _finish_reason: str | None = None
+    _tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def feed(self, data: bytes) -> Iterator[Event]:
+        """Yield what a piece of the stream completes. Raises ApiError for an error event, BrokenStream."""
+        self._rest += data
+        if b"\n" in data:
+            *lines, self._rest = self._rest.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:") and not self.is_finished:
+                    yield from self._event(bytes(line[5:].strip()))
+        if len(self._rest) > _EVENT_BYTES_MAX:
+            raise BrokenStream("an event larger than any answer's", text=self.text)
+
+    @property
+    def text(self) -> str:
+        """All that came so far."""
+        return "".join(self._pieces)
+
+    def end(self) -> None:
+        """Raise BrokenStream unless the answer came to its end."""
+        if not self.is_finished:
+            raise BrokenStream("the answer broke off before its end", text=self.text)
+
+    def _event(self, data: bytes) -> Iterator[Event]:
+        if data == b"[DONE]":
+            self.is_finished = True
+            try:
+                whole = self._whole()
+            except (AttributeError, LookupError, TypeError, ValueError) as exc:
+                raise BrokenStream("what came is no answer", text=self.text) from exc
+            yield Finished(whole)
+            return
+        try:
+            chunk = json.loads(data)
+        except (ValueError, RecursionError) as exc:
+            raise BrokenStream("what came is no answer", text=self.text) from exc
+        if not isinstance(chunk, dict):
+            raise BrokenStream("what came is no answer", text=self.text)
+        if chunk.get("error") is not None:
+            raise api_error(_status_of(chunk), chunk, self.headers)
+        self._last = {**self._last, **chunk}
+        self._usage = chunk.get("usage") or self._usage
+        try:
+            for choice in (chunk.get("choices") or ())[:1]:
+                yield from self._choice(choice)
+        except (AttributeError, LookupError, TypeError) as exc:
+            raise BrokenStream("what came is no answer", text=self.text) from exc
+
+    def _choice(self, choice: Mapping[str, Any]) -> Iterator[Event]:
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        delta = choice.get("delta") or {}
+        if piece := choice.get("text") or delta.get("content"):
+            if not isinstance(piece, str):
+                raise TypeError(piece)
+            self._pieces.append(piece)
+            yield TextDelta(piece)
+        for call in delta.get("tool_calls") or ():
+            self._join(call)
+            yield ToolCallDelta(call.get("index", 0), call)
+
+    def _join(self, call: Mapping[str, Any]) -> None:
+        joined = self._tool_calls.setdefault(call.get("index", 0), {"function": {"name": "", "arguments": ""}})
+        joined |= {key: value for key, value in call.items() if key not in {"function", "index"} and value}
+        for key, value in (call.get("function") or {}).items():
+            joined["function"][key] = joined["function"].get(key, "") + (value or "")
+
+    def _whole(self) -> Reply:
+        message = {"content": self.text, "tool_calls": [self._tool_calls[index] for index in sorted(self._tool_calls)]}
+        choice = {"message": message, "finish_reason": self._finish_reason}
+        return reply({**self._last, "choices": [choice], "usage": self._usage}, self.headers)
+
+
+def _status_of(chunk: Mapping[str, Any]) -> int:
+    error = chunk["error"]
+    code = error.get("code") if isinstance(error, Mapping) else None
+    return code if isinstance(code, int) else 500

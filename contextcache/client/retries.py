@@ -1,0 +1,137 @@
+"""Who is asked and by whom, and which calls are sent again: what both transports share."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+from typing_extensions import override
+
+from contextcache.client.calls import Call
+from contextcache.client.errors import (
+    ApiError,
+    ClientError,
+    ConnectionFailed,
+    ContextBusy,
+    DeadlineExceeded,
+    EndpointsSaturated,
+    EngineError,
+    GatewayUnavailable,
+    IdempotencyKeyInUse,
+    NoReadyEndpoint,
+    RateLimitExceeded,
+    StoreUnavailable,
+    TooManyInFlight,
+)
+
+T = TypeVar("T")
+_UNTOUCHED = (RateLimitExceeded, TooManyInFlight, EndpointsSaturated, GatewayUnavailable, NoReadyEndpoint, ContextBusy)
+"""Nothing was begun: any call may come again."""
+_UNKNOWN = (StoreUnavailable, EngineError, DeadlineExceeded, IdempotencyKeyInUse)
+"""It may have happened: only what is twice as once may come again."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a call is sent again, and how long all of it may take."""
+
+    times: int = 4
+    within_s: float = 60.0
+    """From the first sending to the last; a longer `Retry-After` is not waited for."""
+    draw: Callable[[], float] = random.random
+
+    def wait_s(
+        self, call: Call[Any], error: ClientError | httpx.RequestError, sent: int, since_s: float
+    ) -> float | None:
+        """Return how long to wait before it is sent again; None: not again.
+
+        `sent`: how often it was; `since_s`: how long ago the first time was.
+        """
+        if isinstance(error, ApiError):
+            may = isinstance(error, _UNTOUCHED) or (call.repeatable and isinstance(error, _UNKNOWN))
+            asked_s = error.retry_after_s or 0.0
+        else:
+            may = call.repeatable or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+            asked_s = 0.0
+        # Not all at once again where many were refused together.
+        wait_s = max(asked_s, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (sent - 1)) * (0.5 + self.draw() / 2))
+        return wait_s if may and sent <= self.times and since_s + wait_s <= self.within_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the server is and who asks."""
+
+    base_url: str
+    api_key: str
+
+    @classmethod
+    def of(cls, base_url: str | None, api_key: str | None) -> Place:
+        """Fill in what is not said from `CONTEXT_CACHE_URL` and `CONTEXT_CACHE_API_KEY`. Raises ValueError."""
+        url = base_url or os.environ.get("CONTEXT_CACHE_URL", "")
+        key = api_key or os.environ.get("CONTEXT_CACHE_API_KEY", "")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("say where the server is: base_url, or CONTEXT_CACHE_URL=https://…")
+        if "@" in url.partition("://")[2].partition("/")[0]:
+            raise ValueError("a URL with a user or a password is told in errors: it must hold none")
+        if not key or not key.isascii() or not key.isprintable():
+            raise ValueError("say an API key: api_key, or CONTEXT_CACHE_API_KEY=…")
+        return cls(url.rstrip("/").removesuffix("/v1"), key)
+
+    @override
+    def __repr__(self) -> str:
+        """Return it without the key."""
+        return f"Place({self.base_url!r})"
+
+    def options(self, timeout_s: float) -> dict[str, Any]:
+        """Return what either of httpx's clients is made with. `timeout_s`: for connecting, and between two bytes."""
+        headers = {"authorization": f"Bearer {self.api_key}", "user-agent": "context-cache-python"}
+        return {"base_url": self.base_url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0)}
+
+
+def request_of(http: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
+    """Return what a call is on the wire."""
+    return http.build_request(
+        call.method, call.path, json=call.body, params=dict(call.query) or None, headers=dict(call.headers)
+    )
+
+
+def adopt(http: httpx.Client | httpx.AsyncClient, place: Place) -> None:
+    """Have somebody's own client ask this server with this key."""
+    http.base_url = httpx.URL(place.base_url)
+    http.headers["authorization"] = f"Bearer {place.api_key}"
+
+
+def json_of(response: httpx.Response) -> Any:
+    """Return an answer's JSON; an empty object where it is none."""
+    try:
+        return response.json()
+    except (ValueError, RecursionError):
+        return {}
+
+
+def named(response: httpx.Response) -> dict[str, str]:
+    """Return an answer's headers, names in lower case."""
+    return {name.lower(): value for name, value in response.headers.items()}
+
+
+def told(error: ApiError | httpx.RequestError, place: Place) -> ClientError:
+    """Return the error that the caller sees."""
+    if isinstance(error, ApiError):
+        return error
+    return ConnectionFailed(f"no answer from {place.base_url}: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def no_foreign_errors(place: Place) -> Iterator[None]:
+    """Have what breaks while an answer is read raise an error of ours."""
+    try:
+        yield
+    except httpx.RequestError as exc:
+        raise ConnectionFailed(f"{place.base_url} broke off: {type(exc).__name__}: {exc}") from exc

@@ -1,0 +1,83 @@
+// What several views are made of.
+
+import { html, useEffect, useRef, useState } from "./htm-preact.js";
+import { span } from "./words.js";
+
+export const useTitle = (title) => {
+  const head = useRef(null);
+  useEffect(() => {
+    document.title = `${title} · context-cache`;
+    head.current?.focus({ preventScroll: true });
+  }, [title]);
+  return head;
+};
+
+export const Problem = ({ error, children }) =>
+  error && html`<div class="problem" role="alert"><p>${error.message}</p>${children}</div>`;
+
+export const Empty = ({ title, children }) => html`<div class="empty"><h2>${title}</h2><p>${children}</p></div>`;
+
+export const Tag = ({ kind, children }) => html`<span class=${`tag ${kind ?? ""}`}>${children}</span>`;
+
+export const Fact = ({ name, children }) => html`<div class="fact"><dt>${name}</dt><dd>${children}</dd></div>`;
+
+// How much of a life is left; the words say it too, so the bar is for the eye alone.
+export function Life({ expiresAt, ttl }) {
+  const left = expiresAt - Date.now() / 1000;
+  const share = Math.max(0, Math.min(1, left / ttl));
+  const kind = share < 0.15 ? "life late" : "life";
+  return html`<span class=${kind}>
+    <span class="track" aria-hidden="true"><span style=${{ width: `${(share * 100).toFixed(1)}%` }}></span></span>
+    <span class="number">${span(left)}</span>
+  </span>`;
+}
+
+// Computed against cached tokens of a turn, on one scale with the others of its context.
+export function TokenBar({ computed, cached, most }) {
+  const width = (tokens) => ({ width: `${most ? (100 * tokens) / most : 0}%` });
+  return html`<span class="tokens" aria-hidden="true">
+    <span class="cached" style=${width(cached)}></span><span class="computed" style=${width(computed)}></span>
+  </span>`;
+}
+
+export function Copy({ text, what }) {
+  const [copied, setCopied] = useState(false);
+  const copy = () => navigator.clipboard?.writeText(text).then(() => setCopied(true), () => {});
+  useEffect(() => {
+    const timer = copied && setTimeout(() => setCopied(false), 1500);
+    return () => clearTimeout(timer);
+  }, [copied]);
+  return html`<button type="button" class="quiet" onClick=${copy}>${copied ? "Copied" : `Copy ${what}`}</button>`;
+}
+
+// A question before what cannot be taken back. Escape says no.
+export function Confirm({ question, detail, verb, onYes, onNo }) {
+  const dialog = useRef(null);
+  useEffect(() => dialog.current.showModal(), []);
+  return html`<dialog ref=${dialog} onClose=${onNo} aria-labelledby="question">
+    <h2 id="question">${question}</h2>
+    <p>${detail}</p>
+    <div class="row end">
+      <button type="button" onClick=${onNo} autofocus>Cancel</button>
+      <button type="button" class="danger" onClick=${onYes}>${verb}</button>
+    </div>
+  </dialog>`;
+}
+
+// Do something again and again while the tab is looked at; not before the last time has ended.
+export function useEvery(intervalMs, act) {
+  const latest = useRef(act);
+  latest.current = act;
+  useEffect(() => {
+    let [timer, isOver] = [0, false];
+    const next = async () => {
+      if (!document.hidden) await latest.current();
+      if (!isOver) timer = setTimeout(next, intervalMs);
+    };
+    timer = setTimeout(next, intervalMs);
+    return () => {
+      isOver = true;
+      clearTimeout(timer);
+    };
+  }, [intervalMs]);
+}

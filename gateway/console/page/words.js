@@ -1,0 +1,102 @@
+// How numbers, times and the API's words are told to a person. Pure.
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export const count = (number) => (number == null ? "–" : whole.format(number));
+
+export function size(bytes) {
+  if (bytes == null) return "–";
+  let unit = 0;
+  while (bytes >= 1024 && unit < UNITS.length - 1) [bytes, unit] = [bytes / 1024, unit + 1];
+  return `${bytes >= 100 || unit === 0 ? whole.format(bytes) : bytes.toFixed(1)} ${UNITS[unit]}`;
+}
+
+export function milliseconds(ms) {
+  if (ms == null) return "–";
+  return ms < 1000 ? `${whole.format(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+}
+
+export function span(seconds) {
+  if (seconds <= 0) return "ended";
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 172800) return `${Math.round(seconds / 3600)} h`;
+  return `${Math.round(seconds / 86400)} days`;
+}
+
+export const moment = (unixS) =>
+  unixS ? new Date(unixS * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : "–";
+
+export const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
+
+export const shortId = (id) => (id.length > 20 ? `${id.slice(0, 12)}…${id.slice(-4)}` : id);
+
+export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+const SOURCES = {
+  __proto__: null,
+  device: "the engine’s own cache",
+  host: "the sidecar’s memory",
+  disk: "the sidecar’s disk",
+  peer: "another pod’s sidecar",
+  object: "the shared store",
+  recompute: "nowhere: its KV was not there",
+  none: "nowhere: there was nothing to reuse",
+};
+export const sourceOf = (source) => SOURCES[source] ?? source ?? "–";
+
+const REASONS = {
+  __proto__: null,
+  cache_ref_not_found: "no sidecar had the KV any more",
+  cache_ref_pending: "the KV was still being saved or fetched",
+  corrupt_block: "a stored block did not match its checksum, and was put aside",
+  fingerprint_mismatch: "the KV was made by another model, version or layout",
+  generation_mismatch: "the context had moved on",
+  key_not_at_hand: "the tenant’s key for the shared store was not at hand",
+  lease_lost: "the turn’s lease had ended before the commit",
+  load_deadline: "the KV did not load in time",
+  no_manifest: "nothing had been saved",
+  pull_failed: "the other pod’s sidecar did not give the KV",
+  queue_full: "the sidecar had too many saves waiting",
+  read_only: "the turn was asked not to commit",
+  seal_deadline: "saving took too long; the KV may still come",
+  sidecar_unavailable: "the sidecar could not be reached",
+  slower_than_computing: "loading would have taken longer than computing",
+  staging_full: "the sidecar’s memory was full",
+  storage_full: "the sidecar’s storage was full",
+  store_unavailable: "the context manager or its Redis could not be reached",
+  unsupported_layers: "this model’s KV cannot be carried",
+};
+export const reasonOf = (reason) => REASONS[reason] ?? reason?.replaceAll("_", " ");
+
+const DIVERGED = {
+  regenerated: "the last answer is made again",
+  head_changed: "the system prompt or the tools changed",
+  inserted: "something was put in between",
+  trimmed: "older messages were left out",
+  window: "it begins in the middle",
+  edited: "an earlier message was edited",
+  compacted: "the history was summarised",
+  respelled: "the same words were written another way",
+  other: "it is another text",
+};
+
+// Why a turn computed what it computed, in a sentence.
+export function whyOf(turn) {
+  if (turn.error) return turn.error;
+  if (turn.kind === "create") return turn.reason ? `Not kept: ${reasonOf(turn.reason)}.` : turn.cached ? "It begins like something that was seen before." : "The first turn computes its whole prompt.";
+  if (turn.diverged)
+    return `Left the conversation at token ${count(turn.diverged.token)}: ${DIVERGED[turn.diverged.why] ?? turn.diverged.why}.`;
+  if (turn.committed === false) return `Not committed: ${reasonOf(turn.reason) ?? "no reason was given"}.`;
+  if (turn.reason) return `${turn.cached ? "In part" : "Computed again"}: ${reasonOf(turn.reason)}.`;
+  if (turn.cached) return `From ${sourceOf(turn.source)}${turn.restoreMs ? `, in ${milliseconds(turn.restoreMs)}` : ""}.`;
+  return `Reused from ${sourceOf(turn.source)}.`;
+}
+
+export function verdictOf(turn) {
+  if (turn.kind === "create") return turn.cached ? "hit" : "cold";
+  const wanted = Math.min(turn.contextTokens, turn.cached + turn.computed - 1);
+  if (turn.cached >= Math.max(wanted - 1, 1)) return "hit";
+  return turn.cached ? "partial" : "miss";
+}

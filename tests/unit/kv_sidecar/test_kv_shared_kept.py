@@ -1,0 +1,578 @@
+"""Kept conversations in the shared store: written behind contexts, found there by another pod, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contextcache.clock import ManualClock
+from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
+from contextcache.model import KEPT_PREFIX, MAX_TTL_S, OBJECT_PREFIX, HeldCacheRef, KVGroup
+from kv_sidecar import borrowing, shared_tier
+from kv_sidecar.format.ids import pack_token_ids
+from kv_sidecar.keeping import GROUP_MAX
+from kv_sidecar.matching import STAYS_MS, PrefixQuestion
+from kv_sidecar.object_store import ObjectStore
+from kv_sidecar.prefixes import Found
+from kv_sidecar.pulling import ABSENT_MS
+from kv_sidecar.shared_collector import COLLECTOR
+from tests.kit.catalog_peer import CatalogPeer
+from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, written
+from tests.kit.store_keys import write_store_keys
+from tests.kit.until import until
+
+GROUP = f"{KEPT_PREFIX}{'1' * 32}"
+OTHER = f"{KEPT_PREFIX}{'2' * 32}"
+SAID = tuple(range(1, 23))
+"""Five whole blocks and two tokens."""
+PEER = "10.0.0.7:50061"
+
+
+class SaysNothingIsNamed:
+    """A manager that knows no session."""
+
+    async def orphans(self, held: list[HeldCacheRef]) -> list[int]:
+        return list(range(len(held)))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    # The store has a clock of its own.
+    return ManualClock(round(time.time() * 1000))
+
+
+@pytest.fixture(params=[None, {"*": ["1"]}], ids=["plain", "encrypted"])
+def pod(tmp_path: Path, clock: ManualClock, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Return a running sidecar with a disk of its own, over the one store."""
+    keys = {} if request.param is None else {"store_keys_file": write_store_keys(tmp_path / "keys", request.param)}
+
+    @asynccontextmanager
+    async def running(name: str, **more: object) -> AsyncIterator[SidecarUnderTest]:
+        settings = {"store_url": f"file://{tmp_path}/store", "store_collect_interval_s": 1} | keys | more
+        async with SidecarUnderTest(tmp_path / name, clock=clock, **settings) as kv:
+            kv.sidecar.engine.introduce(0, 1, FINGERPRINT, "")
+            yield kv
+
+    return running
+
+
+def objects(tmp_path: Path) -> set[str]:
+    store = tmp_path / "store"
+    return {str(path.relative_to(store)) for path in store.rglob("*") if path.is_file()} - {COLLECTOR}
+
+
+def kinds(tmp_path: Path) -> dict[str, int]:
+    """Return how many objects there are of each kind."""
+    found = [name.split("/")[1] for name in objects(tmp_path)]
+    return {kind: found.count(kind) for kind in ("blocks", "holders", "sessions", "manifests") if kind in found}
+
+
+async def find(kv: SidecarUnderTest, prompt: tuple[int, ...], **more: Any) -> list[Found]:
+    more = {"group": GROUP, "ask_s": 10.0} | more
+    question = PrefixQuestion(more.pop("tenant", TENANT), FINGERPRINT, pack_token_ids(prompt), BLOCK_TOKENS, **more)
+    return list(await kv.sidecar.prefixes.find(question))
+
+
+async def ended(kv: SidecarUnderTest) -> None:
+    await until(lambda: not kv.sidecar.pulls.num_pulls, what="the pulls have ended")
+
+
+def told(kv: SidecarUnderTest) -> dict[str, float]:
+    counts = {
+        found: kv.counted("peer_matches_total", source="object", found=found) for found in ("some", "none", "silent")
+    }
+    return {found: count for found, count in counts.items() if count}
+
+
+async def test_a_conversation_whose_pod_is_gone_is_found_and_loaded_on_another(pod):
+    async with pod("a") as kv:
+        kept = await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+
+    async with pod("b") as kv:
+        assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == [Found(kept.cache_ref, len(SAID))]
+        with pytest.raises(CacheRefPending):
+            await kv.catalog.open(TENANT, kept.cache_ref)
+        assert len(await find(kv, (*SAID, 30, 31, 32, 33, 34))) == 1  # who asks next hears the same
+        await ended(kv)
+        assert await kv.load(kept) == ["object"] * 6
+        assert [one.group for one in await kv.catalog.kept(TENANT)] == [GROUP]
+        assert kv.sidecar.shared.num_waiting == 0
+        (found,) = await find(kv, (*SAID, 30, 31, 32, 33, 34))
+        assert (found.cache_ref, told(kv)) == (kept.cache_ref, {"some": 2})
+
+
+async def test_of_a_conversation_that_was_edited_what_both_begin_with_comes_in_whole_blocks(pod, tmp_path):
+    async with pod("a") as kv:
+        await kv.save((9, 9, 9, 9, 9, 9), session_id=GROUP)
+        kept = await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+    there = objects(tmp_path)
+
+    async with pod("b") as kv:
+        (found,) = await find(kv, (*SAID[:14], 70, 71, 72, 73, 74, 75))
+        await ended(kv)
+        assert found.cache_ref != kept.cache_ref
+        assert (await kv.catalog.open(TENANT, found.cache_ref)).token_ids == SAID[:12]
+        await kv.sidecar.shared.flush(60)
+    assert objects(tmp_path) == there
+
+
+async def test_kv_that_cannot_be_cut_is_taken_whole_or_not_at_all(pod):
+    groups = (
+        KVGroup("full_attention", 4, ((0, 22),), 0, "a0" * 8),
+        KVGroup("sliding_window", 4, ((0, 2), (18, 22)), 4, "b0" * 8),
+    )
+    async with pod("a") as kv:
+        kept = await kv.save(SAID, session_id=GROUP, groups=groups)
+        await written(kv)
+
+    async with pod("b") as kv:
+        assert await find(kv, (*SAID[:14], 70, 71, 72)) == []
+    async with pod("c") as kv:
+        assert [one.cache_ref for one in await find(kv, (*SAID, 70, 71))] == [kept.cache_ref]
+        await ended(kv)
+        assert await kv.load(kept)
+
+
+async def test_of_many_turns_about_one_manifest_is_left_and_each_block_once(pod, tmp_path, clock):
+    said = SAID
+    async with pod("a") as kv:
+        for turn in range(20):
+            await find(kv, said)  # what is named is replaced when the time to load it is over
+            await kv.save(said, session_id=GROUP)
+            await written(kv)
+            said = (*said, *range(100 * turn, 100 * turn + 7))
+        assert kinds(tmp_path)["manifests"] > 1
+        clock.advance(ms=STAYS_MS)
+        await kv.sidecar.catalog.collect()
+        await written(kv)
+        await until(lambda: kinds(tmp_path)["manifests"] == 1, what="one is left")
+        files = len(kv.block_files())
+    assert kinds(tmp_path) == {"blocks": files, "holders": files, "sessions": 1, "manifests": 1}
+
+
+async def test_what_is_replaced_before_its_turn_comes_is_never_written(pod, tmp_path, monkeypatch):
+    put, listed = [], []
+    async with pod("a") as kv:
+        shared = kv.sidecar.shared
+        await shared.close()
+        for end in (10, 14, 22):
+            last = await kv.save(SAID[:end], session_id=GROUP)
+        assert shared.num_waiting == 1
+        objects_put = shared._objects.put
+
+        async def noted(name, data):
+            put.append(name)
+            await objects_put(name, data)
+
+        def noted_listing(prefix):
+            listed.append(prefix)
+            return objects_listed(prefix)
+
+        objects_listed = shared._objects.listed
+        monkeypatch.setattr(shared._objects, "put", noted)
+        monkeypatch.setattr(shared._objects, "listed", noted_listing)
+        shared.start()
+        await written(kv)
+    assert {name for name in put if "/manifests/" in name} == {f"{TENANT}/manifests/{last.cache_ref}"}
+    assert len(listed) == 1  # after it was written
+
+
+@pytest.mark.parametrize("goes", [False, True], ids=["stays here", "leaves this pod"])
+async def test_what_stands_for_nothing_in_the_store_takes_nothing_away_there(pod, goes):
+    async with pod("a", store_queue_max=1) as kv:
+        await kv.save((9, 9, 9, 9, 9), session_id=GROUP)
+        await written(kv)
+        first = await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+        await kv.sidecar.shared.close()
+        await kv.save((*SAID, 30, 31, 32), session_id=GROUP)
+        await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")  # for which the other gives way
+        if goes:
+            await kv.catalog.drop(kv.catalog.sealed(kept=True))
+        kv.sidecar.shared.start()
+        await written(kv)
+        assert kv.counted("store_writes_total", outcome="queue_full") == 1
+    async with pod("b") as kv:
+        assert [one.cache_ref for one in await find(kv, (*SAID, 30, 31, 32, 33, 34))] == [first.cache_ref]
+
+
+async def test_several_pods_together_keep_no_more_of_a_conversation_than_one_may(pod, tmp_path):
+    for name in ("a", "b"):
+        async with pod(name) as kv:
+            for number in range(GROUP_MAX // 2 + 3):
+                start = 1000 * number + (500 if name == "b" else 0)
+                await kv.save(tuple(range(start, start + 5)), session_id=GROUP)
+            await written(kv)
+    assert kinds(tmp_path)["manifests"] == GROUP_MAX
+
+
+async def test_contexts_are_written_before_what_is_kept_and_while_it_is(pod, monkeypatch):
+    async with pod("a") as kv:
+        shared = kv.sidecar.shared
+        await shared.close()
+        wrote, put, begun, may_go_on = [], shared._objects.put, asyncio.Event(), asyncio.Event()
+
+        async def slow(name, data):
+            if "/manifests/" in name:
+                wrote.append(name.rpartition("/")[2])
+            if "/holders/" in name and name.endswith(OTHER):
+                begun.set()
+                await may_go_on.wait()
+            await put(name, data)
+
+        monkeypatch.setattr(shared._objects, "put", slow)
+        kept = [await kv.save(SAID, session_id=OTHER), await kv.save((*SAID[:4], 50), session_id=GROUP)]
+        contexts = [await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")]
+        shared.start()
+        await begun.wait()
+        contexts.append(await kv.save((8, 8, 8, 8, 8), session_id="ctx_2"))
+        may_go_on.set()
+        await written(kv)
+    assert wrote == [new.cache_ref for new in (*contexts, *kept)]
+
+
+async def test_objects_of_lmcache_stay_in_their_pod(pod, tmp_path):
+    async with pod("a") as kv:
+        kept = await kv.save(SAID, session_id=f"{OBJECT_PREFIX}1")
+        await kv.sidecar.manifest(TENANT, kept.cache_ref, bring=False)
+        assert kv.sidecar.shared.num_waiting == len(kv.sidecar.shared._chores) == 0
+    assert objects(tmp_path) == set()
+
+
+async def test_kept_kv_gives_way_first_when_too_much_waits(pod, tmp_path):
+    async with pod("a", store_queue_max=2) as kv:
+        await kv.sidecar.shared.close()
+        await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
+        await kv.save(SAID, session_id=GROUP)
+        await kv.save((8, 8, 8, 8, 8), session_id="ctx_2")
+        assert kv.counted("store_writes_total", outcome="queue_full") == 1
+        kv.sidecar.shared.start()
+        await written(kv)
+    owners = {name.split("/")[2] for name in objects(tmp_path) if "/sessions/" in name}
+    assert owners == {"ctx_1", "ctx_2"}
+
+
+async def test_what_was_not_written_before_a_kill_is_after_the_restart(pod, tmp_path, monkeypatch):
+    async def never(*args, **kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ObjectStore, "put", never)
+    async with pod("a") as kv:
+        await kv.save(SAID, session_id=GROUP)
+    monkeypatch.undo()
+    async with pod("a") as kv:
+        await written(kv)
+    assert kinds(tmp_path)["manifests"] == 1
+
+
+@pytest.mark.parametrize("where", ["a", "b"], ids=["where it is", "on another pod"])
+async def test_a_delete_leaves_nothing_in_the_store(pod, tmp_path, where):
+    async with pod("a") as kv:
+        await kv.save(SAID, session_id=GROUP)
+        await kv.save((*SAID[:6], 50, 51), session_id=GROUP)
+        await written(kv)
+        if where == "a":
+            await kv.sidecar.delete(TENANT, GROUP, [])
+    if where == "b":
+        async with pod("b") as kv:
+            await kv.sidecar.delete(TENANT, GROUP, [])
+            assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
+    assert objects(tmp_path) == set()
+
+
+async def test_a_conversation_deleted_by_its_name_while_it_is_written_leaves_no_manifest(pod, tmp_path, monkeypatch):
+    async with pod("a") as kv:
+        put, begun, may_go_on = kv.sidecar.shared._objects.put, asyncio.Event(), asyncio.Event()
+
+        async def slow(name, data):
+            if "/manifests/" in name:
+                begun.set()
+                await may_go_on.wait()
+            await put(name, data)
+
+        monkeypatch.setattr(kv.sidecar.shared._objects, "put", slow)
+        await kv.save(SAID, session_id=GROUP)
+        await begun.wait()
+        await kv.sidecar.delete(TENANT, GROUP, [])
+        may_go_on.set()
+        await written(kv)
+    assert not [name for name in objects(tmp_path) if "/manifests/" in name]
+
+
+@asynccontextmanager
+async def half_written(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Save a conversation, and hold on where a part of it is in the store and a context is written instead."""
+    put, begun, may_go_on = kv.sidecar.shared._objects.put, asyncio.Event(), asyncio.Event()
+    gave_way, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow(name: str, data: Any) -> None:
+        if "/holders/" in name and name.endswith(GROUP) and not gave_way.is_set():
+            begun.set()
+            await may_go_on.wait()
+        if name.endswith("ctx_1"):
+            gave_way.set()
+            await may_end.wait()
+        await put(name, data)
+
+    monkeypatch.setattr(kv.sidecar.shared._objects, "put", slow)
+    await kv.save(SAID, session_id=GROUP)
+    await begun.wait()
+    await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
+    may_go_on.set()
+    await gave_way.wait()
+    yield
+    may_end.set()
+    await written(kv)
+
+
+async def test_a_delete_of_what_is_half_written_leaves_nothing_of_it(pod, tmp_path, monkeypatch):
+    async with pod("a") as kv:
+        async with half_written(kv, monkeypatch):
+            assert [name for name in objects(tmp_path) if name.endswith(GROUP)]
+            await kv.sidecar.delete(TENANT, GROUP, [])
+        assert kinds(tmp_path) == {"blocks": 2, "holders": 2, "sessions": 1, "manifests": 1}  # the context's
+        shared = kv.sidecar.shared
+        assert shared._num_known == sum(len(known.files) for known in shared._known.values()) == 2
+
+
+async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_collected(pod, tmp_path, monkeypatch):
+    async with pod("a") as kv:
+        async with half_written(kv, monkeypatch):
+            gone = list((tmp_path / "store").rglob("blocks/*")) + list((tmp_path / "store").rglob(f"holders/*/{GROUP}"))
+            assert gone
+            for path in gone:
+                path.unlink()
+        shared = kv.sidecar.shared
+        assert shared._num_known == sum(len(known.files) for known in shared._known.values()) == 8
+    assert kinds(tmp_path) == {"blocks": 8, "holders": 8, "sessions": 2, "manifests": 2}
+
+
+async def test_what_was_deleted_while_the_store_was_away_is_not_found_again_and_what_came_later_is(
+    pod, tmp_path, clock, monkeypatch
+):
+    async def fail(*args: object) -> None:
+        raise SidecarUnavailable("down")
+
+    async with pod("a") as kv:
+        kept = await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+    async with pod("b") as kv:
+        clock.advance(s=60)
+        monkeypatch.setattr(shared_tier, "BACKOFF_S", 60.0)
+        kv.sidecar.shared._objects.delete = fail
+        await kv.sidecar.delete(TENANT, GROUP, [])
+        assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
+        assert kinds(tmp_path)["manifests"] == 1
+        clock.advance(s=60)
+        for path in (tmp_path / "store").rglob(f"sessions/{GROUP}/*"):
+            os.utime(path, (time.time() + 90, time.time() + 90))
+        assert [one.cache_ref for one in await find(kv, (*SAID, 30, 31, 32, 33, 34))] == [kept.cache_ref]
+        await ended(kv)
+
+
+async def test_a_delete_that_waits_for_the_store_is_not_lost_for_turns_that_come_meanwhile(pod, tmp_path):
+    async def fail(*args: object) -> None:
+        raise SidecarUnavailable("down")
+
+    async with pod("a", store_queue_max=2) as kv:
+        await kv.save((7, 7, 7, 7, 7), session_id="ctx_1")
+        await written(kv)
+        shared, delete = kv.sidecar.shared, kv.sidecar.shared._objects.delete
+        await shared.close()
+        shared._objects.delete = fail
+        await kv.sidecar.delete(TENANT, "ctx_1", [])
+        for number, group in enumerate((GROUP, OTHER, f"{KEPT_PREFIX}3")):
+            for end in (5, 10, 14, 18):
+                await kv.save((100 + number, *SAID[:end]), session_id=group)
+        assert len(shared._untidy) == 2
+        assert [name for name in objects(tmp_path) if "ctx_1" in name]
+        shared._objects.delete = delete
+        shared.start()
+        await written(kv)
+    assert not [name for name in objects(tmp_path) if "ctx_1" in name]
+
+
+async def test_it_ends_with_its_life_and_no_manager_is_asked(pod, clock, tmp_path):
+    async with pod("a") as kv:
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+    settings = {"store_grace_s": 60, "orphan_after_s": 60, "manager": SaysNothingIsNamed()}
+    async with pod("b", **settings) as kv:
+        clock.advance(ms=TTL_MS - 1000)
+        await kv.sidecar.collect()
+        assert kinds(tmp_path)["manifests"] == 1
+        clock.advance(s=60)
+        assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
+        await kv.sidecar.collect()
+    assert objects(tmp_path) == set()
+
+
+async def test_what_is_used_lives_on_in_the_store_too(pod, clock):
+    async with pod("a") as kv:
+        kept = await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+        clock.advance(ms=TTL_MS // 2)
+        await find(kv, SAID, expires_at_ms=clock.now_ms() + TTL_MS)
+        await kv.sidecar.catalog.collect()
+        await written(kv)
+        clock.advance(ms=TTL_MS * 3 // 4)
+        assert (await kv.sidecar.shared.manifest(TENANT, kept.cache_ref)).expires_at_ms > clock.now_ms()
+
+
+async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(tmp_path, clock):
+    settings = {"store_url": f"file://{tmp_path}/store", "store_collect_interval_s": 1, "store_grace_s": 60}
+    keys = [write_store_keys(tmp_path / name, {"*": [name]}) for name in ("1", "2")]
+    async with SidecarUnderTest(tmp_path / "a", clock=clock, store_keys_file=keys[0], **settings) as kv:
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+    async with SidecarUnderTest(tmp_path / "b", clock=clock, store_keys_file=keys[1], **settings) as kv:
+        clock.advance(s=MAX_TTL_S - 60)
+        await kv.sidecar.collect()
+        assert kinds(tmp_path)["manifests"] == 1
+        clock.advance(s=120)
+        await kv.sidecar.collect()
+    assert objects(tmp_path) == set()
+
+
+async def test_a_full_store_loses_what_is_kept_before_a_context(pod, clock, tmp_path):
+    async with pod("a") as kv:
+        await kv.save(tuple(range(200, 222)), session_id="ctx_1")
+        await written(kv)
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+        size_bytes = sum(path.stat().st_size for path in (tmp_path / "store").rglob("blocks/*"))
+    async with pod("b", store_limit_bytes=round(size_bytes / 1.5)) as kv:
+        clock.advance(s=60)
+        await kv.sidecar.collect()
+    assert {name.split("/")[2] for name in objects(tmp_path) if "/sessions/" in name} == {"ctx_1"}
+
+
+def counting(kv: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the groups that the store is asked for from now on."""
+    asked: list[str] = []
+    of_group = kv.sidecar.shared.of_group
+
+    async def noted(tenant: str, group: str) -> Any:
+        asked.append(group)
+        return await of_group(tenant, group)
+
+    monkeypatch.setattr(kv.sidecar.shared, "of_group", noted)
+    return asked
+
+
+async def test_a_new_conversation_is_looked_for_once_and_its_turns_never(pod, clock, monkeypatch):
+    async with pod("a") as kv:
+        asked = counting(kv, monkeypatch)
+        assert await find(kv, SAID) == await find(kv, SAID) == []
+        assert (asked, told(kv)) == ([GROUP], {"none": 1})
+        await kv.save(SAID, session_id=GROUP)
+        clock.advance(ms=ABSENT_MS)
+        for more in (5, 20):
+            assert await find(kv, (*SAID, *range(50, 50 + more)))
+        assert asked == [GROUP]
+        await find(kv, (*SAID, *range(50, 50 + 23)))  # here is less than half of it
+        await find(kv, SAID, group=OTHER)  # all of it is here
+        assert asked == [GROUP] * 2
+        await find(kv, (*SAID, *range(50, 60)), group=OTHER)  # another conversation that begins alike
+        assert asked == [GROUP, GROUP, OTHER]
+
+
+@pytest.mark.parametrize("group", ["", "ctx_1", f"{KEPT_PREFIX}/../../{'1' * 8}", f"{KEPT_PREFIX}x/ctx_1"])
+async def test_only_a_conversation_s_name_is_looked_for(pod, monkeypatch, group):
+    async with pod("a") as kv:
+        asked = counting(kv, monkeypatch)
+        assert await find(kv, SAID, group=group) == []
+        assert asked == []
+
+
+async def test_another_tenant_of_the_same_conversation_s_name_finds_nothing(pod):
+    async with pod("a") as kv:
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+    async with pod("b") as kv:
+        assert await find(kv, (*SAID, 30, 31), tenant="other") == []
+
+
+async def test_where_a_peer_was_named_the_store_is_not_asked(pod, tmp_path, clock, monkeypatch):
+    async with SidecarUnderTest(tmp_path / "there", clock=clock) as there:
+        peer = CatalogPeer(there)
+        async with pod("a", connect_peer=peer.connect, peers=("10.0.0.0/24",)) as kv:
+            asked = counting(kv, monkeypatch)
+            await find(kv, SAID, peer=PEER)
+            assert asked == []
+            await find(kv, SAID, peer="192.0.2.1:1")  # may not be asked
+            assert asked == [GROUP]
+
+
+async def test_a_silent_store_costs_a_moment_and_is_left_alone_for_a_while(pod, clock, monkeypatch):
+    arrived = asyncio.Event()
+
+    async def never(*args, **kwargs):
+        arrived.set()
+        await asyncio.Event().wait()
+
+    async with pod("a") as kv:
+        ours = await kv.save(SAID[:8], session_id="ctx_1")
+        await written(kv)
+        monkeypatch.setattr(kv.sidecar.shared, "of_group", never)
+        assert [one.cache_ref for one in await find(kv, SAID, ask_s=0.001)] == [ours.cache_ref]
+        for number in range(5):
+            await find(kv, SAID, group=f"{KEPT_PREFIX}{number}")  # would never end
+        assert told(kv) == {"silent": 1}
+        clock.advance(ms=ABSENT_MS)
+        await find(kv, SAID, ask_s=0.001)
+        assert told(kv) == {"silent": 2}
+
+        clock.advance(ms=ABSENT_MS)
+        arrived.clear()
+        given_up = asyncio.create_task(find(kv, SAID))
+        await arrived.wait()
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        arrived.clear()
+        await find(kv, SAID)
+        assert not arrived.is_set()
+
+
+async def test_only_so_many_questions_wait_for_the_store_at_once(pod, monkeypatch):
+    gate = asyncio.Event()
+
+    async def slow(*args, **kwargs):
+        await gate.wait()
+        return ()
+
+    async with pod("a") as kv:
+        monkeypatch.setattr(kv.sidecar.shared, "of_group", slow)
+        many = borrowing._STORE_QUESTIONS_MAX + 5
+        asking = [asyncio.create_task(find(kv, SAID, group=f"{KEPT_PREFIX}{number}")) for number in range(many)]
+        await until(lambda: sum(task.done() for task in asking) == 5, what="five were not let wait")
+        gate.set()
+        await asyncio.gather(*asking)
+        assert told(kv) == {"none": borrowing._STORE_QUESTIONS_MAX}
+
+
+async def test_wrong_bytes_in_the_store_are_a_miss_and_not_named_again_at_once(pod, tmp_path):
+    async with pod("a") as kv:
+        kept = await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+    for path in (tmp_path / "store").rglob("blocks/*"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    async with pod("b") as kv:
+        assert await find(kv, (*SAID, 30, 31))
+        await ended(kv)
+        with pytest.raises(CacheRefNotFound):
+            await kv.catalog.open(TENANT, kept.cache_ref)
+        assert await find(kv, (*SAID, 30, 31)) == []
+        assert (kv.block_files(), kv.manifest_files()) == (set(), set())
