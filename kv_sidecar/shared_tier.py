@@ -25,8 +25,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -151,6 +151,9 @@ class SharedTier:
         self._kept: OrderedDict[CacheRef, bool] = OrderedDict()
         """The same of what is kept: for when nothing else waits."""
         self._writing: ManifestRecord | None = None
+        self._at_work: tuple[TenantId, SessionId] | None = None
+        """The session of which the writer writes or removes something now; a delete of it comes after that."""
+        self._rests = asyncio.Event()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -258,15 +261,18 @@ class SharedTier:
         if self._untidy:
             group, _ = self._untidy.popitem(last=False)
             try:
-                await self._tidy(*group)
+                with self._working(*group):
+                    await self._tidy(*group)
             except SidecarUnavailable as exc:
                 self._tidy_soon(*group)
                 refused = exc
         if queue := self._queue or self._kept:
             cache_ref, again = queue.popitem(last=False)
-            self._writing = self._local.record(cache_ref)
+            self._writing = record = self._local.record(cache_ref)
             try:
-                self._metrics.store_writes.labels(await self._write(cache_ref, again=again)).inc()
+                with self._working(record.tenant, record.session_id) if record is not None else nullcontext():
+                    outcome = await self._write(cache_ref, again=again)
+                self._metrics.store_writes.labels(outcome).inc()
             except _GivesWayError:
                 self._kept[cache_ref] = again or self._kept.get(cache_ref, False)
                 self._kept.move_to_end(cache_ref, last=False)
@@ -280,6 +286,15 @@ class SharedTier:
         if not (self._queue or self._kept or self._chores or self._untidy):
             self._work.clear()
             self._idle.set()
+
+    @contextmanager
+    def _working(self, tenant: TenantId, session_id: SessionId) -> Iterator[None]:
+        self._at_work, self._rests = (tenant, session_id), asyncio.Event()
+        try:
+            yield
+        finally:
+            self._at_work = None
+            self._rests.set()
 
     async def _write(self, cache_ref: CacheRef, *, again: bool) -> str:
         record = self._local.record(cache_ref)
@@ -296,7 +311,7 @@ class SharedTier:
         try:
             await each(dict.fromkeys(record.keys), lambda it: self._hold(record, it, key, known), at_once=_AT_ONCE)
         except CacheRefNotFound:
-            return "gone"
+            return "deleted" if cache_ref in self._deleted else "gone"
         except _GivesWayError:
             if not known.last:
                 # It may take long until it is written on, and nothing tells the collector that it will be.
@@ -305,14 +320,11 @@ class SharedTier:
             raise
         crash_point(AFTER_STORED_BLOCKS)
         data = await asyncio.to_thread(encode_manifest, manifest)
-        if cache_ref not in self._deleted:
-            await self._objects.put(_session_name(record.tenant, record.session_id, cache_ref), b"")
-            await self._put(name, data, key)
-            known.last = cache_ref
         if cache_ref in self._deleted:
-            # A delete came meanwhile, and may have found nothing.
-            await self.delete(record.tenant, record.session_id, [cache_ref], is_whole=False)
-            return "deleted"
+            return "deleted"  # whoever deletes it waits for this, and removes what was written by now
+        await self._objects.put(_session_name(record.tenant, record.session_id, cache_ref), b"")
+        await self._put(name, data, key)
+        known.last = cache_ref
         if record.is_kept:
             self._tidy_soon(record.tenant, record.session_id)
         return "written"
@@ -360,13 +372,17 @@ class SharedTier:
     async def _hold(self, record: ManifestRecord, block: BlockKey, key: TenantKey | None, known: Known) -> None:
         """Note that a session holds a block, and write that unless it is there.
 
-        Raises CacheRefNotFound when it has gone here meanwhile.
+        Raises CacheRefNotFound when it has gone here meanwhile, or the KV was deleted.
         """
+        if record.cache_ref in self._deleted:
+            raise CacheRefNotFound("the KV was deleted")
         file_name = block.file_name if key is None else key.hidden(block.file_name)
         if file_name in known.files:
             return
         if record.is_kept and self._queue:
             raise _GivesWayError
+        self._num_known += file_name not in known.doubted
+        known.doubted.add(file_name)  # whatever comes now, a delete looks for it
         await self._objects.put(_holder_name(record.tenant, file_name, record.session_id), b"")
         if await self._objects.size_bytes(_block_name(record.tenant, file_name)) is None:
             data = await self._local.block(block)
@@ -375,7 +391,6 @@ class SharedTier:
             await self._pace(len(data))
             await self._put(_block_name(record.tenant, file_name), data, key)
             self._metrics.store_bytes.labels("write").inc(len(data))
-        self._num_known += file_name not in known.doubted
         known.doubted.discard(file_name)
         known.files.add(file_name)
 
@@ -495,8 +510,9 @@ class SharedTier:
     ) -> None:
         """Remove KV of a session, and the blocks that nobody else holds; `is_whole`: nothing of the session stays.
 
-        What the store does not take is tried again until it does, or this process ends; then the collector finds it.
-        Raises SidecarUnavailable.
+        When it returns, this pod writes and removes nothing more of it: what the writer is at comes to its end first.
+        What the store does not take, or takes longer for than the caller waits, is tried again until it does, or this
+        process ends; then the collector finds it. Raises SidecarUnavailable.
         """
         refs = tuple(ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref))
         refs += tuple(prompt_ref(ref) for ref in refs)
@@ -510,8 +526,12 @@ class SharedTier:
             self._queue.pop(ref, None)
             self._kept.pop(ref, None)
         try:
+            while self._at_work == (tenant, session_id) or (
+                self._writing is not None and self._writing.cache_ref in refs
+            ):
+                await self._rests.wait()
             await self._remove(tenant, session_id, refs, is_whole=is_whole)
-        except SidecarUnavailable:
+        except (SidecarUnavailable, asyncio.CancelledError):
             self._add_chore(partial(self._remove, tenant, session_id, refs, is_whole=is_whole))
             raise
 

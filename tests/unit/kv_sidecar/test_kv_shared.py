@@ -174,12 +174,14 @@ async def test_a_context_deleted_while_it_is_written_leaves_nothing(pod, tmp_pat
         shared._objects.put = slow
         new = await kv.save(TEN)
         await begun.wait()
-        await kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref])
+        delete = asyncio.create_task(kv.sidecar.delete(TENANT, new.session_id, [new.cache_ref]))
+        await until(lambda: new.cache_ref in shared._deleted, what="the store hears of it")
         may_go_on.set()
+        await delete
+        assert objects(tmp_path) == set()
         await written(kv)
 
-    assert not [name for name in objects(tmp_path) if "/manifests/" in name]
-    assert not [name for name in objects(tmp_path) if "/blocks/" in name]
+    assert objects(tmp_path) == set()
 
 
 @pytest.mark.parametrize("point", [AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST])

@@ -289,23 +289,63 @@ async def test_a_delete_leaves_nothing_in_the_store(pod, tmp_path, where):
     assert objects(tmp_path) == set()
 
 
-async def test_a_conversation_deleted_by_its_name_while_it_is_written_leaves_no_manifest(pod, tmp_path, monkeypatch):
+@asynccontextmanager
+async def held_up(
+    store: ObjectStore, call: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[asyncio.Event]:
+    """For the block, hold up the store's first call of this kind for an object of this part; yield that it has come."""
+    do, begun, may_go_on = getattr(store, call), asyncio.Event(), asyncio.Event()
+
+    async def slow(name: str, *args: Any) -> None:
+        if part in name and not begun.is_set():
+            begun.set()
+            await may_go_on.wait()
+        await do(name, *args)
+
+    monkeypatch.setattr(store, call, slow)
+    yield begun
+    may_go_on.set()
+
+
+async def test_a_delete_returns_when_what_is_being_written_has_ended_and_leaves_nothing(pod, tmp_path, monkeypatch):
     async with pod("a") as kv:
-        put, begun, may_go_on = kv.sidecar.shared._objects.put, asyncio.Event(), asyncio.Event()
-
-        async def slow(name, data):
-            if "/manifests/" in name:
-                begun.set()
-                await may_go_on.wait()
-            await put(name, data)
-
-        monkeypatch.setattr(kv.sidecar.shared._objects, "put", slow)
-        await kv.save(SAID, session_id=GROUP)
-        await begun.wait()
-        await kv.sidecar.delete(TENANT, GROUP, [])
-        may_go_on.set()
+        async with held_up(kv.sidecar.shared._objects, "put", "/blocks/", monkeypatch) as begun:
+            await kv.save(SAID, session_id=GROUP)
+            await begun.wait()
+            delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
+            assert not (await asyncio.wait([delete], timeout=0.2))[0]
+        await delete
+        assert objects(tmp_path) == set()
         await written(kv)
-    assert not [name for name in objects(tmp_path) if "/manifests/" in name]
+    assert objects(tmp_path) == set()
+
+
+async def test_a_delete_returns_when_what_longer_kv_stands_for_has_left_and_leaves_nothing(pod, tmp_path, monkeypatch):
+    async with pod("a") as kv:
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+        async with held_up(kv.sidecar.shared._objects, "delete", "/blocks/", monkeypatch) as begun:
+            await kv.save((*SAID, 30, 31, 32), session_id=GROUP)
+            await begun.wait()
+            delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
+            assert not (await asyncio.wait([delete], timeout=0.2))[0]
+        await delete
+        assert objects(tmp_path) == set()
+        await written(kv)
+    assert objects(tmp_path) == set()
+
+
+async def test_a_delete_that_its_caller_does_not_wait_for_is_carried_out(pod, tmp_path, monkeypatch):
+    async with pod("a") as kv:
+        await kv.save(SAID, session_id=GROUP)
+        await written(kv)
+        async with held_up(kv.sidecar.shared._objects, "delete", "/manifests/", monkeypatch) as begun:
+            delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
+            await begun.wait()
+            delete.cancel()
+            await asyncio.gather(delete, return_exceptions=True)
+        await written(kv)
+    assert objects(tmp_path) == set()
 
 
 @asynccontextmanager
