@@ -322,9 +322,9 @@ class EngineSidecarClient:
         request = pb.DeleteContextRequest(tenant=tenant, cache_refs=cache_refs)
         return self._call(self._stub.DeleteContext, request, self._timeout_s).freed_bytes
 
-    def report_load(self, report: pb.LoadReport) -> None:
-        """Leave what was done for a request, for its answer's receipt."""
-        self._call(self._stub.ReportLoad, pb.ReportLoadRequest(report=report), self._timeout_s)
+    def report_load(self, report: pb.LoadReport, *, lease_id: str = "") -> None:
+        """Leave what was done for a request, for its answer's receipt, and end the load's lease."""
+        self._call(self._stub.ReportLoad, pb.ReportLoadRequest(report=report, lease_id=lease_id), self._timeout_s)
 
     def close(self) -> None:
         """Close the connection; calls in flight fail."""

@@ -247,7 +247,11 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
     @override
     async def ReportLoad(self, request: pb.ReportLoadRequest, context: Context) -> pb.ReportLoadResponse:
-        self._sidecar.reports.put(request.report)
+        try:
+            self._sidecar.reports.put(request.report)
+        finally:
+            if request.lease_id:
+                await self._catalog.end_load(request.lease_id)
         return pb.ReportLoadResponse()
 
     @override

@@ -1406,6 +1406,9 @@ class ReportLoadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REPORT_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """The lease of that load, which ends with it; empty: none does."""
     @property
     def report(self) -> Global___LoadReport:
         """The report."""
@@ -1414,9 +1417,10 @@ class ReportLoadRequest(google.protobuf.message.Message):
         self,
         *,
         report: Global___LoadReport | None = ...,
+        lease_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["report", b"report"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "report", b"report"]) -> None: ...
 
 Global___ReportLoadRequest: typing_extensions.TypeAlias = ReportLoadRequest
 

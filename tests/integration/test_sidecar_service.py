@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,30 @@ async def test_a_load_report_reaches_who_waits_for_it(running: Running) -> None:
 
     assert await waiting == report
     assert await running.client.load_report("r2", timeout_ms=1) is None
+    rank.close()
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["report taken", "report refused"])
+async def test_what_is_told_of_a_load_ends_its_lease(running: Running, *, is_taken: bool) -> None:
+    rank = await running.rank()
+    assert rank.arena is not None
+    new = await asyncio.to_thread(rank.save, PROMPT)
+    request = pb.LoadBlocksRequest(
+        tenant=TENANT,
+        cache_ref=new.cache_ref,
+        fingerprint=FINGERPRINT,
+        block_indices=[0, 1, 2],
+        borrower=rank.arena.borrower,
+        lease_id="a" * 32,
+        lease_ms=60_000,
+    )
+    await asyncio.to_thread(lambda: list(rank.client.load_blocks(request, DEADLINE_S)))
+    assert running.kv.memory.has_pins
+    report = pb.LoadReport(request_id="r1" if is_taken else "", outcome=pb.LOAD_OUTCOME_LOADED)
+    with nullcontext() if is_taken else pytest.raises(InvalidRequest):
+        await asyncio.to_thread(lambda: rank.client.report_load(report, lease_id="a" * 32))
+
+    assert not running.kv.memory.has_pins
     rank.close()
 
 

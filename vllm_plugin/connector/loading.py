@@ -48,6 +48,8 @@ class _Progress:
 
     size_bytes: int = 0
     tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED
+    lease_id: str = ""
+    """Of slots that are not read any more, but whose lease nobody has ended."""
 
 
 class LoadEnd:
@@ -171,6 +173,12 @@ class Loader:
         else:
             span.set_attribute("contextcache.size_bytes", progress.size_bytes)
             self._succeed(load, progress)
+        self._end_lease(progress)
+
+    def _end_lease(self, progress: _Progress) -> None:
+        lease_id, progress.lease_id = progress.lease_id, ""
+        if lease_id:
+            self._reporter.end_load(lease_id)
 
     def fail(self, load: Load, reason: str) -> None:
         """Hand the request back to be computed, unless its end was told or a thread is writing to its blocks.
@@ -207,6 +215,7 @@ class Loader:
             # the bytes: it drops the one and serves the disk's, or puts the other aside.
             log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
             self._counters.add("renewed_loads")
+            self._end_lease(progress)
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
             try:
                 self._copy_pieces(replace(terms, arena=None), load, progress, load.plan.pieces)
@@ -263,17 +272,13 @@ class Loader:
         finally:
             # One that was cancelled by somebody else is never said to be done.
             wait([future for _, _, future in copying if not future.cancel()])
-            self._end_lease(lease_id, is_waited_for=len(asked) < len(plan.pieces))
+            if len(asked) < len(plan.pieces):  # the next batch needs their room
+                with suppress(ContextCacheError):
+                    self._link.sidecar.get().end_load(lease_id)
+            else:
+                progress.lease_id = lease_id
         if pieces:
             raise CorruptBlock("the sidecar left blocks out")
-
-    def _end_lease(self, lease_id: str, *, is_waited_for: bool) -> None:
-        """Tell that a lease's slots are copied. `is_waited_for`: the next batch needs their room."""
-        if not is_waited_for:
-            self._reporter.end_load(lease_id)
-            return
-        with suppress(ContextCacheError):
-            self._link.sidecar.get().end_load(lease_id)
 
     def _took(self, load: Load, progress: _Progress, piece: Piece, arrival: _Arrival, future: Future[None]) -> None:
         """Note a block file that was injected, once it is."""
@@ -336,6 +341,7 @@ class Loader:
     def _report(self, plan: LoadPlan, outcome: pb.LoadOutcome.ValueType, progress: _Progress, reason: str) -> None:
         if not plan.request_id:
             return
+        lease_id, progress.lease_id = progress.lease_id, ""
         self._reporter.send(
             pb.LoadReport(
                 request_id=plan.request_id,
@@ -349,5 +355,6 @@ class Loader:
                 rank=self._link.facts.rank,
                 world_size=self._link.facts.world_size,
                 compute_us_per_token=plan.compute_us_per_token,
-            )
+            ),
+            lease_id=lease_id,
         )

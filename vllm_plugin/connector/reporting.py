@@ -24,9 +24,9 @@ class Reporter:
         self._owed: WeakKeyDictionary[Arena, set[int]] = WeakKeyDictionary()
         """Slots that the sidecar has not been told of; with their arena they are forgotten, and free."""
 
-    def send(self, report: pb.LoadReport) -> None:
-        """Queue a report. Never waits."""
-        self._queue(lambda sidecar: sidecar.report_load(report))
+    def send(self, report: pb.LoadReport, *, lease_id: str = "") -> None:
+        """Queue a report, and the end of a lease as `end_load`. Never waits."""
+        self._queue(lambda sidecar: sidecar.report_load(report, lease_id=lease_id))
 
     def end_load(self, lease_id: str) -> None:
         """Queue the word that a load's blocks are wanted no more. Never waits; lost, the lease ends by its time."""

@@ -92,8 +92,8 @@ class EngineSidecar(Protocol):
         """End a load's lease."""
         ...
 
-    def report_load(self, report: pb.LoadReport) -> None:
-        """Tell what happened to a request's prompt."""
+    def report_load(self, report: pb.LoadReport, *, lease_id: str = "") -> None:
+        """Tell what happened to a request's prompt, and end its load's lease."""
         ...
 
     def close(self) -> None:

@@ -57,6 +57,8 @@ _SEGMENT_DEADLINE_S = 30.0
 """To find the ids of an answer's text: some tokeniser calls, dozens where a stop string cuts a token."""
 
 _COUNT_AGAIN_S = 0.5
+_REPORT_WAIT_MS = 1000
+"""For a report that is asked for before there is one; longer than the sidecar lets anybody wait."""
 _LATE = "seal_deadline"
 """Why a create has no KV yet: it may still come."""
 
@@ -80,6 +82,8 @@ class Turn:
     prefix_at: str = ""
     prompt: ComposedPrompt | None = None
     loaded: LoadedKV | None = None
+    report: asyncio.Task[LoadedKV | None] | None = None
+    """The question for what was loaded, while it is on its way."""
     no_kv: str = ""
     """Why there was no KV to reuse, or, after a create, why there is none."""
     settled: bool = False
@@ -280,12 +284,38 @@ class Settlement:
         generation = turn.session.generation + (1 if turn.lease_id else 0)
         return self._receipt(turn, usage, generation=generation, expires_at_ms=turn.session.expires_at_ms)
 
+    def expect_load(self, turn: Turn) -> None:
+        """Ask for the load report before there is one: at the first token, when every core computes, it is here."""
+        if self._by_tokens is None and turn.session.cache_refs:
+            asking = self._sidecar.load_report(turn.request_id, timeout_ms=_REPORT_WAIT_MS)
+            turn.report = asyncio.create_task(asking)
+
+    async def forget_load(self, turn: Turn) -> None:
+        """End a question that nobody needs the answer of."""
+        if turn.report is not None:
+            turn.report.cancel()
+            await asyncio.gather(turn.report, return_exceptions=True)
+
+    async def _load_report(self, turn: Turn) -> LoadedKV | None:
+        deadline_ms = self._settings.report_deadline_ms
+        if turn.report is not None:
+            expected, turn.report = turn.report, None
+            with suppress(ContextCacheError):
+                try:
+                    async with asyncio.timeout(deadline_ms / 1000):
+                        found = await expected
+                except TimeoutError:
+                    return None
+                if found is not None:
+                    return found
+        return await self._sidecar.load_report(turn.request_id, timeout_ms=deadline_ms)
+
     async def _take_load_report(self, turn: Turn, *, has_cached: bool = False) -> None:
         # Nothing was named for a create: the engine tells where it started from only if it was from something.
         if turn.loaded is not None or not (turn.session.cache_refs or has_cached):
             return
         with suppress(ContextCacheError):
-            turn.loaded = await self._sidecar.load_report(turn.request_id, timeout_ms=self._settings.report_deadline_ms)
+            turn.loaded = await self._load_report(turn)
             if turn.loaded is not None:
                 turn.no_kv = turn.loaded.reason
             if turn.no_kv == CacheRefNotFound.code:

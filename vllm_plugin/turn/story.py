@@ -245,6 +245,7 @@ class TurnStory:
             abort=lambda: self._settlement.abort(turn),
             recording=turn.recording,
         )
+        self._settlement.expect_load(turn)
         try:
             with child_span("turn generate"):
                 await self._generate(engine, turn, client, delivery, patience)
@@ -257,6 +258,7 @@ class TurnStory:
             log.warning("answer broke off", extra={"session_id": turn.session.session_id, "reason": exc.message})
         finally:
             delivery.close()
+            await self._settlement.forget_load(turn)
 
     async def _generate(
         self, engine: Engine, turn: Turn, client: Client, delivery: Delivery, patience: Patience

@@ -266,6 +266,9 @@ class FakeSidecar(EngineSidecar):
     @override
     def end_load(self, lease_id):
         self._arrive("end_load")
+        self._end_lease(lease_id)
+
+    def _end_lease(self, lease_id: str) -> None:
         self.leases.discard(lease_id)
         self._pins.pop(lease_id, self.memory.pins()).close()
 
@@ -280,9 +283,10 @@ class FakeSidecar(EngineSidecar):
         return pb.Slot(offset=slot.offset, size_bytes=slot.size_bytes)
 
     @override
-    def report_load(self, report):
+    def report_load(self, report, *, lease_id=""):
         self._arrive("report_load")
         self.reports[report.request_id] = report
+        self._end_lease(lease_id)
 
     @override
     def close(self):

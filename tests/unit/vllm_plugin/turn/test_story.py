@@ -599,6 +599,56 @@ async def test_the_receipt_tells_what_the_connector_did(pod):
     assert answer.events[-1]["usage"]["context"]["source"] == "disk"
 
 
+async def test_what_was_loaded_is_asked_for_before_the_engine_answers(pod, monkeypatch):
+    session_id = await created(pod)
+    asked, load_report = asyncio.Event(), pod.sidecar.load_report
+    pod.sidecar.report = LoadedKV(failed=False, device_tokens=0, loaded_tokens=5, tier="disk", restore_ms=1)
+
+    async def noted(request_id, *, timeout_ms):
+        assert not asked.is_set(), "asked once"
+        asked.set()
+        return await load_report(request_id, timeout_ms=timeout_ms)
+
+    monkeypatch.setattr(pod.sidecar, "load_report", noted)
+    pod.engine.pause = asyncio.Event()
+    turn = asyncio.create_task(pod.ask(session_id, prompt=" more", stream=True))
+    async with asyncio.timeout(60):
+        await asked.wait()
+    pod.engine.pause.set()
+    answer = await turn
+
+    assert answer.headers["x-context-cache"] == "hit"
+
+
+async def test_a_question_for_what_was_loaded_ends_with_its_turn(pod, monkeypatch):
+    session_id = await created(pod)
+
+    async def never(request_id, *, timeout_ms):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(pod.sidecar, "load_report", never)
+    whole = await pod.ask(session_id, prompt=" more")
+    pod.engine.break_off_after = 0
+    broken = await pod.ask(session_id, prompt=" more", stream=True)
+
+    assert (whole.status, broken.status) == (200, 502)
+    assert not [task for task in asyncio.all_tasks() if never.__qualname__ in repr(task)]
+
+
+async def test_a_report_that_comes_late_is_asked_for_again(pod, monkeypatch):
+    session_id = await created(pod)
+    answers = [None, LoadedKV(failed=False, device_tokens=0, loaded_tokens=5, tier="disk", restore_ms=1)]
+
+    async def in_turn(request_id, *, timeout_ms):
+        return answers.pop(0)
+
+    monkeypatch.setattr(pod.sidecar, "load_report", in_turn)
+    pod.engine.cached_tokens = 5
+    answer = await pod.ask(session_id, prompt=" more")
+
+    assert answer.json["usage"]["context"]["source"] == "disk"
+
+
 async def test_a_chat_turn_is_spliced_onto_the_ids_of_the_last_answer(pod):
     user, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "again"}
     session_id = (await pod.create(messages=[user])).json["session_id"]
