@@ -136,12 +136,15 @@ class Claims:
         """Return whether the context that is named is to be created where there is none."""
         return _name(self.fields.context_create) == IF_MISSING
 
-    def changed(self, *, salt: str = "", order: str = "", previous: str = "") -> bytes | None:
+    def changed(
+        self, *, salt: str = "", order: str = "", previous: str = "", session_id: SessionId = ""
+    ) -> bytes | None:
         """Return the body with the tenant's salt and an order for the connector, and without forbidden keys.
 
-        `previous`: the response to continue from, in the place of the client's. Empty: no salt, no order, the client's.
+        `previous`: the response to continue from, in the place of the client's; `session_id`: its context, where the
+        body names one. Empty: no salt, no order, the client's.
         None: it can stay as it is. Of keys that repeat, the last one counts: what is put behind the rest takes the
-        place of what a client says. All three are letters, digits, `.`, `_`, `-`.
+        place of what a client says. All four are letters, digits, `.`, `_`, `-`.
         Raises InvalidRequest for extra arguments that cannot be looked through.
         """
         fields = self.fields
@@ -152,6 +155,8 @@ class Claims:
             ours["kv_transfer_params"] = b'{"%b":"%b"}' % (KV_TRANSFER_KEY.encode(), order.encode())
         if previous:
             ours["previous_response_id"] = b'"' + previous.encode() + b'"'
+        if session_id and bytes(fields.session_id) not in (b"", _NULL):
+            ours["session_id"] = b'"' + session_id.encode() + b'"'
         extra = _allowed_arguments(fields.vllm_xargs)
         if extra is not None:
             ours["vllm_xargs"] = _rebuilt_arguments(self.body) if self.is_lenient else extra

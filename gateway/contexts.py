@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -141,12 +141,14 @@ class Contexts:
         repeat_key: str = "",
         commits: bool = True,
         key: str = "",
+        check: Callable[[CacheSessionMetadata], object] = lambda _source: None,
     ) -> SessionId | None:
         """Return a new context that begins as this one did at `generation`; None: it stands there still.
 
         A request that may come again finds the branch it made, and where it was answered before, None: the answer is
         with the context it asked for. Of a turn that keeps nothing the branch does not last.
-        `key`: name of the API key that it is counted under. Raises as `fork`.
+        `key`: name of the API key that it is counted under. `check` is shown what is branched from, before it is.
+        Raises as `fork`, and what `check` raises.
         """
         check_id(session_id)
         branch_id = session_id_of(tenant, repeat_key, self._secret) if repeat_key else new_session_id()
@@ -156,6 +158,7 @@ class Contexts:
                 return None
             if repeat_key and await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None:
                 return None
+            check(source)
             terms = Terms() if commits else Terms(ttl_s=MIN_TTL_S)
             await self._forked(source, NewFork(generation, branch_id, terms, key))
         except ContextNotFound as exc:

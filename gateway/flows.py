@@ -224,10 +224,9 @@ class Gateway:
             operator=caller.operator,
         )
 
-    async def route_by_head(self, admission: Admission, *, has_body: bool, is_large: bool = False) -> Forward | None:
+    async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
         """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
 
-        `is_large`: the body is not worth reading only to learn what else is wrong with the request.
         None: `route` with the body. The pod checks what a body says that was not read here. Raises as `route`.
         """
         if admission.kind is Kind.COMPLETION:
@@ -237,9 +236,7 @@ class Gateway:
             try:
                 return await self._turn_forward(admission, None, named)
             except (ContextNotFound, ContextExpired):
-                if is_large:
-                    raise
-                return None  # the body may say what is wrong, as it does where it is read first
+                return None  # the body may say what is wrong, or that the context is to be created
         if admission.kind is Kind.STATELESS and (not has_body or is_opaque(admission.headers.get("content-type", ""))):
             return self._forward(Kind.STATELESS, None, self._query(admission, light=not has_body))
         return None
@@ -276,12 +273,16 @@ class Gateway:
         """
         self._endpoints.mark_unreachable(unreachable, certain=certain)
         choice = self._choose(forward.query)
-        return await self._with_kv(replace(forward, choice=choice, set_headers=self._signed(forward.identity, choice)))
+        headers = {**forward.set_headers, **self._signed(forward.identity, choice)}
+        return await self._with_kv(replace(forward, choice=choice, set_headers=headers))
 
-    def sent(self, forward: Forward) -> None:
-        """Remember that a request went where it was to go, before any report tells of what it left there."""
+    def sent(self, forward: Forward) -> Callable[[], None]:
+        """Remember that a request went where it was to go, before any report tells of what it left there.
+
+        What is returned forgets it: the pod took no connection.
+        """
         choice = forward.choice
-        self._endpoints.note_placed(
+        return self._endpoints.note_placed(
             choice.endpoint.name, forward.query.affinity, at_ms=self._clock.now_ms(), is_new=choice.is_placed
         )
 
@@ -356,6 +357,8 @@ class Gateway:
                 repeat_key="" if repeatable is None else repeatable.key,
                 commits=asked.commits,
                 key=admission.key,
+                # A request that no pod takes leaves no branch.
+                check=lambda source: self._choose(self._turn_query(admission, source), is_made=False),
             )
             if branch is not None:
                 return await self._turn_forward(
@@ -372,7 +375,7 @@ class Gateway:
         creates: bool = False,
         previous: str = "",
     ) -> Forward:
-        """Return the pod of a turn, which has its KV or is fetching it. `previous`: see Claims.changed.
+        """Return the pod of a turn, which has its KV or is fetching it. `previous`: of a branch, see Claims.changed.
 
         With the store down a turn is refused: an answer without its context would be wrong.
         """
@@ -386,16 +389,23 @@ class Gateway:
             if isinstance(exc, ContextExpired):
                 raise
             raise not_found() from exc
-        query = RouteQuery(
+        query = self._turn_query(admission, session)
+        identity = self._identity(admission, session.session_id)
+        body = None if claims is None else claims.changed(previous=previous, session_id=session_id if previous else "")
+        forward = self._forward(Kind.TURN, body, query, identity=identity, session=session)
+        if previous and claimed_session(None, admission.headers.get(SESSION_HEADER)) is not None:
+            forward = replace(forward, set_headers={**forward.set_headers, SESSION_HEADER: session_id})
+        return await self._with_kv(forward)
+
+    @staticmethod
+    def _turn_query(admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
+        return RouteQuery(
             model=session.model_id,
             holder=session.holder,
             num_tokens=session.num_tokens,
             strategy=strategy_of(admission.headers.get(STRATEGY_HEADER)),
             subset=admission.subset,
         )
-        identity = self._identity(admission, session.session_id)
-        body = None if claims is None else claims.changed(previous=previous)
-        return await self._with_kv(self._forward(Kind.TURN, body, query, identity=identity, session=session))
 
     def _conversation(self, admission: Admission, claims: Claims) -> Forward:
         """Return where one more request of what seems to be a conversation goes; no store is asked about it."""
@@ -477,8 +487,9 @@ class Gateway:
         headers = self._signed(identity, choice)
         return Forward(choice, kind, headers, self._removed_headers, body, query, session, identity)
 
-    def _choose(self, query: RouteQuery) -> Choice:
+    def _choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
+        """Return a request's pod. Not `is_made`: only to learn whether there is one. Raises as `route`."""
         choice = choose_endpoint(self._endpoints.roster(), query, limits=self._rules.limits, rng=self._rng)
-        if self._choices:
+        if self._choices and is_made:
             self._choices[choice.reason].inc()
         return choice

@@ -207,8 +207,7 @@ class EnvoyFront:
     async def _route_by_head(self, call: _Call, admission: Admission) -> Forward | None:
         """Return where a request goes; None when its body is needed to know."""
         before_s = time.perf_counter()
-        is_large = call.head.declared_bytes > LARGE_BYTES
-        forward = await self._gateway.route_by_head(admission, has_body=call.head.has_body, is_large=is_large)
+        forward = await self._gateway.route_by_head(admission, has_body=call.head.has_body)
         if forward is None and not call.head.has_body:
             forward = await self._gateway.route(admission, b"")
         call.routing_s = time.perf_counter() - before_s

@@ -192,8 +192,12 @@ class HttpFront(FastAPI):
             name = forward.endpoint.name
             try:
                 with self._endpoints.carrying(name):
-                    self.gateway.sent(forward)
-                    await self._carrier.carry(forward, body, exchange)
+                    forget_sent = self.gateway.sent(forward)
+                    try:
+                        await self._carrier.carry(forward, body, exchange)
+                    except ConnectFailed:
+                        forget_sent()
+                        raise
                 return
             except ConnectTimedOut as exc:
                 num_late += 1

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import Gauge
 
@@ -133,21 +134,35 @@ class WatchedEndpoints:
             self._used(pod)
             pod.state.since_probe += 1
 
-    def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> None:
+    def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:
         """Remember what was just sent to a pod, before its reports tell; a pod gone is none. See EndpointDirectory."""
         pod = self._pods.get(name)
         if pod is None:
-            return
+            return lambda: None
+        before_ms = self._knowing.get(beginning, {}).get(name)
         if beginning:
             self._note_beginning(pod, beginning, at_ms, is_told=False)
-        if not is_new:
+        if is_new:
+            pod.state.placed += 1
+            self._num_placed += 1
+            if self._num_placed >= _PLACED_WINDOW * len(self._pods):
+                for other in self._pods.values():
+                    other.state.placed //= 2
+                self._num_placed = sum(other.state.placed for other in self._pods.values())
+        return partial(self._take_back, pod, beginning, at_ms=at_ms, before_ms=before_ms, is_new=is_new)
+
+    def _take_back(self, pod: _Pod, beginning: str, *, at_ms: int, before_ms: int | None, is_new: bool) -> None:
+        name = pod.state.endpoint.name
+        if self._pods.get(name) is not pod:
             return
-        pod.state.placed += 1
-        self._num_placed += 1
-        if self._num_placed >= _PLACED_WINDOW * len(self._pods):
-            for other in self._pods.values():
-                other.state.placed //= 2
-            self._num_placed = sum(other.state.placed for other in self._pods.values())
+        if self._knowing.get(beginning, {}).get(name) == at_ms:
+            if before_ms is None:
+                self._forget_beginning(pod, beginning)
+            else:
+                self._knowing[beginning][name] = before_ms
+        if is_new and pod.state.placed:
+            pod.state.placed -= 1
+            self._num_placed -= 1
 
     def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
         """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
 from random import Random
@@ -132,9 +132,10 @@ class EndpointDirectory(Protocol):
         """Return all pods, ready or not."""
         ...
 
-    def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> None:
+    def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:
         """Remember what was just sent to a pod, before its reports tell; a pod gone is none.
 
+        What is returned takes it back: it never got there.
         `beginning`: what it begins with, if that has a name; `at_ms`: now; `is_new`: it stays there now, and did not.
         """
         ...

@@ -57,6 +57,8 @@ class FakeVllm:
     cached_tokens: int = 0
     bos: list[int] = field(default_factory=list)
     max_model_len: int = 10_000
+    model: str | None = None
+    """The only one that it has; None: any."""
     break_off_after: int | None = None
     """Return without an end after this many stream events."""
     fail_after: int | None = None
@@ -87,6 +89,9 @@ class FakeVllm:
         }.get(scope["path"])
         if route is None:
             await _json(send, 404, {"error": {"message": "Not Found"}})
+            return
+        if self.model is not None and request.get("model") != self.model:
+            await _json(send, 404, {"error": {"message": f"The model `{request.get('model')}` does not exist."}})
             return
         await route(scope, request, send)
 

@@ -18,6 +18,7 @@ from contextcache.errors import (
     EngineFailed,
     InvalidRequest,
     ModelNotFound,
+    NoReadyEndpoint,
 )
 from contextcache.wire.tracing import TRACEPARENT, trace_headers
 
@@ -141,6 +142,8 @@ def engine_error(status: int, body: bytes) -> ContextCacheError:
         message = f"the engine answered {status}"
     if status == 404:
         return ModelNotFound(message, param="model")
+    if status == 503:
+        return NoReadyEndpoint(message, retry_after_s=1)
     if 400 <= status < 500:
         return (ContextLengthExceeded if "maximum context length" in message else InvalidRequest)(message)
     return EngineFailed(message)

@@ -106,7 +106,7 @@ def _calls(stored: Sequence[Meaning]) -> dict[str, bool]:
     """Return which calls were made, and whether they are still open. Of a name that comes again the last counts."""
     calls: dict[str, bool] = {}
     for message in stored:
-        calls.update((call.id, True) for call in message.calls)
+        calls.update((call.id, True) for call in message.calls if call.id)
         if message.answers:
             calls[message.answers] = False
     return calls

@@ -68,6 +68,8 @@ log = logging.getLogger(__name__)
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
 _UNROUTED = UNROUTED_HEADER.encode()
 _HEALTH_PATH = "/health"
+_OBJECTS_MAX = 1000
+"""That a body may hold and be read between two steps of the loop: vLLM's own types take a tenth of a ms each."""
 _BODY_IDLE_S = 60.0
 """Without a byte of a request's body; a gateway sends it in one go."""
 
@@ -95,7 +97,7 @@ class TurnMiddleware:
             story, admission, kept = compose_turns(self._settings, self._secret)
         self._story = story
         self._kept = kept
-        self._large_bodies = LargeBodies()
+        self._large_bodies = LargeBodies(objects_max=_OBJECTS_MAX)
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 

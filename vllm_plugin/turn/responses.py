@@ -45,6 +45,8 @@ _ITEMS = frozenset(
     | {"custom_tool_call", "custom_tool_call_output"}
 )
 _TOOLS = frozenset({"function", "custom", "namespace"})
+_ITEMS_MAX = 1 << 13
+"""A tenth of a millisecond each."""
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
 _REFUSED: Mapping[str, str] = {
     "background": "a turn is answered while its client waits",
@@ -145,6 +147,8 @@ class Responses:
         every member before it tells one (10 000 empty objects: 25 s and 10 GiB).
         """
         items, tools = given.get("input"), given.get("tools")
+        if sum(len(held) for held in (items, tools) if isinstance(held, list)) > _ITEMS_MAX:
+            raise InvalidRequest(f"input and tools have at most {_ITEMS_MAX} items together", param="input")
         for index, tool in enumerate(tools if isinstance(tools, list) else ()):
             if _kind(tool) not in _TOOLS:
                 raise InvalidRequest("a context's tools are the client's own: functions", param=f"tools[{index}]")

@@ -69,12 +69,11 @@ async def test_a_head_that_names_no_context_of_ours_leaves_it_to_the_body(parts,
     assert await parts.gateway.route_by_head(admit(parts, **head), has_body=True) is None
 
 
-async def test_a_large_body_is_not_read_to_learn_what_else_is_wrong_with_an_unknown_context(parts):
+async def test_of_a_context_that_is_not_there_the_body_may_say_that_it_is_to_be_created(parts):
+    """Seen failing behind Envoy for bodies over 1 MiB: 404."""
     asked = admit(parts, x_session_id="ctx_1")
 
     assert await parts.gateway.route_by_head(asked, has_body=True) is None
-    with pytest.raises(ContextNotFound):
-        await parts.gateway.route_by_head(asked, has_body=True, is_large=True)
 
 
 async def test_a_creates_head_never_says_enough(parts):

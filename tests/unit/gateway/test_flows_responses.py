@@ -5,9 +5,11 @@ import json
 
 import pytest
 
-from contextcache.errors import ContextNotFound, GenerationGone, InvalidRequest
+from contextcache.claim import read_strict_claims
+from contextcache.errors import ContextNotFound, GenerationGone, InvalidRequest, NoReadyEndpoint
 from contextcache.model import MIN_TTL_S, Segment, SegmentKind, TurnCommit
 from contextcache.repeats import read_repeatable
+from contextcache.responses import Continued, continued_by
 from gateway.paths import Kind
 from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, as_told
 from tests.unit.gateway.test_flows_route import identity_of, route
@@ -68,6 +70,46 @@ async def test_an_older_response_is_continued_in_a_branch_of_its_own(parts):
         assert [segment.token_ids for segment in branch.transcript()] == [(1, 2, 3)]
         assert (branch.session.generation, branch.session.ttl_s) == (1, before.ttl_s)
     assert await parts.directory.get_session_metadata("demo", "mine") == before
+
+
+@pytest.mark.parametrize("where", ["body", "header"])
+async def test_a_branch_of_a_context_that_is_also_named_is_named_everywhere(parts, where):
+    """Seen to fail: the pod found the old name beside the new one and refused, each time."""
+    await parts.directory.add("ctx_mine")
+    await add_turn(parts, "ctx_mine", generation=2)
+    headers = {"x-session-id": "ctx_mine"} if where == "header" else None
+    said = {"session_id": "ctx_mine"} if where == "body" else {}
+    forward = await ask(parts, previous_response_id="resp_1_ctx_mine", headers=headers, **said)
+    claims = read_strict_claims(forward.body)
+    sent = forward.set_headers.get("x-session-id", (headers or {}).get("x-session-id"))
+    other = forward.endpoint.name
+    moved = await parts.gateway.reroute(forward, unreachable=other)
+
+    branch = identity_of(parts, forward).session_id
+    assert continued_by(PATH, claims, sent) == Continued(branch, 1, commits=True)
+    assert moved.endpoint.name != other
+    assert moved.set_headers.get("x-session-id") == forward.set_headers.get("x-session-id")
+
+
+async def test_somebody_s_own_label_stays_where_a_branch_is_made(parts):
+    await parts.directory.add("ctx_mine")
+    await add_turn(parts, "ctx_mine", generation=2)
+    forward = await ask(parts, previous_response_id="resp_1_ctx_mine", headers={"x-session-id": "agent-7"})
+
+    assert "x-session-id" not in forward.set_headers
+
+
+async def test_a_request_that_no_pod_takes_leaves_no_branch(parts):
+    """Seen to fail: one context more with each try, for a week."""
+    await parts.directory.add("mine")
+    await add_turn(parts, "mine", generation=2)
+    for name in ("pod-a", "pod-b"):
+        parts.endpoints.mark_unreachable(name)
+    with pytest.raises(NoReadyEndpoint):
+        await ask(parts, previous_response_id="resp_1_mine")
+
+    page = await parts.directory.list_sessions("demo", limit=10)
+    assert [session.session_id for session in page.sessions] == ["mine"]
 
 
 async def test_a_branch_is_counted_once_under_the_key_that_asked(parts):

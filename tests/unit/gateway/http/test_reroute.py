@@ -3,11 +3,12 @@
 import httpx
 import pytest
 
+from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
 from gateway.http.carrier import ConnectFailed, ConnectTimedOut
 from gateway.tenants.limits import FrontLimits
-from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_parts import KEY, SECRET
 
 
 class LateCarrier:
@@ -16,10 +17,12 @@ class LateCarrier:
     def __init__(self, **faults):
         self.faults = faults
         self.asked = []
+        self.told = []
 
     async def carry(self, forward, body, exchange):
         name = forward.endpoint.name.replace("-", "_")
         self.asked.append(name)
+        self.told.append(verify_identity(forward.set_headers[IDENTITY_HEADER], SECRET, now_ms=0))
         if self.faults.get(name):
             raise self.faults[name].pop(0)("it did not")
         await exchange.start(200, [])
@@ -28,7 +31,7 @@ class LateCarrier:
 
 @pytest.fixture
 def answer_of(parts):
-    async def answer_of(carrier):
+    async def answer_of(carrier, path="/v1/completions", **body):
         await parts.endpoints.probe_all()
         front = HttpFront(
             gateway=parts.gateway,
@@ -36,13 +39,13 @@ def answer_of(parts):
             carrier=carrier,
             ready_state=ReadyState(parts.gateway, parts.endpoints),
             tenants=parts.tenants,
-            limits=FrontLimits(max_body_bytes=1000),
+            limits=FrontLimits(max_body_bytes=10_000),
             metrics=parts.metrics,
         )
         await parts.directory.add("ctx_1", holder="pod-a")
         async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://gateway") as client:
             headers = {"authorization": f"Bearer {KEY}"}
-            return await client.post("/v1/completions", json={"session_id": "ctx_1"}, headers=headers)
+            return await client.post(path, json=body or {"session_id": "ctx_1"}, headers=headers)
 
     return answer_of
 
@@ -54,6 +57,18 @@ async def test_another_pod_takes_what_the_holder_does_not(answer_of, parts, faul
 
     assert (answer.status_code, carrier.asked) == (200, ["pod_a", "pod_b"])
     assert [(state.ready, state.placed) for state in parts.endpoints.states()] == [(False, 0), (True, 1)]
+
+
+async def test_a_pod_that_took_no_connection_is_not_asked_for_what_it_never_got(answer_of, parts):
+    """Seen failing: the next pod was told to fetch the beginning from the one that had refused."""
+    for name in ("pod-a", "pod-b"):
+        parts.endpoints.note_sidecar(name, fingerprint="f", tiers={"disk": 0.5})
+    both_once = LateCarrier(pod_a=[ConnectTimedOut], pod_b=[ConnectTimedOut])
+    answer = await answer_of(both_once, "/v1/context", prompt="x" * 2000)
+
+    assert (answer.status_code, len(both_once.asked)) == (200, 3)
+    assert [told.prefix_at for told in both_once.told] == ["", "", ""]
+    assert sum(state.placed for state in parts.endpoints.states()) == 1
 
 
 async def test_the_last_pod_is_asked_again_when_it_was_only_late(answer_of, parts):

@@ -326,6 +326,16 @@ async def test_what_was_just_sent_somewhere_is_known_and_what_a_pod_tells_of_the
     assert [state.placed for state in endpoints.states()] == [0, 0]
 
 
+async def test_what_never_got_there_is_taken_back_and_what_was_there_before_stays(endpoints):
+    endpoints.note_placed("a", "x", at_ms=1000, is_new=True)
+    for name in ("a", "b"):
+        endpoints.note_placed(name, "x", at_ms=5000, is_new=True)()
+    endpoints.note_placed("gone", "x", at_ms=5000, is_new=True)()
+
+    assert endpoints.roster().knowing("x") == {"a": 1000}
+    assert [state.placed for state in endpoints.states()] == [1, 0]
+
+
 async def test_new_contexts_are_counted_and_those_of_long_ago_count_less_and_less(endpoints):
     for number in range(3 * _PLACED_WINDOW):
         endpoints.note_placed("a" if number % 4 else "b", "", at_ms=1, is_new=True)

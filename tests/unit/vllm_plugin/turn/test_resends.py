@@ -386,6 +386,16 @@ async def test_a_call_of_a_name_that_came_before_is_answered_by_a_new_result(pod
     assert seen.context["context_tokens"] == len(before)
 
 
+async def test_a_call_without_a_name_hides_no_message_that_comes_again(pod):
+    """Seen failing: an ordinary message was taken for the result of that call, and appended a second time."""
+    stored = await stored_chat(pod, 1)
+    await stored.send([*stored.messages, assistant(None, tool_calls=[CALL | {"id": ""}]), NEW])
+
+    seen = await stored.send([NEW, {"role": "user", "content": "And more?"}])
+
+    assert seen.answer.headers["x-context-mode"] == "replay"
+
+
 async def test_a_result_that_names_no_call_is_not_taken_for_one_that_was_given(pod):
     nameless = {"role": "tool", "content": "Sunny."}
     stored = await stored_chat(pod, 1)

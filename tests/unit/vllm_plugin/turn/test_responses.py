@@ -209,6 +209,7 @@ async def test_a_stream_that_breaks_off_commits_nothing(pod):
          "input[0]"),
         ({"conversation": "mine", "input": [{}] * 5000}, "invalid_request", None),
         ({"conversation": "mine", "input": "x", "tools": [{}] * 5000}, "invalid_request", None),
+        ({"conversation": "mine", "input": [{"role": "user", "content": ""}] * 8193}, "invalid_request", "input"),
         ({"conversation": "mine", "input": [{"role": "user", "content": "x"}], "tools": [{"type": "web_search"}]},
          "invalid_request", "tools[0]"),
         ({"conversation": "mine", "input": [{"type": "item_reference", "id": "x"}]}, "invalid_request", "input[0]"),
