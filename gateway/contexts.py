@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from contextcache.errors import (
     ContextCacheError,
     ContextExists,
+    ContextExpired,
     ContextNotFound,
     SidecarUnavailable,
     StoreUnavailable,
@@ -146,27 +147,38 @@ class Contexts:
         """Return a new context that begins as this one did at `generation`; None: it stands there still.
 
         A request that may come again finds the branch it made, and where it was answered before, None: the answer is
-        with the context it asked for. Of a turn that keeps nothing the branch does not last.
+        with the context it asked for, also when that has ended. Of a turn that keeps nothing the branch does not last.
         `key`: name of the API key that it is counted under. `check` is shown what is branched from, before it is.
         Raises as `fork`, and what `check` raises.
         """
         check_id(session_id)
-        branch_id = session_id_of(tenant, repeat_key, self._secret) if repeat_key else new_session_id()
+        # Under the same key something else may be asked, of another response.
+        again = f"{repeat_key}\0{session_id}\0{generation}" if repeat_key else ""
+        branch_id = session_id_of(tenant, again, self._secret) if again else new_session_id()
         try:
             source = await self._directory.get_session_metadata(tenant, session_id)
-            if source.generation == generation:
-                return None
-            if repeat_key and await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None:
+            if source.generation == generation or await self._is_answered(tenant, session_id, repeat_key):
                 return None
             check(source)
             terms = Terms() if commits else Terms(ttl_s=MIN_TTL_S)
             await self._forked(source, NewFork(generation, branch_id, terms, key))
-        except ContextNotFound as exc:
+        except (ContextNotFound, ContextExpired) as exc:
+            if await self._is_answered(tenant, session_id, repeat_key):
+                return None
+            if await self._is_answered(tenant, branch_id, repeat_key):
+                return branch_id
+            if isinstance(exc, ContextExpired):
+                raise
             raise not_found() from exc
         except ContextExists:
             if not repeat_key:
                 raise
         return branch_id
+
+    async def _is_answered(self, tenant: TenantId, session_id: SessionId, repeat_key: str) -> bool:
+        return bool(repeat_key) and (
+            await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None
+        )
 
     async def _forked(
         self, source: CacheSessionMetadata, fork: NewFork

@@ -72,10 +72,12 @@ class ErrorMapping(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(call.answering(method.unary_unary), *coders)
         if method.stream_unary:
             return grpc.stream_unary_rpc_method_handler(call.answering(method.stream_unary), *coders)
-        # Others write their answers themselves, as gRPC's own Health.Watch does.
-        if inspect.isasyncgenfunction(method.unary_stream):
-            return grpc.unary_stream_rpc_method_handler(call.streaming(method.unary_stream), *coders)
-        return method
+        behaviour = method.unary_stream or method.stream_stream
+        # Some write their answers themselves, as gRPC's own Health.Watch does.
+        wrapped = call.streaming(behaviour) if inspect.isasyncgenfunction(behaviour) else call.answering(behaviour)
+        if method.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(wrapped, *coders)
+        return grpc.stream_stream_rpc_method_handler(wrapped, *coders)
 
 
 class _Call:

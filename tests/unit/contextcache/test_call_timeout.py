@@ -44,6 +44,22 @@ class Calls:
         finally:
             self.left.set()
 
+    async def watch(self, request, context):
+        """As gRPC's Health.Watch: it writes by itself."""
+        try:
+            await context.write(b"first")
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+    async def talk(self, requests, context):
+        """As gRPC's reflection."""
+        try:
+            async for message in requests:
+                yield message
+        finally:
+            self.left.set()
+
     async def refuse(self, request, context):
         yield b"first"
         raise ContextNotFound("no such thing")
@@ -57,6 +73,8 @@ async def served():
         "Unary": grpc.unary_unary_rpc_method_handler(calls.unary),
         "Upload": grpc.stream_unary_rpc_method_handler(calls.upload),
         "Download": grpc.unary_stream_rpc_method_handler(calls.download),
+        "Watch": grpc.unary_stream_rpc_method_handler(calls.watch),
+        "Talk": grpc.stream_stream_rpc_method_handler(calls.talk),
         "Refuse": grpc.unary_stream_rpc_method_handler(calls.refuse),
     }
     server = grpc.aio.server(interceptors=[ErrorMapping(call_timeout_s=0.2)])
@@ -99,6 +117,22 @@ async def test_a_download_that_nobody_reads_lets_go_of_what_it_held(served):
     call.cancel()
 
     assert calls.left.is_set()
+
+
+async def test_a_watch_and_a_talk_that_are_parked_end(served):
+    """Seen failing: a few connections held all the calls that a server takes."""
+    calls, channel = served
+    watch = channel.unary_stream("/x/Watch")(b"")
+
+    assert await watch.read() == b"first"
+    assert await ended(watch, calls) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    calls.left.clear()
+    talk = channel.stream_stream("/x/Talk")()
+    await talk.write(b"a piece")
+
+    assert await talk.read() == b"a piece"
+    assert await ended(talk, calls) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_an_error_after_the_first_message_keeps_its_status(served):

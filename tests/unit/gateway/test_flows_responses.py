@@ -6,7 +6,7 @@ import json
 import pytest
 
 from contextcache.claim import read_strict_claims
-from contextcache.errors import ContextNotFound, GenerationGone, InvalidRequest, NoReadyEndpoint
+from contextcache.errors import ContextExpired, ContextNotFound, GenerationGone, InvalidRequest, NoReadyEndpoint
 from contextcache.model import MIN_TTL_S, Segment, SegmentKind, TurnCommit
 from contextcache.repeats import read_repeatable
 from contextcache.responses import Continued, continued_by
@@ -147,6 +147,43 @@ async def test_a_request_that_comes_again_goes_where_it_was_answered(parts):
     assert answered.body is None
     assert len({(forward.body, identity_of(parts, forward).session_id) for forward in branches}) == 1
     assert len({identity_of(parts, forward).session_id for forward in stored}) == 1
+
+
+async def test_a_key_that_comes_with_another_response_finds_no_branch_of_the_first(parts):
+    """Seen failing: a branch whose turn was refused was gone on with under the key, whatever was asked for then."""
+    for name in ("mine", "other"):
+        await parts.directory.add(name)
+        await add_turn(parts, name, generation=2)
+        await add_turn(parts, name, generation=3)
+    asked = ("resp_1_mine", "resp_2_mine", "resp_1_other", "resp_1_mine")
+    forwards = [await ask(parts, previous_response_id=named, headers=AGAIN) for named in asked]
+    branches = [identity_of(parts, forward).session_id for forward in forwards]
+
+    assert len(set(branches)) == 3
+    assert branches[0] == branches[3]
+
+
+@pytest.mark.parametrize("where", ["the context", "a branch"])
+@pytest.mark.parametrize("how", ["deleted", "expired"])
+async def test_an_answer_is_given_again_when_the_context_has_ended_since(parts, where, how):
+    """Seen failing: 404, though the answer was kept."""
+    await parts.directory.add("mine")
+    said = read_repeatable("once", ())
+    if where == "the context":
+        await add_turn(parts, "mine", generation=2, repeatable=said)
+    else:
+        await add_turn(parts, "mine", generation=2)
+        branch = identity_of(parts, await ask(parts, previous_response_id="resp_1_mine", headers=AGAIN)).session_id
+        await add_turn(parts, branch, generation=2, repeatable=said)
+    if how == "deleted":
+        await parts.directory.unregister_session_cache("demo", "mine")
+    else:
+        parts.clock.advance(s=601)
+    again = await ask(parts, previous_response_id="resp_1_mine", headers=AGAIN)
+
+    assert identity_of(parts, again).session_id == ("mine" if where == "the context" else branch)
+    with pytest.raises(ContextExpired if how == "expired" else ContextNotFound):
+        await ask(parts, previous_response_id="resp_1_mine", headers={"idempotency-key": "other"})
 
 
 async def test_what_is_not_there_cannot_be_continued_and_nobody_else_s_is_not_there(parts):
