@@ -84,6 +84,15 @@ def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) 
     )
 
 
+def is_unanswered(error: ContextCacheError) -> bool:
+    """Return whether a call failed without a word of the other end."""
+    cause = error.__cause__
+    if not isinstance(cause, grpc.RpcError):
+        return False
+    pairs: Any = cause.trailing_metadata() or ()
+    return CODE_KEY not in dict(pairs)
+
+
 def cause_of(error: ContextCacheError) -> str:
     """Return what gRPC said of the call that failed, for our own log and never for a client; empty for other errors."""
     cause = error.__cause__

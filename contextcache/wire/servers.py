@@ -72,7 +72,7 @@ class ErrorMapping(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(call.answering(method.unary_unary), *coders)
         if method.stream_unary:
             return grpc.stream_unary_rpc_method_handler(call.answering(method.stream_unary), *coders)
-        behaviour = method.unary_stream or method.stream_stream
+        behaviour: Any = method.unary_stream or method.stream_stream
         # Some write their answers themselves, as gRPC's own Health.Watch does.
         wrapped = call.streaming(behaviour) if inspect.isasyncgenfunction(behaviour) else call.answering(behaviour)
         if method.unary_stream:

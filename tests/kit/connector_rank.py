@@ -66,7 +66,12 @@ class Rank:
     ) -> None:
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                model=model, revision=None, quantization=None, dtype="float32", hf_config=SimpleNamespace(to_dict=dict)
+                model=model,
+                revision=None,
+                quantization=None,
+                dtype="float32",
+                max_model_len=4096,
+                hf_config=SimpleNamespace(to_dict=dict),
             ),
             cache_config=SimpleNamespace(cache_dtype="auto", block_size=ENGINE_BLOCK_TOKENS),
             parallel_config=SimpleNamespace(

@@ -116,6 +116,7 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 device=device,
                 mixes_adapters=are_mixed_up(vllm_config),
                 may_idle=_is_alone(vllm_config),
+                reads_unheld=not _zeroes_early(vllm_config, kv_cache_config),
             )
             if self._uncarried is not None:
                 self._scheduler_side.leave_alone(self._uncarried.reason, self._uncarried.text)
@@ -346,6 +347,15 @@ def _is_alone(vllm_config: Any) -> bool:
     """
     in_flight = getattr(vllm_config, "max_concurrent_batches", 2)
     return bool(in_flight == 1 and vllm_config.parallel_config.data_parallel_size == 1)
+
+
+def _zeroes_early(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Return whether blocks that are given to somebody else are zeroed before `handle_preemptions` is called.
+
+    vLLM 0.32 v1/worker/gpu/model_runner.py: `execute_model` zeroes in `update_requests`, before `pre_forward`.
+    """
+    is_second = getattr(vllm_config, "use_v2_model_runner", False)
+    return bool(is_second and getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
 
 
 def _read_secret(settings: ConnectorSettings) -> bytes:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import vllm
 from vllm_plugin.connector.engine_check import LayerGroup
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts
 from vllm_plugin.connector.pages import LayerShape
+from vllm_plugin.connector.weights import models
 
 FORMAT_VERSION = 1
 """Of the page bytes and their order in a block file; a reader of another version must not inject them."""
@@ -75,6 +76,7 @@ def engine_facts(
         "revision": model.revision,
         "model_config_sha256": _config_hash(model.hf_config),
         "quantization": model.quantization,
+        "computed_by": [_computed_by(one, load) for one, load in models(vllm_config)],
         "speculative_model": str(speculative.model) if speculative is not None else None,
         "dtype": str(model.dtype),
         "kv_dtype": str(cache.cache_dtype),
@@ -122,10 +124,31 @@ def _layer(shape: LayerShape) -> list[Any]:
     return [shape.name, shape.ratio, shape.heads, shape.kernel_block_tokens, shape.content_bytes]
 
 
-def _config_hash(hf_config: Any) -> str:
-    """Hash what the model is (rope, windows, sizes); values JSON cannot spell count by their type."""
-    values = {key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS}
-    spelled = json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
+def _computed_by(model: Any, load: Any) -> dict[str, Any]:
+    """Return what of an engine's own settings makes other KV of the same files (vLLM 0.32 ModelConfig.compute_hash).
+
+    The window's length too: LongRoPE and Llama 4 compute otherwise for a longer one.
+    """
+    return {
+        "max_model_len": model.max_model_len,
+        "load_format": str(load.load_format),
+        "model_impl": str(getattr(model, "model_impl", "auto")),
+        "quantization_config": _hash(getattr(model, "quantization_config", None)),
+        "model_class_overrides": _hash(getattr(model, "model_class_overrides", None)),
+    }
+
+
+def _config_hash(hf_config: Any) -> str | None:
+    """Hash what the model is: rope, windows, sizes."""
+    return _hash({key: value for key, value in hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS})
+
+
+def _hash(values: Any) -> str | None:
+    """Hash settings; values JSON cannot spell count by their type."""
+    if not values:
+        return None
+    told = asdict(values) if is_dataclass(values) and not isinstance(values, type) else values
+    spelled = json.dumps(told, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(spelled.encode()).hexdigest()
 
 

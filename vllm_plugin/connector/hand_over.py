@@ -17,7 +17,7 @@ from functools import partial
 from opentelemetry.trace import Span, get_current_span
 from opentelemetry.util.types import Attributes
 
-from contextcache.errors import ContextCacheError, SaveIncomplete, SidecarUnavailable
+from contextcache.errors import ContextCacheError, SaveIncomplete
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import FRAME_BYTES
@@ -209,8 +209,7 @@ class HandOver:
         except GivenUp as exc:
             fault = exc.reason
         except ContextCacheError as exc:
-            if isinstance(exc, SidecarUnavailable):
-                self._link.lost()
+            self._link.doubt(exc)
             fault = exc.code
         except OSError:
             fault = "staging_error"

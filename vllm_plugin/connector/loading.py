@@ -160,8 +160,7 @@ class Loader:
         try:
             self._copy(load, progress)
         except ContextCacheError as exc:
-            if isinstance(exc, SidecarUnavailable):
-                self._link.lost()
+            self._link.doubt(exc)
             late = self._clock.now_ms() >= load.deadline_ms
             self.fail(load, "load_deadline" if late else exc.code)
         except OSError:

@@ -83,7 +83,7 @@ class _Tracked:
 class SchedulerSide:
     """All methods are called by the engine's thread and return at once, `shutdown` excepted."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what an engine is, by name
         self,
         settings: ConnectorSettings,
         secret: bytes,
@@ -93,13 +93,16 @@ class SchedulerSide:
         device: str = "cpu",
         mixes_adapters: bool = False,
         may_idle: bool = False,
+        reads_unheld: bool = True,
     ) -> None:
         """`device`: what the engine computes on, such as `cuda`. `mixes_adapters`: see `adapters.are_mixed_up`.
 
-        `may_idle`: whether a step that computes nothing may take a moment.
+        `may_idle`: whether a step that computes nothing may take a moment. `reads_unheld`: whether blocks may be saved
+        that nobody holds, as the worker hears in time that they are somebody else's.
         """
         self._mixes_adapters = mixes_adapters
         self._may_idle = may_idle
+        self._reads_unheld = reads_unheld
         self._settings = settings
         self._sends_ahead = settings.sends_ahead(device)
         self._secret = secret
@@ -199,8 +202,9 @@ class SchedulerSide:
     def _start(self, tracked: _Tracked, facts: RankFacts) -> None:
         """Look for what was saved, and watch what is computed. `facts` are also the adapter's."""
         request, transfer = tracked.request, tracked.transfer
-        self._checkpoints.watch(request, transfer, facts)
-        if self._sends_ahead:
+        if self._reads_unheld:
+            self._checkpoints.watch(request, transfer, facts)
+        if self._reads_unheld and self._sends_ahead:
             self._early_saves.watch(request, transfer, facts)
         may_match = self._settings.match_prefix and request.num_prompt_tokens > self._settings.match_tokens_min
         if (transfer.load or may_match) and not request.skip_reading_prefix_cache:

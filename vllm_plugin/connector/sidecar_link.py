@@ -19,6 +19,7 @@ from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
 from contextcache.model import KVGroup, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.rpc import is_unanswered
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.telemetry import Counters
 
@@ -179,6 +180,7 @@ class RankLink:
         self._terms: Terms | None = None
         self._pause_ms = 0
         self._next_try_at_ms = 0
+        self._doubted_at_ms = -_LONGEST_PAUSE_MS
 
     def introduce(self, facts: RankFacts) -> None:
         """Set what the handshake will say."""
@@ -202,6 +204,19 @@ class RankLink:
         again with the end of the arena's connection.
         """
         self._terms = None
+
+    def doubt(self, error: ContextCacheError) -> None:
+        """Forget the terms after a call that failed because of the sidecar, if it did.
+
+        Where it still speaks, of its disk or of an arena that is another by now, or was only late: once in a while, as
+        mapping its memory anew is dear.
+        """
+        if not isinstance(error, SidecarUnavailable):
+            return
+        now_ms = self._clock.now_ms()
+        if is_unanswered(error) or now_ms >= self._doubted_at_ms + _LONGEST_PAUSE_MS:
+            self._doubted_at_ms = now_ms
+            self.lost()
 
     def is_worth_trying(self) -> bool:
         """Return whether there are terms, or it is time to ask again. Never waits."""

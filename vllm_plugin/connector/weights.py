@@ -43,11 +43,12 @@ engine, a plugin) read elsewhere."""
 def weights_identity(vllm_config: Any) -> str | None:
     """Return what the engine's weights are, a draft model's included; None when that cannot be told."""
     ends_at_s = time.monotonic() + _TIMEOUT_S
-    found = [_identity(model, load, ends_at_s) for model, load in _models(vllm_config)]
+    found = [_identity(model, load, ends_at_s) for model, load in models(vllm_config)]
     return None if None in found else " ".join(map(str, found))
 
 
-def _models(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
+def models(vllm_config: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the model, and the draft model if that is another one, each with how it is loaded."""
     target, load = vllm_config.model_config, vllm_config.load_config
     yield target, load
     speculative = getattr(vllm_config, "speculative_config", None)

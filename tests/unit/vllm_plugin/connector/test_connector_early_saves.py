@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from contextcache.errors import StorageFull
 from kv_sidecar.client import parse_block_file
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
+from vllm_plugin.connector import connector
 from vllm_plugin.connector.hand_over import Save
 from vllm_plugin.connector.settings import ConnectorSettings
 
@@ -38,6 +40,28 @@ def sent(engine: Engine) -> list[tuple[int, ...]]:
 
     engine.sidecar.files = Noted(engine.sidecar.files)
     return taken
+
+
+def test_nothing_is_read_unheld_where_blocks_are_zeroed_before_the_worker_hears_of_it(
+    start_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second model runner (vLLM's default on GPUs) over states or mixed precisions: zeros would have been sealed."""
+    monkeypatch.setattr(connector, "_zeroes_early", lambda _config, _kv: True)
+    engine = start_engine(extra={"early_saves": "on"})
+    engine.loop.add("save", tokens(900), params=transfer(save=A), max_tokens=40)
+    engine.loop.run_to_end("save")
+    engine.loop.settle()
+
+    assert (engine.counted("early_saves"), engine.counted("saves")) == (0, 1)
+
+
+@pytest.mark.parametrize(("is_second", "zeroes"), [(True, True), (True, False), (False, True)])
+def test_blocks_are_zeroed_early_by_the_second_model_runner_where_they_are_zeroed_at_all(
+    *, is_second: bool, zeroes: bool
+) -> None:
+    config, kv = SimpleNamespace(use_v2_model_runner=is_second), SimpleNamespace(needs_kv_cache_zeroing=zeroes)
+
+    assert connector._zeroes_early(config, kv) is (is_second and zeroes)
 
 
 def test_a_long_prompt_is_shipped_in_its_chunks_and_each_file_once(engine: Engine) -> None:

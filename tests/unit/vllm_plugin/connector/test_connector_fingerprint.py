@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,11 @@ from vllm_plugin.connector.pages import LayerShape
 
 SHAPES = (LayerShape("l0", 1, 2, 16, 64), LayerShape("l1", 1, 2, 16, 64))
 PLAIN = (EngineGroup("full_attention", 16),)
+
+
+@dataclass
+class Arguments:
+    linear: str
 
 
 class Backend:
@@ -35,12 +41,19 @@ def config(**changes: Any) -> Any:
         "pipeline_parallel_size": 1,
         "rank": 0,
         "isa": "vec",
+        "max_model_len": 4096,
+        "model_impl": "auto",
+        "quantization_config": None,
+        "model_class_overrides": {},
+        "load_format": "auto",
         "hf": {"rope_theta": 10000.0, "_name_or_path": "/somewhere", "transformers_version": "5.1"},
     } | changes
-    model = {name: values[name] for name in ("model", "revision", "quantization", "dtype")}
+    own = ("model", "revision", "quantization", "dtype", "max_model_len", "model_impl", "quantization_config")
+    model = {name: values[name] for name in (*own, "model_class_overrides")}
     layer = SimpleNamespace(attn_backend=Backend, isa=values["isa"])
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, hf_config=SimpleNamespace(to_dict=lambda: values["hf"])),
+        load_config=SimpleNamespace(load_format=values["load_format"]),
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"]),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values["tensor_parallel_size"],
@@ -72,6 +85,12 @@ def name_of(
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"isa": "amx"},
+        {"max_model_len": 131072},  # other factors of LongRoPE: seen to restore the KV of the others
+        {"quantization_config": {"linear": "int8_per_channel_static"}},
+        {"quantization_config": Arguments("int8_per_channel_static")},
+        {"load_format": "pt"},
+        {"model_impl": "transformers"},
+        {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
         {"hf": {"rope_theta": 500000.0}},
         {"weights": "others"},
         {"weights_epoch": "1"},
@@ -88,6 +107,7 @@ def test_what_changes_kv_changes_the_fingerprint(change: dict[str, Any]) -> None
     "change",
     [
         {"rank": 1},
+        {"quantization_config": {}},
         {"hf": {"rope_theta": 10000.0, "_name_or_path": "/elsewhere", "transformers_version": "5.2"}},
         {"hf": {"transformers_version": "5.1", "rope_theta": 10000.0}},
     ],
