@@ -51,7 +51,8 @@ class ObjectStore:
         parts = urlsplit(url)
         self._timeout_s = timeout_s
         if parts.scheme == "file":
-            self._store: Any = LocalStore(Path(unquote(parts.path)), mkdir=True)
+            # A directory that one delete finds empty goes, and a put that needs it makes it again.
+            self._store: Any = LocalStore(Path(unquote(parts.path)), mkdir=True, automatic_cleanup=True)
             return
         try:
             self._store = from_url(url, retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=timeout_s)})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import grpc
@@ -160,8 +160,8 @@ class StoredPeer:
                 yield file
         except CacheRefNotFound:
             # It will not come back: the next one who asks is to learn at once.
-            with suppress(SidecarUnavailable):
-                await self._shared.delete(manifest.tenant, manifest.session_id, [manifest.cache_ref], is_whole=False)
+            name = (manifest.tenant, manifest.session_id, [manifest.cache_ref])
+            self._shared.delete_later(self._shared.begin_delete(*name, is_whole=False))
             raise
         finally:
             for task in ahead:

@@ -140,38 +140,38 @@ class Retention:
 
 
 class Collector:
-    """Runs `collect` every `interval_s` until `stop`; owns its task."""
+    """Makes each pass every `interval_s` until `stop`, and waits for none with another; owns their tasks."""
 
-    def __init__(
-        self, collect: Callable[[], Awaitable[Removed]], *, interval_s: float, metrics: SidecarMetrics
-    ) -> None:
+    def __init__(self, *collect: Callable[[], Awaitable[Removed]], interval_s: float, metrics: SidecarMetrics) -> None:
+        """`collect`: the passes; the first one's time is shown."""
         self._collect = collect
         self._interval_s = interval_s
         self._metrics = metrics
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin; the first pass comes at once, for what the last process left."""
-        self._task = asyncio.create_task(self._run())
+        """Begin; the first passes come at once, for what the last process left."""
+        self._tasks = [asyncio.create_task(self._run(collect)) for collect in self._collect]
 
     async def stop(self) -> None:
-        """End the task and wait for it."""
-        task, self._task = self._task, None
-        if task is not None:
+        """End the tasks and wait for them."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self) -> None:
+    async def _run(self, collect: Callable[[], Awaitable[Removed]]) -> None:
         while True:
             began_s = time.time()
             try:
-                removed = await self._collect()
+                removed = await collect()
             except Exception:
                 # The loop must live: what failed now is tried again in the next pass.
                 self._metrics.collector_failures.inc()
                 log.exception("collector pass broke off")
             else:
-                self._metrics.last_collect.set(began_s)
+                if collect == self._collect[0]:
+                    self._metrics.last_collect.set(began_s)
                 if removed.num_manifests or removed.freed_bytes:
                     fields = {"num_contexts": removed.num_manifests, "freed_bytes": removed.freed_bytes}
                     log.info("collected", extra=fields)

@@ -6,9 +6,10 @@ that find it at the same moment both do, which is harmless.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,7 +18,16 @@ from pydantic import TypeAdapter
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, KeyNotAtHand
-from contextcache.model import KEPT_PREFIX, MAX_TTL_S, HeldCacheRef, SessionId, TenantId
+from contextcache.model import (
+    CACHE_REF_PATTERN,
+    KEPT_PREFIX,
+    MAX_TTL_S,
+    CacheRef,
+    HeldCacheRef,
+    SessionId,
+    TenantId,
+    prompt_ref,
+)
 from kv_sidecar import hot_lists
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore, StoredObject
@@ -31,6 +41,7 @@ _COUNTS, _COUNTS_BYTES_MAX = TypeAdapter(dict[str, int]), 16 << 20
 _NEVER = 1 << 62
 _UNREAD = -1
 """When no manifest was written: it is read again in the next pass."""
+_Live: TypeAlias = tuple[SessionId, CacheRef]
 Orphans: TypeAlias = Callable[[Sequence[HeldCacheRef]], Awaitable[Sequence[int]]]
 """Return the positions of those that no session names. Raises ContextCacheError where nobody says."""
 
@@ -98,8 +109,8 @@ class SharedCollector:
         for it in leaving(
             shelves, limit_bytes=self._limits.limit_bytes, tenant_limit_bytes=self._limits.tenant_limit_bytes
         ):
-            await self._shared.evict(it.tenant, it.session_id, it.session)
-            self._metrics.store_evicted.inc()
+            if await self._shared.evict(it.tenant, it.session_id, it.session):
+                self._metrics.store_evicted.inc()
         self.bytes_by_tenant = {tenant: shelf.size_bytes for tenant, shelf in shelves.items() if shelf.size_bytes}
         await self._objects.put(COLLECTOR, json.dumps(self.bytes_by_tenant).encode())
         return removed
@@ -134,50 +145,32 @@ class SharedCollector:
     async def _collect(self, tenant: TenantId, orphans: Orphans | None) -> tuple[int, Shelf]:
         # In this order: what is written meanwhile is named by what is listed later.
         before_ms = self._clock.now_ms() - self._limits.grace_s * 1000
-        blocks = {ref_of(it.name): it async for it in self._objects.listed(f"{tenant}/blocks/")}
-        holders = [it async for it in self._objects.listed(f"{tenant}/holders/")]
-        sessions = [it async for it in self._objects.listed(f"{tenant}/sessions/")]
-        manifests = [it async for it in self._objects.listed(f"{tenant}/manifests/")]
-        owner_of = {ref_of(it.name): it.name.split("/")[2] for it in sessions}
-        for stored in manifests:
+        listing = _Listing(
+            tenant,
+            blocks={ref_of(it.name): it async for it in self._objects.listed(f"{tenant}/blocks/")},
+            holders=[it async for it in self._objects.listed(f"{tenant}/holders/")],
+            sessions=[it async for it in self._objects.listed(f"{tenant}/sessions/")],
+            manifests={it.name: it async for it in self._objects.listed(f"{tenant}/manifests/")},
+        )
+        owner_of = {ref_of(it.name): _second(it) for it in listing.sessions}
+        for stored in listing.manifests.values():
             await self._see(stored, owner_of.get(ref_of(stored.name), ""))
-        doomed = await self._overdue(tenant, manifests, before_ms, orphans)
-        for name, session_id in doomed:
+        doomed = await self._overdue(listing, before_ms, orphans)
+        for name, session_id in doomed.items():
             await self._shared.delete(tenant, session_id, [ref_of(name)], is_whole=False)
             self._seen.pop(name, None)
-        there = {it.name: it for it in manifests}
         self._seen = {
-            name: seen for name, seen in self._seen.items() if name in there or not name.startswith(f"{tenant}/")
+            name: seen
+            for name, seen in self._seen.items()
+            if name in listing.manifests or not name.startswith(f"{tenant}/")
         }
-
-        def is_old(stored: StoredObject) -> bool:
-            return stored.modified_at_ms < before_ms
-
-        live = {(seen[1], ref_of(name)) for name, seen in self._seen.items() if name in there}
-        left = [it for it in sessions if is_old(it) and (it.name.split("/")[2], ref_of(it.name)) not in live]
-        owners = {it.name.split("/")[2] for it in sessions if it not in left}
-        stale = [it for it in holders if is_old(it) and ref_of(it.name) not in owners]
-        held = {it.name.split("/")[2] for it in holders if it not in stale}
-        unheld = {name for name, it in blocks.items() if name not in held and is_old(it)}
-        await each([*left, *stale], lambda it: self._objects.delete(it.name))
+        live = {(seen[1], ref_of(name)) for name, seen in self._seen.items() if name in listing.manifests}
+        # In a thread, as a large tenant has millions of objects.
+        unnamed, unheld = await asyncio.to_thread(listing.leftovers, live, before_ms)
+        shelf = await asyncio.to_thread(listing.shelf, live, set(doomed.values()), before_ms)
+        await each(unnamed, self._objects.delete)
         await each(unheld, lambda name: self._shared.delete_unheld(tenant, name))
-        shelf: dict[SessionId, StoredSession] = defaultdict(StoredSession)
-        for it in sessions:
-            if (session := (it.name.split("/")[2], ref_of(it.name))) in live:
-                shelf[session[0]].cache_refs.add(session[1])
-                used_at_ms = max(it.modified_at_ms, there[f"{tenant}/manifests/{session[1]}"].modified_at_ms)
-                shelf[session[0]].used_at_ms = max(shelf[session[0]].used_at_ms, used_at_ms)
-        for it in holders:
-            if ref_of(it.name) in shelf:
-                shelf[ref_of(it.name)].files.add(it.name.split("/")[2])
-        kept = {name for session in shelf.values() for name in session.files}
-        gone = {owner for _, owner in doomed}
-        freed = {it.name.split("/")[2] for it in holders if ref_of(it.name) in gone}
-        # Of the rest what is young is being written.
-        sizes = {
-            name: it.size_bytes for name, it in blocks.items() if name in kept or not (is_old(it) or name in freed)
-        }
-        return len(doomed), Shelf(sizes, shelf)
+        return len(doomed), shelf
 
     async def _see(self, stored: StoredObject, owner: SessionId) -> None:
         """Read a manifest of the store, unless it was since it was written; one that is none goes.
@@ -202,23 +195,93 @@ class SharedCollector:
         else:
             self._seen[stored.name] = (stored.modified_at_ms, found.session_id, found.expires_at_ms)
 
-    async def _overdue(
-        self, tenant: TenantId, manifests: Sequence[StoredObject], before_ms: float, orphans: Orphans | None
-    ) -> list[tuple[str, SessionId]]:
-        """Return the names of manifests that have expired, or that no session names, and whose they are."""
+    async def _overdue(self, listing: _Listing, before_ms: float, orphans: Orphans | None) -> dict[str, SessionId]:
+        """Return the names of manifests that have expired, or that no session names, and whose they are.
+
+        What was saved at the end of a context's prompt has no name of its own in a session: one name keeps both.
+        """
         now_ms = self._clock.now_ms()
-        doomed, asked = [], []
-        for stored in manifests:
+        doomed: dict[str, SessionId] = {}
+        asked: list[HeldCacheRef] = []
+        for stored in listing.manifests.values():
             if stored.name in self._seen:
                 _, owner, expires_at_ms = self._seen[stored.name]
                 if expires_at_ms <= now_ms:
-                    doomed.append((stored.name, owner))
+                    doomed[stored.name] = owner
                 elif owner and not owner.startswith(KEPT_PREFIX) and stored.modified_at_ms < before_ms:
-                    asked.append((stored.name, owner))
-        for start in range(0, len(asked) if orphans is not None else 0, QUESTION_REFS):
-            part = asked[start : start + QUESTION_REFS]
-            held = [HeldCacheRef(tenant, owner, ref_of(name)) for name, owner in part]
-            with suppress(ContextCacheError):
-                assert orphans is not None
-                doomed += [part[position] for position in await orphans(held) if 0 <= position < len(part)]
+                    asked.append(HeldCacheRef(listing.tenant, owner, ref_of(stored.name)))
+        if orphans is not None:
+            unnamed = await _unnamed([it for it in asked if CACHE_REF_PATTERN.fullmatch(it.cache_ref)], orphans)
+            found = {listing.manifest_name(it.cache_ref) for it in unnamed}
+            kept = listing.manifests.keys() - doomed.keys() - found
+            for it in unnamed:
+                if listing.manifest_name(prompt_ref(it.cache_ref)) not in kept:
+                    doomed[listing.manifest_name(it.cache_ref)] = it.session_id
         return doomed
+
+
+async def _unnamed(asked: Sequence[HeldCacheRef], orphans: Orphans) -> list[HeldCacheRef]:
+    """Return those that no session names, as far as the manager says so."""
+    found: list[HeldCacheRef] = []
+    for start in range(0, len(asked), QUESTION_REFS):
+        part = asked[start : start + QUESTION_REFS]
+        with suppress(ContextCacheError):
+            found += [part[position] for position in await orphans(part) if 0 <= position < len(part)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What a tenant has in the store."""
+
+    tenant: TenantId
+    blocks: Mapping[str, StoredObject]
+    """By file name."""
+    holders: Sequence[StoredObject]
+    sessions: Sequence[StoredObject]
+    manifests: Mapping[str, StoredObject]
+    """By name."""
+
+    def manifest_name(self, cache_ref: CacheRef) -> str:
+        """Return the name of the manifest's object."""
+        return f"{self.tenant}/manifests/{cache_ref}"
+
+    def leftovers(self, live: Set[_Live], before_ms: float) -> tuple[list[str], list[str]]:
+        """Return the old objects that no live manifest needs, and the file names of old blocks that nothing holds."""
+        left = {
+            it.name
+            for it in self.sessions
+            if it.modified_at_ms < before_ms and (_second(it), ref_of(it.name)) not in live
+        }
+        owners = {_second(it) for it in self.sessions if it.name not in left}
+        stale = {it.name for it in self.holders if it.modified_at_ms < before_ms and ref_of(it.name) not in owners}
+        held = {_second(it) for it in self.holders if it.name not in stale}
+        unheld = [name for name, it in self.blocks.items() if name not in held and it.modified_at_ms < before_ms]
+        return [*left, *stale], unheld
+
+    def shelf(self, live: Set[_Live], gone: Set[SessionId], before_ms: float) -> Shelf:
+        """Return what stays and could leave; `gone`: sessions of which KV has just been removed."""
+        shelf: dict[SessionId, StoredSession] = defaultdict(StoredSession)
+        for it in self.sessions:
+            if (named := (_second(it), ref_of(it.name))) in live:
+                session = shelf[named[0]]
+                session.cache_refs.add(named[1])
+                manifest = self.manifests[self.manifest_name(named[1])]
+                session.used_at_ms = max(session.used_at_ms, it.modified_at_ms, manifest.modified_at_ms)
+        for it in self.holders:
+            if ref_of(it.name) in shelf:
+                shelf[ref_of(it.name)].files.add(_second(it))
+        kept = {name for session in shelf.values() for name in session.files}
+        freed = {_second(it) for it in self.holders if ref_of(it.name) in gone}
+        # Of the rest what is young is being written.
+        sizes = {
+            name: it.size_bytes
+            for name, it in self.blocks.items()
+            if name in kept or not (it.modified_at_ms < before_ms or name in freed)
+        }
+        return Shelf(sizes, shelf)
+
+
+def _second(stored: StoredObject) -> str:
+    """Return the part of a name after its kind: whose it is, or the block's file name."""
+    return stored.name.split("/")[2]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext, suppress
@@ -34,7 +35,6 @@ from typing import Protocol, TypeVar
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, KeyNotAtHand, SidecarUnavailable
 from contextcache.model import (
-    CACHE_REF_PATTERN,
     KEPT_PREFIX,
     MAX_TTL_S,
     OBJECT_PREFIX,
@@ -42,7 +42,6 @@ from contextcache.model import (
     Manifest,
     SessionId,
     TenantId,
-    prompt_ref,
 )
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST, AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
@@ -55,6 +54,7 @@ from kv_sidecar.manifests import MAX_FILE_BYTES
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.shared_eviction import StoredSession
+from kv_sidecar.shared_known import KnownBlocks, Session
 from kv_sidecar.store import Buffer
 
 log = logging.getLogger(__name__)
@@ -100,15 +100,23 @@ class LocalKV(Protocol):
 
 
 @dataclass(slots=True)
-class Known:
-    """What this process has written of a session: as long as `last` is there, so are these blocks."""
+class Removal:
+    """KV that is to leave the store, and what was found of it: once its manifests have gone nothing else tells."""
 
-    last: CacheRef = ""
-    """The manifest that it wrote last; the first one that goes, whoever removes the session's KV."""
-    files: set[str] = field(default_factory=set)
-    """Names of the blocks that it holds."""
-    doubted: set[str] = field(default_factory=set)
-    """Of the same, those that no manifest vouches for: the collector may have them. They are held anew."""
+    tenant: TenantId
+    session_id: SessionId
+    """Or nothing: the manifests tell."""
+    cache_refs: set[CacheRef] = field(default_factory=set)
+    is_whole: bool = False
+    """Whether nothing of the session stays."""
+    records: Sequence[ManifestRecord] = ()
+    """Of the same, what was here: what is half written has no manifest there."""
+    held: dict[SessionId, set[str]] = field(default_factory=dict)
+    """Names of the blocks to let go of, by the session that holds them."""
+    is_found: bool = False
+    """Whether `cache_refs` and `held` are all there is."""
+    before_ms: float = math.inf
+    """Whoever asked had his answer then (Unix time): what was written since is of another one of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +159,7 @@ class SharedTier:
         self._kept: OrderedDict[CacheRef, bool] = OrderedDict()
         """The same of what is kept: for when nothing else waits."""
         self._writing: ManifestRecord | None = None
-        self._at_work: tuple[TenantId, SessionId] | None = None
+        self._at_work: Session | None = None
         """The session of which the writer writes or removes something now; a delete of it comes after that."""
         self._rests = asyncio.Event()
         self._work = asyncio.Event()
@@ -159,20 +167,17 @@ class SharedTier:
         self._idle.set()
         self._paced_until_s = 0.0
         self._is_hurried = False
-        self._known: OrderedDict[tuple[TenantId, SessionId], Known] = OrderedDict()
-        self._num_known = 0
-        self._noted: RecentNames[tuple[TenantId, SessionId]] = RecentNames(keep_ms=_NOTE_MS, max_names=65_536)
+        self._known = KnownBlocks(max_blocks=_KNOWN_MAX)
+        self._noted: RecentNames[Session] = RecentNames(keep_ms=_NOTE_MS, max_names=65_536)
         """Sessions that the store was told of in the last hour: they were used."""
         self._deleted: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
         self._replaced: RecentNames[CacheRef] = RecentNames(keep_ms=_TOMBSTONE_MS, max_names=65_536)
         """Kept KV that is to leave the store when what stands for it is there; what is forgotten goes by its end."""
-        self._deleted_groups: RecentNames[tuple[TenantId, SessionId]] = RecentNames(
-            keep_ms=MAX_TTL_S * 1000, max_names=65_536
-        )
+        self._deleted_groups: RecentNames[Session] = RecentNames(keep_ms=MAX_TTL_S * 1000, max_names=65_536)
         """Kept conversations that were deleted: the store may still have what it had of them by then."""
-        self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=limits.queue_max)
+        self._chores: deque[tuple[Session, Callable[[], Awaitable[None]]]] = deque(maxlen=limits.queue_max)
         """Removals that the store did not take, and what it is told of use: tried until it takes them."""
-        self._untidy: OrderedDict[tuple[TenantId, SessionId], None] = OrderedDict()
+        self._untidy: OrderedDict[Session, None] = OrderedDict()
         """Kept conversations of which the store may have more than it should; each once, and no chore gives way."""
         self._writer: asyncio.Task[None] | None = None
 
@@ -217,7 +222,10 @@ class SharedTier:
             self._tidy_soon(record.tenant, record.session_id)
 
     async def flush(self, timeout_s: float) -> int:
-        """Write what waits, what was used last first, for so many seconds; return how many are left."""
+        """Write what waits, what was used last first, and remove what is to go, for so many seconds.
+
+        Return how many contexts are left.
+        """
         for queue, sealed in ((self._queue, self._local.sealed()), (self._kept, self._local.sealed(kept=True))):
             for record in sealed:
                 if record.cache_ref in queue:
@@ -252,11 +260,12 @@ class SharedTier:
         """
         refused: SidecarUnavailable | None = None
         if self._chores:
-            chore = self._chores.popleft()
+            session, chore = self._chores.popleft()
             try:
-                await chore()
+                with self._working(*session):
+                    await chore()
             except SidecarUnavailable as exc:
-                self._chores.append(chore)
+                self._chores.append((session, chore))
                 refused = exc
         if self._untidy:
             group, _ = self._untidy.popitem(last=False)
@@ -307,27 +316,45 @@ class SharedTier:
         manifest = None if record is None else await self._local.manifest(record)
         if record is None or manifest is None:
             return "gone"
-        known = await self._known_of(record)
         try:
-            await each(dict.fromkeys(record.keys), lambda it: self._hold(record, it, key, known), at_once=_AT_ONCE)
+            await self._write_out(record, manifest, key)
         except CacheRefNotFound:
-            return "deleted" if cache_ref in self._deleted else "gone"
+            if cache_ref in self._deleted:
+                return "deleted"  # whoever deletes it waits for this, and removes what was written by now
+            self.delete_later(Removal(record.tenant, record.session_id, records=[record]))
+            return "gone"
+        return "written"
+
+    async def _write_out(self, record: ManifestRecord, manifest: Manifest, key: TenantKey | None) -> None:
+        """Write a manifest's blocks, and it. Raises CacheRefNotFound when it goes here meanwhile, or is deleted."""
+        session, known = (record.tenant, record.session_id), self._known
+        if await self._has_lost(session):
+            known.forget(session)
+        names = {it: it.file_name if key is None else key.hidden(it.file_name) for it in record.keys}
+        try:
+            await each(names.items(), lambda it: self._hold(record, *it, key), at_once=_AT_ONCE)
         except _GivesWayError:
-            if not known.last:
+            if not known.last(session):
                 # It may take long until it is written on, and nothing tells the collector that it will be.
-                known.doubted |= known.files
-                known.files.clear()
+                known.doubt(session)
             raise
         crash_point(AFTER_STORED_BLOCKS)
         data = await asyncio.to_thread(encode_manifest, manifest)
-        if cache_ref in self._deleted:
-            return "deleted"  # whoever deletes it waits for this, and removes what was written by now
-        await self._objects.put(_session_name(record.tenant, record.session_id, cache_ref), b"")
-        await self._put(name, data, key)
-        known.last = cache_ref
+        self._check_not_deleted(record)
+        await self._objects.put(_session_name(*session, record.cache_ref), b"")
+        if known.last(session) not in self._deleted and await self._has_lost(session):
+            known.doubt(session)  # blocks leave with it; where this pod removed it they are known
+        await self._put(_manifest_name(record.tenant, record.cache_ref), data, key)
+        known.vouch(session, record.cache_ref)
+        if not known.is_trusted(session, names.values()):
+            self.write_soon(record, again=True)  # some left the store meanwhile
         if record.is_kept:
-            self._tidy_soon(record.tenant, record.session_id)
-        return "written"
+            self._tidy_soon(*session)
+
+    async def _has_lost(self, session: Session) -> bool:
+        """Return whether what was written last of a session has gone: another pod evicts or collects it."""
+        last = self._known.last(session)
+        return bool(last) and await self._objects.size_bytes(_manifest_name(session[0], last)) is None
 
     def _tidy_soon(self, tenant: TenantId, group: SessionId) -> None:
         self._untidy[tenant, group] = None
@@ -349,40 +376,24 @@ class SharedTier:
         left = [ref for ref in others if ref not in gone]
         gone.update(left[: max(len(there) - len(gone) - GROUP_MAX, 0)])
         if gone:
-            await self._remove(tenant, group, gone, is_whole=False)
+            await self.end_delete(Removal(tenant, group, gone))
 
-    async def _known_of(self, record: ManifestRecord) -> Known:
-        """Return what the store still has of what was written of a session: another pod may have collected it."""
-        session = (record.tenant, record.session_id)
-        known = self._known.get(session)
-        if known is not None and known.last:
-            is_there = await self._objects.size_bytes(_manifest_name(record.tenant, known.last)) is not None
-            if not is_there:
-                self._forget(session)
-        known = self._known.setdefault(session, Known())
-        self._known.move_to_end(session)
-        while self._num_known > _KNOWN_MAX and len(self._known) > 1:
-            self._forget(next(iter(self._known)))
-        return known
+    def _check_not_deleted(self, record: ManifestRecord) -> None:
+        if record.cache_ref in self._deleted:
+            raise CacheRefNotFound("the KV was deleted")
 
-    def _forget(self, session: tuple[TenantId, SessionId]) -> None:
-        if (known := self._known.pop(session, None)) is not None:
-            self._num_known -= len(known.files) + len(known.doubted)
-
-    async def _hold(self, record: ManifestRecord, block: BlockKey, key: TenantKey | None, known: Known) -> None:
+    async def _hold(self, record: ManifestRecord, block: BlockKey, file_name: str, key: TenantKey | None) -> None:
         """Note that a session holds a block, and write that unless it is there.
 
         Raises CacheRefNotFound when it has gone here meanwhile, or the KV was deleted.
         """
-        if record.cache_ref in self._deleted:
-            raise CacheRefNotFound("the KV was deleted")
-        file_name = block.file_name if key is None else key.hidden(block.file_name)
-        if file_name in known.files:
+        session = (record.tenant, record.session_id)
+        self._check_not_deleted(record)
+        if self._known.is_trusted(session, [file_name]):
             return
         if record.is_kept and self._queue:
             raise _GivesWayError
-        self._num_known += file_name not in known.doubted
-        known.doubted.add(file_name)  # whatever comes now, a delete looks for it
+        self._known.begin(session, file_name)
         await self._objects.put(_holder_name(record.tenant, file_name, record.session_id), b"")
         if await self._objects.size_bytes(_block_name(record.tenant, file_name)) is None:
             data = await self._local.block(block)
@@ -391,8 +402,7 @@ class SharedTier:
             await self._pace(len(data))
             await self._put(_block_name(record.tenant, file_name), data, key)
             self._metrics.store_bytes.labels("write").inc(len(data))
-        known.doubted.discard(file_name)
-        known.files.add(file_name)
+        self._known.trust(session, file_name)
 
     async def _put(self, name: str, data: Buffer, key: TenantKey | None) -> None:
         if key is not None:
@@ -461,7 +471,7 @@ class SharedTier:
         session, now_ms = (tenant, session_id), self._clock.now_ms()
         if self._noted.added_at_ms(session, now_ms) is None and not session_id.startswith(OBJECT_PREFIX):
             self._noted.add(session, now_ms)
-            self._add_chore(partial(self._note, tenant, session_id, cache_ref))
+            self._add_chore(session, partial(self._note, tenant, session_id, cache_ref))
 
     async def _note(self, tenant: TenantId, session_id: SessionId, cache_ref: CacheRef) -> None:
         if await self._objects.size_bytes(_manifest_name(tenant, cache_ref)) is not None:
@@ -510,53 +520,69 @@ class SharedTier:
     ) -> None:
         """Remove KV of a session, and the blocks that nobody else holds; `is_whole`: nothing of the session stays.
 
-        When it returns, this pod writes and removes nothing more of it: what the writer is at comes to its end first.
+        See `end_delete`.
+        """
+        await self.end_delete(self.begin_delete(tenant, session_id, cache_refs, is_whole=is_whole))
+
+    def begin_delete(
+        self, tenant: TenantId, session_id: SessionId, cache_refs: Iterable[CacheRef], *, is_whole: bool
+    ) -> Removal:
+        """Have nothing of it written or found from this moment on; `end_delete` or `delete_later` has to follow."""
+        refs, now_ms = set(cache_refs), self._clock.now_ms()
+        here = [self._writing, *map(self._local.record, refs)]
+        if is_whole:
+            here += self._local.of_session(tenant, session_id)
+        meant = [
+            record
+            for record in here
+            if record is not None
+            and record.tenant == tenant
+            and (record.cache_ref in refs or (is_whole and record.session_id == session_id))
+        ]
+        refs.update(record.cache_ref for record in meant)
+        if is_whole and session_id.startswith(KEPT_PREFIX):
+            self._deleted_groups.add((tenant, session_id), now_ms)
+        for ref in refs:
+            self._deleted.add(ref, now_ms)
+            self._queue.pop(ref, None)
+            self._kept.pop(ref, None)
+        return Removal(tenant, session_id, refs, is_whole, meant)
+
+    async def end_delete(self, removal: Removal) -> None:
+        """Remove it. When this returns, this pod writes and removes nothing more of it: the writer ends that first.
+
         What the store does not take, or takes longer for than the caller waits, is tried again until it does, or this
         process ends; then the collector finds it. Raises SidecarUnavailable.
         """
-        refs = tuple(ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref))
-        refs += tuple(prompt_ref(ref) for ref in refs)
-        writing = self._writing
-        if is_whole and writing is not None and (writing.tenant, writing.session_id) == (tenant, session_id):
-            refs += (writing.cache_ref,)
-        if is_whole and session_id.startswith(KEPT_PREFIX):
-            self._deleted_groups.add((tenant, session_id), self._clock.now_ms())
-        for ref in refs:
-            self._deleted.add(ref, self._clock.now_ms())
-            self._queue.pop(ref, None)
-            self._kept.pop(ref, None)
         try:
-            while self._at_work == (tenant, session_id) or (
-                self._writing is not None and self._writing.cache_ref in refs
-            ):
+            while self._is_at(removal):
                 await self._rests.wait()
-            await self._remove(tenant, session_id, refs, is_whole=is_whole)
+            await self._remove(removal)
         except (SidecarUnavailable, asyncio.CancelledError):
-            self._add_chore(partial(self._remove, tenant, session_id, refs, is_whole=is_whole))
+            self.delete_later(removal)
             raise
 
-    def _add_chore(self, chore: Callable[[], Awaitable[None]]) -> None:
-        self._chores.append(chore)
+    def delete_later(self, removal: Removal) -> None:
+        """Leave a removal to the writer: nobody waits for it."""
+        removal.before_ms = min(removal.before_ms, self._clock.now_ms())
+        self._add_chore((removal.tenant, removal.session_id), partial(self._remove, removal))
+
+    def _is_at(self, removal: Removal) -> bool:
+        """Return whether the writer is at the same KV."""
+        is_written = self._writing is not None and self._writing.cache_ref in removal.cache_refs
+        return is_written or (removal.is_whole and self._at_work == (removal.tenant, removal.session_id))
+
+    def _add_chore(self, session: Session, chore: Callable[[], Awaitable[None]]) -> None:
+        self._chores.append((session, chore))
         self._idle.clear()
         self._work.set()
 
-    async def _remove(
-        self, tenant: TenantId, session_id: SessionId, cache_refs: Collection[CacheRef], *, is_whole: bool
-    ) -> None:
-        refs = set(cache_refs)
-        if is_whole and session_id:
-            refs |= await self._refs_of(tenant, session_id)
-        held: dict[SessionId, set[str]] = {session_id: set()} if session_id else {}
-        if is_whole and (known := self._known.get((tenant, session_id))) is not None:
-            # What was begun and has no manifest yet.
-            held[session_id] = known.files | known.doubted
-        for ref in refs:
-            name = _manifest_name(tenant, ref)
-            with suppress(CorruptBlock):  # its blocks are the collector's
-                if (found := await self.read(name)) is not None:
-                    held.setdefault(found.session_id, set()).update(self._names_of(tenant, all_keys(found)))
-            await self._objects.delete(name)
-        for owner, names in held.items():
+    async def _remove(self, removal: Removal) -> None:
+        if not removal.is_found:
+            await self._find(removal)
+        tenant, refs = removal.tenant, removal.cache_refs
+        await each(refs, lambda ref: self._objects.delete(_manifest_name(tenant, ref)))
+        for owner, names in removal.held.items():
             crash_point(AFTER_UNSTORED_MANIFEST)
             let_go = names - await self._wanted_by(tenant, owner, refs)
             await each(let_go, lambda name, owner=owner: self._let_go(tenant, owner, name))  # type: ignore[misc]
@@ -565,6 +591,25 @@ class SharedTier:
                 # Sealed while its blocks were let go of: they are held anew.
                 if record.cache_ref not in refs and not let_go.isdisjoint(self._names_of(tenant, record.keys)):
                     self.write_soon(record, again=True)
+
+    async def _find(self, removal: Removal) -> None:
+        """Find out all that is to go before the first manifest does."""
+        tenant, session_id, refs = removal.tenant, removal.session_id, set(removal.cache_refs)
+        held: dict[SessionId, set[str]] = {session_id: set()} if session_id else {}
+        if removal.is_whole and session_id:
+            held[session_id] = self._known.names((tenant, session_id))  # some have no manifest yet
+            anew = {record.cache_ref for record in self._local.of_session(tenant, session_id)} - refs
+            listed = self._objects.listed(f"{tenant}/sessions/{session_id}/")
+            refs.update([ref_of(it.name) async for it in listed if it.modified_at_ms <= removal.before_ms])
+            refs -= anew
+        for record in removal.records:
+            begun = self._names_of(tenant, record.keys) & self._known.names((tenant, record.session_id))
+            held.setdefault(record.session_id, set()).update(begun)
+        for ref in refs:
+            with suppress(CorruptBlock):  # its blocks are the collector's
+                if (found := await self.read(_manifest_name(tenant, ref))) is not None:
+                    held.setdefault(found.session_id, set()).update(self._names_of(tenant, all_keys(found)))
+        removal.cache_refs, removal.held, removal.is_found = refs, held, True
 
     async def _refs_of(self, tenant: TenantId, session_id: SessionId) -> set[CacheRef]:
         return {ref_of(it.name) async for it in self._objects.listed(f"{tenant}/sessions/{session_id}/")}
@@ -580,24 +625,35 @@ class SharedTier:
         return self._names_of(tenant, keys)
 
     async def _let_go(self, tenant: TenantId, session_id: SessionId, file_name: str) -> None:
-        known = self._known.get((tenant, session_id))
-        if known is not None and (file_name in known.files or file_name in known.doubted):
-            known.files.discard(file_name)
-            known.doubted.discard(file_name)
-            self._num_known -= 1
+        self._known.discard((tenant, session_id), file_name)
         await self._objects.delete(_holder_name(tenant, file_name, session_id))
         await self.delete_unheld(tenant, file_name)
 
-    async def evict(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> None:
-        """Remove what a listing told of a session; it may be written again. Raises SidecarUnavailable.
+    async def evict(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> bool:
+        """Remove what a listing told of a session, unless it was used since, and return whether that is done.
 
-        A turn that is written meanwhile lacks what leaves here: a miss (rule 2).
+        It may be written again. Whoever writes it meanwhile puts a name first, then looks whether its last manifest is
+        there; here that goes first, then new names are looked for: one of both sees the other. Raises
+        SidecarUnavailable.
         """
-        self._forget((tenant, session_id))
+        if self._at_work == (tenant, session_id) or await self._used_since(tenant, session_id, session):
+            return False
         await each(session.cache_refs, lambda ref: self._objects.delete(_manifest_name(tenant, ref)))
         crash_point(AFTER_EVICTED_MANIFEST)
+        if await self._used_since(tenant, session_id, session):
+            return False
         await each(session.files, lambda name: self._let_go(tenant, session_id, name))
+        for ref in await self._used_since(tenant, session_id, session):
+            # Begun when its last manifest had gone: it may lack what left. Its pod finds that out by this.
+            await self._objects.delete(_manifest_name(tenant, ref))
+            if (record := self._local.record(ref)) is not None:
+                self.write_soon(record, again=True)
         await each(session.cache_refs, lambda ref: self._objects.delete(_session_name(tenant, session_id, ref)))
+        return True
+
+    async def _used_since(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> list[CacheRef]:
+        used = await self._used(tenant, session_id)
+        return [ref for ref, used_at_ms in used.items() if used_at_ms > session.used_at_ms]
 
     async def delete_unheld(self, tenant: TenantId, file_name: str) -> None:
         """Remove a block file that no session holds."""
@@ -609,12 +665,19 @@ class SharedTier:
 async def each(
     items: Iterable[Item], call: Callable[[Item], Awaitable[None]], *, at_once: int = _CALLS_AT_ONCE
 ) -> None:
-    """Make a call for each, some at a time; when all have ended, raise what the first of those that failed did."""
-    slots = asyncio.Semaphore(at_once)
+    """Make a call for each, some at a time, until one fails; when those that began have ended, raise what it did."""
+    slots, has_failed = asyncio.Semaphore(at_once), False
 
     async def one(item: Item) -> None:
+        nonlocal has_failed
         async with slots:
-            await call(item)
+            if has_failed:
+                return
+            try:
+                await call(item)
+            except BaseException:
+                has_failed = True
+                raise
 
     ends = await asyncio.gather(*map(one, items), return_exceptions=True)
     for end in ends:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
 from kv_sidecar.arena import SUFFIX, ArenaDoor
 from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
@@ -146,7 +146,9 @@ class Sidecar:
         self.warming = self._warming_over(objects)
         """None: this pod takes nothing over when it starts, and leaves no list when it ends."""
         self._meter = None if self._questions is None else UsageMeter(self._questions, clock=clock)
-        self.collector = Collector(self.collect, interval_s=settings.collect_interval_s, metrics=self.metrics)
+        self.collector = Collector(
+            self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
+        )
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
 
@@ -199,7 +201,8 @@ class Sidecar:
     async def collect(self) -> Removed:
         """Make one pass: unreachable blocks and manifests, unannounced and unfinished files, reports nobody took.
 
-        KV that no session names goes last: the manager may take its time, or be away.
+        KV that no session names goes last: the manager may take its time, or be away. What the store has of it is
+        `collect_shared`'s, who sees there what is named with it.
         """
         removed = await self.catalog.collect()
         before_ms = self._clock.now_ms() - self.settings.leftover_s * 1000
@@ -208,14 +211,6 @@ class Sidecar:
         if self._orphans is not None:
             orphans = await self._orphans.find(self.catalog.sealed())
             removed += await self.catalog.drop(orphans)
-            for record in orphans:
-                await self._delete_shared(record.tenant, record.session_id, [record.cache_ref], is_whole=False)
-        if self._shared_collector is not None:
-            with suppress(SidecarUnavailable):
-                await self._shared_collector.collect(None if self._manager is None else self._manager.orphans)
-            self.metrics.store_tenant_bytes.show(
-                self._shared_collector.bytes_by_tenant, tenants_max=self.settings.tenants_shown_max
-            )
         found = self.catalog.bytes_by_tenant()
         self.metrics.tenant_bytes.show(found, tenants_max=self.settings.tenants_shown_max)
         if self._meter is not None:
@@ -223,6 +218,20 @@ class Sidecar:
             in_store = None if self._shared_collector is None else self._shared_collector.take_held()
             await self._meter.look({"memory": in_memory, "disk": found}, store_kib_s=in_store)
         return removed
+
+    async def collect_shared(self) -> Removed:
+        """Make the shared store's pass, if it is time. Apart from `collect`: a store may take hours."""
+        if self._shared_collector is None:
+            return Removed(0, 0)
+        num_manifests = 0
+        with suppress(SidecarUnavailable):
+            num_manifests = await self._shared_collector.collect(
+                None if self._manager is None else self._manager.orphans
+            )
+        self.metrics.store_tenant_bytes.show(
+            self._shared_collector.bytes_by_tenant, tenants_max=self.settings.tenants_shown_max
+        )
+        return Removed(num_manifests, 0)
 
     async def manifest(
         self, tenant: TenantId, cache_ref: CacheRef, *, bring: bool, turn: WaitingTurn | None = None
@@ -253,12 +262,24 @@ class Sidecar:
         return self.pulls.start(Wanted(tenant, tuple(cache_refs)[:MAX_REFS], peer="")).outcome == "started"
 
     async def delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:
-        """Delete here and in the shared store; see `ContextCatalog.delete`.
+        """Delete here and in the shared store, whoever still waits; see `ContextCatalog.delete`.
 
         What the store does not take now is removed later: the context is gone for whoever asks.
         """
-        removed = await self.catalog.delete(tenant, session_id, cache_refs)
-        await self._delete_shared(tenant, session_id, cache_refs, is_whole=bool(session_id))
+        if self.shared is None:
+            return await self.catalog.delete(tenant, session_id, cache_refs)
+        refs = [ref for ref in cache_refs if CACHE_REF_PATTERN.fullmatch(ref)]
+        refs += [prompt_ref(ref) for ref in refs]
+        removal = self.shared.begin_delete(tenant, session_id, refs, is_whole=bool(session_id))
+        try:
+            removed = await self.catalog.delete(tenant, session_id, cache_refs)
+        except BaseException:
+            self.shared.delete_later(removal)
+            raise
+        try:
+            await self.shared.end_delete(removal)
+        except SidecarUnavailable as exc:
+            log.warning("shared store does not take a delete; it is tried again", extra={"reason": exc.message})
         return removed
 
     async def hand_over(self) -> None:
@@ -279,25 +300,15 @@ class Sidecar:
         log.info("peers have what was here", extra={"num_moved": await story.run()})
 
     async def flush(self) -> None:
-        """Write to the shared store what it lacks, as far as there is time, and what of it was used last.
+        """Write to the shared store what it lacks, and remove what is to go there, as far as there is time.
 
         This pod may not come back.
         """
-        if self.shared is not None and self.shared.num_waiting:
+        if self.shared is not None:
             left = await self.shared.flush(self.settings.store_flush_s)
             log.info("shared store has what was here", extra={"num_left": left})
         if self.warming is not None:
             await self.warming.leave()
-
-    async def _delete_shared(
-        self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef], *, is_whole: bool
-    ) -> None:
-        if self.shared is None:
-            return
-        try:
-            await self.shared.delete(tenant, session_id, cache_refs, is_whole=is_whole)
-        except SidecarUnavailable as exc:
-            log.warning("shared store does not take a delete; it is tried again", extra={"reason": exc.message})
 
     def _write_soon(self, record: ManifestRecord, is_touch: bool) -> None:  # noqa: FBT001  # a callback's
         if self.shared is not None:

@@ -206,7 +206,7 @@ async def test_a_pod_without_the_key_misses_counts_it_and_removes_nothing_that_o
             await kv.catalog.open(TENANT, new.cache_ref)
         assert kv.counted("store_unopened_objects_total") == 1
         clock.advance(s=HOUR_S // 2)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     assert sorted(stored(tmp_path)) == sorted(left)
 
     async with pod("c", {TENANT: ["1"]}) as kv:
@@ -228,5 +228,5 @@ async def test_what_nobody_can_open_goes_when_no_session_names_it(pod, clock, tm
     async with pod("b", {TENANT: ["2"]}, manager=SaysNothingIsNamed()) as kv:
         for _ in range(2):
             clock.advance(s=120)
-            await kv.sidecar.collect()
+            await kv.sidecar.collect_shared()
     assert stored(tmp_path) == []

@@ -212,10 +212,10 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
     assert kinds(tmp_path)["blocks"] == 5
 
     async with pod("b", store_grace_s=60, store_collect_interval_s=10) as kv:
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert objects(tmp_path) == left
         clock.advance(s=120)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert kinds(tmp_path) == {"blocks": 3, "holders": 3, "sessions": 1, "manifests": 1}
         await brought(kv, kept.cache_ref)
         assert await kv.load(kept) == ["object"] * 3
@@ -229,15 +229,15 @@ async def test_what_has_expired_and_what_no_session_names_is_collected_once_an_i
     times = {"store_grace_s": 60, "store_collect_interval_s": 100}
     manager = {"manager": SaysNothingIsNamed()} if why == "unnamed" else {}
     async with pod("b", **times, **manager) as kv:
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert kinds(tmp_path)["manifests"] == 1  # not old enough
         clock.advance(s=99 if why == "unnamed" else HOUR_S + 1)
         (tmp_path / "store" / COLLECTOR).touch()
         os.utime(tmp_path / "store" / COLLECTOR, times=(clock.now_ms() / 1000 - 99,) * 2)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert kinds(tmp_path)["manifests"] == 1  # somebody has just been there
         clock.advance(s=2)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     assert objects(tmp_path) == set()
 
 
@@ -250,6 +250,7 @@ async def test_a_block_that_has_gone_from_the_store_is_a_miss_and_its_manifest_g
     async with pod("b") as kv:
         await brought(kv, new.cache_ref)
         assert (kv.block_files(), kv.manifest_files()) == (set(), set())
+        await kv.sidecar.shared.flush(60)
     assert objects(tmp_path) == set()
 
 

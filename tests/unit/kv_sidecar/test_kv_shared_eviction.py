@@ -131,7 +131,7 @@ async def test_what_was_used_longest_ago_leaves_a_full_store_and_its_pod_still_h
         size_bytes = stored_bytes(tmp_path)
     async with pod("a", **{limit: size_bytes}) as kv:
         clock.advance(s=10)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert sessions_in(tmp_path) == {"ctx_100", "ctx_200"}
         assert kv.counted("store_evicted_contexts_total") == 1
         assert kv.counted("store_tenant_bytes", tenant=TENANT) == stored_bytes(tmp_path) < size_bytes
@@ -142,9 +142,9 @@ async def test_every_pod_shows_what_the_one_that_collected_has_counted(pod, cloc
     async with pod("a") as kv:
         await kv.save(tuple(range(10)))
         await written(kv)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     async with pod("b", store_collect_interval_s=10_000) as kv:
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert kv.counted("store_tenant_bytes", tenant=TENANT) == stored_bytes(tmp_path) > 0
 
 
@@ -161,7 +161,7 @@ async def test_what_is_used_is_noted_and_stays(pod, clock, tmp_path, use):
             await brought(kv, refs[0])
             await written(kv)
         clock.advance(s=10)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     assert sessions_in(tmp_path) == {"ctx_0", "ctx_200"}
 
 
@@ -170,7 +170,7 @@ async def test_a_context_that_left_is_written_whole_again_with_its_next_turn(pod
         await three_contexts(kv, tmp_path)
         async with pod("b", store_limit_bytes=stored_bytes(tmp_path)) as other:
             clock.advance(s=10)
-            await other.sidecar.collect()
+            await other.sidecar.collect_shared()
         assert sessions_in(tmp_path) == {"ctx_100", "ctx_200"}
         new = await kv.save(tuple(range(12)), session_id="ctx_0")
         await written(kv)
@@ -195,13 +195,13 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
     async with pod("b", store_limit_bytes=size_bytes) as kv:
         clock.advance(s=10)
         with pytest.raises(Killed):
-            await kv.sidecar.collect()
+            await kv.sidecar.collect_shared()
         assert stored_bytes(tmp_path) == size_bytes
     monkeypatch.undo()
     async with pod("c", store_grace_s=60, orphan_after_s=10 * HOUR_S) as kv:
         for _ in range(2):
             clock.advance(s=120)
-            await kv.sidecar.collect()
+            await kv.sidecar.collect_shared()
     assert sessions_in(tmp_path) == {"ctx_100", "ctx_200"}
     assert stored_bytes(tmp_path) < size_bytes
 

@@ -380,8 +380,7 @@ async def test_a_delete_of_what_is_half_written_leaves_nothing_of_it(pod, tmp_pa
             assert [name for name in objects(tmp_path) if name.endswith(GROUP)]
             await kv.sidecar.delete(TENANT, GROUP, [])
         assert kinds(tmp_path) == {"blocks": 2, "holders": 2, "sessions": 1, "manifests": 1}  # the context's
-        shared = kv.sidecar.shared
-        assert shared._num_known == sum(len(known.files) for known in shared._known.values()) == 2
+        assert len(kv.sidecar.shared._known) == 2
 
 
 async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_collected(pod, tmp_path, monkeypatch):
@@ -391,8 +390,7 @@ async def test_what_was_half_written_when_a_context_came_is_whole_though_it_was_
             assert gone
             for path in gone:
                 path.unlink()
-        shared = kv.sidecar.shared
-        assert shared._num_known == sum(len(known.files) for known in shared._known.values()) == 8
+        assert len(kv.sidecar.shared._known) == 8
     assert kinds(tmp_path) == {"blocks": 8, "holders": 8, "sessions": 2, "manifests": 2}
 
 
@@ -448,11 +446,11 @@ async def test_it_ends_with_its_life_and_no_manager_is_asked(pod, clock, tmp_pat
     settings = {"store_grace_s": 60, "orphan_after_s": 60, "manager": SaysNothingIsNamed()}
     async with pod("b", **settings) as kv:
         clock.advance(ms=TTL_MS - 1000)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert kinds(tmp_path)["manifests"] == 1
         clock.advance(s=60)
         assert await find(kv, (*SAID, 30, 31, 32, 33, 34)) == []
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     assert objects(tmp_path) == set()
 
 
@@ -476,10 +474,10 @@ async def test_what_nobody_can_decrypt_ends_when_nothing_may_live_longer(tmp_pat
         await written(kv)
     async with SidecarUnderTest(tmp_path / "b", clock=clock, store_keys_file=keys[1], **settings) as kv:
         clock.advance(s=MAX_TTL_S - 60)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert kinds(tmp_path)["manifests"] == 1
         clock.advance(s=120)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     assert objects(tmp_path) == set()
 
 
@@ -492,7 +490,7 @@ async def test_a_full_store_loses_what_is_kept_before_a_context(pod, clock, tmp_
         size_bytes = sum(path.stat().st_size for path in (tmp_path / "store").rglob("blocks/*"))
     async with pod("b", store_limit_bytes=round(size_bytes / 1.5)) as kv:
         clock.advance(s=60)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
     assert {name.split("/")[2] for name in objects(tmp_path) if "/sessions/" in name} == {"ctx_1"}
 
 

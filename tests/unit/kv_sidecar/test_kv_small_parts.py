@@ -268,6 +268,30 @@ async def test_the_collector_lives_on_after_a_pass_that_broke_off() -> None:
     assert registry.get_sample_value("contextcache_sidecar_collector_failures_total") == 1
 
 
+async def test_no_pass_of_the_collector_waits_for_another_and_only_the_first_one_s_time_is_shown() -> None:
+    registry = CollectorRegistry()
+    came = asyncio.Event()
+    passes = 0
+
+    async def hangs() -> Removed:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def beside() -> Removed:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            came.set()
+        return Removed(0, 0)
+
+    collector = Collector(hangs, beside, interval_s=0.001, metrics=SidecarMetrics(registry))
+    collector.start()
+    await asyncio.wait_for(came.wait(), 10)
+    await collector.stop()
+
+    assert registry.get_sample_value("contextcache_sidecar_last_collect_timestamp_seconds") == 0
+
+
 def test_tiers_are_shown_when_somebody_looks() -> None:
     registry = CollectorRegistry()
     usage = {"host": lambda: TierUsage(1, 2, 3), "disk": lambda: TierUsage(4, 5, 0)}

@@ -305,10 +305,10 @@ async def test_a_pod_lists_what_it_used_last_and_nothing_of_plain_requests(world
 async def test_the_collector_removes_lists_that_nobody_has_taken(world: World) -> None:
     await world.gone()
     async with world.pod("b", store_collect_interval_s=1, store_grace_s=60) as kv:
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
         assert len(world.files()) == 1
         world.clock.advance(s=120)
-        await kv.sidecar.collect()
+        await kv.sidecar.collect_shared()
 
         assert world.files() == []
         assert set(kv.sidecar._shared_collector.bytes_by_tenant) == {TENANT}
