@@ -102,7 +102,7 @@ async def _https(webhook: Webhook, certificate: Certificate, settings: InjectorS
             listening = HttpsListener(
                 listener,
                 handlers,
-                certificate.context,
+                lambda: certificate.context,
                 handshake_timeout_s=settings.handshake_timeout_s,
                 connections_max=settings.max_connections,
                 # The API server asks again by itself, and gives up after some seconds.

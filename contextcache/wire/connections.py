@@ -35,7 +35,7 @@ class HttpsListener:
         self,
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
-        context: ssl.SSLContext,
+        context: Callable[[], ssl.SSLContext],
         *,
         handshake_timeout_s: float,
         connections_max: int = HALF_OPEN_MAX,
@@ -45,6 +45,7 @@ class HttpsListener:
     ) -> None:
         """Accept from now on; `listener` listens and does not block. For the running event loop.
 
+        `context` is asked for each connection.
         `connections_max` bounds handshakes and `num_open()`, the connections behind them, together; `end_idle()` ends
         one of those, or says that all are busy.
         """
@@ -118,7 +119,7 @@ class HttpsListener:
         await asyncio.get_running_loop().connect_accepted_socket(
             self._make_protocol,
             connection,
-            ssl=self._context,
+            ssl=self._context(),
             ssl_handshake_timeout=self._handshake_timeout_s,
             ssl_shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
         )

@@ -83,18 +83,14 @@ class WatchedTls:
                 self._look()
         return self._material
 
-    def listening_context(self, *, require_clients: bool) -> ssl.SSLContext:
-        """Return a context for a listener's whole life: each handshake takes what is current then."""
+    def server_context(self, *, require_clients: bool) -> ssl.SSLContext:
+        """Return what the next connection is let in by.
 
-        def newest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = _for_server(self.current(), require_clients=require_clients)
-
-        # One of its own: the material's contexts are what it switches to.
-        _, material = _read(self._files)
-        context = _for_server(material, require_clients=require_clients)
-        # Called without a name in the client's hello as well.
-        context.sni_callback = newest
-        return context
+        Another one after the files have changed: what TLS 1.2 may resume (a ticket, a session's id) lives in a context,
+        and goes with the CA that let it in.
+        """
+        material = self.current()
+        return material.server_context if require_clients else material.open_server_context
 
     def _look(self) -> None:
         self._look_at_s = self._monotonic_s() + _LOOK_INTERVAL_S
@@ -209,7 +205,3 @@ def _is_through(side: ssl.SSLObject) -> bool:
     except ssl.SSLWantReadError:
         return False
     return True
-
-
-def _for_server(material: TlsMaterial, *, require_clients: bool) -> ssl.SSLContext:
-    return material.server_context if require_clients else material.open_server_context

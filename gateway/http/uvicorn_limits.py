@@ -12,6 +12,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -50,7 +51,7 @@ class HttpServer(uvicorn.Server):
         config.http_protocol_class = bounded(
             config.http_protocol_class, client_name=tls.server_name if tls is not None and require_clients else None
         )
-        self._context = None if tls is None else tls.listening_context(require_clients=require_clients)
+        self._context = None if tls is None else partial(tls.server_context, require_clients=require_clients)
         super().__init__(config)
 
     @contextmanager

@@ -38,7 +38,9 @@ class Door:
         self._socket.setblocking(False)
         self._knocked: list[socket.socket] = []
         self.port = self._socket.getsockname()[1]
-        self.listener = HttpsListener(self._socket, Echo, server, **{"handshake_timeout_s": DEADLINE_S, **limits})
+        self.listener = HttpsListener(
+            self._socket, Echo, lambda: server, **{"handshake_timeout_s": DEADLINE_S, **limits}
+        )
 
     async def greet(self) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self._client)

@@ -192,6 +192,8 @@ class LMCacheKV(KVSidecar, TokenAddressed):
         """Delete what has ended by now; return the ms until the next does."""
         now_ms = self._clock.now_ms()
         for session_id, held in [(key, held) for key, held in self._held.items() if held.expires_at_ms <= now_ms]:
+            if held.expires_at_ms > self._clock.now_ms() or self._held.get(session_id) is not held:
+                continue  # while others were deleted, a turn came, or a DELETE
             try:
                 await self._delete(held.tenant, session_id)
             except ContextCacheError as exc:
@@ -227,7 +229,8 @@ class LMCacheKV(KVSidecar, TokenAddressed):
         except ContextCacheError:
             held.expires_at_ms = self._clock.now_ms() + _RETRY_MS
             raise
-        self._forget(session_id)
+        if self._held.get(session_id) is held:  # else somebody else has deleted it, and it may be there anew
+            self._forget(session_id)
         return freed_bytes
 
     async def _remove(self, kv: SaltedTokens, instances: Sequence[Instance]) -> None:

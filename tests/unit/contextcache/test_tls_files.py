@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -247,3 +248,38 @@ def test_the_name_in_the_certificates_is_the_operators_to_choose(tmp_path):
     assert WatchedTls(settings.tls).current().certificate
     with pytest.raises(ValueError, match="context-cache"):
         WatchedTls(TlsSettings(**certificates.settings).tls)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("no_ticket", [0, ssl.OP_NO_TICKET], ids=["ticket", "session id"])
+def test_who_was_let_in_by_a_ca_before_is_not_let_in_again_by_what_it_kept(certificates, version, no_ticket):
+    """Seen failing with TLS 1.2: its tickets and session ids were those of a context that lived as long as the process."""
+    clock = Seconds()
+    tls = WatchedTls(certificates.files, monotonic_s=clock)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode, client.maximum_version = False, ssl.CERT_NONE, version
+    client.options |= no_ticket
+    certificates.ca.issue_cert(NAME).configure_cert(client)
+    session = through(client, tls).session
+    certificates.ca = trustme.CA()
+    certificates.rotate()
+    clock.now += 2
+
+    for kept in (session, None):
+        with pytest.raises(ssl.SSLError):
+            through(client, tls, session=kept)
+
+
+def through(client, tls, *, session=None):
+    """Shake hands in memory, and have each side read what the other one wrote."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server, server_hostname=NAME, session=session)
+    sides = [asking, tls.server_context(require_clients=True).wrap_bio(to_server, to_client, server_side=True)]
+    steps = [side.do_handshake for side in sides] + [lambda: sides[1].write(b"hi"), lambda: asking.read(2)]
+    for _ in range(20):
+        with suppress(ssl.SSLWantReadError):
+            while steps:
+                steps[0]()
+                steps.pop(0)
+        steps = steps[1:] + steps[:1]
+    return asking
