@@ -253,7 +253,7 @@ def test_the_name_in_the_certificates_is_the_operators_to_choose(tmp_path):
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("no_ticket", [0, ssl.OP_NO_TICKET], ids=["ticket", "session id"])
 def test_who_was_let_in_by_a_ca_before_is_not_let_in_again_by_what_it_kept(certificates, version, no_ticket):
-    """Seen failing with TLS 1.2: its tickets and session ids were those of a context that lived as long as the process."""
+    """Seen failing with a ticket of TLS 1.2: its key was that of a context that lived as long as the process."""
     clock = Seconds()
     tls = WatchedTls(certificates.files, monotonic_s=clock)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
