@@ -147,7 +147,10 @@ class ContextCacheManager:
             )
 
     async def renew_lease(self, tenant: TenantId, session_id: SessionId, *, lease_id: str, lease_ttl_ms: int) -> None:
-        """Let the caller's lease end `lease_ttl_ms` from now. Raises LeaseLost when it has ended or is another's."""
+        """Let the caller's lease end `lease_ttl_ms` from now; a sliding life starts again.
+
+        Raises LeaseLost when it has ended or is another's.
+        """
         check_session(tenant, session_id)
         check_lease(lease_id, lease_ttl_ms)
         with self._metrics.store_call("renew_lease"):
@@ -293,16 +296,17 @@ class ContextCacheManager:
     async def add_usage(
         self, tenant: TenantId, batch_id: str, usage: Sequence[Usage], *, sender: str = "", number: int = 0
     ) -> None:
-        """Count, today, what no commit counts; a batch that is repeated within a day counts nothing.
+        """Count, today, what no commit counts; a batch that is repeated within BATCH_KNOWN_MS counts nothing.
 
-        Who tells batch after batch says a `sender` and numbers that grow, so that one key remembers all of them.
+        Who tells batch after batch says a `sender` and numbers that grow, so that one key remembers all of them, and
+        for a day.
         """
         check_tenant(tenant)
         check_batch(batch_id, sender, number)
         check_usage(usage)
         with self._metrics.store_call("add_usage"):
             counted = await self._store.add_usage(
-                tenant, sender or batch_id, usage, number=number if sender else 0, now_ms=self._clock.now_ms()
+                tenant, sender or batch_id, usage, number=number if sender else None, now_ms=self._clock.now_ms()
             )
         if counted:
             self._metrics.count_usage(usage)

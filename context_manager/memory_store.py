@@ -28,6 +28,7 @@ from context_manager.session_row import (
     with_holder,
 )
 from context_manager.store import (
+    BATCH_KNOWN_MS,
     DAY_MS,
     LIST_ROWS_MAX,
     TENANT_ANSWERS_BYTES_MAX,
@@ -155,7 +156,7 @@ class MemorySessionStore(SessionStore):
         row = self._existing(key, now_ms)
         if row.lease_id != lease_id or not row.lease_lives(now_ms):
             raise refusals.lease_lost()
-        self._rows[key] = replace(row, lease_until_ms=now_ms + lease_ttl_ms)
+        self._rows[key] = _life_restarted_if_sliding(replace(row, lease_until_ms=now_ms + lease_ttl_ms), now_ms)
 
     @override
     async def note_holder(self, key: SessionKey, *, holder: str, instead_of: str = "", now_ms: int) -> None:
@@ -340,12 +341,12 @@ class MemorySessionStore(SessionStore):
 
     @override
     async def add_usage(
-        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int = 0, now_ms: int
+        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int | None = None, now_ms: int
     ) -> bool:
         self._counted = {who: last for who, last in self._counted.items() if last[1] > now_ms}
-        if (tenant, sender) in self._counted and number <= self._counted[tenant, sender][0]:
+        if (tenant, sender) in self._counted and (number or 0) <= self._counted[tenant, sender][0]:
             return False
-        self._counted[tenant, sender] = number, now_ms + DAY_MS
+        self._counted[tenant, sender] = number or 0, now_ms + (BATCH_KNOWN_MS if number is None else DAY_MS)
         for one in usage:
             self._count(tenant, one, now_ms)
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,10 @@ class TooFewReplicas(RedisError):
 _PASSING_ERRORS = (AskError, ClusterError, OutOfMemoryError, ReadOnlyError, TooFewReplicas, TryAgainError)
 _PASSING_CODES = frozenset({"BUSY", "MISCONF", "NOREPLICAS"})
 """Refusals that go away by themselves or by an operator's hand: worth a retry, no fault of ours."""
+_FRAMED = re.compile(r"Error running script \(call to \w+\): [^-]*: -(?P<text>(?P<code>[A-Z]+) .*)", re.DOTALL)
+"""What Redis before 7 says when it refuses a script's write, its own words at the end."""
+_DURABLE_ANSWERS = (b"ok", b"answered")
+"""Acknowledge a write; any other refuses."""
 _LEAVING_S = 1.0
 """Between two times that all connections are given up because a master became a replica."""
 _FOREIGN_ERRORS = (RedisError, RedisClusterException, OSError, TimeoutError)
@@ -111,7 +116,7 @@ class RedisConnection:
         """Run a script by its SHA, or by its text where Redis does not know it (yet, or after SCRIPT FLUSH).
 
         `repeatable`: run it once more when the connection breaks, although the first may have taken effect.
-        `durable`: an answer that begins with `ok` counts only when enough replicas have what was written.
+        `durable`: an answer that begins with one of _DURABLE_ANSWERS counts only when enough replicas have the write.
         """
         rest = (len(keys), *keys, *arguments)
 
@@ -181,9 +186,14 @@ class RedisConnection:
 
     async def _send(self, command: Command, *, repeatable: bool, durable: bool = False) -> Any:
         async def run() -> Any:
-            if durable and self._wait is not None:
-                return await self._send_and_wait(command, self._wait)
-            return await self._client().execute_command(*command)
+            try:
+                if durable and self._wait is not None:
+                    return await self._send_and_wait(command, self._wait)
+                return await self._client().execute_command(*command)
+            except ResponseError as exc:
+                if (unframed := _unframed(exc)) is not None:
+                    raise unframed from exc
+                raise
 
         return await (self._repeated_once(run) if repeatable else self._once(run))
 
@@ -216,7 +226,7 @@ class RedisConnection:
         answer, num_replicas = await pipeline.execute(raise_on_error=False)
         if isinstance(answer, Exception):
             raise answer
-        if answer[0] != b"ok":
+        if answer[0] not in _DURABLE_ANSWERS:
             return answer  # a refusal wrote nothing that could be lost
         if isinstance(num_replicas, Exception):
             # What was written is there all the same: a master that becomes a replica says UNBLOCKED, an ACL NOPERM.
@@ -233,6 +243,14 @@ def _unspoilt(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer
+
+
+def _unframed(exc: ResponseError) -> ResponseError | None:
+    """Return what a script's write was refused with, if Redis before 7 put a frame around it."""
+    found = _FRAMED.match(str(exc))
+    if found is None:
+        return None
+    return {"OOM": OutOfMemoryError, "READONLY": ReadOnlyError}.get(found["code"], ResponseError)(found["text"])
 
 
 def _mapped(exc: Exception) -> ContextCacheError:

@@ -13,6 +13,7 @@ from context_manager.redis_layout import (
     expiry_key,
     key_of_member,
     member,
+    place_key,
     session_key,
     tenant_key,
     transcript_key,
@@ -81,8 +82,8 @@ class SessionLister:
                 if session is not None and len(found) == limit:
                     return SessionPage(tuple(found), has_more=True, last_id=last_id)
                 found += [] if session is None else [session]
-                # The next page need not read again what this one has left out.
-                last_id = key.session_id if fields else last_id
+                # The next page need not read again what this one has left out, rows that are gone included.
+                last_id = key.session_id
         return SessionPage(tuple(found), has_more=True, last_id=last_id)
 
     async def _next_keys(self, tenant: TenantId, cursors: list[_ShardCursor], *, count: int) -> list[SessionKey]:
@@ -104,7 +105,12 @@ def _pairs(reply: list[Any]) -> list[Position]:
     """Return (score, name) of a WITHSCORES reply, whether the client paired it up or left it flat."""
     if reply and isinstance(reply[0], bytes):
         reply = list(zip(reply[::2], reply[1::2], strict=True))
-    return [(int(min(float(score), _SCORE_MAX)), name.decode(errors="replace")) for name, score in reply]
+    return [(created_at_of(score), name.decode(errors="replace")) for name, score in reply]
+
+
+def created_at_of(score: Any) -> int:
+    """Return the ms that a score of a tenant's set stands for."""
+    return int(min(float(score), _SCORE_MAX))
 
 
 class ShardSweeper:
@@ -149,7 +155,8 @@ class ShardSweeper:
         names = [expiry_key(shard)]
         arguments: list[Any] = [now_ms, self._tombstone_ms]
         for key in candidates:
-            names += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant), turns_key(key)]
+            names += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant)]
+            names += [turns_key(key), place_key(key)]
             arguments += [member(key), key.session_id]
         crash_point("manager.sweep.before")
         taken: Sequence[bytes] = await self._redis.script(self._script, names, arguments, repeatable=False)

@@ -7,6 +7,7 @@ Cluster. Connections are opened in redis_connection.py. What the rules are: stor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -34,7 +35,7 @@ from context_manager.redis_layout import (
     usage_of_replies,
     usage_text,
 )
-from context_manager.redis_listing import SessionLister, ShardSweeper
+from context_manager.redis_listing import SessionLister, ShardSweeper, created_at_of
 from context_manager.segments import num_tokens_of, pack_segment
 from context_manager.session_row import (
     MARKS_CHARS_MAX,
@@ -46,6 +47,7 @@ from context_manager.session_row import (
     row_to_fields,
 )
 from context_manager.store import (
+    BATCH_KNOWN_MS,
     DAY_MS,
     KEY_GRACE_MS,
     NUM_SHARDS,
@@ -178,7 +180,7 @@ class RedisSessionStore(SessionStore):
 
     @override
     async def renew_lease(self, key: SessionKey, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> None:
-        await self._change("renew", key, now_ms, lease_id, now_ms + lease_ttl_ms)
+        await self._change("renew", key, now_ms, lease_id, now_ms + lease_ttl_ms, more_keys=[turns_key(key)])
 
     @override
     async def note_holder(self, key: SessionKey, *, holder: str, instead_of: str = "", now_ms: int) -> None:
@@ -352,16 +354,15 @@ class RedisSessionStore(SessionStore):
 
     @override
     async def add_usage(
-        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int = 0, now_ms: int
+        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int | None = None, now_ms: int
     ) -> bool:
         shard = shard_of(tenant, sender)
         keys = [counted_key(shard, tenant, sender), usage_key(shard, tenant, day_of(now_ms))]
+        arguments = [BATCH_KNOWN_MS if number is None else DAY_MS, number or 0, usage_text(usage)]
         crash_point("manager.count.before")
-        counted = await self._redis.script(
-            self._scripts["count"], keys, [DAY_MS, number, usage_text(usage)], repeatable=True, durable=True
-        )
+        answer = await self._redis.script(self._scripts["count"], keys, arguments, repeatable=True, durable=True)
         crash_point("manager.count.after")
-        return bool(counted)
+        return bool(answer[1])
 
     @override
     async def read_usage(self, tenant: TenantId, days: Sequence[int], *, now_ms: int) -> UsageReport:
@@ -395,10 +396,14 @@ class RedisSessionStore(SessionStore):
     async def _created_at_ms(self, key: SessionKey) -> int:
         """Return where in the lists a session is, or was when it was removed. Raises InvalidRequest."""
         commands = [("HGET", name, "created_at_ms") for name in (session_key(key), place_key(key))]
-        for told in await self._redis.batch(commands):
-            if told is not None and told.isdigit():
-                return int(told)
-        raise refusals.unknown_after()
+        in_list = ("ZSCORE", tenant_key(shard_of(key.tenant, key.session_id), key.tenant), key.session_id)
+        *told, score = await self._redis.batch([*commands, in_list])
+        for text in told:
+            if text is not None and text.isdigit():
+                return int(text)
+        if score is None:
+            raise refusals.unknown_after()
+        return created_at_of(score)  # its row is gone, or damaged, and its name still there
 
     async def _change(
         self,
@@ -413,10 +418,12 @@ class RedisSessionStore(SessionStore):
         """Run a script about one session. `durable`: for what is acknowledged to a client; leases are not."""
         keys = [*script_keys(key), *more_keys]
         common = [member(key), key.session_id, now_ms, self._tombstone_ms]
+        run = partial(self._redis.script, self._scripts[script], keys, [*common, *arguments], repeatable=repeatable)
         crash_point(f"manager.{script}.before")
-        answer: Sequence[Any] = await self._redis.script(
-            self._scripts[script], keys, [*common, *arguments], repeatable=repeatable, durable=durable
-        )
+        answer: Sequence[Any] = await run(durable=durable)
+        if answer[0] == b"answered":
+            # A commit is acknowledged by its answer: whoever gets it again waits as the first one did.
+            answer = await run(durable=True)
         crash_point(f"manager.{script}.after")
         if answer[0] != b"ok":
             raise _refusal(answer[0].decode(), int(answer[1]) if len(answer) > 1 else 0)

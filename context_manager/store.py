@@ -51,6 +51,9 @@ def shard_of(tenant: TenantId, session_id: SessionId) -> int:
 
 
 DAY_MS = 86_400_000
+BATCH_KNOWN_MS = 600_000
+"""Ten minutes: a batch of usage without a sender comes again within seconds, or never. A sender's number is known for a
+day."""
 
 
 def day_of(now_ms: int) -> int:
@@ -124,7 +127,7 @@ class SessionStore(Protocol):
     | cc:{s17}:answer:<tenant>:<id>:<key> | hash                      | what a repeated request is answered        |
     | cc:{s17}:answers:<tenant>         | hash of hour -> bytes       | of answers kept, for the tenant's limit    |
     | cc:{s17}:usage:<tenant>:<day>     | hash of <key>:<what> -> sum | what was used on a day, by API key's name  |
-    | cc:{s17}:counted:<tenant>:<batch> | string                      | there when a batch of usage was counted    |
+    | cc:{s17}:counted:<tenant>:<sender> | hash                       | number of the last batch that was counted  |
 
     The expiry score of a CREATING row is the end of its lease, of any other row the end of its life. A tombstone is
     a hash with `state`, `created_at_ms` and `expires_at_ms` alone, in neither sorted set.
@@ -189,7 +192,7 @@ class SessionStore(Protocol):
         ...
 
     async def renew_lease(self, key: SessionKey, *, lease_id: str, lease_ttl_ms: int, now_ms: int) -> None:
-        """Let the caller's living lease end `lease_ttl_ms` from now. Raises LeaseLost."""
+        """Let the caller's living lease end `lease_ttl_ms` from now; a sliding life starts again. Raises LeaseLost."""
         ...
 
     async def note_holder(self, key: SessionKey, *, holder: str, instead_of: str = "", now_ms: int) -> None:
@@ -291,11 +294,12 @@ class SessionStore(Protocol):
         ...
 
     async def add_usage(
-        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int = 0, now_ms: int
+        self, tenant: TenantId, sender: str, usage: Sequence[Usage], *, number: int | None = None, now_ms: int
     ) -> bool:
         """Count what no commit counts, today; False, and nothing counted, for a number that is not above the last one.
 
-        A sender's last number is known for a day after it. Never raises not found.
+        A sender's last number is known for a day after it; without one, `sender` is a batch's own name, and known for
+        BATCH_KNOWN_MS. Never raises not found.
         """
         ...
 

@@ -9,8 +9,12 @@ local function answered(request, bytes_max, now_ms)
     return nil
   end
   local known = redis.call('HGET', KEYS[5], 'request')
-  if known then
-    return known == request and 'answered' or 'key_reused'
+  if known == request then
+    -- Written again, so that a WAIT behind it waits for the answer; by what a full Redis takes, too.
+    redis.call('PEXPIRE', KEYS[5], redis.call('PTTL', KEYS[5]))
+    return 'answered'
+  elseif known then
+    return 'key_reused'
   end
   local bytes, since = 0, math.floor(now_ms / HOUR_MS) - ANSWER_KEPT_MS / HOUR_MS
   local by_hour = redis.call('HGETALL', KEYS[6])

@@ -27,10 +27,7 @@ end
 if takes_lease then
   redis.call('HSET', KEYS[1], 'lease_id', ARGV[5], 'lease_until_ms', ARGV[6])
 end
-if row.ttl_policy == 'sliding' then
-  local expires_at_ms = integer(now_ms + tonumber(row.ttl_s) * 1000)
-  redis.call('HSET', KEYS[1], 'expires_at_ms', expires_at_ms)
-end
+restart_if_sliding(row, now_ms)
 local known = 0
 for _, entry in ipairs(read_marks(row)) do
   if entry[1] == ARGV[9] then

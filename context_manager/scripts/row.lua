@@ -2,7 +2,8 @@
 --
 -- Scripts about one session get KEYS = session hash, transcript list, expiry set, tenant set (one cluster slot) and
 -- ARGV = member of the expiry set, session id, now_ms, tombstone_ms, then their own arguments.
--- They answer {'ok', row as a flat list, ...} or {refusal, number}; nothing is written before a refusal.
+-- They answer {'ok', row as a flat list, ...} or {refusal, number}; nothing is written before a refusal,
+-- but by `answered`.
 -- A script that has written a row ends with `stored`: no key of ours is ever without an end.
 -- GRACE_MS, RUNS_MAX and ANSWER_KEPT_MS are set in front of them (redis_layout.py).
 
@@ -139,6 +140,13 @@ local function enter(keys, member, id, row, now_ms, tombstone_ms)
   keep_set(tenant, ms, longest_ms)
 end
 
+-- Lets the life of a sliding row start again.
+local function restart_if_sliding(row, now_ms)
+  if row.ttl_policy == 'sliding' then
+    redis.call('HSET', KEYS[1], 'expires_at_ms', integer(now_ms + tonumber(row.ttl_s) * 1000))
+  end
+end
+
 -- The end of every script that has written a row and leaves it: its answer. `turns`: the key of its last turns, where
 -- they shall live as long.
 local function stored(turns)
@@ -150,17 +158,24 @@ local function stored(turns)
   return {'ok', flat}
 end
 
--- The end of every script that takes a row away. Where it was in the lists is remembered, if KEYS[5] is given: a client
--- that deletes page by page goes on behind what it has deleted. KEYS[6]: its last turns, if there may be any.
+-- Remembers where in the lists a row was that is gone: a client goes on behind it, page by page.
+local function remember_place(place, created_at_ms, tombstone_ms)
+  if tombstone_ms > 0 then
+    -- A spoilt one costs a client its page, not a sweep.
+    redis.pcall('HSET', place, 'created_at_ms', created_at_ms)
+    redis.call('PEXPIRE', place, integer(tombstone_ms))
+  end
+end
+
+-- The end of every script that takes a row away. KEYS[5]: its place, if that is to be remembered. KEYS[6]: its last
+-- turns, if there may be any.
 local function removed(created_at_ms)
-  local tombstone_ms = tonumber(ARGV[4])
   -- First what frees memory: a full Redis lets a script write when it has begun so, and refuses it otherwise.
   redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[6] or KEYS[2])
   redis.call('ZREM', KEYS[3], ARGV[1])
   redis.pcall('ZREM', KEYS[4], ARGV[2])
-  if KEYS[5] and tombstone_ms > 0 then
-    redis.call('HSET', KEYS[5], 'created_at_ms', created_at_ms)
-    redis.call('PEXPIRE', KEYS[5], integer(tombstone_ms))
+  if KEYS[5] then
+    remember_place(KEYS[5], created_at_ms, tonumber(ARGV[4]))
   end
 end
 

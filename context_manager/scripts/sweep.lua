@@ -1,6 +1,6 @@
 -- Takes the due sessions among the candidates of one shard, so that each is taken once whoever else sweeps; those that
 -- are not due get the score and the end that their rows ask for; those that are damaged are set aside.
--- KEYS[1] expiry set, then session, transcript, tenant set and last turns of each candidate;
+-- KEYS[1] expiry set, then session, transcript, tenant set, last turns and place in lists of each candidate;
 -- ARGV[1] now_ms, ARGV[2] tombstone_ms, then member of the expiry set and session id of each candidate.
 -- Answers a flat list: member, 'expired', 'abandoned' or 'damaged', ...
 local now_ms, tombstone_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -29,9 +29,10 @@ local function set_aside(keys)
   return 'damaged'
 end
 
-local function bury(session, transcript, turns, row)
+local function bury(session, transcript, turns, place, row)
   redis.call('UNLINK', session, transcript, turns)
   if row.state == 'creating' then
+    remember_place(place, row.created_at_ms, tombstone_ms)
     return 'abandoned'
   end
   local remembered_ms = tonumber(row.expires_at_ms) + tombstone_ms - now_ms
@@ -43,7 +44,7 @@ local function bury(session, transcript, turns, row)
   return 'expired'
 end
 
-local function take(session, transcript, tenant, turns, member, id)
+local function take(session, transcript, tenant, turns, place, member, id)
   local row = row_to_judge(session)
   if row and row.state ~= 'tombstone' and due_at_ms(row) > now_ms then
     enter({session, transcript, expiry, tenant}, member, id, row, now_ms, tombstone_ms)
@@ -55,7 +56,7 @@ local function take(session, transcript, tenant, turns, member, id)
   if row == false then
     fate = set_aside({session, transcript})
   elseif row and row.state ~= 'tombstone' then
-    fate = bury(session, transcript, turns, row)
+    fate = bury(session, transcript, turns, place, row)
   end
   if fate then
     taken[#taken + 1] = member
@@ -63,10 +64,12 @@ local function take(session, transcript, tenant, turns, member, id)
   end
 end
 
-for i = 0, (#KEYS - 1) / 4 - 1 do
+for i = 0, (#KEYS - 1) / 5 - 1 do
+  local session, transcript, tenant, turns, place = unpack(KEYS, 2 + 5 * i, 6 + 5 * i)
+  local member, id = unpack(ARGV, 3 + 2 * i, 4 + 2 * i)
   -- Without a score another sweep, or a delete, was faster.
-  if redis.call('ZSCORE', expiry, ARGV[3 + 2 * i]) then
-    take(KEYS[2 + 4 * i], KEYS[3 + 4 * i], KEYS[4 + 4 * i], KEYS[5 + 4 * i], ARGV[3 + 2 * i], ARGV[4 + 2 * i])
+  if redis.call('ZSCORE', expiry, member) then
+    take(session, transcript, tenant, turns, place, member, id)
   end
 end
 return taken

@@ -866,7 +866,7 @@ class AddUsageRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """Whose."""
     batch_id: builtins.str
-    """Caller's random name for the batch; a repeat with the same one counts nothing, for a day."""
+    """Caller's random name for the batch; a repeat with the same one counts nothing, for ten minutes."""
     sender: builtins.str
     """Of a caller that tells batch after batch: its random name, under which its last number is known for a day, instead
     of each batch's; empty: batch_id alone counts.

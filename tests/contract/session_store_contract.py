@@ -9,6 +9,7 @@ import pytest
 
 from context_manager.session_row import HOLDERS_MAX
 from context_manager.store import (
+    BATCH_KNOWN_MS,
     DAY_MS,
     LIST_ROWS_MAX,
     NUM_SHARDS,
@@ -83,6 +84,10 @@ class SessionStoreContract:
 
     async def lose_last_segment(self, store: SessionStore) -> None:
         """Take the last segment of KEY's transcript away, behind the store's back."""
+        raise NotImplementedError
+
+    async def known_ms(self, store: SessionStore, sender: str) -> int:
+        """Return for how long from NOW the store knows what KEY's tenant told under a name."""
         raise NotImplementedError
 
     async def reserve(
@@ -567,7 +572,7 @@ class SessionStoreContract:
 
         assert await self.used(store) == {}
 
-    async def test_a_batch_of_usage_counts_once_within_a_day(self, store: SessionStore) -> None:
+    async def test_a_batch_of_usage_counts_once_however_often_it_comes(self, store: SessionStore) -> None:
         batch = [Usage("", {"disk_kib_s": 1 << 50}), Usage("app", {"turns": 2})]
         counted = [await store.add_usage(KEY.tenant, "batch 1", batch, now_ms=NOW) for _ in range(3)]
         counted.append(await store.add_usage(KEY.tenant, "batch 2", batch, now_ms=NOW))
@@ -585,6 +590,17 @@ class SessionStoreContract:
 
         assert counted == [True, True, False, False, True, False]
         assert await self.used(store) == {"app": {"turns": 3}}
+
+    async def test_a_batch_is_known_for_minutes_and_the_number_of_who_tells_batch_after_batch_for_a_day(
+        self, store: SessionStore
+    ) -> None:
+        """Seen failing: each turn that committed nothing left its key for a day."""
+        batch = [Usage("app", {"turns": 1})]
+        await store.add_usage(KEY.tenant, "batch 1", batch, now_ms=NOW)
+        await store.add_usage(KEY.tenant, "me", batch, number=1, now_ms=NOW)
+
+        for sender, known_ms in (("batch 1", BATCH_KNOWN_MS), ("me", DAY_MS)):
+            assert known_ms - 60_000 < await self.known_ms(store, sender) <= known_ms
 
     async def test_usage_is_told_by_day_and_outlives_its_context(self, store: SessionStore) -> None:
         today = day_of(NOW)
@@ -744,6 +760,27 @@ class SessionStoreContract:
         lives = [session.expires_at_ms - NOW for session in (created, begun, committed, read)]
         assert lives == [TTL_MS + 1000, TTL_MS + 2000, TTL_MS + 3000, TTL_MS + 4000]
         assert await self.sweep(store, now_ms=NOW + TTL_MS + 3999) == []
+
+    async def test_a_sliding_life_starts_again_with_each_renewal_of_a_lease(self, store: SessionStore) -> None:
+        """Seen failing: a turn longer than the ttl was swept under its own lease, and could not commit."""
+        await self.reserve(store, replace(NEW, ttl_s=60, ttl_policy=TtlPolicy.SLIDING))
+        for number, (lease_id, commit) in enumerate((("create", first_commit()), ("turn", turn_commit("turn")))):
+            start_ms = NOW + number * 90_000
+            if number:
+                await self.begin(store, now_ms=start_ms)
+            for now_ms in range(start_ms + 15_000, start_ms + 90_001, 15_000):
+                await store.renew_lease(KEY, lease_id=lease_id, lease_ttl_ms=LEASE_MS, now_ms=now_ms)
+                assert await self.sweep(store, now_ms=now_ms) == []
+
+            assert (await store.get(KEY, now_ms=start_ms + 90_000)).expires_at_ms == start_ms + 150_000
+            assert (await store.commit_turn(commit, now_ms=start_ms + 90_000)).generation == number + 1
+
+    async def test_a_fixed_life_is_not_extended_by_a_renewal(self, store: SessionStore) -> None:
+        await self.create(store)
+        await self.begin(store)
+        await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=NOW + 1)
+
+        assert (await store.get(KEY, now_ms=NOW + 1)).expires_at_ms == NOW + TTL_MS
 
     async def test_an_expired_session_is_gone_for_every_call_without_a_sweep(self, store: SessionStore) -> None:
         await self.create(store)
@@ -954,6 +991,15 @@ class SessionStoreContract:
         ).sessions
 
         assert [session.session_id for session in sessions] == ["ctx_a"]
+
+    async def test_a_page_goes_on_after_a_create_that_was_abandoned_meanwhile(self, store: SessionStore) -> None:
+        """Seen failing: the next page was an error, for the sweep left nothing of it."""
+        await self.create(store, replace(NEW, session_id="ctx_a"), now_ms=NOW)
+        await self.reserve(store, replace(NEW, session_id="ctx_b"), now_ms=NOW + 1)
+        assert await self.ids(store, limit=1) == (["ctx_b"], True)
+        await self.sweep(store, now_ms=NOW + LEASE_MS + 1)
+
+        assert await self.ids(store, limit=1, after="ctx_b") == (["ctx_a"], False)
 
     async def test_a_filter_that_matches_few_costs_no_call_more_than_its_share(self, store: SessionStore) -> None:
         """Seen to fail before: one call read all rows of the tenant, and answered when a client had given up."""

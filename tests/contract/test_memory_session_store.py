@@ -4,7 +4,7 @@ import pytest
 
 from context_manager.memory_store import MemorySessionStore
 from tests.contract.session_changes_contract import SessionChangesContract
-from tests.contract.session_store_contract import KEY, TOMBSTONE_S
+from tests.contract.session_store_contract import KEY, NOW, TOMBSTONE_S
 from tests.contract.usage_contract import UsageContract
 
 
@@ -23,3 +23,6 @@ class TestMemorySessionStore(SessionChangesContract, UsageContract):
 
     async def lose_last_segment(self, store: MemorySessionStore) -> None:
         store._transcripts[KEY].pop()
+
+    async def known_ms(self, store: MemorySessionStore, sender: str) -> int:
+        return store._counted[KEY.tenant, sender][1] - NOW

@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
-from context_manager.redis_layout import counted_key, expiry_key, script_keys, usage_key
+from context_manager.redis_layout import counted_key, expiry_key, place_key, script_keys, usage_key
 from context_manager.redis_store import RedisSessionStore
-from context_manager.store import DAY_MS, NUM_SHARDS, SessionKey, day_of, shard_of
+from context_manager.store import DAY_MS, LIST_ROWS_MAX, NUM_SHARDS, SessionKey, day_of, shard_of
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
-from contextcache.model import HeldCacheRef, Usage
+from contextcache.model import HeldCacheRef, SessionPage, Usage
 from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS, first_commit
 from tests.kit.valkey import ValkeyServer
 
@@ -138,6 +138,15 @@ async def test_a_shard_whose_index_is_spoilt_costs_the_others_nothing(rig: Rig) 
     assert rig.registry.get_sample_value("contextcache_manager_last_sweep_timestamp_seconds") == 0
 
 
+async def test_a_spoilt_place_of_an_abandoned_create_stops_no_sweep(rig: Rig) -> None:
+    """Seen failing with `call` for `pcall`."""
+    await rig.store.reserve(NEW, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW)
+    rig.raw.set(place_key(SessionKey(NEW.tenant, NEW.session_id)), "nothing of ours")
+    rig.clock.advance(s=LEASE_MS / 1000)
+
+    assert await rig.sweeper.sweep_pass() == 1
+
+
 async def test_a_spoilt_set_of_a_tenant_or_a_transcript_stops_no_sweep(rig: Rig) -> None:
     ids = await rig.fill()
     for shard, names in ids.items():
@@ -147,12 +156,14 @@ async def test_a_spoilt_set_of_a_tenant_or_a_transcript_stops_no_sweep(rig: Rig)
     assert await rig.sweeper.sweep_pass() == 4 * NUM_SHARDS
 
 
-@pytest.mark.parametrize("spoilt", ["a word", "another type"])
+@pytest.mark.parametrize("spoilt", ["a word", "another type", "a string"])
 async def test_usage_is_counted_over_what_was_spoilt(rig: Rig, spoilt: str) -> None:
     """Seen failing: a sidecar told the same batch again and again, and those of the tenants behind it never."""
     counted = counted_key(shard_of("demo", "me"), "demo", "me")
     if spoilt == "a word":
-        rig.raw.set(counted, "many")
+        rig.raw.hset(counted, "number", "many")
+    elif spoilt == "a string":
+        rig.raw.set(counted, "7")
     else:
         rig.raw.rpush(counted, "many")
     tell = partial(rig.store.add_usage, "demo", "me", [Usage("app", {"turns": 1})], now_ms=NOW)
@@ -169,6 +180,26 @@ async def test_a_number_of_usage_that_is_none_hides_no_other(rig: Rig, said: str
 
     report = await rig.store.read_usage("demo", [day_of(NOW)], now_ms=NOW)
     assert [(one.key, one.counts) for one in report.days[day_of(NOW)]] == [("app", {"contexts": 2 * NUM_SHARDS})]
+
+
+@pytest.mark.parametrize("damage", [lambda raw, keys: raw.delete(keys[0]), ROWS["another type"], ROWS["no creation"]])
+async def test_a_page_goes_on_behind_hundreds_of_names_whose_rows_are_gone(rig: Rig, damage: Damage) -> None:
+    """As when Redis evicts. Seen failing: the page said that more follows, behind nobody; clients began anew."""
+    names = [f"ctx_{number}" for number in range(LIST_ROWS_MAX + 20)]
+    for number, name in enumerate(names):
+        new = replace(NEW, session_id=name)
+        await rig.store.reserve(new, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=NOW + number)
+    for name in names[10:]:
+        damage(rig.raw, script_keys(SessionKey("demo", name)))
+    seen: list[str] = []
+    page = SessionPage((), has_more=True, last_id="")
+    for _ in range(3):
+        page = await rig.store.list_sessions("demo", limit=20, after=page.last_id, model_id="", now_ms=NOW)
+        seen += [session.session_id for session in page.sessions]
+        if not page.has_more:
+            break
+
+    assert (seen, page.has_more) == (names[:10][::-1], False)
 
 
 @pytest.mark.parametrize("damage", ROWS.values(), ids=ROWS)

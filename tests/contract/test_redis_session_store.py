@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import (
     SWEEPER_KEY,
     answer_keys,
+    counted_key,
     place_key,
     receipt_text,
     script_keys,
@@ -22,7 +24,14 @@ from context_manager.redis_layout import (
 from context_manager.redis_store import RedisSessionStore
 from context_manager.segments import pack_segment
 from context_manager.store import ANSWER_KEPT_MS, NUM_SHARDS, SessionKey, shard_of
-from contextcache.errors import ContextCacheError, ContextExpired, ContextQuotaExceeded, LeaseLost
+from contextcache.errors import (
+    AlreadyAnswered,
+    ContextCacheError,
+    ContextExpired,
+    ContextQuotaExceeded,
+    GenerationMismatch,
+    LeaseLost,
+)
 from contextcache.model import TtlPolicy
 from tests.contract.session_changes_contract import SessionChangesContract
 from tests.contract.session_store_contract import (
@@ -47,6 +56,15 @@ def connection_to(server: ValkeyServer, **options: float) -> RedisConnection:
     return RedisConnection(server.url, timeout_s=options.get("timeout_s", 10.0), max_connections=8)
 
 
+class DeafConnection(RedisConnection):
+    """Loses the reply to each script once, and repeats it as after a broken connection."""
+
+    @override
+    async def script(self, *script: Any, **options: Any) -> Any:
+        await super().script(*script, **options)
+        return await super().script(*script, **options)
+
+
 class RedisContract(SessionChangesContract, UsageContract):
     """The suite, and what only Redis can show."""
 
@@ -68,6 +86,10 @@ class RedisContract(SessionChangesContract, UsageContract):
 
     async def lose_last_segment(self, store: RedisSessionStore) -> None:
         await store._redis.call("RPOP", script_keys(KEY)[1])
+
+    async def known_ms(self, store: RedisSessionStore, sender: str) -> int:
+        known_ms: int = await store._redis.call("PTTL", counted_key(shard_of(KEY.tenant, sender), KEY.tenant, sender))
+        return known_ms
 
     async def test_a_context_can_be_deleted_from_a_redis_that_is_full(
         self, store: RedisSessionStore, server: ValkeyServer
@@ -179,6 +201,35 @@ class RedisContract(SessionChangesContract, UsageContract):
 
         assert await self.ids(store, limit=5, model_id="rare") == (names[84:89][::-1], False)
 
+    async def test_a_rewind_whose_reply_was_lost_is_repeated_on_the_connection_and_is_no_mismatch(
+        self, store: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        """Seen failing: the repeat met its own new generation, and the client was told to look again."""
+        at = await self.converse(store, 2)
+        deaf = RedisSessionStore(DeafConnection(server.url, timeout_s=10.0, max_connections=2), tombstone_s=TOMBSTONE_S)
+
+        try:
+            assert (await self.rewind(deaf, 1, expected=3)).generation == 4
+            with pytest.raises(GenerationMismatch):
+                await self.rewind(deaf, 1, expected=3)
+        finally:
+            await deaf.close()
+        assert await self.transcript(store) == at[1]
+
+    async def test_a_full_redis_still_tells_that_a_request_was_answered(
+        self, store: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        await self.commit_kept(store)
+        server.command("CONFIG", "SET", "maxmemory", "1")
+
+        try:
+            with pytest.raises(AlreadyAnswered):
+                await self.begin_again(store, self.SAID)
+        finally:
+            server.command("CONFIG", "SET", "maxmemory", "0")
+        record, _ = answer_keys(KEY, self.SAID.key)
+        assert ANSWER_KEPT_MS - 60_000 < await store._redis.call("PTTL", record) <= ANSWER_KEPT_MS
+
     async def test_one_of_all_managers_sweeps_until_the_key_has_ended(
         self, store: RedisSessionStore, raw: RedisConnection
     ) -> None:
@@ -236,7 +287,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         await self.begin(store, now_ms=NOW + 3)
         assert await score() == TTL_MS + 3
         await store.renew_lease(KEY, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=NOW + 4)
-        assert await score() == TTL_MS + 3
+        assert await score() == TTL_MS + 4
         await store.commit_turn(turn_commit("turn"), now_ms=NOW + 5)
         assert await score() == TTL_MS + 5
 

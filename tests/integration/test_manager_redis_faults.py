@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import resource
 import signal
@@ -16,12 +17,13 @@ from prometheus_client import CollectorRegistry
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
+from context_manager.redis_layout import Script
 from context_manager.redis_store import RedisSessionStore
 from context_manager.store import SessionKey
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextNotFound, StoreUnavailable
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, TurnReceipt, Usage
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer, valkey_binary
@@ -153,12 +155,59 @@ async def test_a_full_redis_is_unavailable_and_loses_nothing(valkey: ValkeyServe
     await store.close()
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", "OutOfMemoryError"),
+        ("MISCONF Redis is configured to save RDB snapshots, but it is currently not able to persist", "ResponseError"),
+        ("READONLY You can't write against a read only replica.", "ReadOnlyError"),
+    ],
+)
+async def test_what_redis_6_says_about_a_script_s_write_is_as_unavailable_as_without_its_frame(
+    valkey: ValkeyServer, words: str, error: str
+) -> None:
+    """Literal replies of Redis 6.2.5. Seen failing: `internal_error`, and a former master's connections were kept."""
+    frame = "ERR Error running script (call to f_e6a86ad1a924540477c9472c2190eee2a2a70445): @user_script:1: "
+    text = f'return redis.error_reply("{frame}@user_script: 1: -{words}")'
+    script = Script(text, hashlib.sha1(text.encode()).hexdigest())
+    errors: list[str] = []
+    connection = RedisConnection(valkey.url, timeout_s=20.0, max_connections=1, on_error=errors.append)
+    before = await connection.call("CLIENT", "ID")
+    with pytest.raises(StoreUnavailable):
+        await connection.script(script, [], [], repeatable=False)
+
+    assert errors == [error]
+    assert (await connection.call("CLIENT", "ID") != before) == (error == "ReadOnlyError")
+    await connection.close()
+
+
+async def test_a_script_that_is_wrong_is_a_fault_of_ours_whatever_it_quotes(valkey: ValkeyServer) -> None:
+    text = "return redis.error_reply('ERR Error compiling script: -OOM command')"
+    script = Script(text, hashlib.sha1(text.encode()).hexdigest())
+    connection = RedisConnection(valkey.url, timeout_s=20.0, max_connections=1)
+
+    with pytest.raises(ContextCacheError) as refused:
+        await connection.script(script, [], [], repeatable=False)
+    assert refused.value.code == "internal_error"
+    await connection.close()
+
+
 async def test_an_acl_user_needs_only_our_keys_and_commands(valkey: ValkeyServer) -> None:
+    """Seen failing in `add_usage`, which took GET and SET."""
     commands = "+@hash +@list +@sortedset +@keyspace +eval +evalsha +ping +client|setinfo -@dangerous"
     assert valkey.command("ACL", "SETUSER", "manager", "on", ">pa:ss", "~cc:*", *commands.split()) == b"+OK\r\n"
     assert valkey.command("ACL", "SETUSER", "default", "off") == b"+OK\r\n"
     store = store_at(f"redis://manager:pa%3Ass@127.0.0.1:{valkey.port}")
-    await create(store)
+    await store.reserve(NEW, lease_id="create", lease_ttl_ms=30_000, now_ms=NOW)
+    receipt = TurnReceipt(1, NOW, 2, 0, 0, 1, "none", took_ms=77)
+    usage = Usage("app", {"turns": 1})
+    await store.commit_turn(replace(FIRST, receipt=receipt, usage=usage), now_ms=NOW)
+    lease = {"lease_id": "turn", "lease_ttl_ms": 30_000}
+    await store.begin_turn(KEY, **lease, read_only=False, expected_generation=1, now_ms=NOW)
+    await store.commit_turn(replace(FIRST, lease_id="turn", expected_generation=1, keep_segments=1), now_ms=NOW)
+    assert await store.read_turns(KEY) == (receipt,)
+    assert (await store.rewind(KEY, generation=1, expected_generation=2, now_ms=NOW)).generation == 3
+    assert [await store.add_usage("demo", "batch", [usage], now_ms=NOW) for _ in range(2)] == [True, False]
     taken = [taken for shard in range(64) for taken in await store.take_expired(shard, now_ms=NOW * 2, limit=1)]
 
     assert len(taken) == 1

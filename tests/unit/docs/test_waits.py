@@ -27,6 +27,7 @@ NO_WAITS = {
     "contextcache.wire.channels._SETTLING_S": "how often",
     "context_manager.limits.MAX_LEASE_TTL_MS": "the longest lease that may be asked for",
     "context_manager.redis_connection._LEAVING_S": "how often",
+    "context_manager.store.BATCH_KNOWN_MS": "how long a batch is known",
     "context_manager.redis_address._LOOK_INTERVAL_S": "how often",
     "context_manager.redis_address._RETRY_INTERVAL_S": "how often",
     "context_manager.store.KEY_GRACE_MS": "how long Redis keeps what nobody sweeps",
