@@ -16,12 +16,12 @@ from contextcache.cli import output
 from contextcache.cli.live import LOOKS, top, watch
 from contextcache.cli.place import NotConfigured, find_place, write_place
 from contextcache.client import ContextCache, ReplyStream, TextDelta
-from contextcache.client.errors import ApiError, ClientError
+from contextcache.client.errors import ApiError, ClientError, NotCreated
 from contextcache.client.types import ContextInfo, CreateFields, TurnFields
 
 OK, REFUSED, MISUSED, UNREACHABLE = 0, 1, 2, 3
 """Exit codes: done · the server said no, or who read the output has gone · the command line is wrong, or no server and
-key are known · nobody answered, or an answer broke off. After Ctrl-C 130."""
+key are known · nobody answered, or something else did, or an answer broke off. After Ctrl-C 130."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -326,16 +326,20 @@ def run(arguments: list[str]) -> int:
 def _answer(stream: ReplyStream, *, json: bool) -> None:
     """Print an answer as it comes."""
     with stream:
-        if json:
-            output.print_json(dict(stream.reply().raw))
-        else:
+        try:
             for event in stream:
-                if isinstance(event, TextDelta):
+                if isinstance(event, TextDelta) and not json:
                     typer.echo(output.plain(event.text), nl=False)
                     sys.stdout.flush()
-            typer.echo()
-            output.say(output.receipt(stream.reply()))
-        usage = stream.reply().usage
+            reply = stream.reply()
+        except NotCreated as exc:
+            reply = exc.reply
+    if json:
+        output.print_json(dict(reply.raw))
+    else:
+        typer.echo()
+        output.say(output.receipt(reply))
+    usage = reply.usage
     if usage is not None and usage.context is not None and not usage.context.committed:
         raise typer.Exit(REFUSED)
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 from contextcache.client import types
-from contextcache.client.errors import ApiError, ContextNotFound
+from contextcache.client.errors import ApiError, ContextNotFound, NotCreated
 from contextcache.client.types import (
     Changes,
     ContextInfo,
@@ -23,6 +23,8 @@ from contextcache.client.types import (
 )
 
 T = TypeVar("T")
+DONE: Mapping[str, Any] = {"status": "success"}
+"""What a repeat that finds it done is read as."""
 _PAGE = 100
 """Entries of a page: the most that the server gives."""
 
@@ -34,7 +36,7 @@ class Call(Generic[T]):
     method: str
     path: str
     read: Callable[[Any, Mapping[str, str]], T]
-    """Takes the answer's JSON and headers."""
+    """Takes the answer's JSON and headers; breaks at what is none of ours."""
     body: Mapping[str, Any] | None = None
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -42,15 +44,6 @@ class Call(Generic[T]):
     """Whether it may be sent again when nobody knows what became of it: twice is as once."""
     done_when: type[ApiError] | None = None
     """The error that means, of a repeat, that it has happened."""
-
-    def answer(self, body: Any, headers: Mapping[str, str]) -> T:
-        """Read an answer. Raises ApiError when it is not one of ours."""
-        try:
-            return self.read(body, headers)
-        except (AttributeError, LookupError, TypeError, ValueError) as exc:
-            said = body if isinstance(body, dict) else {}
-            message = "something else than context-cache answered"
-            raise ApiError(message, status=200, body=said, headers=headers) from exc
 
     def streamed(self) -> Call[T]:
         """Return the same call with its answer as an event stream."""
@@ -102,14 +95,15 @@ def fork(session_id: str, fields: Mapping[str, Any]) -> Call[ContextInfo]:
 
 
 def rewind(session_id: str, generation: int, if_match: int | None) -> Call[ContextInfo]:
-    """Take it back to a generation; it may be repeated."""
+    """Take it back to a generation: not again where nobody knows, as it may have gone on since."""
     headers = {} if if_match is None else {"if-match": str(if_match)}
-    return Call("POST", f"{_path(session_id)}/rewind", _info, body={"generation": generation}, headers=headers)
+    path, body = f"{_path(session_id)}/rewind", {"generation": generation}
+    return Call("POST", path, _info, body=body, headers=headers, repeatable=False)
 
 
 def delete(session_id: str) -> Call[None]:
     """Remove it, and its KV."""
-    return Call("DELETE", _path(session_id), lambda _body, _headers: None, done_when=ContextNotFound)
+    return Call("DELETE", _path(session_id), _deleted, done_when=ContextNotFound)
 
 
 def page(after: str | None, model: str | None) -> Call[Page[ContextInfo]]:
@@ -133,14 +127,21 @@ def usage(first_day: str | None, last_day: str | None, tenant: str | None) -> Ca
     """Read what a tenant used."""
     query = {"from": first_day, "to": last_day, "tenant": tenant}
     said = {key: value for key, value in query.items() if value is not None}
-    return Call("GET", "/v1/usage", lambda body, _headers: dict(body), query=said)
+    return Call("GET", "/v1/usage", partial(_object, "usage"), query=said)
 
 
 def deployment(after: str | None, limit: int | None) -> Call[dict[str, Any]]:
     """Read what an operator sees."""
     query = {"after": after, "limit": None if limit is None else str(limit)}
     said = {key: value for key, value in query.items() if value is not None}
-    return Call("GET", "/v1/deployment", lambda body, _headers: dict(body), query=said)
+    return Call("GET", "/v1/deployment", partial(_object, "deployment"), query=said)
+
+
+def created(reply: Reply) -> Reply:
+    """Return the answer of a create. Raises NotCreated where it left no context."""
+    if reply.raw.get("session_id") is None:
+        raise NotCreated("the answer came, the context is not there", reply=reply)
+    return reply
 
 
 def _turn(path: str, body: dict[str, Any], fields: Mapping[str, Any]) -> Call[Reply]:
@@ -155,6 +156,17 @@ def _turn(path: str, body: dict[str, Any], fields: Mapping[str, Any]) -> Call[Re
 
 def _info(body: Any, _headers: Mapping[str, str]) -> ContextInfo:
     return types.context_info(body)
+
+
+def _deleted(body: Any, _headers: Mapping[str, str]) -> None:
+    if body["status"] not in {"success", "partial"}:
+        raise ValueError(body)
+
+
+def _object(kind: str, body: Any, _headers: Mapping[str, str]) -> dict[str, Any]:
+    if body["object"] != kind:
+        raise ValueError(body)
+    return dict(body)
 
 
 def _page(read: Callable[[Mapping[str, Any]], T], body: Any, _headers: Mapping[str, str]) -> Page[T]:

@@ -98,7 +98,7 @@ class Reply:
     expires_at: float | None
     """Unix seconds."""
     generation: int | None
-    """Of the context after this turn, as the receipt says; None where it does not."""
+    """Of the context after this turn, as the receipt says; None where it does not, or the commit was refused."""
     headers: Mapping[str, str] = field(repr=False)
     """The answer's, names in lower case: receipts, `x-request-id`."""
     raw: Mapping[str, Any] = field(repr=False)
@@ -239,11 +239,14 @@ def reply(raw: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
     choice = (raw.get("choices") or [{}])[0]
     message = choice.get("message") or {}
     generation = headers.get("x-context-generation", "")
+    took = usage(raw.get("usage"))
+    if took and took.context and not took.context.committed and took.context.reason != "read_only":
+        generation = ""  # a stream's head said what was planned
     return Reply(
         text=choice.get("text") if "text" in choice else message.get("content") or "",
         finish_reason=choice.get("finish_reason"),
         tool_calls=message.get("tool_calls") or (),
-        usage=usage(raw.get("usage")),
+        usage=took,
         session_id=raw.get("session_id") or headers.get("x-session-id", ""),
         expires_at=raw.get("expires_at"),
         generation=int(generation) if generation.isascii() and generation.isdigit() else None,

@@ -231,6 +231,55 @@ async def test_nobody_there_is_exit_3(cli):
     assert (ended.code, "no answer from http://127.0.0.1:9" in ended.err) == (3, True)
 
 
+@pytest.fixture
+async def cli_at(tmp_path):
+    """Give the program at a server that answers all calls with one body, whatever is asked."""
+    servers = []
+
+    async def at(body):
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            head = f"HTTP/1.1 200 OK\r\nX-Session-ID: ctx_1\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+            writer.close()
+
+        servers.append(await asyncio.start_server(answer, "127.0.0.1", 0))
+        return CommandLine(f"http://127.0.0.1:{servers[0].sockets[0].getsockname()[1]}", tmp_path)
+
+    yield at
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "words", [("rm", "ctx_1"), ("usage",), ("show", "ctx_1"), ("login", "")], ids=lambda words: words[0]
+)
+async def test_what_somebody_else_answers_is_exit_3(cli_at, words):
+    """Seen failing: `rm` said that it had deleted, and `show` that the server had said no."""
+    cli = await cli_at(b"<html>Who are you?</html>")
+    ended = await cli(*(word or cli.url for word in words), typed=KEY)
+
+    assert (ended.code, ended.out, "something else" in ended.err) == (3, "", True)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_a_create_that_left_no_context_prints_its_answer_and_is_exit_1(cli_at, as_json):
+    context = {"cached_tokens": 0, "context_tokens": 0, "source": "none", "committed": False, "reason": "lease_lost"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "context": context}
+    chunks = {"choices": [{"text": " yes"}]}, {"choices": [], "session_id": None, "usage": usage}
+    cli = await cli_at("".join(f"data: {one}\n\n" for one in (*map(json.dumps, chunks), "[DONE]")).encode())
+    ended = await cli("create", MODEL, "Hello", *(["--json"] if as_json else []))
+
+    assert ended.code == 1
+    if as_json:
+        assert (ended.json[0]["session_id"], ended.json[0]["usage"]) == (None, usage)
+    else:
+        assert ended.out == " yes\n"
+        assert "not committed (lease_lost)" in ended.err
+
+
 async def test_a_reader_that_has_seen_enough_ends_it_without_a_word(cli):
     for _ in range(3):
         await cli.created("x" * 2000)

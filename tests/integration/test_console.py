@@ -218,6 +218,46 @@ async def test_what_is_asked_goes_to_the_context_that_is_named_or_to_none(url, b
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("then", ["replays", "asks", "forks", "looks"])
+async def test_a_replay_drops_no_turn_that_others_took(url, browser, then):
+    """Seen failing: the tab's own messages took the place of the conversation, and the other's turn was gone."""
+    person = await Person.at(browser, url)
+    page = person.page
+    await person.sign_in()
+    await page.get_by_role("link", name="New context").click()
+    await page.get_by_label("Message", exact=True).fill("What is a river?")
+    await page.get_by_role("button", name="Create and ask").click()
+    replay = page.get_by_role("button", name="Replay")
+    await replay.click()
+    await page.locator("tbody tr").nth(1).wait_for()
+    await page.get_by_role("button", name="Stop").wait_for(state="detached")
+    session_id = await page.evaluate("location.hash.split('/')[2]")
+    async with AsyncContextCache(url, KEY) as client:
+        context = await client.contexts.get(session_id)
+        await context.chat("And a sea?")
+        if then == "replays":
+            await replay.click()
+            told = await page.get_by_role("alert").inner_text()
+            assert "has gone on elsewhere" in told
+        elif then == "asks":
+            await page.get_by_label("Message", exact=True).fill("And a lake?")
+            await page.get_by_role("button", name="Ask", exact=True).click()
+        elif then == "forks":
+            await page.get_by_role("button", name="Fork").click()
+            await page.wait_for_function("(id) => !location.hash.includes(id)", arg=session_id)
+        else:
+            await page.evaluate(f"location.hash = '#/contexts/{session_id}'")
+            await page.get_by_text("Holder").wait_for()
+            await page.evaluate(f"location.hash = '#/playground/{session_id}'")
+        await page.get_by_text("does not hand out what was said before").wait_for()
+        info = await context.refresh()
+
+    assert await replay.is_disabled()
+    assert (info.turns, info.recent_turns[2].match) == (3 + (then == "asks"), "append")
+    assert await person.violations() == []
+
+
+@pytest.mark.thorough
 async def test_one_can_delete_a_context_and_is_told_in_words_what_goes_wrong(url, browser, manager):
     async with AsyncContextCache(url, KEY) as client:
         context = await client.contexts.create(MODEL, "Hello")

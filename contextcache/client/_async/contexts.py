@@ -17,7 +17,7 @@ from typing_extensions import override
 from contextcache.client import calls
 from contextcache.client._async.transport import AsyncTransport
 from contextcache.client.calls import Call, Page
-from contextcache.client.errors import NotCreated, NotUnderstood
+from contextcache.client.errors import NotUnderstood
 from contextcache.client.events import Event, Finished, StreamReader
 from contextcache.client.openai_client import openai_options
 from contextcache.client.retries import Place, Retries, named
@@ -112,9 +112,7 @@ class AsyncContexts:
 
         `delete_at_end`: used in a `with`, it is deleted at its end. Raises ApiError, ConnectionFailed, NotCreated.
         """
-        reply = await self._transport.send(calls.create(model, prompt, messages, fields))
-        if reply.raw.get("session_id") is None:
-            raise NotCreated("the answer came, the context is not there", reply=reply)
+        reply = calls.created(await self._transport.send(calls.create(model, prompt, messages, fields)))
         return AsyncContext(self._client, reply.session_id, model, reply=reply, delete_at_end=delete_at_end)
 
     def create_stream(
@@ -125,7 +123,10 @@ class AsyncContexts:
         messages: Sequence[Message] | None = None,
         **fields: Unpack[CreateFields],
     ) -> AsyncReplyStream:
-        """Create a context and stream the answer; `.context` is there once the head of the answer is."""
+        """Create a context and stream the answer; `.context` is there once the head of the answer is.
+
+        Its end raises NotCreated where no context was left.
+        """
         return AsyncReplyStream(self._client, calls.create(model, prompt, messages, fields), model)
 
     async def get(self, session_id: str) -> AsyncContext:
@@ -280,9 +281,9 @@ class AsyncContext:
 
 
 class AsyncReplyStream:
-    """An answer that comes bit by bit: iterate once, or take `reply()`; in a `with`, leaving ends it.
+    """An answer that comes bit by bit: iterate once, or take `reply()`.
 
-    A turn whose stream is left before its end is not committed.
+    Leaving the `with` ends it, without one leaving the loop. A turn left before its end is not committed.
     """
 
     def __init__(
@@ -293,11 +294,12 @@ class AsyncReplyStream:
         """Of a create: there once the first event is."""
         self._opened: AbstractAsyncContextManager[httpx.Response] | None = None
         self._events = self._read()
+        self._is_entered = False
         self._reply: Reply | None = None
 
     def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield events; the last one is `Finished`. Raises ApiError, BrokenStream, ConnectionFailed."""
-        return self._events
+        """Yield events; the last one is `Finished`. Raises ApiError, BrokenStream, ConnectionFailed, NotCreated."""
+        return self._events if self._is_entered else self._until_left()
 
     async def reply(self) -> Reply:
         """Read to the end and return the whole answer."""
@@ -313,6 +315,7 @@ class AsyncReplyStream:
 
     async def __aenter__(self) -> Self:
         """End it at the end of the block."""
+        self._is_entered = True
         return self
 
     async def __aexit__(
@@ -321,7 +324,16 @@ class AsyncReplyStream:
         """End it."""
         await self.close()
 
+    async def _until_left(self) -> AsyncGenerator[Event, None]:
+        try:
+            async for event in self._events:
+                yield event
+        finally:
+            # Else it stays open until the garbage is collected: its frame holds this object, and that the frame.
+            await self.close()
+
     async def _read(self) -> AsyncGenerator[Event, None]:
+        is_create = self.context is None
         async with self._client.transport.stream(self._call) as response:
             reader = StreamReader(named(response))
             session_id = reader.headers.get("x-session-id", "")
@@ -330,7 +342,9 @@ class AsyncReplyStream:
             async for data in response.aiter_bytes():
                 for event in reader.feed(data):
                     if isinstance(event, Finished):
-                        self._reply = event.reply
+                        if is_create and event.reply.raw.get("session_id") is None:
+                            self.context = None
+                        self._reply = calls.created(event.reply) if is_create else event.reply
                         if self.context is not None:
                             self.context.reply = event.reply
                     yield event

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from contextcache.client.calls import Call
+from contextcache.client.calls import DONE, Call
 from contextcache.client.errors import ApiError, NotUnderstood, api_error
 from contextcache.client.retries import (
     Place,
@@ -48,11 +48,11 @@ class AsyncTransport:
         """Return what an answer says. Raises ApiError, ConnectionFailed, NotUnderstood."""
         response = await self._answered(call, is_whole=True)
         if response is None:
-            return call.answer({}, {})
+            return call.read(DONE, {})
         try:
-            return call.answer(json_of(response), named(response))
+            return call.read(json_of(response), named(response))
         except (AttributeError, LookupError, TypeError, ValueError) as exc:
-            raise NotUnderstood(f"what {self.place.base_url} answered is not understood") from exc
+            raise NotUnderstood(f"something else than context-cache answered at {self.place.base_url}") from exc
 
     @asynccontextmanager
     async def stream(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from contextcache.client import calls
 from contextcache.client._sync.transport import SyncTransport
 from contextcache.client.calls import Call, Page
-from contextcache.client.errors import NotCreated, NotUnderstood
+from contextcache.client.errors import NotUnderstood
 from contextcache.client.events import Event, Finished, StreamReader
 from contextcache.client.openai_client import openai_options
 from contextcache.client.retries import Place, Retries, named
@@ -112,9 +112,7 @@ class Contexts:
 
         `delete_at_end`: used in a `with`, it is deleted at its end. Raises ApiError, ConnectionFailed, NotCreated.
         """
-        reply = self._transport.send(calls.create(model, prompt, messages, fields))
-        if reply.raw.get("session_id") is None:
-            raise NotCreated("the answer came, the context is not there", reply=reply)
+        reply = calls.created(self._transport.send(calls.create(model, prompt, messages, fields)))
         return Context(self._client, reply.session_id, model, reply=reply, delete_at_end=delete_at_end)
 
     def create_stream(
@@ -125,7 +123,10 @@ class Contexts:
         messages: Sequence[Message] | None = None,
         **fields: Unpack[CreateFields],
     ) -> ReplyStream:
-        """Create a context and stream the answer; `.context` is there once the head of the answer is."""
+        """Create a context and stream the answer; `.context` is there once the head of the answer is.
+
+        Its end raises NotCreated where no context was left.
+        """
         return ReplyStream(self._client, calls.create(model, prompt, messages, fields), model)
 
     def get(self, session_id: str) -> Context:
@@ -277,9 +278,9 @@ class Context:
 
 
 class ReplyStream:
-    """An answer that comes bit by bit: iterate once, or take `reply()`; in a `with`, leaving ends it.
+    """An answer that comes bit by bit: iterate once, or take `reply()`.
 
-    A turn whose stream is left before its end is not committed.
+    Leaving the `with` ends it, without one leaving the loop. A turn left before its end is not committed.
     """
 
     def __init__(self, client: ContextCache, call: Call[Reply], model: str, context: Context | None = None) -> None:
@@ -288,11 +289,12 @@ class ReplyStream:
         """Of a create: there once the first event is."""
         self._opened: AbstractContextManager[httpx.Response] | None = None
         self._events = self._read()
+        self._is_entered = False
         self._reply: Reply | None = None
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events; the last one is `Finished`. Raises ApiError, BrokenStream, ConnectionFailed."""
-        return self._events
+        """Yield events; the last one is `Finished`. Raises ApiError, BrokenStream, ConnectionFailed, NotCreated."""
+        return self._events if self._is_entered else self._until_left()
 
     def reply(self) -> Reply:
         """Read to the end and return the whole answer."""
@@ -308,6 +310,7 @@ class ReplyStream:
 
     def __enter__(self) -> Self:
         """End it at the end of the block."""
+        self._is_entered = True
         return self
 
     def __exit__(
@@ -316,7 +319,15 @@ class ReplyStream:
         """End it."""
         self.close()
 
+    def _until_left(self) -> Generator[Event, None]:
+        try:
+            yield from self._events
+        finally:
+            # Else it stays open until the garbage is collected: its frame holds this object, and that the frame.
+            self.close()
+
     def _read(self) -> Generator[Event, None]:
+        is_create = self.context is None
         with self._client.transport.stream(self._call) as response:
             reader = StreamReader(named(response))
             session_id = reader.headers.get("x-session-id", "")
@@ -325,7 +336,9 @@ class ReplyStream:
             for data in response.iter_bytes():
                 for event in reader.feed(data):
                     if isinstance(event, Finished):
-                        self._reply = event.reply
+                        if is_create and event.reply.raw.get("session_id") is None:
+                            self.context = None
+                        self._reply = calls.created(event.reply) if is_create else event.reply
                         if self.context is not None:
                             self.context.reply = event.reply
                     yield event

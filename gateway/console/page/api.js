@@ -23,6 +23,7 @@ const SENTENCES = {
   context_not_found: "There is no such context: it was deleted, or it belongs to another tenant.",
   context_expired: "This context has expired: its time was up, and its conversation is gone.",
   context_busy: "Another turn of this context is running.",
+  generation_mismatch: "This context has gone on elsewhere: nothing was done, so that no turn of it is lost.",
   store_unavailable: "The server cannot reach the context manager or its Redis now. Contexts come back with it.",
   no_ready_endpoint: "No pod is ready to answer.",
   gateway_unavailable: "No gateway is there to find contexts.",

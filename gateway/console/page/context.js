@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from "./htm-preact.js";
 import { call, contextPath } from "./api.js";
 import { Confirm, Copy, Fact, Life, Problem, Tag, useEvery, useTitle } from "./pieces.js";
-import { conversationOf, fork, remove, rewind, turnsOf } from "./turns.js";
+import { conversationOf, fork, read, remove, rewind, turnsOf } from "./turns.js";
 import { TurnList } from "./turnlist.js";
 import { count, moment, plural, reasonOf, shortId, size } from "./words.js";
 
@@ -22,9 +22,9 @@ export function Context({ id }) {
   const [context, setContext] = useState(null);
   const [error, setError] = useState(null);
   const [question, setQuestion] = useState(null);
-  const read = () => call("GET", contextPath(id)).then((found) => (setContext(found), setError(null)), setError);
-  useEffect(() => void read(), [id]);
-  useEvery(REFRESH_MS, () => (question || error?.status === 404 || error?.status === 410 ? null : read()));
+  const look = () => read(id).then((found) => (setContext(found), setError(null)), setError);
+  useEffect(() => void look(), [id]);
+  useEvery(REFRESH_MS, () => (question || error?.status === 404 || error?.status === 410 ? null : look()));
   const act = (doing) => async () => {
     setQuestion(null);
     try {

@@ -1,11 +1,10 @@
 // Create a context, ask, ask again: each turn streamed, and timed beside what it would have cost without the context.
 
 import { html, useEffect, useRef, useState } from "./htm-preact.js";
-import { call, contextPath } from "./api.js";
 import { Chart } from "./chart.js";
 import { Confirm, Empty, Problem, useTitle } from "./pieces.js";
 import { TurnList } from "./turnlist.js";
-import { conversationOf, fork, remove, runTurn, turnsOf } from "./turns.js";
+import { conversationOf, fork, read, remove, runTurn, turnsOf } from "./turns.js";
 import { shortId } from "./words.js";
 
 const SYSTEM = "You are a careful assistant. Answer briefly.";
@@ -25,7 +24,7 @@ export function Playground({ id: given, models }) {
     // What is asked now must not go to the context that was shown before; nor does a late answer bring one back.
     setContext(null);
     const late = new AbortController();
-    if (given) call("GET", contextPath(given), { signal: late.signal }).then(setContext, (refusal) => late.signal.aborted || setError(refusal));
+    if (given) read(given, late.signal).then(setContext, (refusal) => late.signal.aborted || setError(refusal));
     return () => late.abort();
   }, [given]);
   useEffect(() => () => running.current?.abort(), []);
@@ -51,9 +50,10 @@ export function Playground({ id: given, models }) {
         onText: (text) => setStreamed((before) => ({ ...before, text })),
       });
       form.current.elements.message.value = "";
-      show(await call("GET", contextPath(ran.id)));
+      show(await read(ran.id));
     } catch (refusal) {
       setError(refusal);
+      if (refusal.code === "generation_mismatch") read(id).then((found) => setContext((shown) => (shown?.session_id === id ? found : shown)), () => null);
     } finally {
       running.current = null;
       setStreamed(null);

@@ -12,7 +12,7 @@ let conversations = new Map();
 
 export const forget = () => (conversations = new Map());
 
-// What this tab knows of a context: its turns, and its messages where it saw them all (else null).
+// What this tab knows of a context: its turns, and where it saw them all its messages, of a generation (else null).
 export function conversationOf(id) {
   return conversations.get(id) ?? { turns: [], messages: null };
 }
@@ -25,6 +25,14 @@ function keep(id, change) {
   if (conversations.size > CONTEXTS_MAX) conversations.delete(conversations.keys().next().value);
 }
 
+// Read a context; messages of another generation than it is at now are not the whole conversation any more.
+export async function read(id, signal) {
+  const context = await call("GET", contextPath(id), { signal });
+  const known = conversationOf(id);
+  if (known.messages && known.generation !== context.generation) keep(id, { messages: null });
+  return context;
+}
+
 // Run one turn to its end; returns { id, turn }. `kind`: create, ask or replay. Raises Refusal.
 export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metadata, timesCold, signal, onText }) {
   const before = id ? conversationOf(id) : null;
@@ -32,7 +40,10 @@ export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metad
   const path = kind === "create" ? "/v1/context" : "/v1/chat/completions";
   if (kind === "create") Object.assign(asked, { ttl, metadata });
   else Object.assign(asked, { session_id: id, context_mode: kind === "replay" ? "replay" : "append" });
-  const answered = await timed(path, asked, { "x-usage-format": "context" }, signal, onText);
+  const headers = { "x-usage-format": "context" };
+  // A replay takes the place of all that is there: what others said since must not go with it.
+  if (kind === "replay") headers["if-match"] = String(before.generation);
+  const answered = await timed(path, asked, headers, signal, onText);
   const usage = answered.last.usage ?? {};
   const told = usage.context ?? {};
   const named = answered.last.session_id ?? answered.headers.get("x-session-id") ?? id;
@@ -54,9 +65,9 @@ export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metad
     coldMs: null,
   };
   const answer = { role: "assistant", content: answered.text };
-  const whole = kind === "ask" ? before.messages && [...before.messages, ...messages] : messages;
-  const heard = told.committed === false && before ? before.messages : whole && [...whole, answer];
-  keep(named, { turns: [...(before?.turns ?? []), turn], messages: heard });
+  const sawAll = kind !== "ask" || (before.messages && turn.generation === before.generation + 1);
+  const heard = { messages: sawAll ? [...(kind === "ask" ? before.messages : []), ...messages, answer] : null, generation: turn.generation };
+  keep(named, { turns: [...(before?.turns ?? []), turn], ...(told.committed === false && before ? {} : heard) });
   if (timesCold) await timeCold(named, turn, model, signal);
   return { id: named, turn, text: answered.text };
 }
@@ -118,7 +129,8 @@ export function turnsOf(context) {
 export async function fork(context) {
   const made = await call("POST", contextPath(context.session_id, "/fork"), { body: {} });
   const source = conversationOf(context.session_id);
-  keep(made.session_id, { turns: [], messages: source.messages });
+  const isAsSeen = made.forked_from?.generation === source.generation;
+  keep(made.session_id, { turns: [], messages: isAsSeen ? source.messages : null, generation: made.generation });
   keep(context.session_id, { forks: [...(source.forks ?? []), made.session_id].slice(-TURNS_MAX) });
   return made;
 }
