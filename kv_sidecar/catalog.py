@@ -50,7 +50,7 @@ from kv_sidecar.memory_store import LentSlot, Place
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.prefixes import Found
 from kv_sidecar.reclaim import Removed, Retention
-from kv_sidecar.saves import HOLD_DEADLINE, CatalogLimits, FailedSave, NewSave
+from kv_sidecar.saves import CatalogLimits, FailedSave, NewSave
 from kv_sidecar.saving import PreparedSave, Saving
 from kv_sidecar.store import Buffer, IoThreads
 from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
@@ -93,7 +93,13 @@ class ContextCatalog:
         self._limits = limits
         self._metrics = metrics
         self._saving = Saving(
-            tiers=tiers, manifests=manifests, clock=clock, limits=limits, metrics=metrics, free=self._free
+            tiers=tiers,
+            manifests=manifests,
+            clock=clock,
+            limits=limits,
+            metrics=metrics,
+            free=self._free,
+            spare=self._spare,
         )
         self._forks = Forks(manifests, self._saving, clock=clock)
         self._leases = Leases(
@@ -120,7 +126,7 @@ class ContextCatalog:
             guarantee_bytes=limits.tenant_guarantee_bytes,
         )
         self._spared: RecentNames[BlockKey] = RecentNames(keep_ms=limits.spare_ms, max_names=limits.max_tombstones)
-        """Blocks of contexts that miss a file, kept for the save that follows the recompute."""
+        """Blocks that nobody holds, kept for the next save of a session, with whose they are."""
         self._expected: set[tuple[TenantId, CacheRef]] = set()
         """What a pull is fetching, or looking for."""
         self._pulled: RecentNames[tuple[CacheRef, int]] = RecentNames(
@@ -155,8 +161,13 @@ class ContextCatalog:
         return used, limit
 
     async def start(self) -> None:
-        """Rebuild the index of manifests from the files, and what is known of their blocks from it."""
-        await self._threads.run(self._know_blocks, await self._manifests.rebuild(is_stored=self._tiers.is_stored))
+        """Rebuild the index of manifests from the files, and what is known of their blocks from them.
+
+        Raises SidecarUnavailable for a fault that passes: what would be left out now would be lost.
+        """
+        await self._manifests.rebuild(
+            is_stored=self._tiers.is_stored, vouch=self._know_blocks, now_ms=self._clock.now_ms()
+        )
 
     async def prepare_save(self, new: NewSave) -> PreparedSave:
         """Open the save of one rank and pin the blocks it counts on. Idempotent.
@@ -439,9 +450,10 @@ class ContextCatalog:
             return  # of two at once the second is read when its load asks
         self._reads_ahead = True
         try:
-            manifest = await self._manifests.read(record)
-            if manifest is not None:
-                await self._tiers.read_ahead(manifest)
+            with suppress(SidecarUnavailable):
+                manifest = await self._manifests.read(record)
+                if manifest is not None:
+                    await self._tiers.read_ahead(manifest)
         finally:
             self._reads_ahead = False
 
@@ -496,14 +508,13 @@ class ContextCatalog:
         """
         return await self._finish(self._drop(records))
 
-    def _know_blocks(self, manifests: Sequence[Manifest]) -> None:
-        """Note whose the stored blocks are, and what the manifests vouch for. Before anything else runs."""
-        for manifest in manifests:
-            keys = all_keys(manifest)
-            for key in keys:
-                self._tiers.disk.own(key, manifest.tenant)
-            for key, checksum in zip(keys, manifest.block_checksums, strict=False):
-                self._tiers.vouch(key, checksum)
+    def _know_blocks(self, manifest: Manifest) -> None:
+        """Note whose the stored blocks are, and what their manifest vouches for. Before anything else runs."""
+        keys = all_keys(manifest)
+        for key in keys:
+            self._tiers.disk.own(key, manifest.tenant)
+        for key, checksum in zip(keys, manifest.block_checksums, strict=False):
+            self._tiers.vouch(key, checksum)
 
     async def _finish(self, steps: Coroutine[Any, Any, Result]) -> Result:
         """Run `steps` to their end whoever still waits. Raises SidecarUnavailable for what the disk refused."""
@@ -529,11 +540,7 @@ class ContextCatalog:
         return is_fresh
 
     async def _give_up_save(self, failed: FailedSave) -> None:
-        keys = self._saving.give_up(failed)
-        if failed.reason == HOLD_DEADLINE:
-            # The next turn's save goes on where this one ended.
-            self._spare(keys)
-        await self._free(keys)
+        await self._free(self._saving.give_up(failed))
 
     async def _abandon(self, cache_ref: CacheRef) -> None:
         await self._free(self._saving.abandon(cache_ref))
@@ -553,16 +560,17 @@ class ContextCatalog:
 
         Not their tails: those are sent at every save, and one saved again under the same name may hold other tokens.
         """
-        keys = _keys_of(await self._lose(select))
-        self._spare(keys)
-        await self._free([key for key in keys if key.kind == "tail"])
+        records = await self._lose(select)
+        for record in records:
+            self._spare(record, record.keys)
+        await self._free([key for key in _keys_of(records) if key.kind == "tail"])
 
-    def _spare(self, keys: Iterable[BlockKey]) -> None:
-        """Keep stored whole blocks that nobody holds for a while."""
+    def _spare(self, whose: Manifest | ManifestRecord, keys: Iterable[BlockKey]) -> None:
+        """Keep stored whole blocks that nobody holds for a while, or until their session is deleted."""
         now_ms = self._clock.now_ms()
         for key in keys:
             if key.kind == "block" and self._tiers.is_stored(key):
-                self._spared.add(key, now_ms)
+                self._spared.add(key, now_ms, owner=(whose.tenant, whose.session_id))
 
     async def _lose_block(self, key: BlockKey) -> None:
         """Remove a block whose bytes are wrong, and what holds it.
@@ -585,6 +593,7 @@ class ContextCatalog:
             lambda: list({*index.of_refs(tenant, cache_refs), *index.of_session(tenant, session_id)})
         )
         self._metrics.deletes.inc(len(records))
+        keys += self._spared.take((tenant, session_id))
         return Removed(len(records), await self._free([*_keys_of(records), *keys]))
 
     async def _replace_shorter(self, manifest: Manifest) -> None:
@@ -609,7 +618,7 @@ class ContextCatalog:
         for record, expires_at_ms in self._keeping.take_used():
             try:
                 await self._manifests.extend(record, expires_at_ms)
-            except (StorageFull, OSError):
+            except (StorageFull, SidecarUnavailable, OSError):
                 self._keeping.use(record.cache_ref, expires_at_ms)
             else:
                 self._on_sealed(record, True)

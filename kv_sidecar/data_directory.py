@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from contextcache.errors import CorruptBlock, StorageFull
@@ -28,6 +28,10 @@ _FAN_OUT = re.compile(r"[0-9a-f]{2}", re.ASCII)
 MAX_QUARANTINED = 32
 """Files put aside for a person to look at; the oldest go first."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
+"""Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What is short for a moment, and says nothing of what lies there."""
 
 
 class DataDirectory:
@@ -64,13 +68,17 @@ class DataDirectory:
             self._lock = None
 
     def publish(self, data: Buffer, final: Path) -> None:
-        """Make `data` appear at `final`, whole and durable, or not at all. Raises StorageFull, OSError."""
+        """Make `data` appear at `final`, whole and durable, or not at all. Raises StorageFull, OSError.
+
+        Where a file was before, it may be either of the two after an error.
+        """
         temporary = self._temporary_path(final)
         try:
             self._step(f"write {final.name}")
             _write_synced(temporary, data)
             _make_directory(final.parent)
             self._step(f"rename {final.name}")
+            is_new = not os.path.lexists(final)
             temporary.rename(final)
         except OSError as exc:
             remove_whatever(temporary)
@@ -79,19 +87,38 @@ class DataDirectory:
             self._step(f"sync {final.name}")
             _fsync_directory(final.parent)
         except OSError as exc:
-            # Nobody was told that the file is there, so it must not be.
-            remove_whatever(final)
+            if is_new:  # nobody was told that the file is there, so it must not be
+                remove_whatever(final)
             raise _full_or(exc) from exc
         self._step(f"published {final.name}")
 
-    def remove(self, path: Path, *, durable: bool) -> None:
-        """Remove a file if it is there; `durable`: it cannot come back after a crash."""
+    def remove(self, path: Path) -> None:
+        """Remove a file if it is there; it may come back after a crash."""
         self._step(f"unlink {path.name}")
         path.unlink(missing_ok=True)
-        if durable:
-            self._step(f"sync-unlink {path.name}")
-            _fsync_directory(path.parent)
-            self._step(f"unlinked {path.name}")
+
+    def remove_for_good(self, paths: Iterable[Path]) -> dict[Path, OSError]:
+        """Remove files, as many as can be, so that none comes back after a crash; return what stopped the others.
+
+        Each directory is synced once.
+        """
+        failed: dict[Path, OSError] = {}
+        removed: dict[Path, list[Path]] = {}
+        for path in paths:
+            try:
+                self.remove(path)
+            except OSError as exc:
+                failed[path] = exc
+            else:
+                removed.setdefault(path.parent, []).append(path)
+        for directory, gone in removed.items():
+            try:
+                self._step(f"sync-unlink {gone[0].name}")
+                _fsync_directory(directory)
+                self._step(f"unlinked {gone[0].name}")
+            except OSError as exc:
+                failed |= dict.fromkeys(gone, exc)
+        return failed
 
     def put_aside(self, path: Path) -> None:
         """Move a bad file, or whatever lies there, into `quarantine/`, where at most `MAX_QUARANTINED` are kept.
@@ -213,13 +240,15 @@ def _fsync_directory(path: Path) -> None:
 
 
 def entries(directory: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield what lies in a directory; nothing when it cannot be read, or is a link."""
+    """Yield what lies in a directory; nothing when it is a link or cannot be read. Raises OSError for `_SHORT`."""
     try:
         if directory.is_symlink():
             return
         with os.scandir(directory) as found:
             yield from found
-    except OSError:
+    except OSError as exc:
+        if exc.errno in _SHORT:
+            raise  # what it holds would count as gone, and what is with it would be removed
         log.warning("directory cannot be read", extra={"directory": directory.name})
 
 

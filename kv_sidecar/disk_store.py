@@ -119,7 +119,7 @@ class DiskStore(BlockStore):
     @override
     def delete(self, key: BlockKey) -> int:
         # Not durable: a file that comes back after a crash has no manifest and is collected.
-        self._directory.remove(self.path_of(key), durable=False)
+        self._directory.remove(self.path_of(key))
         return self._settle(key)
 
     def put_aside(self, key: BlockKey) -> None:

@@ -180,39 +180,48 @@ class RecentNames(Generic[Name]):
     def __init__(self, *, keep_ms: int, max_names: int) -> None:
         self._keep_ms = keep_ms
         self._max_names = max_names
-        self._added_at_ms: OrderedDict[Name, int] = OrderedDict()
+        self._added: OrderedDict[Name, tuple[int, Hashable]] = OrderedDict()
+        """When, in Unix time in ms, and whose."""
 
     def __len__(self) -> int:
-        return len(self._added_at_ms)
+        return len(self._added)
 
     def __contains__(self, name: Name) -> bool:
         """Return whether the name was remembered when old ones were last forgotten."""
-        return name in self._added_at_ms
+        return name in self._added
 
-    def add(self, name: Name, now_ms: int) -> None:
-        """Remember a name from now on."""
-        self._added_at_ms[name] = now_ms
-        self._added_at_ms.move_to_end(name)
+    def add(self, name: Name, now_ms: int, *, owner: Hashable = None) -> None:
+        """Remember a name from now on, as its last owner's."""
+        self._added[name] = (now_ms, owner)
+        self._added.move_to_end(name)
         self.forget_old(now_ms)
-        while len(self._added_at_ms) > self._max_names:
-            self._added_at_ms.popitem(last=False)
+        while len(self._added) > self._max_names:
+            self._added.popitem(last=False)
 
     def discard(self, name: Name) -> None:
         """Forget a name."""
-        self._added_at_ms.pop(name, None)
+        self._added.pop(name, None)
+
+    def take(self, owner: Hashable) -> list[Name]:
+        """Forget an owner's names and return them; looks at all."""
+        names = [name for name, (_, whose) in self._added.items() if whose == owner]
+        for name in names:
+            del self._added[name]
+        return names
 
     def added_at_ms(self, name: Name, now_ms: int) -> int | None:
         """Return when the name was last added (Unix time in ms), or None when it is not, or no longer, remembered."""
         self.forget_old(now_ms)
-        return self._added_at_ms.get(name)
+        added = self._added.get(name)
+        return None if added is None else added[0]
 
     def forget_old(self, now_ms: int) -> None:
         """Forget what is older than `keep_ms`."""
-        while self._added_at_ms:
-            name, added_at_ms = next(iter(self._added_at_ms.items()))
+        while self._added:
+            name, (added_at_ms, _) = next(iter(self._added.items()))
             if now_ms - added_at_ms < self._keep_ms:
                 break
-            del self._added_at_ms[name]
+            del self._added[name]
 
 
 class Announcements:

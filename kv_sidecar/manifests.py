@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from contextcache.errors import CorruptBlock
+from contextcache.errors import CorruptBlock, SidecarUnavailable
 from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId
-from kv_sidecar.data_directory import DataDirectory, open_regular
+from kv_sidecar.data_directory import UNREADABLE, DataDirectory, open_regular
 from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, fan_out
 from kv_sidecar.format.manifest import decode_manifest, encode_manifest
 from kv_sidecar.format.safetensors_header import HEAD_BYTES, tensor_start
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 4
 """Some 5 MB each for 128 000 tokens."""
+SWEPT_AT_ONCE = 100
+"""Manifests removed while seals, touches and deletes wait."""
 
 
 class SealedManifests:
@@ -42,20 +44,20 @@ class SealedManifests:
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
 
-    async def rebuild(self, *, is_stored: Callable[[BlockKey], bool]) -> list[Manifest]:
-        """Read all files and return the usable ones; a manifest that lacks a block is removed."""
-        manifests = await self._threads.run(lambda: list(self._store.read_all()))
-        usable: list[Manifest] = []
+    async def rebuild(
+        self, *, is_stored: Callable[[BlockKey], bool], vouch: Callable[[Manifest], None], now_ms: int
+    ) -> None:
+        """Read all files, one after the other; remove manifests that lack a block or have expired.
+
+        `vouch` is told of each of the others, in a thread. Raises SidecarUnavailable for a fault that passes.
+        """
+        usable, doomed = await self._threads.run(self._read_all, is_stored, vouch, now_ms)
         # A life that slides ends last for what was used last.
-        for manifest in sorted(manifests, key=lambda manifest: manifest.expires_at_ms):
-            record = record_of(manifest)
-            if all(is_stored(key) for key in record.keys):
-                self.index.add(record)
-                usable.append(manifest)
-            else:
-                await self._threads.write(self._delete_each, [record])
-        log.info("manifest index rebuilt", extra={"num_found": len(manifests), "num_usable": len(self.index)})
-        return usable
+        for record in sorted(usable, key=lambda record: record.expires_at_ms):
+            self.index.add(record)
+        await self._threads.write(self._delete_each, doomed)
+        fields = {"num_found": len(usable) + len(doomed), "num_usable": len(usable)}
+        log.info("manifest index rebuilt", extra=fields)
 
     def live(self, tenant: TenantId, cache_ref: CacheRef, *, now_ms: int) -> ManifestRecord | None:
         """Return an unexpired record of this tenant."""
@@ -134,16 +136,44 @@ class SealedManifests:
             return records
 
     async def sweep(self, select: Callable[[], list[ManifestRecord]]) -> list[ManifestRecord]:
-        """As `remove`, for what nobody waits for: what cannot be removed stays, and is not returned."""
+        """As `remove`, for what nobody waits for: what cannot be removed stays, and is not returned.
+
+        Some at a time; what is changed in between stays too.
+        """
         async with self._lock:
-            records = await self._threads.write(self._delete_each, select())
-            self._forget(records)
-            return records
+            # Those of one directory together, which is then synced once.
+            selected = sorted(select(), key=lambda record: fan_out(record.cache_ref))
+        swept: list[ManifestRecord] = []
+        for first in range(0, len(selected), SWEPT_AT_ONCE):
+            async with self._lock:
+                part = selected[first : first + SWEPT_AT_ONCE]
+                unchanged = [record for record in part if self.index.get(record.cache_ref) is record]
+                records = await self._threads.write(self._delete_each, unchanged)
+                self._forget(records)
+            swept += records
+        return swept
 
     def _forget(self, records: list[ManifestRecord]) -> None:
         for record in records:
             self.index.remove(record.cache_ref)
             self._read_last.pop(record.cache_ref, None)
+
+    def _read_all(
+        self, is_stored: Callable[[BlockKey], bool], vouch: Callable[[Manifest], None], now_ms: int
+    ) -> tuple[list[ManifestRecord], list[ManifestRecord]]:
+        """Return what is usable and what is not, as records: all tokens at once may be more than there is memory."""
+        usable: list[ManifestRecord] = []
+        doomed: list[ManifestRecord] = []
+        known: dict[BlockKey, BlockKey] = {}
+        for manifest in self._store.read_all():
+            record = record_of(manifest)
+            if record.expires_at_ms <= now_ms or not all(map(is_stored, record.keys)):
+                doomed.append(record)
+                continue
+            vouch(manifest)
+            # Forks share their blocks, and so the names of them.
+            usable.append(replace(record, keys=tuple(known.setdefault(key, key) for key in record.keys)))
+        return usable, doomed
 
     def _read(self, record: ManifestRecord) -> Manifest | None:
         try:
@@ -167,19 +197,14 @@ class SealedManifests:
 
     def _delete_each(self, records: list[ManifestRecord]) -> list[ManifestRecord]:
         """Delete what can be deleted, and return it: one file that stays must not keep the others."""
-        deleted: list[ManifestRecord] = []
-        for record in records:
-            try:
-                self._store.delete(record.cache_ref)
-            except OSError:
-                log.warning("manifest cannot be removed", extra={"cache_ref": record.cache_ref}, exc_info=True)
-            else:
-                deleted.append(record)
-        return deleted
+        failed = self._store.delete(record.cache_ref for record in records)
+        for cache_ref, error in failed.items():
+            log.warning("manifest cannot be removed", extra={"cache_ref": cache_ref}, exc_info=error)
+        return [record for record in records if record.cache_ref not in failed]
 
     def _delete_files(self, records: list[ManifestRecord]) -> None:
-        for record in records:
-            self._store.delete(record.cache_ref)
+        for error in self._store.delete(record.cache_ref for record in records).values():
+            raise error
 
 
 _SUFFIX = ".safetensors"
@@ -199,13 +224,19 @@ class ManifestStore:
         self._directory.publish(encode_manifest(manifest), self._path(manifest.cache_ref))
 
     def read(self, cache_ref: CacheRef, tenant: TenantId | None = None) -> Manifest | None:
-        """Return a manifest, or None. Raises CorruptBlock when it is not what was written, unreadable or another's."""
+        """Return a manifest, or None.
+
+        Raises CorruptBlock when it is not what was written, unreadable or another's, SidecarUnavailable for a fault
+        that passes.
+        """
         try:
             data = _read_file(self._path(cache_ref))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as exc:
-            raise CorruptBlock("the manifest cannot be read") from exc
+            if exc.errno in UNREADABLE:
+                raise CorruptBlock("the manifest cannot be read") from exc
+            raise SidecarUnavailable("the disk cannot be read") from exc
         manifest = decode_manifest(data)
         if manifest.cache_ref != cache_ref or tenant not in {None, manifest.tenant}:
             raise CorruptBlock("the manifest is another's")
@@ -221,11 +252,11 @@ class ManifestStore:
             return 0
         return common(theirs, prompt.token_ids[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]) // TOKEN_BYTES
 
-    def delete(self, cache_ref: CacheRef) -> None:
-        """Remove a manifest for good. Idempotent."""
-        path = self._path(cache_ref)
-        if path.parent.is_dir():
-            self._directory.remove(path, durable=True)
+    def delete(self, cache_refs: Iterable[CacheRef]) -> dict[CacheRef, OSError]:
+        """Remove manifests for good, as many as can be; return what stopped the others. Idempotent."""
+        paths = {self._path(cache_ref): cache_ref for cache_ref in cache_refs}
+        failed = self._directory.remove_for_good(path for path in paths if path.parent.is_dir())
+        return {paths[path]: error for path, error in failed.items()}
 
     def written_at_ms(self, cache_ref: CacheRef) -> int | None:
         """Return when a manifest's file was written (Unix time in ms, at its seal or a later touch); None: no file."""
@@ -239,7 +270,7 @@ class ManifestStore:
         self._directory.put_aside(self._path(cache_ref))
 
     def read_all(self) -> Iterator[Manifest]:
-        """Yield every manifest; bad files are put aside and left out."""
+        """Yield every manifest; bad files are put aside and left out. Raises SidecarUnavailable."""
         files, _ = self._directory.fan_out_files(self._root.name, is_ours=self._is_ours)
         for path in sorted(files):
             cache_ref = path.name.removesuffix(_SUFFIX)

@@ -120,7 +120,7 @@ class SaveInFlight:
 
     manifest: Manifest
     deadline_ms: int
-    """Unix time in ms after which it is dropped, unless another block comes before."""
+    """Unix time in ms after which it is dropped, unless it is announced again or another block comes before."""
     started_at_ms: int = 0
     """Unix time in ms when its turn began, the same for all ranks; 0: not known."""
     prepared: set[int] = field(default_factory=set)
@@ -200,6 +200,8 @@ class SavesInFlight:
 
 HOLD_DEADLINE = "hold_deadline"
 """The connector could not hold the engine's blocks until all were copied; those that came are whole."""
+SAVE_DEADLINE = "save_deadline"
+"""Nothing came of it for too long."""
 _REASON = re.compile(r"[a-z][a-z_]{0,39}", re.ASCII)
 _COUNTED = frozenset(ERRORS_BY_CODE) | {
     # The connector's own words.
@@ -233,7 +235,7 @@ _COUNTED = frozenset(ERRORS_BY_CODE) | {
     "unsupported_layers",
     # Ours.
     "pull_failed",
-    "save_deadline",
+    SAVE_DEADLINE,
 }
 
 

@@ -29,6 +29,8 @@ from kv_sidecar.index import Announcements, RecentNames
 from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.saves import (
+    HOLD_DEADLINE,
+    SAVE_DEADLINE,
     CatalogLimits,
     FailedSave,
     FailedSaves,
@@ -63,14 +65,16 @@ class Saving:
         limits: CatalogLimits,
         metrics: SidecarMetrics,
         free: Callable[[Sequence[BlockKey]], Awaitable[int]],
+        spare: Callable[[Manifest, Sequence[BlockKey]], None],
     ) -> None:
-        """`free` removes those of the given blocks that nobody wants."""
+        """`free` removes those of the given blocks that nobody wants, `spare` keeps them for a while."""
         self._tiers = tiers
         self._manifests = manifests
         self._clock = clock
         self._limits = limits
         self._metrics = metrics
         self._free = free
+        self._spare = spare
         self._saves = SavesInFlight()
         self._seals = Announcements(max_waiters=limits.max_waiters)
         keep_ms, max_names = limits.tombstone_ms, limits.max_tombstones
@@ -126,7 +130,7 @@ class Saving:
             await self._free([expected.key])
             raise ContextDeleted("the save was dropped")
         # What goes on is not dropped: a long context takes minutes on a slow disk.
-        save.deadline_ms = self._clock.now_ms() + self._limits.save_deadline_ms
+        save.deadline_ms = self._deadline_ms()
         self._metrics.blocks_taken.inc()
         self._metrics.bytes_taken.inc(size_bytes)
         return size_bytes
@@ -273,7 +277,7 @@ class Saving:
         """Drop the saves past their deadline; return the blocks they counted on."""
         now_ms = self._clock.now_ms()
         overdue = [save for save in self._saves if save.deadline_ms <= now_ms and not save.publishing]
-        return [key for save in overdue for key in self._drop(save, "save_deadline")]
+        return [key for save in overdue for key in self._drop(save, SAVE_DEADLINE)]
 
     def _admit(self, new: NewSave, manifest: Manifest) -> SaveInFlight:
         """Return the save a rank belongs to, new or begun by another rank."""
@@ -288,11 +292,14 @@ class Saving:
         save = self._saves.get(new.cache_ref)
         if save is not None:
             self._agree(save, new, manifest)
+            save.deadline_ms = self._deadline_ms()
             return save
         if len(self._saves) >= self._limits.max_saves:
             raise StorageFull("too many saves in flight")
-        ends_at_ms = now_ms + self._limits.save_deadline_ms
-        return SaveInFlight(manifest, ends_at_ms, started_at_ms=new.started_at_ms, early=new.early)
+        return SaveInFlight(manifest, self._deadline_ms(), started_at_ms=new.started_at_ms, early=new.early)
+
+    def _deadline_ms(self) -> int:
+        return self._clock.now_ms() + self._limits.save_deadline_ms
 
     def _agree(self, save: SaveInFlight, new: NewSave, manifest: Manifest) -> None:
         """Let a save that was announced early grow into what it is. Raises InvalidRequest when ranks disagree."""
@@ -353,6 +360,9 @@ class Saving:
             return []
         save.dropped = True
         keys = self._saves.remove(save)
+        if reason == HOLD_DEADLINE or (save.early and reason == SAVE_DEADLINE):
+            # The next save goes on where this one ended.
+            self._spare(save.manifest, keys)
         if save.early and not is_final:
             return keys
         self._note(FailedSave(save.manifest.tenant, save.manifest.cache_ref, reason, save.started_at_ms))

@@ -7,7 +7,6 @@ checksum, from the save that brought it or from a manifest; one it does not know
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import Manifest
+from kv_sidecar.data_directory import UNREADABLE
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.eviction import Slot
 from kv_sidecar.format.block_file import BlockMeta, check_head, parse_block_file, parse_head
@@ -27,9 +27,6 @@ from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.store import Buffer, IoThreads
 
 log = logging.getLogger(__name__)
-
-_UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
-"""Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
 
 _TOGETHER_BYTES, _TOGETHER_FILES = 4 << 20, 64
 """What one thread reads in one go."""
@@ -414,7 +411,7 @@ class Tiers:
             try:
                 fetched = await self._threads.run(self._read_one, wanted, pins, in_slots=in_slots)
             except OSError as exc:
-                if exc.errno in _UNREADABLE:
+                if exc.errno in UNREADABLE:
                     raise CorruptBlock("a block cannot be read") from exc
                 raise SidecarUnavailable("the disk cannot be read") from exc
             if not self.is_stored(key):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,9 @@ from kv_sidecar import tiers
 from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
+from kv_sidecar.manifests import ManifestStore, SealedManifests
 from kv_sidecar.reclaim import Removed
+from kv_sidecar.saves import FailedSave, NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))
@@ -384,6 +388,43 @@ async def test_a_missing_block_is_a_miss(tmp_path: Path, clock: ManualClock) -> 
         assert kv.manifest_files() == set()
 
 
+async def spare_at_hold_deadline(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
+    await kv.send_all(new)
+    await kv.catalog.give_up_save(FailedSave(TENANT, new.cache_ref, "hold_deadline", new.started_at_ms))
+
+
+async def spare_what_went_ahead(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
+    await kv.send_all(replace(new, early=True))
+    clock.advance(s=kv.settings.save_deadline_s + 1)
+    await kv.catalog.collect()
+
+
+async def spare_what_misses_a_file(kv: SidecarUnderTest, clock: ManualClock, new: NewSave) -> None:
+    await kv.send_all(new)
+    await kv.catalog.seal(new.cache_ref, 0)
+    await kv.sidecar.tiers.put_aside(block_key(kv.plan(new), 2, 0))
+    with pytest.raises(CacheRefNotFound):
+        await kv.load(new)
+
+
+@pytest.mark.parametrize("spare", [spare_at_hold_deadline, spare_what_went_ahead, spare_what_misses_a_file])
+async def test_a_deleted_session_takes_its_spared_blocks_with_it_and_no_other_ones(
+    tmp_path: Path, clock: ManualClock, spare: Callable[[SidecarUnderTest, ManualClock, NewSave], Awaitable[None]]
+) -> None:
+    """Seen failing: they lay there for minutes after the delete was answered."""
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=300) as kv:
+        now_ms = clock.now_ms()
+        for session_id, first in ((SESSION, 1), ("ctx_other", 2)):
+            new = new_save((first, *PROMPT), now_ms=now_ms, session_id=session_id, started_at_ms=7)
+            await spare(kv, clock, new)
+        assert len(kv.block_files()) == 4
+        await kv.catalog.delete("other", "ctx_other", [])
+        await kv.catalog.delete(TENANT, SESSION, [])
+
+        assert kv.block_files() == set(rank_keys(kv.plan(new), 0)[:2])
+        assert set(kv.memory.keys()) <= kv.block_files()
+
+
 async def test_a_manifest_that_lacks_a_block_is_removed_at_the_start(tmp_path: Path, clock: ManualClock) -> None:
     async with SidecarUnderTest(tmp_path, clock=clock) as kv:
         new = await kv.save(PROMPT)
@@ -393,6 +434,37 @@ async def test_a_manifest_that_lacks_a_block_is_removed_at_the_start(tmp_path: P
         await kv.catalog.collect()
 
         assert kv.block_files() == set()
+
+
+async def test_a_manifest_whose_time_is_over_is_removed_at_the_start(tmp_path: Path, clock: ManualClock) -> None:
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        await kv.save(PROMPT)
+    clock.advance(ms=TTL_MS)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        assert kv.manifest_files() == set()
+        assert kv.catalog.num_contexts == 0
+
+
+async def test_a_start_holds_the_tokens_of_one_context_at_a_time(kv: SidecarUnderTest) -> None:
+    """Seen failing: some MB for each of thousands of forks, until memory ran out at every start."""
+    refs = {(await kv.save((number, *PROMPT), session_id=f"ctx_{number}")).cache_ref for number in range(5)}
+    gc.collect()
+    before = num_held(refs)
+    held = []
+
+    def is_stored(_key: BlockKey) -> bool:
+        held.append(num_held(refs) - before)
+        return True
+
+    rebuilt = SealedManifests(ManifestStore(kv.sidecar.directory), kv.sidecar.threads)
+    await rebuilt.rebuild(is_stored=is_stored, vouch=lambda _manifest: None, now_ms=kv.clock.now_ms())
+
+    assert len(rebuilt.index) == 5
+    assert max(held) <= 1
+
+
+def num_held(refs: set[CacheRef]) -> int:
+    return sum(isinstance(found, Manifest) and found.cache_ref in refs for found in gc.get_objects())
 
 
 @pytest.mark.parametrize("spoil", [flip_last, truncate, empty])

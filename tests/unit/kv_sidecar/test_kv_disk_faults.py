@@ -13,20 +13,25 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
+from contextcache.model import KEPT_PREFIX
 from kv_sidecar import disk_store, manifests
+from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
-from tests.kit.kv_blocks import TENANT, SidecarUnderTest, block_file_bytes, new_save
+from kv_sidecar.matching import PrefixQuestion
+from kv_sidecar.saves import NewSave
+from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 TEN = tuple(range(10))
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BROKEN = (errno.EIO, errno.EROFS)
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class FaultyDisk:
@@ -99,8 +104,7 @@ async def test_a_stored_file_that_cannot_be_read_is_a_miss_and_is_saved_anew(
 ) -> None:
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
         new = await kv.save(TEN)
-        name = kv.path_of(block_key(kv.plan(new), 1, 0)).name if what == "block" else f"{new.cache_ref}.safetensors"
-        with unreadable(monkeypatch, name, number), pytest.raises((CorruptBlock, CacheRefNotFound)):
+        with unreadable(monkeypatch, name_of(kv, new, what), number), pytest.raises((CorruptBlock, CacheRefNotFound)):
             await kv.load(new)
 
         with pytest.raises(CacheRefNotFound):
@@ -108,14 +112,110 @@ async def test_a_stored_file_that_cannot_be_read_is_a_miss_and_is_saved_anew(
         assert await kv.load(await kv.save(TEN))
 
 
-async def test_a_fault_that_passes_puts_no_block_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("what", ["block", "manifest"])
+async def test_a_fault_that_passes_puts_nothing_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
+) -> None:
+    """Seen failing: a context was lost for good because too many files were open for a moment."""
     async with SidecarUnderTest(tmp_path, memory_limit_bytes=0) as kv:
         new = await kv.save(TEN)
-        name = kv.path_of(block_key(kv.plan(new), 1, 0)).name
-        with unreadable(monkeypatch, name, errno.EMFILE), pytest.raises(SidecarUnavailable):
-            await kv.load(new)
+        with unreadable(monkeypatch, name_of(kv, new, what), number):
+            await kv.catalog.read_ahead(TENANT, [new.cache_ref])
+            with pytest.raises(SidecarUnavailable):
+                await kv.load(new)
 
         assert await kv.load(new) == ["disk"] * 3
+
+
+async def test_a_touch_meets_a_fault_that_passes_and_leaves_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(TEN)
+        with unreadable(monkeypatch, name_of(kv, new, "manifest"), errno.EMFILE), pytest.raises(SidecarUnavailable):
+            await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1)
+
+        assert await kv.load(new)
+
+
+async def test_a_start_that_meets_a_fault_that_passes_fails_and_the_next_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(TEN)
+    again = SidecarUnderTest(tmp_path)
+    with unreadable(monkeypatch, name_of(again, new, "manifest"), errno.ENFILE), pytest.raises(SidecarUnavailable):
+        await again.sidecar.open()
+    await again.sidecar.close()
+
+    async with SidecarUnderTest(tmp_path) as kv:
+        assert await kv.load(new)
+
+
+@pytest.mark.parametrize("directory", ["blocks", "manifests"])
+async def test_a_start_that_cannot_look_into_a_directory_for_a_moment_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    """Seen failing: what was not seen counted as gone, and the contexts with it were removed."""
+    async with SidecarUnderTest(tmp_path) as kv:
+        new = await kv.save(TEN)
+    real = os.scandir
+
+    def scandir(path: Path) -> Iterator[os.DirEntry[str]]:
+        if Path(path).parent.name == directory:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path)
+
+    again = SidecarUnderTest(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        with suppress(OSError):
+            await again.sidecar.open()
+            await again.sidecar.collect()
+    await again.sidecar.close()
+
+    async with SidecarUnderTest(tmp_path) as kv:
+        assert await kv.load(new)
+
+
+async def test_a_pass_goes_on_where_what_was_used_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        kept = await kv.save(TEN, session_id=f"{KEPT_PREFIX}1")
+        until_ms = kept.expires_at_ms + 3_600_000
+        await kv.catalog.match_prefix(PrefixQuestion(TENANT, FINGERPRINT, pack_token_ids(TEN), 1, until_ms))
+        with unreadable(monkeypatch, name_of(kv, kept, "manifest"), errno.EMFILE):
+            await kv.catalog.collect()
+        await kv.catalog.collect()
+
+        record = kv.catalog.record(kept.cache_ref)
+        assert record is not None
+        assert record.expires_at_ms == until_ms
+
+
+@pytest.mark.parametrize("number", [*PASSING, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+async def test_a_new_expiry_that_may_not_be_durable_takes_no_context_away(tmp_path: Path, number: int) -> None:
+    """Seen failing: the rename had replaced the manifest, and what it was replaced with was removed."""
+    disk, clock = FaultyDisk(), ManualClock()
+    async with SidecarUnderTest(tmp_path, step=disk, clock=clock) as kv:
+        new = await kv.save(TEN)
+        disk.break_at("sync", number)
+        with pytest.raises((SidecarUnavailable, StorageFull)):
+            await kv.catalog.touch(TENANT, new.session_id, new.expires_at_ms + 1)
+        disk.heal()
+        assert await kv.load(new)
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        assert await kv.load(new)
+
+
+def name_of(kv: SidecarUnderTest, new: NewSave, what: str) -> str:
+    """Return the name of a context's manifest, or of a block file of it."""
+    if what == "manifest":
+        return f"{new.cache_ref}.safetensors"
+    return kv.path_of(block_key(kv.plan(new), 1, 0)).name
 
 
 @contextmanager

@@ -80,6 +80,36 @@ async def test_what_waits_too_long_for_its_save_goes_and_the_save_comes_all_the_
     assert await kv.catalog.seal(ref, 0)
 
 
+async def test_what_waited_too_long_for_its_save_is_not_sent_again(tmp_path: Path) -> None:
+    """Seen failing: with a slow answer all of a context was sent again for every plan."""
+    ref, clock = new_cache_ref(), ManualClock()
+    async with SidecarUnderTest(tmp_path, clock=clock, spare_s=300) as kv:
+        await kv.send_all(ahead(kv, 8, ref))
+        clock.advance(s=kv.settings.save_deadline_s + 1)
+        await kv.catalog.collect()
+        assert (await kv.send_all(ahead(kv, 16, ref))).missing_files == (2, 3)
+        clock.advance(s=kv.settings.save_deadline_s + 1)
+        await kv.catalog.collect()
+
+        assert (await kv.send_all(whole(kv, ref))).missing_files == (4,)
+        assert await kv.catalog.seal(ref, 0)
+
+
+async def test_a_save_has_all_its_time_however_long_what_went_ahead_has_waited(tmp_path: Path) -> None:
+    """Seen failing: a save that had just been announced was dropped."""
+    ref, clock = new_cache_ref(), ManualClock()
+    async with SidecarUnderTest(tmp_path, clock=clock) as kv:
+        await kv.send_all(ahead(kv, 16, ref))
+        clock.advance(s=kv.settings.save_deadline_s - 1)
+        prepared = await kv.catalog.prepare_save(whole(kv, ref))
+        clock.advance(s=kv.settings.save_deadline_s - 1)
+        await kv.catalog.collect()
+        for block_index in prepared.missing_files:
+            await kv.send(whole(kv, ref), block_index)
+
+        assert await kv.catalog.seal(ref, 0)
+
+
 async def test_the_collector_leaves_what_went_ahead_alone(kv: SidecarUnderTest) -> None:
     await kv.send_all(ahead(kv, 16, new_cache_ref()))
     await kv.sidecar.collect()
