@@ -12,6 +12,7 @@ from typing import Any
 from contextcache.claim import MINTED_PREFIX, SESSION_HEADER, TURN_PATHS
 from gateway.envoy.settings import EnvoySettings, duration
 from gateway.paths import CONSOLE_PATH, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS, ROOT_CALL
+from gateway.tenants.keys import KEY_HEADERS
 
 PODS = "pods"
 """Cluster of the vLLM pods."""
@@ -60,7 +61,7 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
         *((STATELESS, path, fail_open) for path in _POSTED),
     ]
     unsized = [_call(call) for call in (*_NOT_POSTED, *settings.engine_paths)]
-    return [
+    found = [
         # Envoy's filter answers for the pages it knows, and takes its policy from routes to somewhere alone.
         _public(_route(PREFLIGHT, {"prefix": "/", "headers": _ASKED_FIRST}, to_front, plugin=False)),
         *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
@@ -81,6 +82,11 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
         *(_route(STATELESS, match, to_pod, fail_open=fail_open) for match in unsized),
         _not_found({"prefix": ""}),
     ]
+    if not settings.api_keys_file:
+        return found  # a key may be for the engine
+    # Ours end here, also while every gateway is away; the router takes them off, behind the filter that reads them.
+    ends = {"request_headers_to_remove": sorted(KEY_HEADERS)}
+    return [route | (ends if route.get("route", {}).get("cluster") == PODS else {}) for route in found]
 
 
 def _path(path: str) -> dict[str, Any]:

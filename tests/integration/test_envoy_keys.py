@@ -13,7 +13,7 @@ import pytest
 
 from gateway.envoy.clusters import PLUGIN
 from gateway.envoy.routes import FRONT_PATHS
-from gateway.tenants.keys import AUTHENTICATE, KEY_BYTES_MAX, hash_key
+from gateway.tenants.keys import AUTHENTICATE, KEY_BYTES_MAX, KEY_HEADERS, hash_key
 from tests.kit import http2
 from tests.kit.attended_envoy import Attended, attended_envoy
 from tests.kit.fronts import Client
@@ -162,6 +162,19 @@ async def test_a_dead_gateway_lets_nobody_in_without_a_key_and_a_living_one_says
 
     assert (await door.ask("/v1/completions", claims))[0] == 503
     assert (await door.ask("/v1/context", ACCEPTED["a bearer"]))[0] == 503
+
+
+@pytest.mark.parametrize("gateway", ["living", "dead"])
+async def test_no_key_reaches_a_pod(door, gateway):
+    """Seen failing with a dead gateway: the plugin takes the keys off, and it was not there."""
+    if gateway == "dead":
+        await door.gateway.kill()
+    for headers in ACCEPTED.values():
+        assert await door.statuses(STATELESS, headers) == {200}
+
+    asked = door.attended.pod.turns
+    assert len(asked) >= len(ACCEPTED) * len(STATELESS)
+    assert not [name for request in asked for name, _ in request.headers if name in KEY_HEADERS]
 
 
 async def test_who_shows_no_key_costs_the_gateway_nothing_and_reads_the_answer_that_it_gives(door):
