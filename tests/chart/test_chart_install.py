@@ -211,6 +211,24 @@ def test_an_autoscaler_that_is_new_finds_the_pods_that_there_are(helm, scaler):
     assert replicas_of(helm.cluster)["gateway"] == 2
 
 
+PVC = merged(REDIS, ENGINE, {"sidecar": {"storage": {"type": "pvc"}}})
+
+
+@pytest.mark.parametrize(
+    "storage", [{"size": "200Gi"}, {"storageClassName": "fast"}, {"type": "hostPath", "hostPath": "/var/lib/kv"}]
+)
+def test_a_change_of_the_engines_claims_is_refused_before_anything_changes(helm, storage):
+    """Seen to fail: gateways and managers were upgraded, then the StatefulSet was refused."""
+    helm("install", str(CHART), *CHANGES, values=PVC)
+    before = json.dumps(helm.cluster.of_kind("Deployment"), sort_keys=True)
+    changed = merged(PVC, {"sidecar": {"storage": storage}, "logLevel": "DEBUG"})
+
+    with pytest.raises(AssertionError, match=r"sidecar.storage: Kubernetes cannot change"):
+        helm("upgrade", str(CHART), *CHANGES, values=changed)
+    assert json.dumps(helm.cluster.of_kind("Deployment"), sort_keys=True) == before
+    helm("upgrade", str(CHART), *CHANGES, values=PVC)
+
+
 @pytest.mark.parametrize(
     ("storage", "named"),
     [

@@ -136,6 +136,21 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(ENGINE, {"engine": {"shutdownTimeoutS": 600}}),
         ("engine.terminationGracePeriodSeconds",),
     ),
+    "a sidecar that is killed before its peers have what it has": (
+        merged(ENGINE, {"engine": {"shutdownTimeoutS": 90}}),
+        ("engine.terminationGracePeriodSeconds", "handoverS", "125 s"),
+    ),
+    "one name for two models": (
+        merged(
+            ENGINE,
+            {"engine": {"servedModelName": "chat"}, "models": {"small": {"model": "x", "servedModelName": "chat"}}},
+        ),
+        ("models", "chat", "servedModelName"),
+    ),
+    "a name for a model that is another one": (
+        {"models": {"first": {"model": "one"}, "second": {"model": "two", "servedModelName": "one"}}},
+        ("models", "one", "two"),
+    ),
     "a sidecar that is killed before the shared store has what it has": (
         merged(ENGINE, {"sidecar": {"settings": {"storeUrl": "s3://kv/release", "storeFlushS": 60}}}),
         ("engine.terminationGracePeriodSeconds", "storeFlushS"),

@@ -142,10 +142,12 @@ readinessProbe:
 {{- fail (printf "engine.blockSize (%d) must be a multiple of 32 with engine.gpu.count 0: vLLM's attention on CPUs knows no other" (int $engine.blockSize)) }}
 {{- end }}
 {{- $drain := get .Values.sidecar.settings "drainS" | default 5 | float64 | ceil | int }}
-{{- $flush := ternary (dig "storeFlushS" 20.0 .Values.sidecar.settings | float64 | ceil | int) 0 (ne "" (dig "storeUrl" "" .Values.sidecar.settings)) }}
+{{- $store := ne "" (dig "storeUrl" "" .Values.sidecar.settings) }}
+{{- /* What an ending sidecar has goes to the store, or to its peers. */}}
+{{- $flush := ternary (dig "storeFlushS" 20.0 .Values.sidecar.settings) (ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (ne "[]" (include "context-cache.sidecar.takers" .))) $store | float64 | ceil | int }}
 {{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS $drain $flush }}
 {{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
-{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must hold engine.preStopSleepS, engine.shutdownTimeoutS and the sidecar's drainS, and storeFlushS with a store: %d s in all, else running answers are cut" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
+{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must hold engine.preStopSleepS, engine.shutdownTimeoutS and the sidecar's drainS and handoverS, with a store its storeFlushS: %d s in all, else running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
 {{- end }}
 {{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
 {{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0, no pod could be replaced" }}
