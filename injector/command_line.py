@@ -133,8 +133,10 @@ def _engine_of(command: SimpleCommand, env: Mapping[str, str]) -> tuple[tuple[st
         return None
     options: list[str] = []
     texts = expanded((word.text for word in command.words[found:]), env)
-    for word, text in zip(command.words[found:], texts, strict=True):
+    for index, (word, text) in enumerate(zip(command.words[found:], texts, strict=True)):
         # A variable without quotes may hold several options.
+        if word.expands and "$" in text and index and not texts[index - 1].startswith("-"):
+            raise NotInjected(Reason.COMMAND_UNKNOWN, f"{text} is not in the container's env, and may be options")
         options += text.split() if word.expands else [text]
     return tuple(options), command.words[-1].end
 

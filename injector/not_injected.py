@@ -22,6 +22,7 @@ class Reason(StrEnum):
     SERVER = "server"
     NAME_TAKEN = "name-taken"
     USER = "user"
+    RESOURCES = "resources"
     FS_GROUP = "fs-group"
     VLLM_VERSION = "vllm-version"
     FAULT = "fault"

@@ -76,6 +76,9 @@ def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
         raise NotInjected(Reason.OPTED_OUT, f"the pod has no label {INJECT_LABEL}: true")
     if labels.get(ENGINES_LABEL, parts.engines) != parts.engines:
         raise NotInjected(Reason.OTHER_RELEASE, f"the pod belongs to {labels[ENGINES_LABEL]!r} (label {ENGINES_LABEL})")
+    if spec.get("resources"):
+        # Kubernetes 1.34: they must hold all containers together, or no pod is made at all.
+        raise NotInjected(Reason.RESOURCES, "spec.resources has no room for a sidecar")
     if spec.get("hostNetwork"):
         raise NotInjected(Reason.HOST_NETWORK, "in the node's network the sidecar's ports are not its own")
     if (spec.get("os") or {}).get("name") == "windows":
@@ -178,13 +181,16 @@ def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
 
 
 def _follow_scheme(engine: dict[str, Any], parts: PatchParts) -> None:
-    """Probe by HTTPS what now serves HTTPS."""
+    """Probe by HTTPS what now serves HTTPS. Raises NotInjected for a program that may ask by HTTP, and kill for ever."""
     if not parts.https:
         return
     names = {port.get("name") for port in engine.get("ports") or [] if port.get("containerPort") == parts.port}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        request = (engine.get(probe) or {}).get("httpGet")
-        if request and request.get("port") in {parts.port, str(parts.port), *names}:
+    probes = [engine.get(probe) or {} for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    if any("exec" in probe for probe in probes):
+        raise NotInjected(Reason.SERVER, "vLLM would serve HTTPS, and a probe that is a program may ask it by HTTP")
+    hooks = [(engine.get("lifecycle") or {}).get(hook) or {} for hook in ("postStart", "preStop")]
+    for request in (each["httpGet"] for each in (*probes, *hooks) if "httpGet" in each):
+        if request.get("port") in {parts.port, str(parts.port), *names}:
             request["scheme"] = "HTTPS"
 
 

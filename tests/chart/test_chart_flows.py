@@ -59,6 +59,7 @@ NARROW = {
     "tracing": {"endpoint": "http://otel.monitoring.svc:4317"},
     "redis": {"url": "redis://redis.data.svc:6379/0", "egress": {"to": [of_namespace("data")]}},
 }
+OWN_POLICIES = {"networkPolicy": {"injectedPods": {"ownPolicies": True}}}
 OWN_REDIS = {"redis": {"url": ""}}
 
 ALWAYS: set[Flow] = {
@@ -185,6 +186,20 @@ def test_somebody_else_s_pods_keep_their_own_traffic_by_default():
 
     assert {flow[1] for flow in out} == {party.name for party in WORLD}
     assert into == {("app", "injected", 8000)}
+
+
+def test_where_the_owner_s_policies_decide_ours_opens_nothing_for_strangers():
+    """Policies add up: seen opening every port of a pod whose owner had closed them."""
+    documents = render(Release(merged({"redis": NARROW["redis"]}, INJECTOR, OWN_POLICIES), namespace=NAMESPACE))
+    injected = parties(documents)[-1]
+    into = allowed(documents, namespace=NAMESPACE, callers=[APP], called=[injected], ports=[22, 8000, 50061])
+    own = [party for party in parties(documents) if party.name == "gateway"]
+
+    assert into == set()
+    assert allowed(documents, namespace=NAMESPACE, callers=own, called=[injected], ports=[8000, 50061]) == {
+        ("gateway", "injected", 8000),
+        ("gateway", "injected", 50061),
+    }
 
 
 def test_nobody_but_gateway_and_injector_asks_the_kubernetes_api():

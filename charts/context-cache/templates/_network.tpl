@@ -178,7 +178,8 @@ Rules for vLLM's port. Its metrics are there too, so who scrapes could also ask 
 Injected pods are somebody else's: opting in must not cut what they did before. A policy closes all ports of the pods it
 selects, so this one opens all again but the sidecar's two, which hold KV of every tenant and came with us. vLLM's port
 stays as open as it was, unless injectedPods.restrictHttp says that everybody has moved to the front; what reaches it
-directly gets no context, as only signed requests do. What these pods call is not restricted: no Egress here.
+directly gets no context, as only signed requests do. Policies add up: where the owner's own ones are to decide, which
+would not have opened all that, this one has to open nothing (injectedPods.ownPolicies). What these pods call is not restricted: no Egress here.
 */}}
 {{- define "context-cache.network.injected" -}}
 apiVersion: networking.k8s.io/v1
@@ -197,10 +198,12 @@ spec:
   policyTypes: [Ingress]
   ingress:
     {{- include "context-cache.network.sidecar" . | nindent 4 }}
-    {{- if .Values.networkPolicy.injectedPods.restrictHttp }}
+    {{- if or .Values.networkPolicy.injectedPods.restrictHttp .Values.networkPolicy.injectedPods.ownPolicies }}
     {{- include "context-cache.network.vllm" . | nindent 4 }}
     {{- end }}
+    {{- if not .Values.networkPolicy.injectedPods.ownPolicies }}
     {{- include "context-cache.network.otherPorts" . | nindent 4 }}
+    {{- end }}
 {{- end }}
 
 {{/* A rule for every port but the sidecar's two (and vLLM's): ranges between them, for each protocol. */}}

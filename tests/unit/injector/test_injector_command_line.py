@@ -59,6 +59,11 @@ def extended(**container):
             (["tini", "--", "sh", "-c", "vllm serve m" + QUOTED + " &\nwait"], None),
         ),
         (None, ["bash", "-c", "vllm serve m"], (None, ["bash", "-c", "vllm serve m" + QUOTED])),
+        (
+            None,
+            ["sh", "-c", "vllm serve $MODEL --dtype $DTYPE"],
+            (None, ["sh", "-c", "vllm serve $MODEL --dtype $DTYPE" + QUOTED]),
+        ),
     ],
 )
 def test_arguments_are_appended_where_vllm_reads_them(command, args, expected):
@@ -81,6 +86,10 @@ def test_arguments_are_appended_where_vllm_reads_them(command, args, expected):
         (["sh", "-c", "if x; then vllm serve a; else vllm serve b; fi"], None, Reason.SHELL_SCRIPT),
         (["sh", "-c", "cat <<E\nvllm serve m\nE"], None, Reason.SHELL_SCRIPT),
         (["sh", "-c", "vllm serve 'm"], None, Reason.SHELL_SCRIPT),
+        # Seen injected: what was in them came before ours, and lost.
+        (["sh", "-c", "exec vllm serve $MODEL $EXTRA_ARGS"], None, Reason.COMMAND_UNKNOWN),
+        (["sh", "-c", "OPTS='--port 9000'; vllm serve m $OPTS"], None, Reason.COMMAND_UNKNOWN),
+        (["bash", "-c", "A=(--port 9000); vllm serve m ${A[@]}"], None, Reason.COMMAND_UNKNOWN),
     ],
 )
 def test_a_command_that_cannot_be_extended_safely_is_left_alone(command, args, reason):

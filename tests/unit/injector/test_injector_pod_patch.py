@@ -248,6 +248,27 @@ def test_probes_follow_where_the_release_serves_https():
     assert engine_of(injected(pod))["readinessProbe"] == probe
 
 
+def test_a_hook_follows_too_and_a_probe_that_is_a_program_is_not_guessed_at():
+    """Seen injected: such a probe would have asked by HTTP, and had the engine killed for ever."""
+    hook = {"preStop": {"httpGet": {"path": "/drain", "port": 8000}}}
+    program = make_pod(make_engine(livenessProbe={"exec": {"command": ["curl", "-f", "http://localhost:8000/health"]}}))
+    after = engine_of(injected(make_pod(make_engine(lifecycle=hook)), make_parts(https=True)))
+
+    assert after["lifecycle"]["preStop"]["httpGet"]["scheme"] == "HTTPS"
+    assert "livenessProbe" in engine_of(injected(program))
+    with pytest.raises(NotInjected) as refusal:
+        injected(program, make_parts(https=True))
+    assert refusal.value.reason is Reason.SERVER
+
+
+def test_a_pod_whose_resources_are_bounded_together_is_left_alone():
+    """Seen injected: Kubernetes 1.34 then refuses every new pod of it."""
+    with pytest.raises(NotInjected) as refusal:
+        injected(make_pod(resources={"requests": {"cpu": "4", "memory": "16Gi"}}))
+
+    assert refusal.value.reason is Reason.RESOURCES
+
+
 def test_pull_secrets_are_added_once():
     pod = make_pod(imagePullSecrets=[{"name": "a"}])
     after = injected(pod, make_parts(image_pull_secrets=("a", "b")))
