@@ -181,7 +181,7 @@ def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
 
 
 def _follow_scheme(engine: dict[str, Any], parts: PatchParts) -> None:
-    """Probe by HTTPS what now serves HTTPS. Raises NotInjected for a program that may ask by HTTP, and kill for ever."""
+    """Probe by HTTPS what now serves HTTPS. Raises NotInjected for a program: it may ask by HTTP, and kill for ever."""
     if not parts.https:
         return
     names = {port.get("name") for port in engine.get("ports") or [] if port.get("containerPort") == parts.port}
