@@ -107,7 +107,8 @@ async def live(client, receipts, reads, name):
             contexts.append(await forked(client, context, f"fork-{name}-{step}"))
             receipts.sums["contexts"] += 1
         elif what == "rewind":
-            with suppress(errors.GenerationGone):  # a rewind before has replaced it
+            # A rewind before has replaced it; or nobody said whether this one was made, which no receipt tells of.
+            with suppress(errors.GenerationGone, errors.StoreUnavailable, errors.NoReadyEndpoint, ConnectionFailed):
                 await context.rewind(max(1, (await context.refresh()).generation - 1))
         else:
             contexts.remove(context)
