@@ -153,18 +153,17 @@ class _Counts:
 class LargeBodies:
     """Reads those of one process; knows nothing of what is read in them."""
 
-    def __init__(self, *, objects_max: int | None = None) -> None:
-        """Start nothing yet; the one thread ends with its owner.
-
-        `objects_max`: bodies that may hold more are large too, whatever their size; None: there are none.
-        """
-        self._objects_max = objects_max
+    def __init__(self) -> None:
+        """Start nothing yet; the one thread ends with its owner."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="large bodies")
         self._free_at_s = 0.0
 
-    async def read(self, reading: Callable[[bytes], Read], body: bytes) -> Read:
-        """Return what `reading`, which must not touch the loop's state, makes of a body. Raises what it raises."""
-        is_wide = self._objects_max is not None and body.count(b"{") > self._objects_max
+    async def read(self, reading: Callable[[bytes], Read], body: bytes, *, objects_max: int | None = None) -> Read:
+        """Return what `reading`, which must not touch the loop's state, makes of a body. Raises what it raises.
+
+        `objects_max`: one that may hold more is large, whatever its size; None: whatever it holds.
+        """
+        is_wide = objects_max is not None and body.count(b"{") > objects_max
         if len(body) <= LARGE_BYTES and not is_wide:
             return reading(body)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read_in_turn, reading, body)

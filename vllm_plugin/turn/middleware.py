@@ -68,8 +68,8 @@ log = logging.getLogger(__name__)
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
 _UNROUTED = UNROUTED_HEADER.encode()
 _HEALTH_PATH = "/health"
-_OBJECTS_MAX = 1000
-"""That a body may hold and be read between two steps of the loop: vLLM's own types take a tenth of a ms each."""
+_ITEMS_AT_ONCE = 1000
+"""Of a response's body, read between two steps of the loop: vLLM's own types take a tenth of a ms each."""
 _BODY_IDLE_S = 60.0
 """Without a byte of a request's body; a gateway sends it in one go."""
 
@@ -97,7 +97,7 @@ class TurnMiddleware:
             story, admission, kept = compose_turns(self._settings, self._secret)
         self._story = story
         self._kept = kept
-        self._large_bodies = LargeBodies(objects_max=_OBJECTS_MAX)
+        self._large_bodies = LargeBodies()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
@@ -188,7 +188,11 @@ class TurnMiddleware:
             return
         client = replace(client, words=await _words_of(scope))
         words = client.words
-        body, request = await self._large_bodies.read(lambda whole: _read_turn(path, headers, whole, named, words), raw)
+        body, request = await self._large_bodies.read(
+            lambda whole: _read_turn(path, headers, whole, named, words),
+            raw,
+            objects_max=_ITEMS_AT_ONCE if path == RESPONSES_PATH else None,
+        )
         named_or_new = named or self._name_of_repeated(identity.tenant, body, request)
         new: NewSession | None = None
         if named is None or request.creates_if_missing:

@@ -59,6 +59,8 @@ _SEGMENT_DEADLINE_S = 30.0
 _COUNT_AGAIN_S = 0.5
 _REPORT_WAIT_MS = 1000
 """For a report that is asked for before there is one; longer than the sidecar lets anybody wait."""
+EXPECTED_MAX = 32
+"""Of those at a time: a sidecar serves its engine's calls beside them, 256 in all. Other turns ask at the first token."""
 _LATE = "seal_deadline"
 """Why a create has no KV yet: it may still come."""
 
@@ -122,6 +124,7 @@ class Settlement:
         self._clock = clock
         self._metrics = metrics
         self._background = background
+        self._num_expected = 0
 
     async def settle(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> Closing:
         """End the turn for the session, whatever the session says, and return what the client is told.
@@ -286,9 +289,14 @@ class Settlement:
 
     def expect_load(self, turn: Turn) -> None:
         """Ask for the load report before there is one: at the first token, when every core computes, it is here."""
-        if self._by_tokens is None and turn.session.cache_refs:
+        if self._by_tokens is None and turn.session.cache_refs and self._num_expected < EXPECTED_MAX:
+            self._num_expected += 1
             asking = self._sidecar.load_report(turn.request_id, timeout_ms=_REPORT_WAIT_MS)
             turn.report = asyncio.create_task(asking)
+            turn.report.add_done_callback(self._has_answered)
+
+    def _has_answered(self, _report: asyncio.Task[LoadedKV | None]) -> None:
+        self._num_expected -= 1
 
     async def forget_load(self, turn: Turn) -> None:
         """End a question that nobody needs the answer of."""

@@ -10,6 +10,7 @@ from contextcache.identity import Identity, sign_identity, verify_kv_transfer
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
+from vllm_plugin.turn.settlement import EXPECTED_MAX
 from vllm_plugin.turn.usage import LoadedKV
 
 
@@ -633,6 +634,29 @@ async def test_a_question_for_what_was_loaded_ends_with_its_turn(pod, monkeypatc
 
     assert (whole.status, broken.status) == (200, 502)
     assert not [task for task in asyncio.all_tasks() if never.__qualname__ in repr(task)]
+
+
+async def test_a_crowd_of_turns_leaves_the_sidecar_calls_for_its_engine(pod, monkeypatch):
+    """It serves 256 at once: seen failing, as each turn in flight held one."""
+    session_ids = [await created(pod) for _ in range(EXPECTED_MAX + 8)]
+    now = most = 0
+
+    async def noted(request_id, *, timeout_ms):
+        nonlocal now, most
+        if timeout_ms > pod.settings.report_deadline_ms:  # asked before there is anything to tell
+            now, most = now + 1, max(most, now + 1)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                now -= 1
+
+    monkeypatch.setattr(pod.sidecar, "load_report", noted)
+    turns = [asyncio.create_task(pod.ask(one, prompt=" more", stream=True)) for one in session_ids]
+    answers = await asyncio.gather(*turns)
+
+    assert {answer.status for answer in answers} == {200}
+    assert (now, most) == (0, EXPECTED_MAX)
+    assert pod.story._settlement._num_expected == 0
 
 
 async def test_a_report_that_comes_late_is_asked_for_again(pod, monkeypatch):
