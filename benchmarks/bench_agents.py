@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.engines import running
+from benchmarks.engines import forget_prefixes, running
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
@@ -170,7 +170,8 @@ class Bench:
                             raise StepFailed(f"{what}, {way}: {answer.cached_tokens} tokens were cached")
                         times_ms[way] = round(answer.ttft_ms, 1)
                         time.sleep(_SETTLE_S)
-                    self._forget_prefixes()
+                    for url in self._stack.engine_urls:
+                        forget_prefixes(url)
                     found[what] += [times_ms] if number else []
         return found
 
@@ -262,16 +263,6 @@ class Bench:
         time.sleep(_SETTLE_S)
         listed = self._client.call("GET", f"/v1/context?kind=kept&limit={num_agents}")["data"]
         return [len(kept["pods"]) for kept in listed if kept["last_used"] * 1000 >= began_ms]
-
-    def _forget_prefixes(self) -> None:
-        for url in self._stack.engine_urls:
-            for _ in range(100):  # while a save holds blocks, it is not emptied
-                answer = httpx.post(f"{url}/reset_prefix_cache", timeout=60, trust_env=False)
-                if answer.raise_for_status().json()["success"]:
-                    break
-                time.sleep(0.1)
-            else:
-                raise StepFailed("an engine's prefix cache cannot be emptied")
 
     def _stored_bytes(self) -> int:
         directories = [self._stack.paths.sidecar_data(name) for name in self._stack.names_of("sidecar")]

@@ -33,9 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
-
-from benchmarks.engines import AFTER_STACK, running, start_engine
+from benchmarks.engines import AFTER_STACK, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
@@ -130,7 +128,7 @@ class Ours:
 
     def forget_prefixes(self) -> None:
         """Ask the engine past the gateway."""
-        _forget_prefixes(self._stack.engine_urls[0])
+        forget_prefixes(self._stack.engine_urls[0])
 
     def restart(self) -> None:
         """Kill engine and sidecar."""
@@ -166,7 +164,7 @@ class Resending:
 
     def forget_prefixes(self) -> None:
         """Ask the engine."""
-        _forget_prefixes(self._processes.url(self._names[0]))
+        forget_prefixes(self._processes.url(self._names[0]))
 
     def restart(self) -> None:
         """End all in order, so that what is still to be written is."""
@@ -414,16 +412,6 @@ def _sample(number: int, way: str, size: int, system: str, answer: Answer) -> Sa
 def _body(prompt: str) -> dict[str, Any]:
     """Return what asks for four tokens, of which only the first is timed."""
     return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0}
-
-
-def _forget_prefixes(engine_url: str) -> None:
-    """Empty an engine's prefix cache; what is saved stays valid."""
-    for _ in range(100):  # while a save holds blocks, it is not emptied
-        answer = httpx.post(f"{engine_url}/reset_prefix_cache", timeout=60, trust_env=False)
-        if answer.raise_for_status().json()["success"]:
-            return
-        time.sleep(0.1)
-    raise StepFailed(f"the prefix cache of {engine_url} cannot be emptied")
 
 
 def _wait_written(files: Path) -> None:

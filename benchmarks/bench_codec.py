@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.engines import start_engine
+from benchmarks.engines import forget_prefixes, start_engine
 from benchmarks.estimates import cell, interval, percentile
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
@@ -223,7 +223,7 @@ class Bench:
             def ask(conversation: Conversation, _seed: int, number: int = number) -> Answer:
                 return self._ask(conversation.prompts[number], load=conversation.refs[number - 1])
 
-            self._forget()
+            forget_prefixes(str(self._client.base_url).rstrip("/"))
             for conversation, answer in zip(conversations, _at_once(ask, conversations), strict=True):
                 before, first = conversation.prompts[number - 1], conversation.answers[number]
                 restored.append(answer.cached_tokens >= len(before) + ANSWER_TOKENS - 1)
@@ -253,7 +253,7 @@ class Bench:
             for _ in range(self._options.restores):
                 if tier == "disk":
                     self._crash()
-                self._forget()
+                forget_prefixes(str(self._client.base_url).rstrip("/"))
                 answer = self._ask(prompt, load=ref, num_tokens=1)
                 if answer.cached_tokens < len(prompt) - 2:
                     raise StepFailed("the context was not restored")
@@ -289,14 +289,6 @@ class Bench:
             time.sleep(0.05)
         raise StepFailed("a context was not saved")
 
-    def _forget(self) -> None:
-        """Empty the engine's prefix cache; what is saved stays valid."""
-        for _ in range(100):  # while a load holds blocks, it is not emptied
-            if self._client.post("/reset_prefix_cache").raise_for_status().json()["success"]:
-                return
-            time.sleep(0.1)
-        raise StepFailed("the engine's prefix cache cannot be emptied")
-
     def _crash(self) -> None:
         """Kill the sidecar and start it again; wait until the engine restores what it is asked."""
         os.kill(self._processes.pid("sidecar"), signal.SIGKILL)
@@ -304,7 +296,7 @@ class Bench:
         self._processes.start_again("sidecar")
         prompt, ref = self._small
         for _ in range(200):
-            self._forget()
+            forget_prefixes(str(self._client.base_url).rstrip("/"))
             if self._ask(prompt, load=ref, num_tokens=1).cached_tokens:
                 return
             time.sleep(0.1)

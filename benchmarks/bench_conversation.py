@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.engines import forget_prefixes
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
 from deploy.local.gateway_client import Answer, GatewayClient
@@ -91,7 +90,7 @@ class Conversations:
 
     def __init__(self, stack: Stack, *, turns: int, turn_tokens: int) -> None:
         self._client = GatewayClient(stack.url, next(iter(API_KEYS)))
-        self._engine = httpx.Client(base_url=stack.engine_urls[0], timeout=60, trust_env=False)
+        self._engine_url = stack.engine_urls[0]
         self._turns, self._turn_tokens = turns, turn_tokens
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
@@ -100,7 +99,7 @@ class Conversations:
         history, session_id, turns = "", "", []
         for _ in range(self._turns):
             if way != "prefix cache":
-                self._forget()
+                forget_prefixes(self._engine_url)
             self._seed += 1
             new = " " + plain_text(self._turn_tokens, seed=self._seed)
             if way != "context":
@@ -119,14 +118,6 @@ class Conversations:
     def _asked(self, path: str, **fields: Any) -> Answer:
         body = {"model": MODEL_NAME, "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, **fields}
         return self._client.stream(path, body)
-
-    def _forget(self) -> None:
-        """Empty the engine's prefix cache; what is saved stays valid."""
-        for _ in range(100):  # while a save holds blocks, it is not emptied
-            if self._engine.post("/reset_prefix_cache").raise_for_status().json()["success"]:
-                return
-            time.sleep(0.1)
-        raise StepFailed("the engine's prefix cache cannot be emptied")
 
 
 def rows_of(way: str, conversations: list[list[Turn]]) -> list[Mapping[str, Any]]:

@@ -33,8 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.engines import forget_prefixes
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
@@ -174,7 +173,6 @@ class Bench:
         """`places`: all rounds, number and tokens."""
         self._stack, self._places, self._store = stack, places, store
         self._client = GatewayClient(stack.url, next(iter(API_KEYS)))
-        self._engine = httpx.Client(base_url=stack.engine_urls[0], timeout=60, trust_env=False)
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
     def measure(self) -> list[Sample]:
@@ -208,7 +206,8 @@ class Bench:
         """Take every way once, and return the answers."""
         prompt, answers = self._prompt(size), {}
         ask = partial(self._asked, "/v1/completions")
-        self._forget_prefixes()
+        forget_prefixes(self._stack.engine_urls[0])
+        time.sleep(_SETTLE_S)
         for way in ("cold", "create") if number % 2 else ("create", "cold"):
             answers[way] = ask(prompt) if way == "cold" else self._asked("/v1/context", self._prompt(size), ttl=3600)
         bodies: dict[str, dict[str, Any]] = {
@@ -246,15 +245,6 @@ class Bench:
             wait_sealed(self._client, answer.session_id)
         time.sleep(_SETTLE_S)
         return answer
-
-    def _forget_prefixes(self) -> None:
-        """Empty the engine's prefix cache; what is saved stays valid."""
-        for _ in range(100):  # while a save holds blocks, it is not emptied
-            if self._engine.post("/reset_prefix_cache").raise_for_status().json()["success"]:
-                time.sleep(_SETTLE_S)
-                return
-            time.sleep(0.1)
-        raise StepFailed("the engine's prefix cache cannot be emptied")
 
     def _prompt(self, size: int) -> str:
         self._seed += 1

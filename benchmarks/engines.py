@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import httpx
 
 from benchmarks.processes import Processes
 from deploy.local.engine import PLAIN_ENVIRONMENT, engine_defaults, plain_command
 from deploy.local.model import MODEL_DIR, MODEL_NAME
 from deploy.local.ports import PORTS_OF_A_STACK
+from deploy.local.progress import StepFailed
 from deploy.local.readiness import EngineReady
 from deploy.local.stack import Stack
 
@@ -28,6 +32,16 @@ def running(stack: Stack) -> Iterator[None]:
         yield
     finally:
         stack.clean()
+
+
+def forget_prefixes(engine_url: str) -> None:
+    """Empty an engine's prefix cache; what is saved stays valid. Raises StepFailed after some ten seconds."""
+    for _ in range(100):  # while a save or a load holds blocks, it is not emptied
+        answer = httpx.post(f"{engine_url}/reset_prefix_cache", timeout=60, trust_env=False)
+        if answer.raise_for_status().json()["success"]:
+            return
+        time.sleep(0.1)
+    raise StepFailed(f"the prefix cache of {engine_url} cannot be emptied")
 
 
 def start_engine(

@@ -60,7 +60,7 @@ _COUNT_AGAIN_S = 0.5
 _REPORT_WAIT_MS = 1000
 """For a report that is asked for before there is one; longer than the sidecar lets anybody wait."""
 EXPECTED_MAX = 32
-"""Of those at a time: a sidecar serves its engine's calls beside them, 256 in all. Other turns ask at the first token."""
+"""Of those at a time: a sidecar serves its engine's calls beside them, 256 in all. Others ask at the first token."""
 _LATE = "seal_deadline"
 """Why a create has no KV yet: it may still come."""
 

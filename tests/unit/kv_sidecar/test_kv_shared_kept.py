@@ -307,25 +307,15 @@ async def held_up(
     may_go_on.set()
 
 
-async def test_a_delete_returns_when_what_is_being_written_has_ended_and_leaves_nothing(pod, tmp_path, monkeypatch):
+@pytest.mark.parametrize("writer", ["writes it", "removes what it stands for"])
+async def test_a_delete_returns_when_the_writer_has_ended_and_leaves_nothing(pod, tmp_path, monkeypatch, writer):
     async with pod("a") as kv:
-        async with held_up(kv.sidecar.shared._objects, "put", "/blocks/", monkeypatch) as begun:
+        if writer != "writes it":
+            await kv.save(SAID[:10], session_id=GROUP)
+            await written(kv)
+        call = "put" if writer == "writes it" else "delete"
+        async with held_up(kv.sidecar.shared._objects, call, "/blocks/", monkeypatch) as begun:
             await kv.save(SAID, session_id=GROUP)
-            await begun.wait()
-            delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
-            assert not (await asyncio.wait([delete], timeout=0.2))[0]
-        await delete
-        assert objects(tmp_path) == set()
-        await written(kv)
-    assert objects(tmp_path) == set()
-
-
-async def test_a_delete_returns_when_what_longer_kv_stands_for_has_left_and_leaves_nothing(pod, tmp_path, monkeypatch):
-    async with pod("a") as kv:
-        await kv.save(SAID, session_id=GROUP)
-        await written(kv)
-        async with held_up(kv.sidecar.shared._objects, "delete", "/blocks/", monkeypatch) as begun:
-            await kv.save((*SAID, 30, 31, 32), session_id=GROUP)
             await begun.wait()
             delete = asyncio.create_task(kv.sidecar.delete(TENANT, GROUP, []))
             assert not (await asyncio.wait([delete], timeout=0.2))[0]
