@@ -40,6 +40,10 @@ _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
 _IDLE_WAIT_S = 0.004
 """In a step without work: a new request waits no longer than this for its own."""
+_MATCH_WAIT_S = 0.01
+"""A step, for lookups, while there is nothing to compute. vLLM's engine spins for a second after each step (0.32
+distributed/device_communicators/shm_broadcast.py SpinCondition): one without work takes a core from the prompt behind
+it, on two cores half of its speed."""
 _IDLE_STEPS = 2
 """In a row, before the engine is taken to have nothing to compute."""
 
@@ -117,6 +121,10 @@ class SchedulerSide:
         self._saves: list[SavePlan] = []
         self._idle_steps = 0
         """Steps in a row that computed and began nothing."""
+        self._admitted: set[str] = set()
+        """Requests of all kinds that have blocks: there is something to compute, or to load."""
+        self._match_wait_s = _MATCH_WAIT_S
+        """What is left of it in this step."""
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
         self._adapters = KnownAdapters()
@@ -239,7 +247,7 @@ class SchedulerSide:
         awaits_adapter = tracked is not None and self._awaits_adapter(tracked)
         if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
             return None if awaits_adapter else 0, False
-        found = tracked.found = tracked.lookup.result(self._clock.now_ms())
+        found = tracked.found = self._answer(tracked.lookup)
         if found is None:
             return None, False
         tracked.device_tokens = num_computed_tokens
@@ -257,8 +265,20 @@ class SchedulerSide:
             return 0, False
         return num_tokens, True
 
+    def _answer(self, lookup: Lookup) -> Match | None:
+        """Return what a lookup has found; where nothing else is to be done, after a moment in which it may."""
+        found = lookup.result(self._clock.now_ms())
+        if found is not None or self._admitted or not self._may_idle or self._match_wait_s <= 0:
+            return found
+        assert lookup.future is not None, "a lookup that nobody carries out has its answer"
+        began_s = time.monotonic()
+        wait([lookup.future], self._match_wait_s)
+        self._match_wait_s -= time.monotonic() - began_s
+        return lookup.result(self._clock.now_ms())
+
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
+        self._admitted.add(request.request_id)
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -307,6 +327,7 @@ class SchedulerSide:
         in_prompts = sum(count for count in scheduled.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms(), scheduled)
         self._idle_steps = 0 if scheduler_output.total_num_scheduled_tokens or self._loads else self._idle_steps + 1
+        self._match_wait_s = _MATCH_WAIT_S
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
         return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())
@@ -368,6 +389,7 @@ class SchedulerSide:
         prompt was computed. The last token never has KV.
         """
         tracked = self._requests.pop(request.request_id, None)
+        self._admitted.discard(request.request_id)
         self._checkpoints.end(request.request_id)
         self._early_saves.end(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)

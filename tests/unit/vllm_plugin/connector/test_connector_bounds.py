@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector import worker_side
+from vllm_plugin.connector import scheduler_side, worker_side
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
@@ -81,3 +84,56 @@ def test_a_step_is_held_for_a_moment_only_while_nothing_is_computed(engine: Engi
     assert side.idle_wait_s() == 0
     hang.set()
     engine.loop.run_to_end("again")
+
+
+class Waits:
+    """The waits for lookups: each takes a tenth more than its time, unless what hangs goes on with the first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, goes_on: threading.Event | None = None) -> None:
+        self.took_s: list[float] = []
+        self._goes_on = goes_on
+        monkeypatch.setattr(scheduler_side, "wait", self._wait)
+        monkeypatch.setattr(scheduler_side, "time", SimpleNamespace(monotonic=lambda: 1.1 * sum(self.took_s)))
+
+    def _wait(self, futures: list[Future[Any]], timeout_s: float, *_until: str) -> None:
+        self.took_s.append(timeout_s)
+        if self._goes_on is not None:
+            self._goes_on.set()
+            wait(futures, 30)
+
+
+def test_an_engine_with_nothing_to_compute_begins_in_the_step_in_which_it_got_the_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's engine spins for a second after a step without work, beside the prompt that it is there to compute."""
+    answer = engine.save(PROMPT, A)
+    engine.loop.forget_prefixes()
+    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
+    Waits(monkeypatch, goes_on=hang)
+    engine.loop.add("again", PROMPT, params=transfer(load=(A,)))
+    engine.loop.step()
+
+    assert engine.loop.connector.scheduler_side._requests["again"].loading is not None
+    assert engine.loop.run_to_end("again") == answer
+
+
+def test_lookups_have_one_short_wait_in_a_step_and_none_beside_a_request_that_is_computed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = engine.sidecar.hang["get_manifest"] = threading.Event()
+    waits = Waits(monkeypatch)
+    engine.loop.add("computed", PROMPT)
+    engine.loop.step()
+    for name, ref in (("one", A), ("another", B)):
+        engine.loop.add(name, PROMPT, params=transfer(load=(ref,)))
+    engine.loop.step()
+    assert not waits.took_s
+
+    while "computed" not in engine.loop.finished:
+        engine.loop.step()
+    waits.took_s.clear()
+    for _ in range(3):
+        engine.loop.step()
+    assert [it for it in waits.took_s if it != scheduler_side._IDLE_WAIT_S] == [scheduler_side._MATCH_WAIT_S] * 3
+    hang.set()
+    engine.loop.run_to_end("one")
