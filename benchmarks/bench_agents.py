@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.engines import forget_prefixes, running
+from benchmarks.engines import REST_S, forget_prefixes, running
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
@@ -56,7 +56,6 @@ SHARED_MAX = 1.02
 """Bytes of all of them, of what their different tokens would take."""
 TIMES_KV = 2
 TRIES = 3
-_SETTLE_S = 0.5
 _ALONE_HEADS = ("alone", "n", "kept ms", "95 %", "not kept ms", "95 %", "ratio", "95 %", "at most", "met")
 _ROUND_HEADS = ("round", "way", "turns", "ttft p50 ms", "p95 ms", "computed tokens", "cached tokens", "tries", "from")
 
@@ -169,7 +168,7 @@ class Bench:
                         if is_warm != (what == "again" and way == "keep"):
                             raise StepFailed(f"{what}, {way}: {answer.cached_tokens} tokens were cached")
                         times_ms[way] = round(answer.ttft_ms, 1)
-                        time.sleep(_SETTLE_S)
+                        time.sleep(REST_S)
                     for url in self._stack.engine_urls:
                         forget_prefixes(url)
                     found[what] += [times_ms] if number else []
@@ -260,7 +259,7 @@ class Bench:
 
     def _pods_since(self, began_ms: int, num_agents: int) -> list[int]:
         """Return on how many pods each conversation is kept that was used since then."""
-        time.sleep(_SETTLE_S)
+        time.sleep(REST_S)
         listed = self._client.call("GET", f"/v1/context?kind=kept&limit={num_agents}")["data"]
         return [len(kept["pods"]) for kept in listed if kept["last_used"] * 1000 >= began_ms]
 

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.engines import AFTER_STACK, forget_prefixes, running, start_engine
+from benchmarks.engines import AFTER_STACK, REST_S, forget_prefixes, running, start_engine
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
@@ -62,7 +62,6 @@ NEW_TOKENS_MAX = 64
 UNIT_TOKENS = {"ours": 1, "lmcache": 256, "tiering": 32}
 """What each stores at least; the systems, in the order of the tables."""
 _NEXT_TURN = " And what happened then?"
-_SETTLE_S = 0.25
 _LOOK_S, _STILL_LOOKS = 0.2, 10
 """Files that have not changed for so many looks are all there."""
 _SHARED = Path("/dev/shm")
@@ -344,12 +343,12 @@ class Bench:
         self._settled(cold)
         hit = self._settled(system.go_on(name))
         system.forget_prefixes()
-        time.sleep(_SETTLE_S)
+        time.sleep(REST_S)
         return name, {"cold": cold, "hit": hit, "memory": self._settled(system.go_on(name))}
 
     def _settled(self, answer: Answer) -> Answer:
         """Let what follows an answer be done before the next is asked for."""
-        time.sleep(_SETTLE_S)
+        time.sleep(REST_S)
         return answer
 
     def _in_turn(self, number: int) -> list[str]:

@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engines import AFTER_STACK, running, start_engine
+from benchmarks.engines import AFTER_STACK, REST_S, running, start_engine
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
@@ -50,7 +50,8 @@ BURST_REQUESTS, BURST_TOKENS, BURST_ANSWER = 8, 150, 32
 SAVED_TOKENS, SAVED_ANSWER = 5800, 16
 BESIDE_TOKENS = 320
 """Of the request beside a save: enough for the time in which 5 800 tokens are computed, and for the save."""
-_SETTLE_S = 0.25
+_BEGUN_S = 0.25
+"""Until a request is computed, beside which another is asked."""
 _HEADS = ("what", "n", "with ms", "95 %", "without ms", "95 %", "ratio", "95 %", "at most", "met")
 
 Pair = dict[str, float]
@@ -140,7 +141,7 @@ class Bench:
         for way in ("with", "without") if number % 2 else ("without", "with"):
             answer = self._asked(self._engines[way], prompts[0], REQUEST_ANSWER)
             token_ms = (answer.arrivals_ms[-1] - answer.ttft_ms) / (len(answer.arrivals_ms) - 1)
-            time.sleep(_SETTLE_S)
+            time.sleep(REST_S)
             began_s = time.perf_counter()
             with ThreadPoolExecutor(BURST_REQUESTS) as pool:
                 list(
@@ -151,7 +152,7 @@ class Bench:
                     )
                 )
             burst_ms = (time.perf_counter() - began_s) * 1000
-            time.sleep(_SETTLE_S)
+            time.sleep(REST_S)
             figures = (answer.ttft_ms, answer.total_ms, token_ms, burst_ms)
             for what, value in zip(found, figures, strict=True):
                 found[what][way] = round(value, 3)
@@ -182,7 +183,7 @@ class Bench:
         with ThreadPoolExecutor(1) as pool:
             began_s = time.perf_counter()
             beside = pool.submit(self._asked, engine, short, BESIDE_TOKENS)
-            time.sleep(_SETTLE_S)
+            time.sleep(_BEGUN_S)
             sent_s = time.perf_counter()
             # Both by the same way, so that what is said of their end is as late.
             path, more = ("/v1/context", {"ttl": 3600}) if saves else ("/v1/completions", {})
@@ -192,7 +193,7 @@ class Bench:
             # The last chunk of a create is held until the save is done: the one before it says when that began.
             window = Window(sent_s + answer.arrivals_ms[-2] / 1000, sent_s + answer.total_ms / 1000)
             arrivals_s = [began_s + arrival_ms / 1000 for arrival_ms in beside.result().arrivals_ms]
-        time.sleep(_SETTLE_S)
+        time.sleep(REST_S)
         return arrivals_s, window
 
     def _asked(

@@ -15,8 +15,8 @@ them again, then takes every way once a round, all in that one run of the engine
 
 Cold and create take turns at being first, and so do hit, memory, disk and store. A sample counts when `usage` says that
 its tokens came from where they should; the others are dropped and counted. Round 0 is not counted: the first answers of
-a process are slow. On two cores some answers take 100 to 200 ms longer, plain vLLM's too: p25 shows how long without,
-and short contexts have more rounds. A ratio is that of two medians; its interval is a bootstrap of each, drawn by
+a process are slow. On two cores some answers take longer, plain vLLM's too: p25 shows how long without, and short
+contexts have more rounds. A ratio is that of two medians; its interval is a bootstrap of each, drawn by
 itself. Not measured: throughput, and a disk without a page cache (the operating system may still have the files).
 """
 
@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import forget_prefixes
+from benchmarks.engines import REST_S, forget_prefixes
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
@@ -81,8 +81,6 @@ BARS: Mapping[tuple[str, str], Mapping[int, float]] = {
 LONG_TOKENS, TIMES_SHORT = 4000, 3
 """Contexts that are shorter have so many times the rounds."""
 _NEXT_TURN = " And what happened then?"
-_SETTLE_S = 0.25
-"""Before each sample, so that none meets what the one before left to do."""
 _TTFT_HEADS = ("tokens", "way", "n", "dropped", "computed", "cached", "TTFT ms", "95 %", "p25", "p90", "restore ms")
 _RATIO_HEADS = ("tokens", "ratio", "", "95 %", "at most", "met")
 
@@ -207,7 +205,7 @@ class Bench:
         prompt, answers = self._prompt(size), {}
         ask = partial(self._asked, "/v1/completions")
         forget_prefixes(self._stack.engine_urls[0])
-        time.sleep(_SETTLE_S)
+        time.sleep(REST_S)
         for way in ("cold", "create") if number % 2 else ("create", "cold"):
             answers[way] = ask(prompt) if way == "cold" else self._asked("/v1/context", self._prompt(size), ttl=3600)
         bodies: dict[str, dict[str, Any]] = {
@@ -243,7 +241,7 @@ class Bench:
         answer = self._client.stream(path, body)
         if answer.session_id:
             wait_sealed(self._client, answer.session_id)
-        time.sleep(_SETTLE_S)
+        time.sleep(REST_S)
         return answer
 
     def _prompt(self, size: int) -> str:
