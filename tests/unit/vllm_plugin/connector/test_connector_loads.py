@@ -809,7 +809,9 @@ def test_a_question_for_anything_else_that_is_not_answered_costs_nothing_of_what
     lookup = engine.loop.connector.scheduler_side._requests["again"].lookup
     wait_until(lambda: lookup._named, what="what the turn names is known")
     engine.clock.advance(ms=1_000)
-    engine.loop.run_to_end("again")
+    engine.loop.step()
+    engine.sidecar.wait_for("load_block")
     hang.set()
+    engine.loop.run_to_end("again")
 
     assert engine.counted("loads") == 1
