@@ -2,7 +2,7 @@
 
 A thin layer over obstore 0.12, whose own chain finds the credentials (AWS_…, GOOGLE_…, AZURE_…, the pod's identity) and
 whose retries are bounded by the deadline here. Nothing of what a store says in an error is logged or handed on: it may
-name keys. Names are relative to the URL's path; what they mean is shared_tier.py's.
+name keys. Names are relative to the URL's path; what they mean is stored_kv.py's.
 """
 
 from __future__ import annotations

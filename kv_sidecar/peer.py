@@ -174,7 +174,7 @@ class StoredPeer:
         async with nullcontext() if self._pace is None else self._pace.file():
             await self._slots.acquire()
             try:
-                data = await self._shared.block(manifest.tenant, block_key(manifest, index, rank))
+                data = await self._shared.stored.block(manifest.tenant, block_key(manifest, index, rank))
             except BaseException:
                 self._slots.release()
                 raise

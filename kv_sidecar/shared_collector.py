@@ -33,7 +33,8 @@ from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore, StoredObject
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.shared_eviction import Shelf, StoredSession, leaving
-from kv_sidecar.shared_tier import SharedTier, each, ref_of
+from kv_sidecar.shared_tier import SharedTier
+from kv_sidecar.stored_kv import each, manifest_name, ref_of
 
 COLLECTOR = "collector"
 """The object whose age says when somebody last collected; it holds the bytes that were left, by tenant."""
@@ -169,7 +170,7 @@ class SharedCollector:
         unnamed, unheld = await asyncio.to_thread(listing.leftovers, live, before_ms)
         shelf = await asyncio.to_thread(listing.shelf, live, set(doomed.values()), before_ms)
         await each(unnamed, self._objects.delete)
-        await each(unheld, lambda name: self._shared.delete_unheld(tenant, name))
+        await each(unheld, lambda name: self._shared.removals.delete_unheld(tenant, name))
         return len(doomed), shelf
 
     async def _see(self, stored: StoredObject, owner: SessionId) -> None:
@@ -182,7 +183,7 @@ class SharedCollector:
         if known is not None and known[0] == stored.modified_at_ms:
             return
         try:
-            found = await self._shared.read(stored.name)
+            found = await self._shared.stored.read(stored.name)
         except KeyNotAtHand:
             ends_at_ms = stored.modified_at_ms + MAX_TTL_S * 1000 if owner.startswith(KEPT_PREFIX) else _NEVER
             self._seen[stored.name] = (_UNREAD, owner, ends_at_ms)
@@ -212,11 +213,11 @@ class SharedCollector:
                     asked.append(HeldCacheRef(listing.tenant, owner, ref_of(stored.name)))
         if orphans is not None:
             unnamed = await _unnamed([it for it in asked if CACHE_REF_PATTERN.fullmatch(it.cache_ref)], orphans)
-            found = {listing.manifest_name(it.cache_ref) for it in unnamed}
+            found = {manifest_name(listing.tenant, it.cache_ref) for it in unnamed}
             kept = listing.manifests.keys() - doomed.keys() - found
             for it in unnamed:
-                if listing.manifest_name(prompt_ref(it.cache_ref)) not in kept:
-                    doomed[listing.manifest_name(it.cache_ref)] = it.session_id
+                if manifest_name(listing.tenant, prompt_ref(it.cache_ref)) not in kept:
+                    doomed[manifest_name(listing.tenant, it.cache_ref)] = it.session_id
         return doomed
 
 
@@ -242,10 +243,6 @@ class _Listing:
     manifests: Mapping[str, StoredObject]
     """By name."""
 
-    def manifest_name(self, cache_ref: CacheRef) -> str:
-        """Return the name of the manifest's object."""
-        return f"{self.tenant}/manifests/{cache_ref}"
-
     def leftovers(self, live: Set[_Live], before_ms: float) -> tuple[list[str], list[str]]:
         """Return the old objects that no live manifest needs, and the file names of old blocks that nothing holds."""
         left = {
@@ -266,7 +263,7 @@ class _Listing:
             if (named := (_second(it), ref_of(it.name))) in live:
                 session = shelf[named[0]]
                 session.cache_refs.add(named[1])
-                manifest = self.manifests[self.manifest_name(named[1])]
+                manifest = self.manifests[manifest_name(self.tenant, named[1])]
                 session.used_at_ms = max(session.used_at_ms, it.modified_at_ms, manifest.modified_at_ms)
         for it in self.holders:
             if ref_of(it.name) in shelf:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -711,7 +712,7 @@ def test_what_comes_faster_because_somebody_waits_now_is_measured_anew():
 async def test_a_fetch_that_is_cancelled_in_any_moment_gives_its_room_back(pair: Pair) -> None:
     """Seen to fail: cancelled while a file was on its way to whoever asked, its room was gone for good."""
 
-    class Shared:
+    class Stored:
         async def block(self, *_: object) -> bytes:
             await asyncio.sleep(0)
             return b"x"
@@ -719,7 +720,7 @@ async def test_a_fetch_that_is_cancelled_in_any_moment_gives_its_room_back(pair:
     manifest = await pair.there.catalog.open(TENANT, (await pair.there.save(PROMPT)).cache_ref)
     for moment in range(12):
         slots = asyncio.Semaphore(4)
-        peer = StoredPeer(Shared(), slots=slots)  # type: ignore[arg-type]  # what is asked of it here
+        peer = StoredPeer(SimpleNamespace(stored=Stored()), slots=slots)  # type: ignore[arg-type]  # what is asked of it
         files = peer.block_files(manifest, 0, range(len(manifest.files)))
         asked = asyncio.ensure_future(anext(files))
         for _ in range(moment):

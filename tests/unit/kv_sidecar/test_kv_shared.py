@@ -14,7 +14,7 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import HeldCacheRef
-from kv_sidecar import shared_tier
+from kv_sidecar import shared_removal, shared_tier
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
 from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.settings import SidecarSettings
@@ -98,7 +98,7 @@ async def test_what_an_engine_saves_under_the_name_of_a_pull_that_failed_is_writ
         new = await kv.save(TEN)
         await written(kv)
     async with pod("b") as kv:
-        monkeypatch.setattr(kv.sidecar.shared, "block", is_away)
+        monkeypatch.setattr(kv.sidecar.shared.stored, "block", is_away)
         await brought(kv, new.cache_ref)
         assert kv.counted("pulls_total", outcome="sidecar_unavailable") == 1
         await kv.save(TEN, cache_ref=new.cache_ref)
@@ -199,7 +199,8 @@ async def test_what_a_crash_left_is_collected_when_it_is_old_and_never_what_is_n
         if point == AFTER_UNSTORED_MANIFEST:
             await kv.save(other, session_id="ctx_2")
             await written(kv)
-        monkeypatch.setattr(shared_tier, "crash_point", die)
+        for part in (shared_tier, shared_removal):
+            monkeypatch.setattr(part, "crash_point", die)
         if point == AFTER_UNSTORED_MANIFEST:
             end = kv.sidecar.shared.delete(TENANT, "ctx_2", [], is_whole=True)
         else:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
-from kv_sidecar import shared_tier
+from kv_sidecar import shared_removal, shared_tier
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
 from kv_sidecar.shared_eviction import LOWER_MARK, UPPER_MARK, Shelf, StoredSession, leaving
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
@@ -188,7 +188,7 @@ async def test_what_a_crash_left_of_a_context_that_was_leaving_is_collected(pod,
         if point == AFTER_EVICTED_MANIFEST:
             raise Killed
 
-    monkeypatch.setattr(shared_tier, "crash_point", die)
+    monkeypatch.setattr(shared_removal, "crash_point", die)
     async with pod("a") as kv:
         await three_contexts(kv, tmp_path)
         size_bytes = stored_bytes(tmp_path)

@@ -22,7 +22,7 @@ from kv_sidecar.saves import NewSave
 from kv_sidecar.shared_collector import COLLECTOR
 from kv_sidecar.shared_eviction import StoredSession
 from kv_sidecar.shared_known import KnownBlocks
-from kv_sidecar.shared_tier import each
+from kv_sidecar.stored_kv import each
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 
@@ -251,7 +251,7 @@ async def test_a_delete_that_is_tried_again_leaves_what_was_made_anew_under_the_
 async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanwhile(pod, tmp_path, clock, monkeypatch):
     async with pod("a") as kv:
         shared = kv.sidecar.shared
-        held, find = Held(shared._objects, "put", "/blocks/"), shared._find
+        held, find = Held(shared._objects, "put", "/blocks/"), shared.removals._find
         old = await kv.save(TEN, session_id="my-chat")
         await held.has_come.wait()
         delete = asyncio.create_task(kv.sidecar.delete(TENANT, "my-chat", [old.cache_ref]))
@@ -263,7 +263,7 @@ async def test_a_delete_that_waits_for_the_writer_leaves_what_is_made_anew_meanw
             await until(lambda: new.cache_ref in manifests(tmp_path), what="the new one is written")
             await find(removal)
 
-        monkeypatch.setattr(shared, "_find", late)
+        monkeypatch.setattr(shared.removals, "_find", late)
         held.may_go_on.set()
         await delete
         assert manifests(tmp_path) == {new.cache_ref}

@@ -398,7 +398,7 @@ def held(world: World) -> Callable[[SidecarUnderTest], asyncio.Event]:
     """Let no block come from the store until the event is set; others see how many were asked for."""
 
     def hold(kv: SidecarUnderTest) -> asyncio.Event:
-        go, block = asyncio.Event(), kv.sidecar.shared.block
+        go, block = asyncio.Event(), kv.sidecar.shared.stored.block
         kv.asked = []
 
         async def slow(tenant, key):
@@ -406,7 +406,7 @@ def held(world: World) -> Callable[[SidecarUnderTest], asyncio.Event]:
             await go.wait()
             return await block(tenant, key)
 
-        kv.sidecar.shared.block = slow
+        kv.sidecar.shared.stored.block = slow
         return go
 
     return hold
