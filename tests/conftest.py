@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,9 +17,6 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 # Workers, processes of ours, and a run that goes on past midnight have the same.
 os.environ[VARIABLE] = str(SEED)
-# Engines that tests start share two cores with everything else: see there.
-_RESTING = Path(__file__).parent / "kit" / "resting"
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_RESTING), os.environ.get("PYTHONPATH", ""))))
 
 _LOOP = pytest.StashKey[asyncio.AbstractEventLoop]()
 
