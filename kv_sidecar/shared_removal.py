@@ -9,17 +9,20 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from contextcache.errors import CorruptBlock
-from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST, AFTER_UNSTORED_MANIFEST
+from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.index import ManifestRecord
 from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.shared_eviction import StoredSession
 from kv_sidecar.shared_known import KnownBlocks
-from kv_sidecar.stored_kv import LocalKV, StoredKV, block_name, each, holder_name, manifest_name, ref_of, session_name
+from kv_sidecar.store import Buffer
+from kv_sidecar.stored_kv import StoredKV, block_name, each, holder_name, manifest_name, ref_of, session_name
 
 
 @dataclass(slots=True)
@@ -40,6 +43,30 @@ class Removal:
     """Whether `cache_refs` and `held` are all there is."""
     before_ms: float = math.inf
     """Whoever asked had his answer then (Unix time): what was written since is of another one of the same name."""
+
+
+class LocalKV(Protocol):
+    """What this pod has: the catalog's side of the shared tier."""
+
+    def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
+        """Return the record of sealed KV."""
+        ...
+
+    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
+        """Return what is sealed here of a session."""
+        ...
+
+    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
+        """Return all that is sealed here of sessions, or is kept, the one used longest ago first."""
+        ...
+
+    async def manifest(self, record: ManifestRecord) -> Manifest | None:
+        """Return its manifest, or None."""
+        ...
+
+    async def block(self, key: BlockKey) -> Buffer | None:
+        """Return a verified copy of a block file's bytes, or None."""
+        ...
 
 
 class StoreRemovals:
@@ -114,9 +141,9 @@ class StoreRemovals:
     async def evict(self, tenant: TenantId, session_id: SessionId, session: StoredSession) -> bool:
         """Remove what a listing told of a session, unless it was used since, and return whether that is done.
 
-        It may be written again. Whoever writes it meanwhile puts a name first, then looks whether its last manifest is
-        there; here that goes first, then new names are looked for: one of both sees the other. Raises
-        SidecarUnavailable.
+        The caller sees to it that this pod is not at it; it may be written again. Whoever writes it meanwhile puts a
+        name first, then looks whether its last manifest is there; here that goes first, then new names are looked for:
+        one of both sees the other. Raises SidecarUnavailable.
         """
         if await self._used_since(tenant, session_id, session):
             return False

@@ -45,8 +45,8 @@ from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.shared_eviction import StoredSession
 from kv_sidecar.shared_known import KnownBlocks, Session
-from kv_sidecar.shared_removal import Removal, StoreRemovals
-from kv_sidecar.stored_kv import LocalKV, StoredKV, block_name, each, holder_name, manifest_name, session_name
+from kv_sidecar.shared_removal import LocalKV, Removal, StoreRemovals
+from kv_sidecar.stored_kv import StoredKV, block_name, each, holder_name, manifest_name, session_name
 
 log = logging.getLogger(__name__)
 

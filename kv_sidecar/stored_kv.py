@@ -5,8 +5,8 @@
     <tenant>/holders/<file name>/<session>    empty: a manifest of this session has that block
     <tenant>/sessions/<session>/<cache_ref>   empty: this manifest is of that session
 
-With keys (encryption.py) manifests and blocks are encrypted, and `<file name>` is what the key makes of it. Who writes
-and removes, and in which order, is shared_tier.py's; docs/formats.md has the bytes.
+With keys (encryption.py) manifests and blocks are encrypted, and `<file name>` is what the key makes of it. In which
+order they come and go are the rules in shared_tier.py; docs/formats.md has the bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from contextcache.errors import CacheRefNotFound, KeyNotAtHand
 from contextcache.model import CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.encryption import OVERHEAD_BYTES_MAX, StoreKeys, TenantKey, opened
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import decode_manifest
-from kv_sidecar.index import ManifestRecord
 from kv_sidecar.manifests import MAX_FILE_BYTES
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.object_store import ObjectStore
@@ -32,30 +31,6 @@ _CALLS_AT_ONCE = 16
 """Calls without bytes."""
 _LISTED_MAX = 1000
 """Of a group: several pods may each have the most that a group has."""
-
-
-class LocalKV(Protocol):
-    """What this pod has of the same: the catalog's side of the write-behind."""
-
-    def record(self, cache_ref: CacheRef) -> ManifestRecord | None:
-        """Return the record of sealed KV."""
-        ...
-
-    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
-        """Return what is sealed here of a session."""
-        ...
-
-    def sealed(self, *, kept: bool = False) -> list[ManifestRecord]:
-        """Return all that is sealed here of sessions, or is kept, the one used longest ago first."""
-        ...
-
-    async def manifest(self, record: ManifestRecord) -> Manifest | None:
-        """Return its manifest, or None."""
-        ...
-
-    async def block(self, key: BlockKey) -> Buffer | None:
-        """Return a verified copy of a block file's bytes, or None."""
-        ...
 
 
 class StoredKV:
