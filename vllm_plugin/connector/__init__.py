@@ -1,4 +1,6 @@
-"""The KV connector, in vLLM's engine and worker processes: saves and loads the KV of contexts. Never waits in a step.
+"""The KV connector, in vLLM's engine and worker processes: saves and loads the KV of contexts.
+
+No step waits for it that has something to compute.
 
 Read connector.py (what vLLM calls), then scheduler_side.py and worker_side.py. The only importer of torch and vllm.
 What belongs elsewhere: turns and transcripts (`vllm_plugin.turn`), storing KV (`kv_sidecar`).

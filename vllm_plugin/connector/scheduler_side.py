@@ -1,8 +1,8 @@
 """The connector in the scheduler: which request loads what, which finished request is saved. Talks to nobody itself.
 
 Rules. Only a signed token is obeyed, and it is verified once a request. What vLLM asks in its step is answered from
-memory: a manifest that is not there yet is `None`, ask again. `match` may be asked any number of times (retries,
-preemption) and changes nothing but what is remembered of the request.
+memory: a manifest that is not there yet, nor a moment later where the engine is idle, is `None`, ask again. `match` may
+be asked any number of times (retries, preemption) and changes nothing but what is remembered of the request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from contextcache.clock import Clock
@@ -41,9 +41,9 @@ _DECODED_TOKENS = 16
 _IDLE_WAIT_S = 0.004
 """In a step without work: a new request waits no longer than this for its own."""
 _MATCH_WAIT_S = 0.01
-"""A step, for lookups, while there is nothing to compute. vLLM's engine spins for a second after each step (0.32
-distributed/device_communicators/shm_broadcast.py SpinCondition): one without work takes a core from the prompt behind
-it, on two cores half of its speed."""
+"""From when a lookup is begun, in a step that has nothing else to do. vLLM with workers in processes of their own spins
+for a second after a step (0.32 distributed/device_communicators/shm_broadcast.py SpinCondition): after one without work
+that takes a core from the prompt behind it, on two cores half of its speed."""
 _IDLE_STEPS = 2
 """In a row, before the engine is taken to have nothing to compute."""
 
@@ -54,7 +54,7 @@ class _Tracked:
 
     transfer: KVTransfer
     request: Any
-    asked_at_s: float = field(default_factory=time.monotonic)
+    asked_at_s: float
     lookup: Lookup | None = None
     device_tokens: int = 0
     """Block-aligned hit in the engine's own prefix cache, as last presented."""
@@ -85,7 +85,10 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """All methods are called by the engine's thread and return at once, `shutdown` excepted."""
+    """All methods are called by the engine's thread and return at once, `shutdown` excepted.
+
+    `match` and `idle_wait_s` take a moment while there is nothing to compute.
+    """
 
     def __init__(  # noqa: PLR0913  # what an engine is, by name
         self,
@@ -121,10 +124,8 @@ class SchedulerSide:
         self._saves: list[SavePlan] = []
         self._idle_steps = 0
         """Steps in a row that computed and began nothing."""
-        self._admitted: set[str] = set()
-        """Requests of all kinds that have blocks: there is something to compute, or to load."""
-        self._match_wait_s = _MATCH_WAIT_S
-        """What is left of it in this step."""
+        self._ready: set[str] = set()
+        """Requests of all kinds that wait for no answer of ours, or were given blocks; until they finish."""
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
         self._adapters = KnownAdapters()
@@ -184,12 +185,13 @@ class SchedulerSide:
         """Look at a new request, and start its lookup before it is scheduled. Harmless when repeated."""
         if request.request_id in self._requests:
             return
+        self._ready.add(request.request_id)
         if request.lora_request is not None:
             self._adapters.observe(request.lora_request)
         transfer = self._verified(request)
         if transfer is None:
             return
-        tracked = self._requests[request.request_id] = _Tracked(transfer, request)
+        tracked = self._requests[request.request_id] = _Tracked(transfer, request, time.monotonic())
         if self._facts is None:
             reason = self._left_alone or "ranks_unknown"
             tracked.found = Match(None, 0, reason)
@@ -217,6 +219,7 @@ class SchedulerSide:
         may_match = self._settings.match_prefix and request.num_prompt_tokens > self._settings.match_tokens_min
         if (transfer.load or may_match) and not request.skip_reading_prefix_cache:
             tracked.lookup = self._lookup.start(transfer, request.prompt_token_ids, facts)
+            self._ready.discard(request.request_id)
 
     def _awaits_adapter(self, tracked: _Tracked) -> bool:
         """Go on once it is known what a request's adapter is, or that it cannot be told in time; True: not yet."""
@@ -247,7 +250,7 @@ class SchedulerSide:
         awaits_adapter = tracked is not None and self._awaits_adapter(tracked)
         if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
             return None if awaits_adapter else 0, False
-        found = tracked.found = self._answer(tracked.lookup)
+        found = tracked.found = self._answer(tracked.lookup, tracked.asked_at_s)
         if found is None:
             return None, False
         tracked.device_tokens = num_computed_tokens
@@ -265,20 +268,19 @@ class SchedulerSide:
             return 0, False
         return num_tokens, True
 
-    def _answer(self, lookup: Lookup) -> Match | None:
+    def _answer(self, lookup: Lookup, asked_at_s: float) -> Match | None:
         """Return what a lookup has found; where nothing else is to be done, after a moment in which it may."""
         found = lookup.result(self._clock.now_ms())
-        if found is not None or self._admitted or not self._may_idle or self._match_wait_s <= 0:
+        wait_s = asked_at_s + _MATCH_WAIT_S - time.monotonic()
+        if found is not None or wait_s <= 0 or self._ready or self._saves or not self._may_idle:
             return found
         assert lookup.future is not None, "a lookup that nobody carries out has its answer"
-        began_s = time.monotonic()
-        wait([lookup.future], self._match_wait_s)
-        self._match_wait_s -= time.monotonic() - began_s
+        wait([lookup.future], wait_s)
         return lookup.result(self._clock.now_ms())
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load the engine made room for, or report why there is none."""
-        self._admitted.add(request.request_id)
+        self._ready.add(request.request_id)
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -327,7 +329,6 @@ class SchedulerSide:
         in_prompts = sum(count for count in scheduled.values() if count > _DECODED_TOKENS)
         self._estimate.step(in_prompts, self._clock.now_ms(), scheduled)
         self._idle_steps = 0 if scheduler_output.total_num_scheduled_tokens or self._loads else self._idle_steps + 1
-        self._match_wait_s = _MATCH_WAIT_S
         loads, saves = tuple(self._loads), tuple(self._saves)
         self._loads, self._saves = [], []
         return loads, saves, (*self._checkpoints.take_overtaken(), *self._early_saves.take_overtaken())
@@ -389,7 +390,7 @@ class SchedulerSide:
         prompt was computed. The last token never has KV.
         """
         tracked = self._requests.pop(request.request_id, None)
-        self._admitted.discard(request.request_id)
+        self._ready.discard(request.request_id)
         self._checkpoints.end(request.request_id)
         self._early_saves.end(request.request_id)
         self._estimate.end(request.request_id, self._clock.now_ms(), is_loaded=False)
