@@ -45,7 +45,7 @@ test: lint proto-check ## lint, then the main job and each promise; PART=<name> 
 	@$(SUITE) $(SUITE_OPTIONS)
 test-all: install ## every part, the long ones too, from where the last run stopped; PART=<name> SEED=<n> AGAIN=1
 	@$(SUITE) all $(SUITE_OPTIONS)
-test-slice: install ## seven minutes of what only test-all runs: which part follows from the commit
+test-slice: install ## four minutes of what only test-all runs: which part follows from the commit
 	@$(SUITE) slice $(SUITE_OPTIONS)
 test-list: install ## the parts, and what each proves
 	@$(SUITE) list

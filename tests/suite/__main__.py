@@ -19,7 +19,7 @@ from tests.suite.parts import PARTS, Part, Tier
 from tests.suite.run import Lane, Outcome, run_part, tell
 from tests.suite.state import FILE, State, git, tree_id
 
-SLICE_S = 420.0
+SLICE_S = 240.0
 """What a slice may take, set-up of its stacks included."""
 
 
