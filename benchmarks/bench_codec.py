@@ -163,7 +163,8 @@ class Bench:
         arguments = ("--kv-transfer-config", json.dumps(transfer))
         env = {"VLLM_SERVER_DEV_MODE": "1"}
         start_engine(processes, "engine", arguments, port=options.port, dtype=options.dtype, env=env)
-        self._client = httpx.Client(base_url=processes.url("engine"), timeout=300, trust_env=False)
+        self._url = processes.url("engine")
+        self._client = httpx.Client(base_url=self._url, timeout=300, trust_env=False)
         self._sidecar = EngineSidecarClient(self._address, timeout_s=60)
         self._num_asked = 0
         self._small: tuple[list[int], str] = ([], "")
@@ -223,7 +224,7 @@ class Bench:
             def ask(conversation: Conversation, _seed: int, number: int = number) -> Answer:
                 return self._ask(conversation.prompts[number], load=conversation.refs[number - 1])
 
-            forget_prefixes(str(self._client.base_url).rstrip("/"))
+            forget_prefixes(self._url)
             for conversation, answer in zip(conversations, _at_once(ask, conversations), strict=True):
                 before, first = conversation.prompts[number - 1], conversation.answers[number]
                 restored.append(answer.cached_tokens >= len(before) + ANSWER_TOKENS - 1)
@@ -253,7 +254,7 @@ class Bench:
             for _ in range(self._options.restores):
                 if tier == "disk":
                     self._crash()
-                forget_prefixes(str(self._client.base_url).rstrip("/"))
+                forget_prefixes(self._url)
                 answer = self._ask(prompt, load=ref, num_tokens=1)
                 if answer.cached_tokens < len(prompt) - 2:
                     raise StepFailed("the context was not restored")
@@ -296,7 +297,7 @@ class Bench:
         self._processes.start_again("sidecar")
         prompt, ref = self._small
         for _ in range(200):
-            forget_prefixes(str(self._client.base_url).rstrip("/"))
+            forget_prefixes(self._url)
             if self._ask(prompt, load=ref, num_tokens=1).cached_tokens:
                 return
             time.sleep(0.1)

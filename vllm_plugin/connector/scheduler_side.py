@@ -55,6 +55,7 @@ class _Tracked:
     transfer: KVTransfer
     request: Any
     asked_at_s: float
+    """When the request came, by `time.monotonic`."""
     lookup: Lookup | None = None
     device_tokens: int = 0
     """Block-aligned hit in the engine's own prefix cache, as last presented."""
