@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import LocalStore, from_url
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
@@ -26,6 +26,9 @@ from kv_sidecar.store import Buffer
 _ABSENT = (FileNotFoundError,)
 """What obstore raises for an object that is not there."""
 _PAGE = 1000
+_PUTS = 10
+"""How often a directory is asked to take an object: a delete may remove the folder that was just made for it, which is
+no error that obstore 0.12 knows apart."""
 SCHEMES = ("s3", "gs", "az", "file")
 
 
@@ -62,14 +65,13 @@ class ObjectStore:
     async def put(self, name: str, data: Buffer) -> None:
         """Write an object, replacing one of the same name."""
         async with self._call():
-            # In one piece: parts of an upload that breaks off would stay in the store, unseen and paid for.
-            await obstore.put_async(self._store, name, data, use_multipart=False)
+            await self._put(name, data, "overwrite")
 
     async def create(self, name: str, data: Buffer) -> bool:
         """Write an object unless there is one of that name; return whether it was written. One of many callers does."""
         async with self._call():
             try:
-                await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
+                await self._put(name, data, "create")
             except AlreadyExistsError:
                 return False
         return True
@@ -121,6 +123,16 @@ class ObjectStore:
         async with self._call():
             found = await obstore.list_with_delimiter_async(self._store)
         return [prefix.strip("/") for prefix in found["common_prefixes"]]
+
+    async def _put(self, name: str, data: Buffer, mode: Literal["create", "overwrite"]) -> None:
+        for tries_left in reversed(range(_PUTS if isinstance(self._store, LocalStore) else 1)):
+            try:
+                # In one piece: parts of an upload that breaks off would stay in the store, unseen and paid for.
+                await obstore.put_async(self._store, name, data, mode=mode, use_multipart=False)
+                return
+            except GenericError:
+                if not tries_left:
+                    raise
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:

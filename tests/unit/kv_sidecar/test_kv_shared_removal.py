@@ -540,12 +540,13 @@ async def test_a_directory_has_no_empty_directories_of_contexts_that_are_gone(po
     assert list((tmp_path / "store").iterdir()) == []
 
 
-async def test_objects_come_and_go_in_one_directory_side_by_side(tmp_path):
+@pytest.mark.parametrize(("pods", "rounds"), [(16, 20), (2, 400)])
+async def test_objects_come_and_go_in_one_directory_side_by_side(tmp_path, pods, rounds):
     stores = [ObjectStore(f"file://{tmp_path}/store", timeout_s=60) for _ in range(4)]
 
     async def come_and_go(number: int) -> None:
         store, name = stores[number % len(stores)], f"{TENANT}/holders/one/{number}"
-        for _ in range(20):
+        for _ in range(rounds):
             await store.put(name, b"")
             assert await store.size_bytes(name) == 0
             assert name in [it.name async for it in store.listed(f"{TENANT}/holders/one/")]
@@ -553,7 +554,7 @@ async def test_objects_come_and_go_in_one_directory_side_by_side(tmp_path):
             assert await store.create(name, b"1")
             await store.delete(name)
 
-    await asyncio.gather(*map(come_and_go, range(16)))
+    await asyncio.gather(*map(come_and_go, range(pods)))
 
     assert list((tmp_path / "store").iterdir()) == []
 
