@@ -80,7 +80,7 @@ def is_spoilt(fault: str) -> bool:
 
 def _heals(world: World, told: Told, row: Row) -> None:
     """Ask on until a turn is restored from the sidecar; a busy machine may miss a deadline, not three in a row."""
-    sources = [row.outcome]
+    sources, before = [row.outcome], world.counters()
     for _ in range(3):
         world.wait_sealed(told)
         world.stack.forget_prefixes()
@@ -90,7 +90,7 @@ def _heals(world: World, told: Told, row: Row) -> None:
         if after.outcome in ("host", "disk"):
             break
     else:
-        row.faults.append("KV is never used again")
+        row.faults.append(f"KV is never used again: {after.context}, {world.moved(before)}")
     row.outcome = ", ".join(sources)
 
 

@@ -106,6 +106,8 @@ class Row:
     """From healing to the first answer."""
     was_passed: bool = True
     """Of a crash point: whether the conversation came by."""
+    context: dict[str, Any] = field(default_factory=dict)
+    """What the answer says of its KV."""
 
 
 class World:
@@ -277,7 +279,7 @@ class World:
             return self._judged_error(case, answer, errors)
         cold = self.cold(answer.prompt_ids, max_tokens=len(answer.tokens))
         row = Row(case, _source(answer), answer.duration_s - cold.duration_s)
-        row.cold_s = cold.duration_s
+        row.cold_s, row.context = cold.duration_s, answer.context
         if answer.tokens != cold.tokens:
             row.faults.append(f"WRONG ANSWER {answer.tokens} not {cold.tokens}")
         elif (off := _farthest(answer.logprobs, cold.logprobs)) > LOGPROB_TOLERANCE:
