@@ -68,7 +68,11 @@ class TurnSettings(TlsSettings, TracingSettings):
         2_000, description="ms a create waits for its KV to be durable before it answers all the same", ge=0, le=30_000
     )
     report_deadline_ms: int = Field(
-        50, description="ms to wait for the connector's load report before the receipt says less", ge=0, le=1000
+        50,
+        description="ms to wait for the connector's load report before the receipt says less; at the end of an answer "
+        "that began with cached tokens at least 500",
+        ge=0,
+        le=1000,
     )
     kept_ttl_s: int = Field(
         3_600,

@@ -59,6 +59,8 @@ _SEGMENT_DEADLINE_S = 30.0
 _COUNT_AGAIN_S = 0.5
 _REPORT_WAIT_MS = 1000
 """For a report that is asked for before there is one; longer than the sidecar lets anybody wait."""
+_LAST_WORD_MS = 500
+"""For one that is on its way, as the engine has cached tokens: without it they would be taken for the engine's own."""
 EXPECTED_MAX = 32
 """Of those at a time: a sidecar serves its engine's calls beside them, 256 in all. Others ask at the first token."""
 _LATE = "seal_deadline"
@@ -304,8 +306,7 @@ class Settlement:
             turn.report.cancel()
             await asyncio.gather(turn.report, return_exceptions=True)
 
-    async def _load_report(self, turn: Turn) -> LoadedKV | None:
-        deadline_ms = self._settings.report_deadline_ms
+    async def _load_report(self, turn: Turn, deadline_ms: int) -> LoadedKV | None:
         if turn.report is not None:
             expected, turn.report = turn.report, None
             with suppress(ContextCacheError):
@@ -319,11 +320,13 @@ class Settlement:
         return await self._sidecar.load_report(turn.request_id, timeout_ms=deadline_ms)
 
     async def _take_load_report(self, turn: Turn, *, has_cached: bool = False) -> None:
+        """`has_cached`: the answer is whole, and the engine did start from something."""
         # Nothing was named for a create: the engine tells where it started from only if it was from something.
         if turn.loaded is not None or not (turn.session.cache_refs or has_cached):
             return
         with suppress(ContextCacheError):
-            turn.loaded = await self._load_report(turn)
+            deadline_ms = self._settings.report_deadline_ms
+            turn.loaded = await self._load_report(turn, max(deadline_ms, _LAST_WORD_MS) if has_cached else deadline_ms)
             if turn.loaded is not None:
                 turn.no_kv = turn.loaded.reason
             if turn.no_kv == CacheRefNotFound.code:

@@ -303,9 +303,9 @@ def full_disk_case(world: World, name: str, fill: Callable[[], object], free: Ca
     fill()
     try:
         row = world.ask(f"disk: {name}", told)
-        world.wait_moved(before, row)
         other = world.new(sealed=False)
         row.faults += world.ask(row.case, other).faults
+        world.wait_moved(before, row)  # now: the engine tells what it counted after its last step with the next one
     finally:
         free()
     # The turns before were not saved: this one is.
