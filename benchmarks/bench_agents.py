@@ -3,11 +3,13 @@
 1. One request at a time: a prompt never seen by an engine (`cold`), then, when both engines have forgotten theirs, the
    same prompt with another question (`again`); kept, and with `X-Context-Keep: off`, of which one is first in turn.
 2. Contexts of 4 096 tokens that share their first half: what they take on the disk beside what they should.
-3. Agents at once, each with a conversation that it resends whole and that grows by each turn; all together they are
-   over twice what both engines' KV holds. Kept ones and others take rounds in turn. After each round it is looked up on
-   which pods a conversation is kept: a turn counts as on its pod until a second one has any of it.
-4. In the middle of a round one engine is killed with SIGKILL; clients try again, as SDKs do. It is started again after.
-5. Silence, ten minutes unless told otherwise. The turn after it must not be computed again.
+3. Agents, each with a conversation that it resends whole and that grows by each turn, one request at a time. After each
+   round it is looked up on which pods a conversation is kept: a turn counts as on its pod until a second one has any
+   of it.
+4. As many agents at once; all together they are over twice what both engines' KV holds. Kept ones and others take
+   rounds in turn. Here a conversation leaves a queue that costs more than its KV (ADR 0075): how often, is told.
+5. In the middle of a round one engine is killed with SIGKILL; clients try again, as SDKs do. It is started again after.
+6. Silence, ten minutes unless told otherwise. Turns after it, one at a time, must not be computed again.
 
 Loads that failed are counted by the engines themselves.
 """
@@ -65,7 +67,7 @@ class Turn:
     """One turn of an agent."""
 
     part: str
-    """`steady`, `killed` or `silent`: what happened in its round or before."""
+    """`calm`: alone; `steady`, `killed`: at once; `silent`: alone, after the silence; `after`: at once, then."""
     number: int
     way: str
     agent: int
@@ -117,7 +119,10 @@ def main() -> int:
             bench = Bench(stack)
             pairs = bench.alone(options.pairs)
             stored = bench.shared()
-            turns, on_pods = bench.together(options.agents, options.context, options.rounds, options.silence_s)
+            calm = [Agent(number, "keep", bench.text(options.context)) for number in range(options.agents)]
+            turns, on_pods = bench.in_turn(calm, options.rounds)
+            crowd, on_pods_then = bench.together(options.agents, options.context, options.rounds)
+            turns += crowd + bench.silent(calm, options.rounds, options.silence_s)
             failed_loads = bench.failed_loads()
     except StepFailed as failure:
         say(f"error: {failure}")
@@ -132,7 +137,7 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "alone": compared(pairs),
         "rounds_taken": by_round(turns),
-        "counts": counts(turns, on_pods, failed_loads, stored),
+        "counts": counts(turns, on_pods, on_pods_then, failed_loads, stored),
         "turns": [asdict(turn) for turn in turns],
     }
     show(report)
@@ -149,6 +154,7 @@ class Bench:
         self._client = GatewayClient(stack.url, KEEPING_KEY)
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
         self._failed_before = 0
+        self._crowd: dict[str, list[Agent]] = {}
 
     def alone(self, num_pairs: int) -> dict[str, list[dict[str, float]]]:
         """Return the times of what was asked alone; the first pair is not counted: a process's first are slow.
@@ -158,7 +164,7 @@ class Bench:
         found: dict[str, list[dict[str, float]]] = {what: [] for what in BARS}
         for number in range(num_pairs + 1):
             order = list(WAYS) if number % 2 else list(reversed(WAYS))
-            texts = {way: self._text(ALONE_TOKENS) for way in WAYS}
+            texts = {way: self.text(ALONE_TOKENS) for way in WAYS}
             with Step(f"pair {number}, alone"):
                 for what in BARS:
                     times_ms = {}
@@ -188,29 +194,40 @@ class Bench:
         self._stack.drain(engine, draining=False)
         return stored
 
-    def together(
-        self, num_agents: int, context_tokens: int, num_rounds: int, silence_s: float
-    ) -> tuple[list[Turn], list[int]]:
+    def in_turn(self, agents: Sequence[Agent], num_rounds: int) -> tuple[list[Turn], list[int]]:
+        """Return the turns of agents that never wait for each other, and on how many pods each was after each round."""
+        turns: list[Turn] = []
+        on_pods: list[int] = []
+        for number in range(num_rounds):
+            turns += self._one_by_one("calm", number, agents)
+            on_pods += self._pods_of_last(len(agents))
+        return turns, on_pods
+
+    def together(self, num_agents: int, context_tokens: int, num_rounds: int) -> tuple[list[Turn], list[int]]:
         """Return all turns, and on how many pods each of the kept conversations was, after each steady round."""
-        began_ms = time.time_ns() // 1_000_000
-        agents = {way: [Agent(n, way, self._text(context_tokens)) for n in range(num_agents)] for way in WAYS}
+        self._crowd = {way: [Agent(n, way, self.text(context_tokens)) for n in range(num_agents)] for way in WAYS}
         turns: list[Turn] = []
         on_pods: list[int] = []
         for number in range(num_rounds):
             for way in WAYS if number % 2 else reversed(WAYS):
-                turns += self._round("steady", number, agents[way])
-            on_pods += self._pods_since(began_ms, num_agents)
+                turns += self._round("steady", number, self._crowd[way])
+            on_pods += self._pods_of_last(num_agents)
         for way in WAYS:
-            turns += self._round("killed", num_rounds, agents[way], meanwhile=lambda: self._kill("engine-1"))
+            turns += self._round("killed", num_rounds, self._crowd[way], meanwhile=lambda: self._kill("engine-1"))
             self._stack.start("engine-1")
+        return turns, on_pods
+
+    def silent(self, calm: Sequence[Agent], num_rounds: int, silence_s: float) -> list[Turn]:
+        """Return the turns after nobody asked anything for so long: of these one by one, then of the crowd."""
         with Step(f"silence of {silence_s:.0f} s") as step:
             ends_s = time.monotonic() + silence_s
             while (left_s := ends_s - time.monotonic()) > 0:
                 time.sleep(min(left_s, 5))
                 step.beat(lambda: f"{left_s:.0f} s to go")
+        turns = self._one_by_one("silent", num_rounds, calm)
         for way in WAYS:
-            turns += self._round("silent", num_rounds + 1, agents[way])
-        return turns, on_pods
+            turns += self._round("after", num_rounds + 1, self._crowd[way])
+        return turns
 
     def failed_loads(self) -> int:
         """Return how many loads of KV failed, of engines that were killed too."""
@@ -225,7 +242,7 @@ class Bench:
         self, part: str, number: int, agents: Sequence[Agent], meanwhile: Callable[[], None] | None = None
     ) -> list[Turn]:
         """Let each agent take a turn, all within some seconds; return when the last one is done."""
-        said = [self._text(SAID_TOKENS) for _ in agents]
+        said = [self.text(SAID_TOKENS) for _ in agents]
 
         def taken(agent: Agent, text: str) -> Turn:
             time.sleep(random.Random(f"{number} {agent.number}").uniform(0, 4))
@@ -237,6 +254,12 @@ class Bench:
                 time.sleep(2)
                 meanwhile()
             return [turn.result() for turn in going]
+
+    def _one_by_one(self, part: str, number: int, agents: Sequence[Agent]) -> list[Turn]:
+        """Let each agent take a turn, in an order of the round's own."""
+        order = random.Random(number).sample(agents, len(agents))
+        with Step(f"round {number}, one by one, {part}"):
+            return [self._taken(part, number, agent, self.text(SAID_TOKENS)) for agent in order]
 
     def _taken(self, part: str, number: int, agent: Agent, said: str) -> Turn:
         tries, answer = 1, None
@@ -257,11 +280,11 @@ class Bench:
         body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, **more}
         return self._client.stream("/v1/completions", body, headers=WAYS[way])
 
-    def _pods_since(self, began_ms: int, num_agents: int) -> list[int]:
-        """Return on how many pods each conversation is kept that was used since then."""
+    def _pods_of_last(self, num_agents: int) -> list[int]:
+        """Return on how many pods each of the conversations is kept that were used last."""
         time.sleep(REST_S)
         listed = self._client.call("GET", f"/v1/context?kind=kept&limit={num_agents}")["data"]
-        return [len(kept["pods"]) for kept in listed if kept["last_used"] * 1000 >= began_ms]
+        return [len(kept["pods"]) for kept in listed]
 
     def _stored_bytes(self) -> int:
         directories = [self._stack.paths.sidecar_data(name) for name in self._stack.names_of("sidecar")]
@@ -271,7 +294,8 @@ class Bench:
         self._seed += 1
         return random.Random(self._seed).choices(range(1000, 40_000), k=SHARED_TOKENS)
 
-    def _text(self, num_tokens: int) -> str:
+    def text(self, num_tokens: int) -> str:
+        """Return a text of about so many tokens that nobody has seen."""
         self._seed += 1
         return " " + plain_text(num_tokens, seed=self._seed)
 
@@ -316,9 +340,13 @@ def by_round(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def counts(
-    turns: Sequence[Turn], on_pods: Sequence[int], failed_loads: int, stored: Sequence[int]
+    turns: Sequence[Turn],
+    on_pods: Sequence[int],
+    on_pods_then: Sequence[int],
+    failed_loads: int,
+    stored: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Return what must be so: a count, of how many, and whether that is enough."""
+    """Return what must be so: a count, of how many, and whether that is enough; None: that is not asked."""
     kept = [turn for turn in turns if turn.way == "keep"]
     silent = [turn for turn in kept if turn.part == "silent"]
     # Text that is resent may be cut into other tokens where an answer begins or ends: a block or two are lost with it.
@@ -332,6 +360,12 @@ def counts(
             "n": on_its_pod,
             "of": len(on_pods),
             "met": bool(on_pods) and on_its_pod >= ON_ITS_POD_MIN * len(on_pods),
+        },
+        {
+            "what": "so with queues worth leaving",
+            "n": sum(pods == 1 for pods in on_pods_then),
+            "of": len(on_pods_then),
+            "met": None,
         },
         {"what": "loads that failed", "n": failed_loads, "of": len(kept), "met": failed_loads == 0},
         {
