@@ -20,6 +20,7 @@ from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVSidecar
 from vllm_plugin.turn.settings import TurnSettings
+from vllm_plugin.turn.settlement import LAST_WORD_MS
 from vllm_plugin.turn.usage import TIER_SOURCES, LoadedKV
 
 _REQUEST_ID_CHARS = 64
@@ -59,16 +60,25 @@ class KeptRequests:
         assert body is not None, "an order is a change"
         return body, _Receipt(self, request_id, send, comes_first=path == _RESPONSES)
 
-    async def receipt(self, request_id: str) -> list[tuple[bytes, bytes]]:
-        """Return the headers that say what was reused, and count it. Waits for the connector's word, not for long."""
+    async def receipt(self, request_id: str, *, is_whole: bool) -> list[tuple[bytes, bytes]]:
+        """Return the headers that say what was reused, and count it; none where the connector's word does not come.
+
+        `is_whole`: the answer is made, so the word is on its way, and is waited for longer.
+        """
+        deadline_ms = self._settings.report_deadline_ms
+        if is_whole:
+            deadline_ms = max(deadline_ms, LAST_WORD_MS)
         report = None
         with suppress(ContextCacheError, TimeoutError):
-            async with asyncio.timeout(self._settings.report_deadline_ms / 1000):
-                report = await self._sidecar.load_report(request_id, timeout_ms=self._settings.report_deadline_ms)
+            async with asyncio.timeout(deadline_ms / 1000):
+                report = await self._sidecar.load_report(request_id, timeout_ms=deadline_ms)
+        if report is None:
+            self._metrics.count_kept("unknown", "")
+            return []
         verdict, cached, source = _verdict(report)
-        self._metrics.count_kept(verdict, "" if report is None else report.reason)
+        self._metrics.count_kept(verdict, report.reason)
         headers = [("x-context-cache", verdict), ("x-context-cached-tokens", str(cached)), ("x-context-source", source)]
-        if report is not None and report.loaded_tokens and report.restore_ms is not None:
+        if report.loaded_tokens and report.restore_ms is not None:
             headers.append(("server-timing", f"restore;dur={report.restore_ms:.1f}"))
         return [(name.encode(), value.encode()) for name, value in headers]
 
@@ -93,12 +103,11 @@ class _Receipt:
             self._is_counted_late = True
         head, self._head = self._head, None
         if head is not None:
-            await self._send(
-                {**head, "headers": [*head.get("headers", ()), *await self._kept.receipt(self._request_id)]}
-            )
+            receipt = await self._kept.receipt(self._request_id, is_whole=not _is_stream(head))
+            await self._send({**head, "headers": [*head.get("headers", ()), *receipt]})
         await self._send(message)
         if self._is_counted_late and message["type"] == "http.response.body" and not message.get("more_body"):
-            await self._kept.receipt(self._request_id)
+            await self._kept.receipt(self._request_id, is_whole=True)
 
 
 def _is_stream(head: Message) -> bool:
@@ -106,10 +115,8 @@ def _is_stream(head: Message) -> bool:
     return any(kind.startswith(b"text/event-stream") for kind in kinds)
 
 
-def _verdict(report: LoadedKV | None) -> tuple[str, int, str]:
+def _verdict(report: LoadedKV) -> tuple[str, int, str]:
     """Return hit, miss or recomputed, the tokens that were not computed, and where most of them came from."""
-    if report is None:
-        return "miss", 0, "none"
     if report.failed:
         return "recomputed", report.device_tokens, "recompute"
     cached = report.device_tokens + report.loaded_tokens

@@ -59,7 +59,7 @@ _SEGMENT_DEADLINE_S = 30.0
 _COUNT_AGAIN_S = 0.5
 _REPORT_WAIT_MS = 1000
 """For a report that is asked for before there is one; longer than the sidecar lets anybody wait."""
-_LAST_WORD_MS = 500
+LAST_WORD_MS = 500
 """For one that is on its way, as the engine has cached tokens: without it they would be taken for the engine's own."""
 EXPECTED_MAX = 32
 """Of those at a time: a sidecar serves its engine's calls beside them, 256 in all. Others ask at the first token."""
@@ -326,7 +326,7 @@ class Settlement:
             return
         with suppress(ContextCacheError):
             deadline_ms = self._settings.report_deadline_ms
-            turn.loaded = await self._load_report(turn, max(deadline_ms, _LAST_WORD_MS) if has_cached else deadline_ms)
+            turn.loaded = await self._load_report(turn, max(deadline_ms, LAST_WORD_MS) if has_cached else deadline_ms)
             if turn.loaded is not None:
                 turn.no_kv = turn.loaded.reason
             if turn.no_kv == CacheRefNotFound.code:

@@ -1,5 +1,6 @@
 """A request whose KV is kept: the engine gets the client's bytes and an order, the client a receipt."""
 
+import asyncio
 import json
 
 import pytest
@@ -69,7 +70,7 @@ async def test_each_request_has_a_name_of_its_own_though_the_gateway_s_is_the_sa
 @pytest.mark.parametrize(
     ("report", "headers"),
     [
-        (None, {"x-context-cache": "miss", "x-context-cached-tokens": "0", "x-context-source": "none"}),
+        (None, {}),
         (
             LoadedKV(False, 32, 200, "disk", 12.5),
             {"x-context-cache": "hit", "x-context-cached-tokens": "232", "x-context-source": "disk"},
@@ -100,15 +101,32 @@ async def test_the_answer_says_in_its_head_what_was_reused_and_a_metric_why_not(
     else:
         assert answer.body == plain.body
     assert answer.complete
+    assert headers or "x-context-cache" not in answer.headers
     reason = "" if report is None else report.reason
-    assert pod.counted("kept_requests", verdict=headers["x-context-cache"], reason=reason) == 1
+    assert pod.counted("kept_requests", verdict=headers.get("x-context-cache", "unknown"), reason=reason) == 1
+
+
+@pytest.mark.parametrize(("stream", "verdict"), [(False, "hit"), (True, None)])
+async def test_a_whole_answer_waits_for_the_word_of_what_was_reused_a_stream_does_not(
+    pod, monkeypatch, stream, verdict
+):
+    """Seen failing: on busy cores a third of the hits were told, and counted, as misses."""
+
+    async def in_its_time(request_id, *, timeout_ms):
+        await asyncio.sleep(2 * pod.settings.report_deadline_ms / 1000)
+        return LoadedKV(False, 32, 200, "disk", 12.5)
+
+    monkeypatch.setattr(pod.sidecar, "load_report", in_its_time)
+    answer = await ask(pod, "/v1/completions", stream=stream)
+
+    assert answer.headers.get("x-context-cache") == verdict
 
 
 async def test_a_sidecar_and_a_manager_that_are_gone_cost_the_receipt_and_nothing_else(pod):
     pod.sidecar.fault = SidecarUnavailable("gone")
     pod.manager.fault = ("begin_turn", SidecarUnavailable("gone"))
     answer = await ask(pod, "/v1/completions")
-    assert (answer.status, answer.headers["x-context-cache"]) == (200, "miss")
+    assert (answer.status, "x-context-cache" in answer.headers) == (200, False)
 
 
 async def test_what_a_client_orders_itself_counts_for_nothing_wherever_it_stands(pod):
@@ -136,7 +154,7 @@ async def test_a_stream_that_begins_before_the_engine_is_asked_is_counted_and_no
     sent, asked = [], []
 
     class Kept:
-        async def receipt(self, request_id):
+        async def receipt(self, request_id, *, is_whole):
             asked.append(len(sent))
             return [(b"x-context-cache", b"hit")]
 
