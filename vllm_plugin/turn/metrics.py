@@ -84,7 +84,7 @@ class TurnMetrics:
         )
         self.kept_requests = Counter(
             f"{_PREFIX}kept_requests_total",
-            "Requests of keys that have KV kept without a context, by `hit`, `miss`, `recomputed` or `unknown`, and why not",
+            "Requests of keys that have their KV kept, by `hit`, `miss`, `recomputed` or `unknown`, and why not",
             ["verdict", "reason"],
             registry=registry,
         )
