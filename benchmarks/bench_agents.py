@@ -2,7 +2,8 @@
 
 1. One request at a time: a prompt never seen by an engine (`cold`), then, when both engines have forgotten theirs, the
    same prompt with another question (`again`); kept, and with `X-Context-Keep: off`, of which one is first in turn.
-2. Contexts of 4 096 tokens that share their first half: what they take on the disk beside what they should.
+2. Contexts of 4 096 tokens that share their first half: what they take on the disk beside what they should; then twenty
+   forks of one of them, by one client, each timed.
 3. Agents, each with a conversation that it resends whole and that grows by each turn, one request at a time. After each
    round it is looked up on which pods a conversation is kept: a turn counts as on its pod until a second one has any
    of it.
@@ -56,6 +57,7 @@ SHARED_CONTEXTS, SHARED_TOKENS = 8, 2048
 """So many contexts begin with the same tokens, and have as many of their own."""
 SHARED_MAX = 1.02
 """Bytes of all of them, of what their different tokens would take."""
+FORKS, FORK_MS_MAX = 20, 20.0
 TIMES_KV = 2
 TRIES = 3
 _ALONE_HEADS = ("alone", "n", "kept ms", "95 %", "not kept ms", "95 %", "ratio", "95 %", "at most", "met")
@@ -118,7 +120,7 @@ def main() -> int:
         with running(stack):
             bench = Bench(stack)
             pairs = bench.alone(options.pairs)
-            stored = bench.shared()
+            stored, forks_ms = bench.shared()
             calm = [Agent(number, "keep", bench.text(options.context)) for number in range(options.agents)]
             turns, on_pods = bench.in_turn(calm, options.rounds)
             crowd, on_pods_then = bench.together(options.agents, options.context, options.rounds)
@@ -137,7 +139,8 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "alone": compared(pairs),
         "rounds_taken": by_round(turns),
-        "counts": counts(turns, on_pods, on_pods_then, failed_loads, stored),
+        "forks_ms": forks_ms,
+        "counts": counts(turns, on_pods, on_pods_then, failed_loads, stored, forks_ms),
         "turns": [asdict(turn) for turn in turns],
     }
     show(report)
@@ -180,19 +183,31 @@ class Bench:
                     found[what] += [times_ms] if number else []
         return found
 
-    def shared(self) -> list[int]:
-        """Return the bytes on the disk after each context was made that shares its first half with the others."""
+    def shared(self) -> tuple[list[int], list[float]]:
+        """Return the bytes on the disk after each context was made that shares its first half with the others.
+
+        And the time of each fork of the last one, in ms.
+        """
         engine = self._stack.names_of("engine")[1]
         self._stack.drain(engine)
         shared, before = self._ids(), self._stored_bytes()
-        stored = []
+        stored, last = [], ""
         with Step(f"{SHARED_CONTEXTS} contexts that share"):
             for _ in range(SHARED_CONTEXTS):
                 body = {"model": MODEL_NAME, "prompt": [*shared, *self._ids()], "max_tokens": 1, "ttl": 3600}
-                wait_sealed(self._client, self._client.stream("/v1/context", body).session_id)
+                last = self._client.stream("/v1/context", body).session_id
+                wait_sealed(self._client, last)
                 stored.append(self._stored_bytes() - before)
+        forks_ms = []
+        time.sleep(REST_S)
+        for _ in range(FORKS):
+            began_s = time.monotonic()
+            status, _ = self._client.try_call("POST", f"/v1/context/{last}/fork", {})
+            forks_ms.append(round(1000 * (time.monotonic() - began_s), 1))
+            if status != httpx.codes.CREATED:
+                raise StepFailed(f"a fork: HTTP {status}")
         self._stack.drain(engine, draining=False)
-        return stored
+        return stored, forks_ms
 
     def in_turn(self, agents: Sequence[Agent], num_rounds: int) -> tuple[list[Turn], list[int]]:
         """Return the turns of agents that never wait for each other, and on how many pods each was after each round."""
@@ -345,6 +360,7 @@ def counts(
     on_pods_then: Sequence[int],
     failed_loads: int,
     stored: Sequence[int],
+    forks_ms: Sequence[float],
 ) -> list[dict[str, Any]]:
     """Return what must be so: a count, of how many, and whether that is enough; None: that is not asked."""
     kept = [turn for turn in turns if turn.way == "keep"]
@@ -373,6 +389,12 @@ def counts(
             "n": stored[-1] if stored else 0,
             "of": expected,
             "met": bool(stored) and stored[-1] <= SHARED_MAX * expected,
+        },
+        {
+            "what": f"forks below {FORK_MS_MAX:.0f} ms",
+            "n": sum(took_ms < FORK_MS_MAX for took_ms in forks_ms),
+            "of": len(forks_ms),
+            "met": max(forks_ms, default=FORK_MS_MAX) < FORK_MS_MAX,
         },
         {"what": "warm after the silence", "n": len(warm), "of": len(silent), "met": warm == silent != []},
     ]

@@ -100,7 +100,7 @@ class Forks:
     async def _publish(
         self, new: NewFork, source: ManifestRecord, cache_ref: CacheRef, begun_ms: int
     ) -> ManifestRecord | None:
-        manifest = await self._manifests.read(source)
+        manifest = await self._manifests.read(source, again=True)
 
         def plan() -> Manifest | None:
             self._saving.check_not_deleted(new.tenant, new.session_id, cache_ref, started_at_ms=begun_ms)

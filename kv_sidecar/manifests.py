@@ -39,7 +39,7 @@ class SealedManifests:
         self._threads = threads
         self.index = ManifestIndex()
         self._read_last: dict[CacheRef, tuple[ManifestRecord, Manifest]] = {}
-        """Those read last, oldest first, each with what it was read for: a record that changed is another."""
+        """Those read or written last, oldest first, each with its record then: one that changed is another."""
         self._lock = asyncio.Lock()
         """Held while manifest files change, so that a late seal or touch never undoes a delete. Waits for the local
         disk only, never for the network."""
@@ -68,18 +68,21 @@ class SealedManifests:
     async def read(self, record: ManifestRecord, *, again: bool = False) -> Manifest | None:
         """Return the manifest of a record; None when its file is gone, or bad and therefore put aside.
 
-        `again`: what was read a moment ago serves too, as between a load's question and its start.
+        `again`: what was read or written a moment ago serves too, as between a load's question and its start.
         """
-        before = self._read_last.get(record.cache_ref)
+        before = self._read_last.pop(record.cache_ref, None)
         if again and before is not None and before[0] is record:
-            return before[1]
-        manifest = await self._threads.run(self._read, record)
-        self._read_last.pop(record.cache_ref, None)
+            manifest: Manifest | None = before[1]
+        else:
+            manifest = await self._threads.run(self._read, record)
         if manifest is not None:
-            self._read_last[record.cache_ref] = (record, manifest)
-            if len(self._read_last) > _REMEMBERED:
-                del self._read_last[next(iter(self._read_last))]
+            self._remember(record, manifest)
         return manifest
+
+    def _remember(self, record: ManifestRecord, manifest: Manifest) -> None:
+        self._read_last[record.cache_ref] = (record, manifest)
+        if len(self._read_last) > _REMEMBERED:
+            del self._read_last[next(iter(self._read_last))]
 
     async def in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int:
         """Return how many of `count` tokens from `first` on a manifest shares with a prompt. Verifies nothing."""
@@ -97,6 +100,7 @@ class SealedManifests:
             await self._threads.write(self._store.put, manifest)
             record = record_of(manifest)
             self.index.add(record)
+            self._remember(record, manifest)
             return record
 
     async def move_expiry(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int, *, now_ms: int) -> int:
