@@ -44,8 +44,8 @@ from kv_sidecar.shared_tier import SharedTier
 from kv_sidecar.sidecar import Sidecar
 
 TENANT = "demo"
-BLOCK_TOKENS, PAGES_BYTES = 256, 5_898_240
-"""A block of SmolLM2 in bfloat16."""
+BLOCK_TOKENS, PAGES_BYTES = 256, 256 * (128 << 10)
+"""A block file of an 8B model: 128 KiB of KV a token."""
 BLOCKS = 8
 """Of one context."""
 AT_ONCE = 4
@@ -196,7 +196,7 @@ def kept(found: dict[str, Figures]) -> dict[str, dict[str, bool]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11, help="measured rounds of each store")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each store")
     parser.add_argument("--port", type=int, default=9290, help="of the S3 server on loopback; 0: a directory alone")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_store.json")
     asked = parser.parse_args(arguments)
