@@ -35,14 +35,20 @@ class ProcessStat:
     """What `/proc/<pid>/stat` says, as far as it matters here."""
 
     state: str
+    num_threads: int
     session: int
     started_ticks: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it runs. Of a zombie other threads may, for a moment, with its ports and files."""
+        return self.state == "Z" and self.num_threads <= 1
 
     @classmethod
     def parse(cls, text: str) -> ProcessStat:
         """Read a stat line; the command in it may hold spaces and parentheses."""
         fields = text.rpartition(")")[2].split()
-        return cls(state=fields[0], session=int(fields[3]), started_ticks=int(fields[19]))
+        return cls(state=fields[0], num_threads=int(fields[17]), session=int(fields[3]), started_ticks=int(fields[19]))
 
 
 def start_process(command: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -70,7 +76,7 @@ def name_of(pid: int) -> ProcessName:
 def is_alive(name: ProcessName) -> bool:
     """Return whether exactly this process runs: not a zombie, not a later one with its pid."""
     stat = read_stat(name.pid)
-    return stat is not None and stat.state != "Z" and name.started == f"{_boot_id()}:{stat.started_ticks}"
+    return stat is not None and not stat.is_over and name.started == f"{_boot_id()}:{stat.started_ticks}"
 
 
 def session_members(name: ProcessName) -> list[int]:
@@ -84,7 +90,7 @@ def session_members(name: ProcessName) -> list[int]:
         return []
     pids = [int(path.name) for path in _PROC.glob("[0-9]*")]
     stats = ((pid, read_stat(pid)) for pid in pids)
-    return [pid for pid, stat in stats if stat is not None and stat.session == name.pid and stat.state != "Z"]
+    return [pid for pid, stat in stats if stat is not None and stat.session == name.pid and not stat.is_over]
 
 
 def stop_session(name: ProcessName, *, grace_s: float, child: subprocess.Popen[bytes] | None = None) -> bool:
