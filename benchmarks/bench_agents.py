@@ -199,7 +199,7 @@ class Bench:
                 wait_sealed(self._client, last)
                 stored.append(self._stored_bytes() - before)
         forks_ms = []
-        time.sleep(REST_S)
+        time.sleep(REST_S)  # the engine's spinning after the last create is no part of a fork
         for _ in range(FORKS):
             began_s = time.monotonic()
             status, _ = self._client.try_call("POST", f"/v1/context/{last}/fork", {})

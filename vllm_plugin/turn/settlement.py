@@ -60,7 +60,7 @@ _COUNT_AGAIN_S = 0.5
 _REPORT_WAIT_MS = 1000
 """For a report that is asked for before there is one; longer than the sidecar lets anybody wait."""
 LAST_WORD_MS = 500
-"""For one that is on its way, as the engine has cached tokens: without it they would be taken for the engine's own."""
+"""For one that is on its way, at an answer's end: without it cached tokens would be taken for the engine's own."""
 EXPECTED_MAX = 32
 """Of those at a time: a sidecar serves its engine's calls beside them, 256 in all. Others ask at the first token."""
 _LATE = "seal_deadline"
