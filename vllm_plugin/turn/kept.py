@@ -39,6 +39,8 @@ class KeptRequests:
         self._sidecar = sidecar
         self._clock = clock
         self._metrics = metrics
+        self._is_silent = False
+        """Whether one was waited for in vain at an answer's end: until a word comes, the wait is a stream's."""
 
     def begin(self, path: str, identity: Identity, claims: Claims, send: Send) -> tuple[bytes, Send]:
         """Return the body for the engine, and what to send its answer with."""
@@ -66,12 +68,13 @@ class KeptRequests:
         `is_whole`: the answer is made, so the word is on its way, and is waited for longer.
         """
         deadline_ms = self._settings.report_deadline_ms
-        if is_whole:
+        if is_whole and not self._is_silent:
             deadline_ms = max(deadline_ms, LAST_WORD_MS)
         report = None
         with suppress(ContextCacheError, TimeoutError):
             async with asyncio.timeout(deadline_ms / 1000):
                 report = await self._sidecar.load_report(request_id, timeout_ms=deadline_ms)
+        self._is_silent = report is None and (self._is_silent or is_whole)
         if report is None:
             self._metrics.count_kept("unknown", "")
             return []

@@ -127,6 +127,8 @@ class Settlement:
         self._metrics = metrics
         self._background = background
         self._num_expected = 0
+        self._is_silent = False
+        """Whether one was waited for in vain at an answer's end: until a word comes, the wait is a stream's."""
 
     async def settle(self, engine: Engine, turn: Turn, result: AnswerResult, render: Render) -> Closing:
         """End the turn for the session, whatever the session says, and return what the client is told.
@@ -324,9 +326,12 @@ class Settlement:
         # Nothing was named for a create: the engine tells where it started from only if it was from something.
         if turn.loaded is not None or not (turn.session.cache_refs or has_cached):
             return
+        deadline_ms = self._settings.report_deadline_ms
+        if has_cached and not self._is_silent:
+            deadline_ms = max(deadline_ms, LAST_WORD_MS)
         with suppress(ContextCacheError):
-            deadline_ms = self._settings.report_deadline_ms
-            turn.loaded = await self._load_report(turn, max(deadline_ms, LAST_WORD_MS) if has_cached else deadline_ms)
+            turn.loaded = await self._load_report(turn, deadline_ms)
+            self._is_silent = turn.loaded is None and (self._is_silent or has_cached)
             if turn.loaded is not None:
                 turn.no_kv = turn.loaded.reason
             if turn.no_kv == CacheRefNotFound.code:

@@ -120,6 +120,21 @@ async def test_a_whole_answer_waits_for_the_word_of_what_was_reused_a_stream_doe
     assert answer.headers.get("x-context-cache") == verdict
 
 
+async def test_a_sidecar_that_says_nothing_is_waited_for_once(pod, monkeypatch):
+    """Seen failing: each answer of a pod whose sidecar hung came half a second later."""
+    asked_ms, reports = [], [None, None, LoadedKV(False, 320, 0, "", 0.0), None]
+
+    async def silent(request_id, *, timeout_ms):
+        asked_ms.append(timeout_ms)
+        return reports[len(asked_ms) - 1]
+
+    monkeypatch.setattr(pod.sidecar, "load_report", silent)
+    for _ in reports:
+        await ask(pod, "/v1/completions")
+
+    assert asked_ms == [500, 50, 50, 500]
+
+
 async def test_a_sidecar_and_a_manager_that_are_gone_cost_the_receipt_and_nothing_else(pod):
     pod.sidecar.fault = SidecarUnavailable("gone")
     pod.manager.fault = ("begin_turn", SidecarUnavailable("gone"))
