@@ -1,13 +1,13 @@
 """Whether a load is expected to take longer than computing the same tokens; such a load is not promised.
 
-Both sides are measured as the engine runs: tokens a second of the fastest prefill steps of late, bytes a second of the
-loads by tier, with what waited before them. Where nothing was measured yet a load is made. After a restart everybody
-asks at once: the first of the line are loaded, those behind them are computed as soon as that is expected to be faster.
+Both sides are measured as the engine runs: tokens a second of the fastest prefill steps of late, and by tier what loads
+took, with what waited before them. Where nothing was measured yet a load is made. After a restart everybody asks at
+once: the first of the line are loaded, those behind them are computed as soon as that is expected to be faster.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -19,6 +19,11 @@ _LARGE_STEP_TOKENS = 64
 """Steps with fewer are decoding for the most part."""
 _FORGET = 0.1
 """Of a rate, with each measurement that is lower; and with a load that is not made, so that one is tried again."""
+_SAME = 2
+"""Up to so many times the size of a small load, another one is no measurement of what more bytes take."""
+_AT_BEST = 4
+"""How much faster than a small load a large one may be expected to be that was never tried. On a GPU 150 tokens of an
+8B model take 12 ms, which is the way there and back, and 3 000 not 240 but 30."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,40 @@ class _Begun:
     at_ms: int
 
 
+@dataclass(slots=True)
+class _Speed:
+    """What loads from one tier take: the small ones a time, the larger ones more by their bytes."""
+
+    small_bytes: int
+    small_ms: float
+    bytes_per_ms: float = 0.0
+    """Of what a larger load has more; 0: there was none yet."""
+
+    def expected_ms(self, size_bytes: int, *, is_alone: bool) -> float:
+        """Return what a load takes, with what waits before it; alone, one that was never tried may be tried."""
+        if self.bytes_per_ms and size_bytes > self.small_bytes:
+            return self.small_ms + (size_bytes - self.small_bytes) / self.bytes_per_ms
+        times = size_bytes / self.small_bytes
+        return self.small_ms * (max(1.0, times / _AT_BEST) if is_alone and times > 1 else times)
+
+    def measure(self, size_bytes: int, took_ms: float) -> None:
+        """Note what a load took."""
+        times = size_bytes / self.small_bytes
+        if times > _SAME and took_ms <= self.small_ms * (1 + _FORGET):
+            self.small_ms = took_ms / times  # the small one was disturbed
+        if times > _SAME:
+            rate = (size_bytes - self.small_bytes) / max(took_ms - self.small_ms, 1)
+            self.bytes_per_ms = _kept(self.bytes_per_ms, rate)
+            return
+        self.small_ms = 1 / _kept(1 / self.small_ms, max(1.0, times) / took_ms)
+        self.small_bytes = min(self.small_bytes, size_bytes)
+
+    def forget(self) -> None:
+        """Take all loads for a little faster than they were."""
+        self.small_ms /= 1 + _FORGET
+        self.bytes_per_ms *= 1 + _FORGET
+
+
 class LoadEstimate:
     """Used by the engine's thread only. Times are of one monotonic clock, in ms."""
 
@@ -37,7 +76,7 @@ class LoadEstimate:
         """`always_ms`: a load that is expected to take no longer is made whatever computing takes."""
         self._always_ms = always_ms
         self._tokens_per_ms = 0.0
-        self._bytes_per_ms: defaultdict[pb.Tier.ValueType, float] = defaultdict(float)
+        self._speeds: dict[pb.Tier.ValueType, _Speed] = {}
         self._begun: dict[str, _Begun] = {}
         self._steps: deque[tuple[int, int]] = deque(maxlen=2)
         """The last two: when each was ordered, and how many tokens of prompts it has."""
@@ -70,22 +109,25 @@ class LoadEstimate:
         begun = self._begun.pop(request_id, None)
         if begun is None or begun.queued_bytes < _LARGE_BYTES:
             return
-        rate = begun.queued_bytes / max(now_ms - begun.at_ms, 1)
-        known = self._bytes_per_ms[begun.tier]
+        took_ms = float(max(now_ms - begun.at_ms, 1))
+        speed = self._speeds.get(begun.tier)
         # One that failed soon says nothing; one that ran out of time, that it would have been slower still.
-        if is_loaded or rate < known:
-            self._bytes_per_ms[begun.tier] = _kept(known, rate)
+        if not is_loaded and (speed is None or took_ms < speed.expected_ms(begun.queued_bytes, is_alone=False)):
+            return
+        if speed is None:
+            self._speeds[begun.tier] = _Speed(begun.queued_bytes, took_ms)
+        else:
+            speed.measure(begun.queued_bytes, took_ms)
 
     def is_slower(self, num_tokens: int, size_bytes: int, tier: pb.Tier.ValueType) -> bool:
         """Return whether loading is expected to take longer than computing so many tokens."""
-        rate = self._bytes_per_ms[tier]
-        if not rate or not self._tokens_per_ms:
+        speed = self._speeds.get(tier)
+        if speed is None or not self._tokens_per_ms:
             return False
-        load_ms = (size_bytes + self._queued_bytes) / rate
+        load_ms = speed.expected_ms(size_bytes + self._queued_bytes, is_alone=not self._begun)
         is_slower = load_ms > max(num_tokens / self._tokens_per_ms, self._always_ms)
         if is_slower and not self._begun:
-            # No measurement is on its way that could say otherwise.
-            self._bytes_per_ms[tier] = rate * (1 + _FORGET)
+            speed.forget()  # no measurement is on its way that could say otherwise
         return is_slower
 
     @property

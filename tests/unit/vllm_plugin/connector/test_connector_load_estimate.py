@@ -63,6 +63,41 @@ def test_a_storm_after_a_restart_is_loaded_at_its_head_and_computed_behind_it() 
     assert promised == [0, 1, 2, 3]
 
 
+def test_a_short_load_says_little_of_a_long_one() -> None:
+    """On a GPU, 150 tokens in 12 ms: seen failing where 3 000 were taken to need 240 ms, and were computed in 70."""
+    estimate = measured(tokens_per_s=43_000, disk_bytes_per_s=2000 * MIB)
+    estimate.begin("short", 19 * MIB, HOST, 0)
+    estimate.end("short", 12, is_loaded=True)
+    assert not estimate.is_slower(12_000, 1500 * MIB, HOST)
+
+    estimate.begin("long", 1500 * MIB, HOST, 0)
+    assert estimate.is_slower(12_000, 1500 * MIB, HOST), "one is tried at a time"
+    estimate.end("long", 90, is_loaded=True)
+    for number in range(30):
+        estimate.begin(str(number), 19 * MIB, HOST, 0)
+        estimate.end(str(number), 14, is_loaded=True)
+    assert not estimate.is_slower(12_000, 1500 * MIB, HOST), "many short ones say nothing of it either"
+    assert estimate.is_slower(12_000, 6000 * MIB, HOST)
+
+
+def test_a_long_load_is_not_tried_where_a_short_one_was_slow() -> None:
+    """19 MiB in 95 ms: 1 500 MiB would take 7.5 s, at 0.28 s to compute."""
+    estimate = measured(tokens_per_s=43_000, disk_bytes_per_s=2000 * MIB)
+    estimate.begin("short", 19 * MIB, HOST, 0)
+    estimate.end("short", 95, is_loaded=True)
+
+    assert estimate.is_slower(12_000, 1500 * MIB, HOST)
+
+
+def test_a_short_load_that_was_disturbed_makes_no_long_one_look_fast() -> None:
+    estimate = measured(tokens_per_s=43_000, disk_bytes_per_s=2000 * MIB)
+    for number, (size_bytes, took_ms) in enumerate(((19 * MIB, 400), (1500 * MIB, 420))):
+        estimate.begin(str(number), size_bytes, HOST, 0)
+        estimate.end(str(number), took_ms, is_loaded=True)
+
+    assert estimate.is_slower(12_000, 1500 * MIB, HOST)
+
+
 def test_what_was_slow_once_is_tried_again() -> None:
     estimate = measured(tokens_per_s=10_000, disk_bytes_per_s=50 * MIB)
     num_skipped = 0
