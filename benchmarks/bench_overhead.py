@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engines import AFTER_STACK, REST_S, running, start_engine
+from benchmarks.engines import AFTER_STACK, add_engine_options, running, start_engine
 from benchmarks.estimates import cell, interval, paired_row, percentile
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
@@ -71,10 +71,12 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="bfloat16")
+    add_engine_options(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_overhead.json", help="where the JSON goes")
     options = parser.parse_args()
-    stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype)
+    more = {"model_dir": options.model, "engine_args": options.engine_arg}
+    stack = Stack(STACK_DIRECTORY, port=options.port, dtype=options.dtype, **more)
     load, began_s = os.getloadavg(), time.monotonic()
     try:
         with (
@@ -82,8 +84,9 @@ def main() -> int:
             Processes(Path(directory)) as processes,
             running(stack),
         ):
-            start_engine(processes, "plain", port=options.port + AFTER_STACK, dtype=options.dtype)
-            pairs = Bench(stack, processes.url("plain")).measure(options.rounds)
+            plain = {"port": options.port + AFTER_STACK, "dtype": options.dtype, "model": options.model}
+            start_engine(processes, "plain", options.engine_arg, **plain)
+            pairs = Bench(stack, processes.url("plain"), options.rest_s).measure(options.rounds)
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1
@@ -108,14 +111,15 @@ def main() -> int:
             ],
         )
     )
-    write_result(options.out, report)
+    write_result(options.out, report, model=options.model.name)
     return 1 if options.check and any(row["met"] is False for row in rows) else 0
 
 
 class Bench:
     """The two engines, and prompts that were never seen."""
 
-    def __init__(self, stack: Stack, plain_url: str) -> None:
+    def __init__(self, stack: Stack, plain_url: str, rest_s: float) -> None:
+        self._rest_s = rest_s
         key = next(iter(API_KEYS))
         self._gateway = GatewayClient(stack.url, key)
         self._engines = {"with": GatewayClient(stack.engine_urls[0], key), "without": GatewayClient(plain_url, key)}
@@ -141,7 +145,7 @@ class Bench:
         for way in ("with", "without") if number % 2 else ("without", "with"):
             answer = self._asked(self._engines[way], prompts[0], REQUEST_ANSWER)
             token_ms = (answer.arrivals_ms[-1] - answer.ttft_ms) / (len(answer.arrivals_ms) - 1)
-            time.sleep(REST_S)
+            time.sleep(self._rest_s)
             began_s = time.perf_counter()
             with ThreadPoolExecutor(BURST_REQUESTS) as pool:
                 list(
@@ -152,7 +156,7 @@ class Bench:
                     )
                 )
             burst_ms = (time.perf_counter() - began_s) * 1000
-            time.sleep(REST_S)
+            time.sleep(self._rest_s)
             figures = (answer.ttft_ms, answer.total_ms, token_ms, burst_ms)
             for what, value in zip(found, figures, strict=True):
                 found[what][way] = round(value, 3)
@@ -193,7 +197,7 @@ class Bench:
             # The last chunk of a create is held until the save is done: the one before it says when that began.
             window = Window(sent_s + answer.arrivals_ms[-2] / 1000, sent_s + answer.total_ms / 1000)
             arrivals_s = [began_s + arrival_ms / 1000 for arrival_ms in beside.result().arrivals_ms]
-        time.sleep(REST_S)
+        time.sleep(self._rest_s)
         return arrivals_s, window
 
     def _asked(

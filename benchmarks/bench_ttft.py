@@ -1,7 +1,7 @@
 """Time to the first token of the same conversation: computed, from the engine's prefix cache, restored.
 
-Starts a stack of its own (real processes, SmolLM2), creates contexts, kills engine and sidecar with SIGKILL, starts
-them again, then takes every way once a round, all in that one run of the engine:
+Starts a stack of its own (real processes; SmolLM2, or --model), creates contexts, kills engine and sidecar with
+SIGKILL, starts them again, then takes every way once a round, all in that one run of the engine:
 
 - cold: a completion without a context, of a prompt never seen; create: a context of a prompt never seen;
 - hit: that completion goes on, sent whole: the engine's own prefix cache;
@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import REST_S, forget_prefixes
+from benchmarks.engines import REST_S, add_engine_options, forget_prefixes
 from benchmarks.estimates import cell, interval, percentile, ratio_row
 from benchmarks.result import RESULTS, write_result
 from deploy.local.demo import wait_sealed
@@ -116,12 +116,13 @@ def main() -> int:
     """Measure, print the tables, write the JSON; exit 1 when that failed, with --check also when a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8100, help="gateway port of the benchmark's own stack")
-    parser.add_argument("--size", type=int, action="append", help=f"about so many tokens, up to 8000; default: {SIZES}")
+    parser.add_argument("--size", type=int, action="append", help=f"about so many tokens; default: {SIZES}")
     parser.add_argument("--rounds", type=int, default=9, help="of the long; the short have three times as many")
     parser.add_argument("--peer", action="store_true", help="from another pod's sidecar too: needs a second engine")
     # The S3 server of the local stack forgets all when it is stopped, and all is here before the measuring begins.
     parser.add_argument("--store", choices=("dir",), default="", help="from a shared store too, a directory")
     parser.add_argument("--dtype", default="bfloat16")
+    add_engine_options(parser)
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_ttft.json", help="where the JSON goes")
     options = parser.parse_args()
@@ -132,14 +133,22 @@ def main() -> int:
             os.environ.setdefault(name, value)
     engines = 1 + options.peer
     stack = Stack(
-        STACK_DIRECTORY, port=options.port, dtype=options.dtype, engines=engines, store=options.store, dev=True
+        STACK_DIRECTORY,
+        port=options.port,
+        dtype=options.dtype,
+        engines=engines,
+        model_dir=options.model,
+        engine_args=options.engine_arg,
+        store=options.store,
+        dev=True,
     )
     load, began_s, sizes = os.getloadavg(), time.monotonic(), sorted(options.size or SIZES)
     try:
         stack.clean()
         stack.up()
         times_short = 1 if options.peer or options.store else TIMES_SHORT
-        samples = Bench(stack, rounds(sizes, options.rounds, times_short=times_short), store=options.store).measure()
+        places = rounds(sizes, options.rounds, times_short=times_short)
+        samples = Bench(stack, places, store=options.store, rest_s=options.rest_s).measure()
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1
@@ -160,16 +169,18 @@ def main() -> int:
         "samples": [asdict(sample) | {"counts": sample.counts} for sample in samples],
     }
     show(report["ttft"], rows)
-    write_result(options.out, report)
+    write_result(options.out, report, model=options.model.name)
     return 1 if options.check and any(row["met"] is False for row in rows) else 0
 
 
 class Bench:
     """A running stack, its client, and prompts that were never seen."""
 
-    def __init__(self, stack: Stack, places: Sequence[tuple[int, int]], *, store: str = "") -> None:
+    def __init__(
+        self, stack: Stack, places: Sequence[tuple[int, int]], *, store: str = "", rest_s: float = REST_S
+    ) -> None:
         """`places`: all rounds, number and tokens."""
-        self._stack, self._places, self._store = stack, places, store
+        self._stack, self._places, self._store, self._rest_s = stack, places, store, rest_s
         self._client = GatewayClient(stack.url, next(iter(API_KEYS)))
         self._seed = time.time_ns() // 1_000_000 % 900_000_000
 
@@ -205,7 +216,7 @@ class Bench:
         prompt, answers = self._prompt(size), {}
         ask = partial(self._asked, "/v1/completions")
         forget_prefixes(self._stack.engine_urls[0])
-        time.sleep(REST_S)
+        time.sleep(self._rest_s)
         for way in ("cold", "create") if number % 2 else ("create", "cold"):
             answers[way] = ask(prompt) if way == "cold" else self._asked("/v1/context", self._prompt(size), ttl=3600)
         bodies: dict[str, dict[str, Any]] = {
@@ -224,6 +235,9 @@ class Bench:
             self._move_to("engine-1")
             answers["peer"] = ask(**bodies["memory"])
             self._move_to("engine")
+        for session_id in (in_memory, on_disk, in_store):  # at 2 GB each, they would be many
+            if session_id:
+                self._client.call("DELETE", f"/v1/context/{session_id}")
         return answers
 
     def _move_to(self, wanted: str) -> None:
@@ -241,7 +255,7 @@ class Bench:
         answer = self._client.stream(path, body)
         if answer.session_id:
             wait_sealed(self._client, answer.session_id)
-        time.sleep(REST_S)
+        time.sleep(self._rest_s)
         return answer
 
     def _prompt(self, size: int) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
@@ -24,6 +26,15 @@ REST_S = 1.2
 """Until an engine stands still after an answer: vLLM spins for a second after a step (0.32
 distributed/device_communicators/shm_broadcast.py SpinCondition), and on two cores that would be measured."""
 _READY_WITHIN_S = 600.0
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Let a benchmark be run with another model, on another machine: `--model`, `--engine-arg`, `--rest-s`."""
+    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="directory of another model than SmolLM2")
+    more = "more of vLLM's command line, as often as needed: --engine-arg=--max-model-len=40000"
+    parser.add_argument("--engine-arg", action="append", default=[], help=more)
+    rest = "s between two requests; less where cores are to spare"
+    parser.add_argument("--rest-s", type=float, default=REST_S, help=rest)
 
 
 @contextmanager
@@ -56,9 +67,10 @@ def start_engine(
     dtype: str,
     env: Mapping[str, str] | None = None,
     python: str = sys.executable,
+    model: Path = MODEL_DIR,
 ) -> None:
     """Start vLLM with the model, memory and threads of a stack's engine, and wait until it has made a token."""
-    command = plain_command(MODEL_DIR, port=processes.take_port(name, port), dtype=dtype, python=python)
+    command = plain_command(model, port=processes.take_port(name, port), dtype=dtype, python=python)
     taken = {key: os.environ.get(key, value) for key, value in engine_defaults().items()}
     ready = EngineReady(processes.url(name), MODEL_NAME)
     whole = {**taken, **PLAIN_ENVIRONMENT, **(env or {})}

