@@ -26,6 +26,7 @@ class HostDriver(Driver):
         self._own = threading.local()
         self.submitted: list[tuple[Fence, int]] = []
         """What each batch waits for, and its bytes."""
+        self.num_copies = 0
         self.num_staged = 0
         self.num_going = 0
         """Batches that are not waited for."""
@@ -49,6 +50,7 @@ class HostDriver(Driver):
             for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
                 assert any(at <= address and address + size <= at + held for at, held in known.items()), "wild"
         self.submitted.append((after, int(sizes.sum())))
+        self.num_copies += len(sizes)
         self.num_going += 1
 
         def wait() -> None:

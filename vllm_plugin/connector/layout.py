@@ -18,7 +18,8 @@ import torch
 
 from kv_sidecar.client import populate
 from vllm_plugin.connector.cpu_copies import HostLayers
-from vllm_plugin.connector.cuda_copies import CudaDriver, DeviceLayers
+from vllm_plugin.connector.cuda_copies import DeviceLayers
+from vllm_plugin.connector.cuda_driver import CudaDriver
 from vllm_plugin.connector.engine_check import UncarriedEngine
 from vllm_plugin.connector.pages import LOGICAL, LayerShape, PagedLayers
 

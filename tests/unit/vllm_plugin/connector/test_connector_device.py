@@ -61,6 +61,19 @@ def test_pages_in_registered_memory_are_copied_where_they_are() -> None:
     assert [int(page[0]) for page in pages.reshape(6, -1)] == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize(("ids", "num_copies"), [([1, 2, 3], 3), ([3, 2, 1], 9), ([1, 3, 2], 9), ([3, 0, 1], 6)])
+def test_blocks_that_lie_side_by_side_are_one_copy_in_each_layer(ids: list[int], num_copies: int) -> None:
+    (layers, driver, kv), owners = opened(), list[Owner]()
+    for layer in kv.values():
+        layer[:] = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1)
+    pages = memory_of(4 * page_bytes(layers.shapes[0]))
+    register(layers, pages, owners)
+    layers.gather(PageCopy(0, ids, pages, 4, first_page=1))
+
+    assert driver.num_copies == num_copies
+    assert [int(page[-1]) for page in pages.reshape(12, -1)] == [1, *ids] * 3
+
+
 def test_pages_in_two_pieces_are_staged_for_no_copy_may_cross_their_edge() -> None:
     layers, driver, _ = opened()
     layers._registered = RegisteredMemory(driver, piece_bytes=BLOCK_BYTES)
