@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -55,7 +56,10 @@ class DeviceLayers(PagedLayers):
         """Take the layers' tensors, by group, as uint8 `[B, …]` with axes in the order of their strides."""
         self.shapes = shapes
         self._views = views  # held: their addresses are used
-        self._blocks = [[_Blocks.of(view) for view in own] for own in views]
+        self._alike = [
+            _alike([_Blocks.of(view, shape.page_bytes) for view, shape in zip(own, of, strict=True)])
+            for own, of in zip(views, shapes, strict=True)
+        ]
         self._driver = driver
         self._registered = RegisteredMemory(driver)
 
@@ -109,17 +113,17 @@ class DeviceLayers(PagedLayers):
         """Yield stretches of all pages, with the chunks of the blocks that belong to them."""
         ids = np.asarray(copy.block_ids, dtype=np.int64)
         assert copy.first_page + len(ids) <= copy.num_pages, "pages of those blocks"
-        start, end = 0, 0
-        chunks: list[_Chunks] = []
-        layers = self._blocks[copy.group]
-        rows = split(self.shapes[copy.group], host, copy.num_pages)
-        for layer, own in zip(layers, rows, strict=True):
-            first = own.ctypes.data + copy.first_page * own.shape[1]
-            chunks.append(layer.chunks(ids, first))
-            end += own.nbytes
-            if end - start >= _BATCH_BYTES or end == host.nbytes:
-                yield host[start:end], _Chunks.all(chunks)
-                start, chunks = end, []
+        start = 0
+        for layers in self._alike[copy.group]:
+            row_bytes = copy.num_pages * layers.page_bytes
+            within = layers.within(ids)
+            at_once = -(-_BATCH_BYTES // row_bytes)
+            for first in range(0, len(layers.addresses), at_once):
+                on_device = layers.addresses[first : first + at_once]
+                on_host = host.ctypes.data + start + np.arange(len(on_device)) * row_bytes
+                end = start + len(on_device) * row_bytes
+                yield host[start:end], within.of(on_device, on_host + copy.first_page * layers.page_bytes)
+                start = end
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,44 +134,64 @@ class _Chunks:
     on_host: Addresses
     sizes: Addresses
 
-    @classmethod
-    def all(cls, several: Sequence[_Chunks]) -> _Chunks:
-        fields = ("on_device", "on_host", "sizes")
-        return cls(*(np.concatenate([getattr(one, name) for one in several]) for name in fields))
+    def of(self, on_device: Addresses, on_host: Addresses) -> _Chunks:
+        """Return those of several layers that begin there, where these are of one that begins at 0 in both places."""
+        return _Chunks(
+            (on_device[:, None] + self.on_device).ravel(),
+            (on_host[:, None] + self.on_host).ravel(),
+            np.tile(self.sizes, len(on_device)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Where one layer's blocks are."""
+    """Where the blocks of layers are that differ in nothing but where they begin."""
 
-    address: int
+    addresses: Addresses
+    """One for each layer."""
     num_blocks: int
     block_bytes: int
     """From one to the next: padding and other layers included."""
-    offsets: Addresses
+    page_bytes: int
+    offsets: tuple[int, ...]
     """Of a block's chunks."""
     chunk_bytes: int
 
     @classmethod
-    def of(cls, view: torch.Tensor) -> _Blocks:
+    def of(cls, view: torch.Tensor, page_bytes: int) -> _Blocks:
         axes = [axis for axis in range(1, view.dim()) if view.shape[axis] > 1]
         chunk_bytes, offsets = 1, np.zeros(1, dtype=np.int64)
         while axes and view.stride(axes[-1]) == chunk_bytes:
             chunk_bytes *= view.shape[axes.pop()]
         for axis in axes:
             offsets = (offsets[:, None] + np.arange(view.shape[axis]) * view.stride(axis)).ravel()
-        return cls(view.data_ptr(), view.shape[0], view.stride(0), offsets, chunk_bytes)
+        address = np.array([view.data_ptr()], dtype=np.int64)
+        return cls(address, view.shape[0], view.stride(0), page_bytes, tuple(offsets.tolist()), chunk_bytes)
 
-    def chunks(self, ids: npt.NDArray[np.int64], host: int) -> _Chunks:
-        """Return those of some blocks, whose pages are at `host`; what lies side by side in both places is one.
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """What layers have in common that are treated as one."""
+        return self.num_blocks, self.block_bytes, self.page_bytes, self.offsets, self.chunk_bytes
+
+    def within(self, ids: npt.NDArray[np.int64]) -> _Chunks:
+        """Return the chunks of some blocks of a layer at 0, their pages from 0 on; neighbours in both are one.
 
         Raises IndexError for a block that is none: the driver would write anywhere.
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
             raise IndexError("no such block")
-        addresses = (self.address + ids[:, None] * self.block_bytes + self.offsets).ravel()
+        addresses = (ids[:, None] * self.block_bytes + np.array(self.offsets, dtype=np.int64)).ravel()
         sizes = np.full_like(addresses, self.chunk_bytes)
-        return _Chunks(*joined(addresses, host + np.arange(len(sizes)) * self.chunk_bytes, sizes))
+        return _Chunks(*joined(addresses, np.arange(len(sizes)) * self.chunk_bytes, sizes))
+
+
+def _alike(layers: Sequence[_Blocks]) -> list[_Blocks]:
+    """Put together neighbours of one geometry: their addresses are found by one sum, not layer by layer."""
+    found: list[_Blocks] = []
+    for _, several in groupby(layers, key=lambda layer: layer.geometry):
+        own = list(several)
+        found.append(replace(own[0], addresses=np.concatenate([layer.addresses for layer in own])))
+    return found
 
 
 def joined(sources: Addresses, targets: Addresses, sizes: Addresses) -> tuple[Addresses, Addresses, Addresses]:

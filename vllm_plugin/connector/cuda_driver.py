@@ -1,6 +1,6 @@
 """A GPU's driver, as the copies need it: CUDA, or ROCm by that name, through torch and vLLM's kernels.
 
-A copy engine takes as long for 8 KiB as for 128 (measured on an H200: 3.5 µs). Small pieces are therefore brought
+A copy engine takes some 3.5 µs for any copy up to 64 KiB (measured on an H200). Small ones are therefore brought
 together on the device, a batch at a time, by a kernel of vLLM's, and cross the link as one.
 """
 
@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 _COPIES_MAX = 4096
 """In one call of the driver: ROCm's faults above 8 192 (vLLM 0.32 v1/simple_kv_offload/cuda_mem_ops.py)."""
 
-_SMALL_BYTES = 256 << 10
-"""Copies of less, on the average, are brought together on the device."""
+_SMALL_BYTES = 28 << 10
+"""Copies of less, on the average, are brought together on the device (THRESHOLD_BYTES of vLLM 0.32
+v1/kv_offload/cpu/swap_blocks_triton.py). Measured on an H200: those of 64 KiB are faster one by one."""
 _WORD_BYTES, _CHUNK_BYTES, _JOBS = 8, 8192, 16
 """Of vLLM's kernel: what it moves, at a time, and a number of jobs for which it is compiled once."""
 _PROGRAMS_MAX = 1024
