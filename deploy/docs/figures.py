@@ -372,6 +372,7 @@ def _vllm_versions(result: Mapping[str, Any]) -> str:
 
 _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "ttft": ("bench_ttft", _ttft),
+    "ttft-gpu": ("bench_ttft_gpu", _ttft),
     "ttft-peer": ("bench_ttft_peer", partial(_ttft_from, "peer", ("cold",))),
     "ttft-store": ("bench_ttft_store", partial(_ttft_from, "store", ("disk", "cold"))),
     "conversation": ("bench_conversation", _conversation),

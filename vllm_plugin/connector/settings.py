@@ -69,9 +69,10 @@ class ConnectorSettings:
     """Start new contexts, and those whose own KV is gone, from whatever the tenant has."""
     min_load_tokens: int = 1
     """Tokens a load must bring beyond the engine's own prefix cache; raise it where computing is cheaper."""
-    load_always_ms: int = 100
+    load_always_ms: int = 20
     """A load that is expected to take no longer is made; a longer one where computing is expected to take longer still.
-    What short ones take is chance. Raise it to spare the GPU, where a first token may come later for it."""
+    What short ones take is chance. Raise it to spare the GPU, where a first token may come later for it: an H200
+    computes 900 tokens of an 8B model in 20 ms."""
     lookup_threads: int = 16
     """Manifest questions in flight at once. One that waits for a save or a pull keeps its thread: there are more of
     them than a sidecar has pulls at once, so that those waits hold nobody else up."""

@@ -752,7 +752,7 @@ def test_an_older_turn_that_is_here_ends_no_search_for_the_newest_which_comes_fr
     assert engine.loop.computed["again"] == len(prompt) - 177 + 3
 
 
-@pytest.mark.parametrize(("tokens_per_s", "wait_ms"), [(100, 480), (20_000, 100), (0, 2_000), (1, 2_000)])
+@pytest.mark.parametrize(("tokens_per_s", "wait_ms"), [(100, 480), (20_000, 20), (0, 2_000), (1, 2_000)])
 def test_a_newer_turn_at_a_peer_is_waited_for_about_as_long_as_computing_it_takes(
     engine: Engine, tokens_per_s: int, wait_ms: int
 ) -> None:
