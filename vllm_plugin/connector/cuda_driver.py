@@ -125,7 +125,7 @@ class CudaDriver(Driver):
     def _room(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> torch.Tensor | None:
         """Return memory of the device for such copies, this thread's until it asks again; None: they go directly."""
         size_bytes = int(sizes.sum())
-        if self._kernel is None or size_bytes >= _SMALL_BYTES * len(sizes):
+        if self._kernel is None or hasattr(self._own, "is_refused") or size_bytes >= _SMALL_BYTES * len(sizes):
             return None
         if int(np.bitwise_or.reduce(sources | targets | sizes)) % _WORD_BYTES:
             return None
@@ -134,7 +134,7 @@ class CudaDriver(Driver):
                 self._own.room = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError:
                 log.warning("no memory on the GPU to bring KV together", extra={"size_bytes": size_bytes})
-                self._kernel = None
+                self._own.is_refused = True  # by thread: another may be about to use the kernel
                 return None
         return self._own.room
 
