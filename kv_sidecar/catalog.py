@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -435,9 +435,9 @@ class ContextCatalog:
         """Return the manifest of a record; None when it has gone, or is bad."""
         return await self._manifests.read(record)
 
-    async def block(self, key: BlockKey) -> bytes | None:
-        """Return a copy of a block file that is what was stored; None when it has gone, or is not."""
-        return await self._tiers.copy(key)
+    def block(self, key: BlockKey) -> AbstractAsyncContextManager[Buffer | None]:
+        """Lend a copy of a block file that is what was stored; None when it has gone, or is not."""
+        return self._tiers.copy(key)
 
     async def read_ahead(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
         """Bring the first of these that is sealed here into memory, as a load is about to ask for it.

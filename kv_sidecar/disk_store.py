@@ -20,13 +20,20 @@ from contextcache.model import TenantId
 from kv_sidecar.data_directory import DataDirectory, open_regular, regular_size
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.quota import NOBODY, TenantQuota
-from kv_sidecar.store import BlockStore, Buffer, TierUsage
+from kv_sidecar.store import BlockStore, Buffer, Room, TierUsage
 
 log = logging.getLogger(__name__)
 
 _UPPER_MARK, _LOWER_MARK = 0.95, 0.9
 """Shares of the limit between which contexts go: what several saves write at once fits above."""
 _DIRECTORIES = {"block": "blocks", "tail": "tails"}
+
+
+class _Scratch(threading.local):
+    """Room of each thread."""
+
+    def __init__(self) -> None:
+        self.room = Room()
 
 
 class DiskStore(BlockStore):
@@ -48,8 +55,7 @@ class DiskStore(BlockStore):
         self._used_bytes = 0
         """Bytes of all files and of those being written."""
         self._tenants = TenantQuota(tenant_limit_bytes)
-        self._scratch = threading.local()
-        """One buffer a thread, as large as its largest block: memory that is faulted in once, not at every read."""
+        self._scratch = _Scratch()
 
     def open(self) -> None:
         """Rebuild the index. Files that are no block files are left alone and logged."""
@@ -89,8 +95,11 @@ class DiskStore(BlockStore):
             self._settle(key, owner=tenant if written else None, reserved=(tenant, size))
 
     @override
-    def read(self, key: BlockKey) -> memoryview | None:
-        """See BlockStore. Raises CorruptBlock when no file of a block's size lies there, OSError."""
+    def read(self, key: BlockKey, room: Room | None = None) -> memoryview | None:
+        """See BlockStore; with `room` the bytes are valid until that is used again.
+
+        Raises CorruptBlock when no file of a block's size lies there, OSError.
+        """
         try:
             descriptor, size = open_regular(self.path_of(key))
         except FileNotFoundError:
@@ -99,7 +108,7 @@ class DiskStore(BlockStore):
         try:
             if size > self._block_bytes_max:
                 raise CorruptBlock("the file is larger than a block")
-            view = self._buffer(size)
+            view = (room or self._scratch.room).of(size)
             return view[: _read_all(descriptor, view)].toreadonly()
         finally:
             os.close(descriptor)
@@ -204,13 +213,6 @@ class DiskStore(BlockStore):
     def path_of(self, key: BlockKey) -> Path:
         """Return where a block's file belongs."""
         return self._directory.root / _DIRECTORIES[key.kind] / key.fan_out / key.file_name
-
-    def _buffer(self, size: int) -> memoryview:
-        buffer: bytearray | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or len(buffer) < size:
-            buffer = bytearray(size)
-            self._scratch.buffer = buffer
-        return memoryview(buffer)[:size]
 
 
 def _is_ours(kind: str, path: Path) -> bool:

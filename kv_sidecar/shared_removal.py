@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,8 +64,8 @@ class LocalKV(Protocol):
         """Return its manifest, or None."""
         ...
 
-    async def block(self, key: BlockKey) -> Buffer | None:
-        """Return a verified copy of a block file's bytes, or None."""
+    def block(self, key: BlockKey) -> AbstractAsyncContextManager[Buffer | None]:
+        """Lend a verified copy of a block file's bytes, or None."""
         ...
 
 

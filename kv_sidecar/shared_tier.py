@@ -342,12 +342,12 @@ class SharedTier:
         self._known.begin(session, file_name)
         await self._objects.put(holder_name(record.tenant, file_name, record.session_id), b"")
         if await self._objects.size_bytes(block_name(record.tenant, file_name)) is None:
-            data = await self._local.block(block)
-            if data is None:
-                raise CacheRefNotFound("the block has gone")
-            await self._pace(len(data))
-            await self.stored.put(block_name(record.tenant, file_name), data, key)
-            self._metrics.store_bytes.labels("write").inc(len(data))
+            async with self._local.block(block) as data:
+                if data is None:
+                    raise CacheRefNotFound("the block has gone")
+                await self._pace(len(data))
+                await self.stored.put(block_name(record.tenant, file_name), data, key)
+                self._metrics.store_bytes.labels("write").inc(len(data))
         self._known.trust(session, file_name)
 
     async def _pace(self, size_bytes: int) -> None:

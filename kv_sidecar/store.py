@@ -26,6 +26,19 @@ log = logging.getLogger(__name__)
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
+class Room:
+    """Memory for one file at a time: faulted in once, not at every read."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def of(self, size_bytes: int) -> memoryview:
+        """Return so many bytes, which may have those of before; they are the next caller's too."""
+        if len(self._buffer) < size_bytes:
+            self._buffer = bytearray(size_bytes)
+        return memoryview(self._buffer)[:size_bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class TierUsage:
     """How full a tier is."""

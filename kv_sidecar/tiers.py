@@ -24,7 +24,7 @@ from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_checksum, block_key, block_meta, num_files
 from kv_sidecar.memory_store import MemoryStore, Pins
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.store import Buffer, IoThreads
+from kv_sidecar.store import Buffer, IoThreads, Room
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class Tiers:
         self._brought: set[BlockKey] = set()
         """Blocks that were read into memory and not handed out since."""
         self._checksums: dict[BlockKey, str] = {}
+        self._rooms: list[Room] = []
+        """As many as there ever were copies at once; each as large as its largest block."""
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether the block is on disk and stays there."""
@@ -213,18 +215,23 @@ class Tiers:
         finally:
             await _end(ahead)
 
-    async def copy(self, key: BlockKey) -> bytes | None:
-        """Return a copy of a file of the disk whose checksum is what was vouched for; None when there is none."""
+    @asynccontextmanager
+    async def copy(self, key: BlockKey) -> AsyncGenerator[memoryview | None, None]:
+        """Lend a copy of a file of the disk whose checksum is what was vouched for; None when there is none."""
+        room = self._rooms.pop() if self._rooms else Room()
         async with self._use_of(key):
-            return await self._threads.run(self._copy, key, self.checksum(key))
+            data = await self._threads.run(self._copy, key, self.checksum(key), room)
+        yield data
+        # Not of who fails or is cancelled: what it has begun may still read this.
+        self._rooms.append(room)
 
-    def _copy(self, key: BlockKey, vouched: str | None) -> bytes | None:
+    def _copy(self, key: BlockKey, vouched: str | None, room: Room) -> memoryview | None:
         try:
-            if not vouched or (data := self.disk.read(key)) is None:
+            if not vouched or (data := self.disk.read(key, room)) is None:
                 return None
             file = parse_block_file(data)
             file.verify()
-            return bytes(data) if file.checksum == vouched else None
+            return data if file.checksum == vouched else None
         except (CorruptBlock, OSError):
             return None
 
