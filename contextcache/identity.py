@@ -57,6 +57,11 @@ class Identity:
     """Sidecar (`host:port`) of a pod where such requests were served before; empty: this one, or none is known."""
 
 
+COMPUTED_SOON = "computed_soon"
+"""Why a load was not made: the engine had all but a few tokens of the prompt, and computes those in less time. Of a
+connector's load report; such a turn is a hit."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
     """What the connector shall load before, and save after, one engine request."""

@@ -237,7 +237,7 @@ _VALUES: dict[str, Values] = {
                 "blockSize": 32,
                 "extraArgs": ["--enable-chunked-prefill"],
                 "turn": {"replayThreshold": 0.9, "leaseTtlMs": 30000},
-                "connector": {"min_load_tokens": 64, "weights_epoch": "2026-11"},
+                "connector": {"load_always_ms": 64, "weights_epoch": "2026-11"},
                 "shutdownTimeoutS": 300,
                 "terminationGracePeriodSeconds": 600,
             }

@@ -72,9 +72,13 @@ class _Speed:
 class LoadEstimate:
     """Used by the engine's thread only. Times are of one monotonic clock, in ms."""
 
-    def __init__(self, *, always_ms: int) -> None:
-        """`always_ms`: a load that is expected to take no longer is made whatever computing takes."""
+    def __init__(self, *, always_ms: int, soon_ms: int = 0) -> None:
+        """`always_ms`: a load that is expected to take no longer is made whatever computing takes.
+
+        `soon_ms`: what a load takes at best, whatever it brings.
+        """
         self._always_ms = always_ms
+        self._soon_ms = soon_ms
         self._tokens_per_ms = 0.0
         self._speeds: dict[pb.Tier.ValueType, _Speed] = {}
         self._begun: dict[str, _Begun] = {}
@@ -129,6 +133,10 @@ class LoadEstimate:
         if is_slower and not self._begun:
             speed.forget()  # no measurement is on its way that could say otherwise
         return is_slower
+
+    def is_soon(self, num_tokens: int) -> bool:
+        """Return whether so many tokens are computed before any load of them could have ended."""
+        return num_tokens < self._tokens_per_ms * self._soon_ms
 
     @property
     def compute_us_per_token(self) -> float:

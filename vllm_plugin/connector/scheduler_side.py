@@ -16,7 +16,7 @@ from typing import Any
 
 from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
-from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
+from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.adapters import UNKNOWN, AdapterWord, KnownAdapters
@@ -38,6 +38,9 @@ _WEIGHTS_CHANGED = "weights_changed"
 _SLOWER = "slower_than_computing"
 _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
+_SOON_MS = 4
+"""What a load takes at least: a question to the sidecar, a step that begins it and one that finds it done. Where the
+engine has all but the end of a context, which fills no block, computing that is faster on a GPU (docs/gpu.md)."""
 _IDLE_WAIT_S = 0.004
 """In a step without work: a new request waits no longer than this for its own."""
 _MATCH_WAIT_S = 0.01
@@ -130,7 +133,8 @@ class SchedulerSide:
         self._checkpoints = PromptCheckpoints()
         self._early_saves = EarlySaves()
         self._adapters = KnownAdapters()
-        self._estimate = LoadEstimate(always_ms=settings.load_always_ms)
+        # A CPU engine computes a few tokens in that time: there all of a context's are loaded.
+        self._estimate = LoadEstimate(always_ms=settings.load_always_ms, soon_ms=0 if device == "cpu" else _SOON_MS)
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
@@ -251,23 +255,34 @@ class SchedulerSide:
         awaits_adapter = tracked is not None and self._awaits_adapter(tracked)
         if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
             return None if awaits_adapter else 0, False
+        tracked.device_tokens = num_computed_tokens
+        if num_computed_tokens and self._estimate.is_soon(request.num_tokens - 1 - num_computed_tokens):
+            tracked.found = Match(None, 0, COMPUTED_SOON)  # whatever is there: the question need not be waited for
+            return 0, False
         found = tracked.found = self._answer(tracked.lookup, tracked.asked_at_s)
         if found is None:
             return None, False
-        tracked.device_tokens = num_computed_tokens
+        num_tokens = self._worth_loading(tracked, found)
+        return num_tokens, num_tokens > 0
+
+    def _worth_loading(self, tracked: _Tracked, found: Match) -> int:
+        """Return how many tokens beyond the engine's own are to be loaded of what was found; 0: none."""
         # The last token is always computed, to have something to sample from. A promise to load it too makes vLLM
         # step back by one, and a prompt of one token would be asked about for ever.
         # Where a group has a window it would be wrong too: vLLM has let go of the block that the last token sees.
         if found.manifest is None or self._facts is None:
-            return 0, False
-        most = restorable_tokens(found.manifest, self._facts, min(found.num_tokens, request.num_tokens - 1))
-        num_tokens = most - num_computed_tokens
-        if num_tokens < self._settings.min_load_tokens:
-            return 0, False
+            return 0
+        most = restorable_tokens(found.manifest, self._facts, min(found.num_tokens, tracked.request.num_tokens - 1))
+        num_tokens = most - tracked.device_tokens
+        if num_tokens < 1:
+            return 0
+        if tracked.device_tokens and self._estimate.is_soon(num_tokens):
+            tracked.found = replace(found, reason=COMPUTED_SOON)
+            return 0
         if self._estimate.is_slower(num_tokens, _size_bytes(found.manifest, num_tokens), found.tier):
             tracked.lookup, tracked.found = None, Match(None, 0, _SLOWER)
-            return 0, False
-        return num_tokens, True
+            return 0
+        return num_tokens
 
     def _answer(self, lookup: Lookup, asked_at_s: float) -> Match | None:
         """Return what a lookup has found; where nothing else is to be done, after a moment in which it may."""
@@ -436,7 +451,7 @@ class SchedulerSide:
             return  # nothing was named, and nobody will ask
         tracked.reported = True
         found = tracked.found or Match(None, 0, "prefix_cache_reading_off")
-        missed = found.manifest is None
+        missed = found.manifest is None and found.reason != COMPUTED_SOON
         self.counters.add("missed_loads" if missed else "unneeded_loads", found.reason)
         self._reporter.send(
             pb.LoadReport(
@@ -500,6 +515,8 @@ class SchedulerSide:
         transfer, found = tracked.transfer, tracked.found
         if transfer.save is not None or transfer.save_again_tokens < 1 or not transfer.load or found is None:
             return None
+        if found.reason == COMPUTED_SOON and tracked.lookup is not None:
+            found = tracked.lookup.result(self._clock.now_ms()) or found  # not waited for then
         first = transfer.load[0]
         # Turns like this one run in parallel; all have missed it, one brings it back.
         return first if first in found.missing and first not in self._saved_again else None

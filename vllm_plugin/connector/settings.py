@@ -67,8 +67,6 @@ class ConnectorSettings:
     prompts of one template always share a few."""
     match_prefix: bool = True
     """Start new contexts, and those whose own KV is gone, from whatever the tenant has."""
-    min_load_tokens: int = 1
-    """Tokens a load must bring beyond the engine's own prefix cache; raise it where computing is cheaper."""
     load_always_ms: int = 20
     """A load that is expected to take no longer is made; a longer one where computing is expected to take longer still.
     What short ones take is chance. Raise it to spare the GPU, where a first token may come later for it: an H200

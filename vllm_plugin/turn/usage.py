@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from contextcache.identity import COMPUTED_SOON
 from vllm_plugin.turn.history import Divergence
 
 TIER_SOURCES = {"host", "disk", "peer", "object"}
@@ -85,7 +86,8 @@ class TurnUsage:
     def verdict(self) -> str:
         """`X-Context-Cache`: hit, partial, miss or recomputed (a load was tried and failed)."""
         wanted = min(self.context_tokens, self.prompt_tokens - 1)
-        if self.cached_tokens >= max(wanted - 1, 1):
+        is_soon = self.loaded is not None and self.loaded.reason == COMPUTED_SOON
+        if self.cached_tokens >= (1 if is_soon else max(wanted - 1, 1)):
             # One token short is a hit: the last token a model samples has never been through the model.
             return "hit"
         if self.loaded is not None and self.loaded.failed:

@@ -165,6 +165,34 @@ def test_a_load_that_fails_soon_says_nothing_and_one_that_runs_out_of_time_that_
         assert estimate.is_slower(TOKENS, BYTES, DISK) is is_slower
 
 
+def test_what_is_computed_before_any_load_could_end_is_known_once_a_prompt_was_measured() -> None:
+    estimate = LoadEstimate(always_ms=100, soon_ms=4)
+    assert not estimate.is_soon(1), "nothing is known"
+    for now_ms, tokens in ((0, TOKENS), (3, 0), (200, 0)):
+        estimate.step(tokens, now_ms, ONE)
+
+    assert estimate.is_soon(163)
+    assert not estimate.is_soon(164)
+    assert not measured(tokens_per_s=43_000, disk_bytes_per_s=2000 * MIB).is_soon(0)
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True], ids=["whatever is there", "of what is there"])
+def test_the_end_of_a_context_is_computed_where_that_is_sooner_than_loading_and_the_rest_is_here(
+    engine: Engine, is_waited_for: bool
+) -> None:
+    answer = engine.save(list(range(1, 151)), A)
+    # Of 171 tokens the engine has 9 blocks; 153 are saved.
+    engine.loop.connector.scheduler_side._estimate.is_soon = lambda num: num < (10 if is_waited_for else 27)
+    prompt = [*range(1, 151), *answer, *range(200, 217)]
+    engine.loop.add("again", prompt, params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    report = engine.sidecar.reports[f"request--{A}"]
+    assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_NOT_NEEDED, "computed_soon")
+    assert (report.device_tokens, report.loaded_tokens) == (144, 0)
+    assert engine.sidecar.served_bytes == 0
+
+
 def test_a_request_whose_load_would_be_slower_is_computed_and_told_why(engine: Engine) -> None:
     answer = engine.save(list(range(1, 151)), A)
     engine.loop.forget_prefixes()

@@ -54,6 +54,17 @@ def test_kv_that_is_there_is_not_saved_again(engine: Engine) -> None:
     assert engine.counted("lost_contexts") == 0
 
 
+def test_lost_kv_of_which_the_engine_had_all_but_what_is_computed_soon_is_saved_again_too(engine: Engine) -> None:
+    """Nobody waited for the sidecar's answer then: it is there when the request ends."""
+    turn(engine, {}, name="warm")
+    engine.loop.connector.scheduler_side._estimate.is_soon = lambda num_tokens: num_tokens > 0
+    engine.loop.add("turn", [*CONTEXT, 7, 7, 7], params=read_only(A, name="turn"))
+    engine.loop.run_to_end("turn")
+
+    assert engine.loop.computed["turn"] == 153 % 16 + 3
+    assert engine.sidecar.manifests[A].token_ids == tuple(CONTEXT)
+
+
 def test_of_turns_in_parallel_one_brings_it_back(engine: Engine) -> None:
     """Seen to fail without `_saved_again`: the second one's save met a sealed name."""
     for name in ("one", "two"):
