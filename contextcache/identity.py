@@ -58,8 +58,9 @@ class Identity:
 
 
 COMPUTED_SOON = "computed_soon"
-"""Why a load was not made: the engine had all but a few tokens of the prompt, and computes those in less time. Of a
-connector's load report; such a turn is a hit."""
+"""Why a load was not made, in a connector's report: the engine had what is before it, and computes it in less time."""
+SOON_MS = 4
+"""What a load takes at least on a GPU: a question to the sidecar, a step that begins it and one that finds it done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from contextcache.clock import Clock
 from contextcache.errors import ForgedIdentity
-from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, KVTransfer, verify_kv_transfer
+from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, SOON_MS, KVTransfer, verify_kv_transfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.adapters import UNKNOWN, AdapterWord, KnownAdapters
@@ -38,9 +38,6 @@ _WEIGHTS_CHANGED = "weights_changed"
 _SLOWER = "slower_than_computing"
 _DECODED_TOKENS = 16
 """A request with more in a step computes its prompt; with fewer it may be decoding, drafts included."""
-_SOON_MS = 4
-"""What a load takes at least: a question to the sidecar, a step that begins it and one that finds it done. Where the
-engine has all but the end of a context, which fills no block, computing that is faster on a GPU (docs/gpu.md)."""
 _IDLE_WAIT_S = 0.004
 """In a step without work: a new request waits no longer than this for its own."""
 _MATCH_WAIT_S = 0.01
@@ -134,7 +131,7 @@ class SchedulerSide:
         self._early_saves = EarlySaves()
         self._adapters = KnownAdapters()
         # A CPU engine computes a few tokens in that time: there all of a context's are loaded.
-        self._estimate = LoadEstimate(always_ms=settings.load_always_ms, soon_ms=0 if device == "cpu" else _SOON_MS)
+        self._estimate = LoadEstimate(always_ms=settings.load_always_ms, soon_ms=0 if device == "cpu" else SOON_MS)
         self._pending_saves = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         self._saved_again = PendingSaves(self._clock, life_ms=settings.save_deadline_ms)
         """Lost KV that a turn without a commit has brought back, or tried to, not long ago."""
@@ -256,14 +253,26 @@ class SchedulerSide:
         if tracked is None or tracked.lookup is None or tracked.load_failed or request.skip_reading_prefix_cache:
             return None if awaits_adapter else 0, False
         tracked.device_tokens = num_computed_tokens
-        if num_computed_tokens and self._estimate.is_soon(request.num_tokens - 1 - num_computed_tokens):
-            tracked.found = Match(None, 0, COMPUTED_SOON)  # whatever is there: the question need not be waited for
+        if self._needs_no_answer(tracked):
+            tracked.found = Match(None, 0, COMPUTED_SOON)
             return 0, False
         found = tracked.found = self._answer(tracked.lookup, tracked.asked_at_s)
         if found is None:
             return None, False
         num_tokens = self._worth_loading(tracked, found)
         return num_tokens, num_tokens > 0
+
+    def _needs_no_answer(self, tracked: _Tracked) -> bool:
+        """Return whether the prompt is computed before a load could end, whatever a lookup that is not over finds.
+
+        What is kept lives on by being found, and what is lost may come back with this request: those wait.
+        """
+        transfer, rest = tracked.transfer, tracked.request.num_tokens - 1 - tracked.device_tokens
+        if not tracked.device_tokens or not self._estimate.is_soon(rest):
+            return False
+        assert tracked.lookup is not None, "somebody is asked"
+        is_over = tracked.lookup.result(self._clock.now_ms()) is not None
+        return not (is_over or transfer.is_kept or transfer.save_again_tokens)
 
     def _worth_loading(self, tracked: _Tracked, found: Match) -> int:
         """Return how many tokens beyond the engine's own are to be loaded of what was found; 0: none."""
@@ -276,7 +285,8 @@ class SchedulerSide:
         num_tokens = most - tracked.device_tokens
         if num_tokens < 1:
             return 0
-        if tracked.device_tokens and self._estimate.is_soon(num_tokens):
+        block_tokens = max(group.block_tokens for group in self._facts.groups)
+        if tracked.device_tokens and num_tokens < block_tokens and self._estimate.is_soon(num_tokens):
             tracked.found = replace(found, reason=COMPUTED_SOON)
             return 0
         if self._estimate.is_slower(num_tokens, _size_bytes(found.manifest, num_tokens), found.tier):
@@ -515,8 +525,6 @@ class SchedulerSide:
         transfer, found = tracked.transfer, tracked.found
         if transfer.save is not None or transfer.save_again_tokens < 1 or not transfer.load or found is None:
             return None
-        if found.reason == COMPUTED_SOON and tracked.lookup is not None:
-            found = tracked.lookup.result(self._clock.now_ms()) or found  # not waited for then
         first = transfer.load[0]
         # Turns like this one run in parallel; all have missed it, one brings it back.
         return first if first in found.missing and first not in self._saved_again else None

@@ -24,6 +24,7 @@ from contextcache.errors import (
     EngineFailed,
     StoreUnavailable,
 )
+from contextcache.identity import COMPUTED_SOON
 from contextcache.model import (
     MAX_WORD_CHARS,
     CacheRef,
@@ -333,7 +334,7 @@ class Settlement:
             turn.loaded = await self._load_report(turn, deadline_ms)
             self._is_silent = turn.loaded is None and (self._is_silent or has_cached)
             if turn.loaded is not None:
-                turn.no_kv = turn.loaded.reason
+                turn.no_kv = "" if turn.loaded.reason == COMPUTED_SOON else turn.loaded.reason
             if turn.no_kv == CacheRefNotFound.code:
                 # Never saved, perhaps: then the sidecar knows why.
                 found = await self._sidecar.wait_sealed(turn.session.tenant, turn.session.cache_ref, timeout_ms=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from contextcache.identity import COMPUTED_SOON
+from contextcache.identity import COMPUTED_SOON, SOON_MS
 from vllm_plugin.turn.history import Divergence
 
 TIER_SOURCES = {"host", "disk", "peer", "object"}
@@ -86,13 +86,18 @@ class TurnUsage:
     def verdict(self) -> str:
         """`X-Context-Cache`: hit, partial, miss or recomputed (a load was tried and failed)."""
         wanted = min(self.context_tokens, self.prompt_tokens - 1)
-        is_soon = self.loaded is not None and self.loaded.reason == COMPUTED_SOON
-        if self.cached_tokens >= (1 if is_soon else max(wanted - 1, 1)):
+        if self.cached_tokens >= max(wanted - 1, 1) or self._is_soon(wanted - self.cached_tokens):
             # One token short is a hit: the last token a model samples has never been through the model.
             return "hit"
         if self.loaded is not None and self.loaded.failed:
             return "recomputed"
         return "partial" if self.cached_tokens else "miss"
+
+    def _is_soon(self, num_tokens: int) -> bool:
+        """Return whether so many tokens were left to the engine, which had most, as sooner computed than loaded."""
+        if self.loaded is None or self.loaded.reason != COMPUTED_SOON or self.cached_tokens <= num_tokens:
+            return False
+        return num_tokens * self.loaded.compute_us_per_token < SOON_MS * 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
@@ -176,21 +178,39 @@ def test_what_is_computed_before_any_load_could_end_is_known_once_a_prompt_was_m
     assert not measured(tokens_per_s=43_000, disk_bytes_per_s=2000 * MIB).is_soon(0)
 
 
-@pytest.mark.parametrize("is_waited_for", [False, True], ids=["whatever is there", "of what is there"])
+@pytest.mark.parametrize("answers", [True, False], ids=["the sidecar answers", "the sidecar hangs"])
 def test_the_end_of_a_context_is_computed_where_that_is_sooner_than_loading_and_the_rest_is_here(
-    engine: Engine, is_waited_for: bool
+    engine: Engine, answers: bool
 ) -> None:
     answer = engine.save(list(range(1, 151)), A)
     # Of 171 tokens the engine has 9 blocks; 153 are saved.
-    engine.loop.connector.scheduler_side._estimate.is_soon = lambda num: num < (10 if is_waited_for else 27)
-    prompt = [*range(1, 151), *answer, *range(200, 217)]
-    engine.loop.add("again", prompt, params=transfer(load=(A,)))
-    engine.loop.run_to_end("again")
+    engine.loop.connector.scheduler_side._estimate.is_soon = lambda num: num < (10 if answers else 27)
+    if not answers:
+        engine.sidecar.hang["get_manifest"] = threading.Event()
+    engine.loop.add("again", [*range(1, 151), *answer, *range(200, 217)], params=transfer(load=(A,)))
+    for _ in range(20):
+        engine.loop.step()
+    assert "again" in engine.loop.finished
+    for event in engine.sidecar.hang.values():
+        event.set()
+    engine.loop.settle()
 
     report = engine.sidecar.reports[f"request--{A}"]
     assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_NOT_NEEDED, "computed_soon")
     assert (report.device_tokens, report.loaded_tokens) == (144, 0)
     assert engine.sidecar.served_bytes == 0
+
+
+def test_what_fills_blocks_is_loaded_however_soon_it_is_computed(engine: Engine) -> None:
+    engine.save(list(range(1, 151)), A)
+    engine.loop.forget_prefixes()
+    engine.loop.add("warm", [*range(1, 97), 9], params={})
+    engine.loop.run_to_end("warm")
+    engine.loop.connector.scheduler_side._estimate.is_soon = lambda num: num < 120
+    engine.loop.add("again", [*range(1, 151), *range(200, 500)], params=transfer(load=(A,)))
+    engine.loop.run_to_end("again")
+
+    assert engine.sidecar.reports[f"request--{A}"].loaded_tokens >= 150 - 96
 
 
 def test_a_request_whose_load_would_be_slower_is_computed_and_told_why(engine: Engine) -> None:

@@ -54,11 +54,13 @@ def test_kv_that_is_there_is_not_saved_again(engine: Engine) -> None:
     assert engine.counted("lost_contexts") == 0
 
 
-def test_lost_kv_of_which_the_engine_had_all_but_what_is_computed_soon_is_saved_again_too(engine: Engine) -> None:
-    """Nobody waited for the sidecar's answer then: it is there when the request ends."""
+def test_a_turn_that_may_bring_lost_kv_back_waits_for_the_answer_however_soon_it_is_computed(engine: Engine) -> None:
     turn(engine, {}, name="warm")
     engine.loop.connector.scheduler_side._estimate.is_soon = lambda num_tokens: num_tokens > 0
+    engine.sidecar.hang["get_manifest"] = threading.Event()
     engine.loop.add("turn", [*CONTEXT, 7, 7, 7], params=read_only(A, name="turn"))
+    engine.loop.step()
+    engine.sidecar.hang["get_manifest"].set()
     engine.loop.run_to_end("turn")
 
     assert engine.loop.computed["turn"] == 153 % 16 + 3

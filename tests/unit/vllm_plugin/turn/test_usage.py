@@ -16,7 +16,7 @@ def usage(prompt, context, cached, loaded=None):
 
 
 def loaded(tokens, tier="disk", *, device=0, failed=False, reason=""):
-    return LoadedKV(failed, device_tokens=device, loaded_tokens=tokens, tier=tier, restore_ms=1.0, reason=reason)
+    return LoadedKV(failed, device, tokens, tier, restore_ms=1.0, reason=reason, compute_us_per_token=50.0)
 
 
 def test_a_full_hit_still_computes_one_token():
@@ -56,8 +56,10 @@ def test_cached_plus_computed_is_context_plus_new(prompt, context, cached):
         (usage(100, 98, 32, loaded(0, failed=True)), "device", "recomputed"),
         (usage(100, 98, 97, loaded(97)), "disk", "hit"),
         (usage(100, 98, 64, loaded(64)), "disk", "partial"),
-        (usage(100, 98, 96, loaded(0, "", device=96, reason="computed_soon")), "device", "hit"),
-        (usage(100, 98, 96, loaded(0, "", device=96, reason="no_manifest")), "device", "partial"),
+        (usage(100, 98, 90, loaded(0, "", device=90, reason="computed_soon")), "device", "hit"),
+        (usage(100, 98, 90, loaded(0, "", device=90, reason="no_manifest")), "device", "partial"),
+        (usage(10_020, 10_000, 9_900, loaded(0, "", device=9_900, reason="computed_soon")), "device", "partial"),
+        (usage(100, 98, 32, loaded(0, "", device=32, reason="computed_soon")), "device", "partial"),
     ],
 )
 def test_source_and_verdict_follow_what_really_was_reused(turn, source, verdict):
