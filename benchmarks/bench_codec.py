@@ -51,7 +51,7 @@ from deploy.local.progress import StepFailed, say
 from deploy.local.readiness import grpc_serves
 from deploy.local.table import render
 from kv_sidecar.client import EngineSidecarClient, parse_block_file
-from vllm_plugin.connector.codec import DTYPES, STEPS, PageCodec
+from vllm_plugin.connector.copies.codec import DTYPES, STEPS, PageCodec
 
 TENANT, SECRET = "demo", "a secret for benchmarks, 32 bytes"
 EXPIRES_AT_MS = 4_000_000_000_000

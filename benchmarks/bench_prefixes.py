@@ -22,7 +22,7 @@ from benchmarks.fit import grown, table
 from benchmarks.result import RESULTS, write_result
 from contextcache.model import new_cache_ref
 from deploy.local.progress import Step
-from kv_sidecar.prefixes import ID_BYTES, Beginning, PrefixIndex, prompt_of
+from kv_sidecar.sealed.prefixes import ID_BYTES, Beginning, PrefixIndex, prompt_of
 
 TENANT, FINGERPRINT = "demo", "f" * 64
 BLOCK_TOKENS, CONTEXT_BLOCKS, SHARED_BLOCKS = 256, 16, 8

@@ -36,11 +36,11 @@ from deploy.local.ports import LOOPBACK
 from deploy.local.table import render
 from kv_sidecar.client import BlockFileWriter
 from kv_sidecar.format.manifest import block_meta, num_files
-from kv_sidecar.object_store import ObjectStore
-from kv_sidecar.peer import StoredPeer
+from kv_sidecar.moving.peer import StoredPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared_tier import SharedTier
+from kv_sidecar.shared.object_store import ObjectStore
+from kv_sidecar.shared.tier import SharedTier
 from kv_sidecar.sidecar import Sidecar
 
 TENANT = "demo"

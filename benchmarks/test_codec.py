@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.bench_codec import BARS, GROUPS, Answer, not_loaded, numbers_of, same_until
-from vllm_plugin.connector.codec import STEPS
+from vllm_plugin.connector.copies.codec import STEPS
 
 
 def test_smaller_groups_have_less_error_and_more_bits():

@@ -41,19 +41,19 @@ from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.forking import Forks, NewFork
 from kv_sidecar.format.ids import BlockKey, require_fingerprint
 from kv_sidecar.format.manifest import all_keys, block_key, num_files, rank_keys
-from kv_sidecar.index import ManifestRecord, RecentNames
 from kv_sidecar.keeping import Keeping
 from kv_sidecar.leases import Leases, LeaseTerms
-from kv_sidecar.manifests import SealedManifests
-from kv_sidecar.matching import PrefixMatches, PrefixQuestion
-from kv_sidecar.memory_store import LentSlot, Place
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.prefixes import Found
 from kv_sidecar.reclaim import Removed, Retention
 from kv_sidecar.saves import CatalogLimits, FailedSave, NewSave
 from kv_sidecar.saving import PreparedSave, Saving
-from kv_sidecar.store import Buffer, IoThreads
-from kv_sidecar.tiers import FetchedBlock, TierName, Tiers
+from kv_sidecar.sealed.index import ManifestRecord, RecentNames
+from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.matching import PrefixMatches, PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.tiers.memory_store import LentSlot, Place
+from kv_sidecar.tiers.store import Buffer, IoThreads
+from kv_sidecar.tiers.tiers import FetchedBlock, TierName, Tiers
 
 log = logging.getLogger(__name__)
 

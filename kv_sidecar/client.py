@@ -23,7 +23,6 @@ from contextcache.wire.channels import Connection
 from contextcache.wire.rpc import CHANNEL_OPTIONS, error_from_rpc
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
-from kv_sidecar.arena import MappedArena, open_arena, populate
 from kv_sidecar.format.block_file import (
     BlockFile,
     BlockFileWriter,
@@ -35,6 +34,7 @@ from kv_sidecar.format.block_file import (
 )
 from kv_sidecar.format.ids import ADAPTER_MARK
 from kv_sidecar.format.manifest import context_files, is_plain, with_files
+from kv_sidecar.tiers.arena import MappedArena, open_arena, populate
 
 __all__ = [
     "ADAPTER_MARK",

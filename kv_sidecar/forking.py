@@ -23,9 +23,9 @@ from contextcache.model import (
     TenantId,
     prompt_ref,
 )
-from kv_sidecar.index import ManifestRecord
-from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.saving import Saving
+from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import SealedManifests
 
 log = logging.getLogger(__name__)
 

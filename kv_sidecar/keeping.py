@@ -14,10 +14,10 @@ from contextcache.clock import Clock
 from contextcache.errors import ContextExists
 from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.index import ManifestRecord
-from kv_sidecar.manifests import SealedManifests
-from kv_sidecar.matching import PrefixQuestion
-from kv_sidecar.prefixes import beginning_of
+from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import beginning_of
 
 GROUPS_SHOWN = 1000
 GROUP_MAX = 64

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.memory_store import Pins
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.tiers.memory_store import Pins
 
 _LEASE_ID = re.compile(r"[0-9a-z]{16,64}", re.ASCII)
 

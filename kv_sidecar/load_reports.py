@@ -12,7 +12,7 @@ from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, InvalidRequest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
-from kv_sidecar.index import Announcements
+from kv_sidecar.sealed.index import Announcements
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_SIZE_BYTES = 1 << 50

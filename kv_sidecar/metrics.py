@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from contextcache.process.metrics import CertificateMetrics
 from kv_sidecar.quota import TenantBytes
-from kv_sidecar.store import TierUsage
+from kv_sidecar.tiers.store import TierUsage
 
 TIERS = ("host", "disk")
 IO_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -29,9 +29,9 @@ from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
 from contextcache.wire.rpc import cause_of, error_from_rpc
 from contextcache.wire.tls import WatchedTls
-from kv_sidecar.index import ManifestRecord
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.store import IoThreads
+from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.tiers.store import IoThreads
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from contextcache.errors import StorageFull
 from contextcache.model import TenantId
-from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.index import ManifestRecord
-from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.tiers.disk_store import DiskStore
 
 log = logging.getLogger(__name__)
 

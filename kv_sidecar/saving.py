@@ -25,8 +25,6 @@ from contextcache.model import CacheRef, Manifest, SessionId, TenantId, prompt_r
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, block_meta, num_files, rank_keys
-from kv_sidecar.index import Announcements, RecentNames
-from kv_sidecar.manifests import SealedManifests
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.saves import (
     HOLD_DEADLINE,
@@ -39,7 +37,9 @@ from kv_sidecar.saves import (
     SavesInFlight,
     counted_reason,
 )
-from kv_sidecar.tiers import Tiers
+from kv_sidecar.sealed.index import Announcements, RecentNames
+from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.tiers.tiers import Tiers
 
 log = logging.getLogger(__name__)
 

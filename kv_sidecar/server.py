@@ -21,15 +21,15 @@ from kv_sidecar.client import SERVICE_NAME
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.ids import check_fingerprint
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE
-from kv_sidecar.frames import FrameAssembly
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.matching import ASK_S, PrefixQuestion
-from kv_sidecar.memory_store import Place
-from kv_sidecar.pulling import WaitingTurn, Wanted
+from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.moving.pulling import WaitingTurn, Wanted
 from kv_sidecar.saves import FailedSave, NewSave
+from kv_sidecar.sealed.matching import ASK_S, PrefixQuestion
 from kv_sidecar.sidecar import Sidecar
-from kv_sidecar.store import TierUsage
-from kv_sidecar.tiers import FetchedBlock
+from kv_sidecar.tiers.memory_store import Place
+from kv_sidecar.tiers.store import TierUsage
+from kv_sidecar.tiers.tiers import FetchedBlock
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
-from kv_sidecar.leaving import HandOverLimits
-from kv_sidecar.object_store import check_store_url
-from kv_sidecar.peers import PeerRules, PullLimits
+from kv_sidecar.moving.leaving import HandOverLimits
+from kv_sidecar.moving.peers import PeerRules, PullLimits
+from kv_sidecar.moving.warming import WarmingLimits
 from kv_sidecar.saves import CatalogLimits
-from kv_sidecar.shared_collector import CollectorLimits
-from kv_sidecar.shared_tier import SharedLimits
-from kv_sidecar.warming import WarmingLimits
+from kv_sidecar.shared.collector import CollectorLimits
+from kv_sidecar.shared.object_store import check_store_url
+from kv_sidecar.shared.tier import SharedLimits
 
 _CONTAINER = Path("/sys/fs/cgroup")
 """Of this process's own container (cgroup v2)."""

@@ -13,34 +13,34 @@ from prometheus_client import CollectorRegistry
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
-from kv_sidecar.arena import SUFFIX, ArenaDoor
-from kv_sidecar.borrowing import Prefixes
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
-from kv_sidecar.data_directory import DataDirectory
-from kv_sidecar.disk_store import DiskStore
-from kv_sidecar.encryption import StoreKeys
-from kv_sidecar.hot_lists import HotLists
-from kv_sidecar.index import ManifestRecord
-from kv_sidecar.leaving import HandOver
 from kv_sidecar.load_reports import LoadReports
-from kv_sidecar.manifests import ManifestStore, SealedManifests
-from kv_sidecar.memory_store import MemoryStore
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.object_store import ObjectStore
+from kv_sidecar.moving.borrowing import Prefixes
+from kv_sidecar.moving.leaving import HandOver
+from kv_sidecar.moving.pace import Pace
+from kv_sidecar.moving.peer import PeerSidecar, StoredPeer
+from kv_sidecar.moving.peers import EngineRanks, PeerRules
+from kv_sidecar.moving.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn, Wanted
+from kv_sidecar.moving.warming import GONE_AFTER, Warming
 from kv_sidecar.orphans import Manager, ManagerQuestions, Orphans
-from kv_sidecar.pace import Pace
-from kv_sidecar.peer import PeerSidecar, StoredPeer
-from kv_sidecar.peers import EngineRanks, PeerRules
-from kv_sidecar.pulling import MAX_REFS, ConnectPeer, Pulls, WaitingTurn, Wanted
 from kv_sidecar.reclaim import Collector, Removed
+from kv_sidecar.sealed.index import ManifestRecord
+from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared_collector import SharedCollector
-from kv_sidecar.shared_tier import SharedTier
-from kv_sidecar.store import IoThreads
-from kv_sidecar.tiers import Tiers
+from kv_sidecar.shared.collector import SharedCollector
+from kv_sidecar.shared.encryption import StoreKeys
+from kv_sidecar.shared.hot_lists import HotLists
+from kv_sidecar.shared.object_store import ObjectStore
+from kv_sidecar.shared.tier import SharedTier
+from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor
+from kv_sidecar.tiers.data_directory import DataDirectory
+from kv_sidecar.tiers.disk_store import DiskStore
+from kv_sidecar.tiers.memory_store import MemoryStore
+from kv_sidecar.tiers.store import IoThreads
+from kv_sidecar.tiers.tiers import Tiers
 from kv_sidecar.usage import UsageMeter
-from kv_sidecar.warming import GONE_AFTER, Warming
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import pytest
 
 from contextcache.errors import StorageFull
 from kv_sidecar.format.ids import BlockKey
-from kv_sidecar.store import BlockStore, TierUsage
+from kv_sidecar.tiers.store import BlockStore, TierUsage
 
 LIMIT_BYTES = 1024
 """Whole cache lines: the memory tier has slots of them."""

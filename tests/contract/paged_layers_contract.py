@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.kit.paged_kv import CONTENT, HEADS, NUM_BLOCKS, ORDERS, TOKENS, HostKind, Kind, empty_pages, equal, paged
-from vllm_plugin.connector.pages import PageCopy, PagedLayers, Pages, page_bytes
+from vllm_plugin.connector.copies.pages import PageCopy, PagedLayers, Pages, page_bytes
 
 HOST = HostKind()
 GUARD = 0xEE

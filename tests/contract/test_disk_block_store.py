@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from contextcache.errors import StorageFull
-from kv_sidecar.data_directory import MAX_QUARANTINED, DataDirectory
-from kv_sidecar.disk_store import DiskStore
-from kv_sidecar.store import TierUsage
+from kv_sidecar.tiers.data_directory import MAX_QUARANTINED, DataDirectory
+from kv_sidecar.tiers.disk_store import DiskStore
+from kv_sidecar.tiers.store import TierUsage
 from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, numbered, read
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from contextcache.errors import StorageFull
-from kv_sidecar.memory_store import MemoryStore
+from kv_sidecar.tiers.memory_store import MemoryStore
 from tests.contract.block_store_contract import BLOCK, LIMIT_BYTES, TAIL, BlockStoreContract, numbered, read
 
 

@@ -19,11 +19,11 @@ import torch
 from tests.contract.paged_layers_contract import PagedLayersContract
 from tests.kit.paged_kv import Owner, register, room_in
 from tests.kit.until import wait_until
-from vllm_plugin.connector.codec import STEPS
-from vllm_plugin.connector.coded_layers import CodedLayers
-from vllm_plugin.connector.cuda_copies import DeviceLayers
-from vllm_plugin.connector.layout import open_layers
-from vllm_plugin.connector.pages import PageCopy, Pages, page_bytes
+from vllm_plugin.connector.copies.codec import STEPS
+from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.cuda_copies import DeviceLayers
+from vllm_plugin.connector.copies.layout import open_layers
+from vllm_plugin.connector.copies.pages import PageCopy, Pages, page_bytes
 
 ARENA_BYTES = 1 << 20
 FILE_TOKENS = 256

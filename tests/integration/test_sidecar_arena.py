@@ -17,10 +17,10 @@ from contextcache.clock import SystemClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar import arena as arena_module
-from kv_sidecar.arena import SUFFIX, ArenaDoor, Region
 from kv_sidecar.client import open_arena
 from kv_sidecar.saves import NewSave
+from kv_sidecar.tiers import arena as arena_module
+from kv_sidecar.tiers.arena import SUFFIX, ArenaDoor, Region
 from tests.kit.borrower import FILL, SIZE_BYTES, Borrower
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import TENANT, new_save

@@ -21,8 +21,8 @@ from contextcache.clock import SystemClock
 from contextcache.model import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import CODE_KEY
-from kv_sidecar.eviction import rounded
 from kv_sidecar.server import serve
+from kv_sidecar.tiers.eviction import rounded
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import BORROWER, FINGERPRINT, TENANT, SidecarUnderTest, new_save
 

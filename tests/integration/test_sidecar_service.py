@@ -24,8 +24,8 @@ from contextcache.errors import (
 from contextcache.model import KVGroup, SaveOutcome, new_cache_ref, plain_group
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
-from kv_sidecar.matching import PrefixQuestion
-from kv_sidecar.prefixes import Found
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found
 from kv_sidecar.server import serve
 from tests.kit.engine_rank import EngineRank
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, new_save

@@ -33,7 +33,7 @@ from gateway.envoy.server import ExtProcServer
 from gateway.tenants.keys import SingleTenant
 from gateway.tenants.limits import FrontLimits
 from kv_sidecar.client import KVSidecarClient
-from kv_sidecar.peer import PeerSidecar
+from kv_sidecar.moving.peer import PeerSidecar
 from kv_sidecar.server import serve
 from tests.kit.certificates import NAME, CertificateFiles
 from tests.kit.gateway_parts import SECRET, GatewayParts

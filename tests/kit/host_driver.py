@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from vllm_plugin.connector.cuda_copies import Addresses, Driver
-from vllm_plugin.connector.pages import Fence, Pages
+from vllm_plugin.connector.copies.cuda_copies import Addresses, Driver
+from vllm_plugin.connector.copies.pages import Fence, Pages
 
 
 class HostDriver(Driver):

@@ -11,18 +11,18 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
 from contextcache.model import KVGroup, Manifest, new_cache_ref
-from kv_sidecar.data_directory import DataDirectory, Step
-from kv_sidecar.eviction import rounded
 from kv_sidecar.format.block_file import BlockFile, BlockFileWriter, BlockMeta, parse_block_file
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_meta, num_files
-from kv_sidecar.memory_store import Place
+from kv_sidecar.moving.pulling import ConnectPeer
 from kv_sidecar.orphans import Manager
-from kv_sidecar.pulling import ConnectPeer
 from kv_sidecar.saves import NewSave
 from kv_sidecar.saving import PreparedSave
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
+from kv_sidecar.tiers.data_directory import DataDirectory, Step
+from kv_sidecar.tiers.eviction import rounded
+from kv_sidecar.tiers.memory_store import Place
 from tests.kit.until import until
 
 TENANT = "demo"

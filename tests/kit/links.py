@@ -15,7 +15,7 @@ from typing import Any
 from deploy.local.parts import Part, numbered
 from deploy.local.paths import StackPaths
 from deploy.local.ports import LOOPBACK, PortPlan
-from kv_sidecar.arena import SUFFIX
+from kv_sidecar.tiers.arena import SUFFIX
 from tests.kit.faults.proxy import Proxy
 
 _TOLD_BY = {

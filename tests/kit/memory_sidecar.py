@@ -9,7 +9,7 @@ from contextcache.clock import Clock, SystemClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import KEPT_PREFIX, CacheRef, ForkedKV, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.matching import Beginnings
+from kv_sidecar.sealed.matching import Beginnings
 
 
 class MemorySidecar:

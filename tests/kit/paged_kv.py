@@ -12,10 +12,10 @@ import torch
 
 from tests.kit.host_driver import HostDriver
 from tests.kit.until import wait_until
-from vllm_plugin.connector.cpu_copies import HostLayers
-from vllm_plugin.connector.cuda_copies import DeviceLayers
-from vllm_plugin.connector.layout import layer_views
-from vllm_plugin.connector.pages import PagedLayers, Pages, page_bytes
+from vllm_plugin.connector.copies.cpu_copies import HostLayers
+from vllm_plugin.connector.copies.cuda_copies import DeviceLayers
+from vllm_plugin.connector.copies.layout import layer_views
+from vllm_plugin.connector.copies.pages import PagedLayers, Pages, page_bytes
 
 ORDERS = {
     "LBHNC": (0, 1, 2, 3, 4),

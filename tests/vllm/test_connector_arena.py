@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from contextcache.model import Manifest, new_cache_ref
-from kv_sidecar.arena import SUFFIX
+from kv_sidecar.tiers.arena import SUFFIX
 from tests.kit.connector_rank import BLOCK_BYTES, BLOCK_TOKENS, HEAD_BYTES, Rank, door_of, load_plan, save_plan
 from tests.kit.process_memory import arenas_of
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.until import wait_until
-from vllm_plugin.connector.pages import PageCopy
+from vllm_plugin.connector.copies.pages import PageCopy
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -27,8 +27,8 @@ from contextcache.clock import Clock
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from kv_sidecar.client import EngineSidecarClient, open_arena
-from vllm_plugin.connector.adapters import AdapterWord, are_mixed_up
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
+from vllm_plugin.connector.identity.adapters import AdapterWord, are_mixed_up
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
 from vllm_plugin.connector.scheduler_side import SchedulerSide
 from vllm_plugin.connector.settings import ConnectorSettings

@@ -73,6 +73,11 @@ class RankFacts:
     world_size: int
     groups: tuple[EngineGroup, ...]
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether windows are saved at the end of a prompt too (saves/checkpoints.py)."""
+        return any(group.window for group in self.groups) and not any(group.kind == "state" for group in self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:

@@ -19,15 +19,15 @@ from contextcache.errors import ForgedIdentity
 from contextcache.identity import COMPUTED_SOON, KV_TRANSFER_KEY, SOON_MS, KVTransfer, verify_kv_transfer
 from contextcache.model import CacheRef, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from vllm_plugin.connector.adapters import UNKNOWN, AdapterWord, KnownAdapters
-from vllm_plugin.connector.checkpoints import PromptCheckpoints
-from vllm_plugin.connector.early_saves import EarlySaves
 from vllm_plugin.connector.engine_check import NULL_BLOCK
-from vllm_plugin.connector.fingerprint import EngineIdentity
-from vllm_plugin.connector.load_estimate import LoadEstimate
-from vllm_plugin.connector.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
+from vllm_plugin.connector.identity.adapters import UNKNOWN, AdapterWord, KnownAdapters
+from vllm_plugin.connector.identity.fingerprint import EngineIdentity
+from vllm_plugin.connector.loads.load_estimate import LoadEstimate
+from vllm_plugin.connector.loads.manifest_lookup import Lookup, ManifestLookup, Match, PendingSaves
 from vllm_plugin.connector.metadata import Adapter, LoadPlan, RankFacts, SavePlan, plan_load, restorable_tokens
 from vllm_plugin.connector.reporting import Reporter
+from vllm_plugin.connector.saves.checkpoints import PromptCheckpoints
+from vllm_plugin.connector.saves.early_saves import EarlySaves
 from vllm_plugin.connector.settings import ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Connect, LazySidecar
 from vllm_plugin.connector.telemetry import Counters, connector_tracer

@@ -17,22 +17,22 @@ import torch
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
-from vllm_plugin.connector.adapters import CHANGED, LoadedAdapters
-from vllm_plugin.connector.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.layout import open_layers, prefault
+from vllm_plugin.connector.copies.pages import page_orders
 from vllm_plugin.connector.engine_check import NULL_BLOCK, LayerGroup
-from vllm_plugin.connector.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
-from vllm_plugin.connector.hand_over import HandOver, Save
-from vllm_plugin.connector.layout import open_layers, prefault
-from vllm_plugin.connector.loading import Load, Loader
+from vllm_plugin.connector.identity.adapters import CHANGED, LoadedAdapters
+from vllm_plugin.connector.identity.fingerprint import canonical_json, engine_facts, engine_groups, fingerprint
+from vllm_plugin.connector.identity.weights import weights_identity
+from vllm_plugin.connector.loads.loading import Load, Loader
 from vllm_plugin.connector.metadata import LoadPlan, RankFacts, SavePlan
-from vllm_plugin.connector.pages import page_orders
 from vllm_plugin.connector.reporting import Reporter
-from vllm_plugin.connector.saving import Saver
+from vllm_plugin.connector.saves.hand_over import HandOver, Save
+from vllm_plugin.connector.saves.saving import Saver
 from vllm_plugin.connector.settings import CODEC_NONE, WEIGHTS_UNNAMED, ConnectorSettings
 from vllm_plugin.connector.sidecar_link import Arena, Connect, LazySidecar, OpenArena, RankLink
 from vllm_plugin.connector.telemetry import Counters, connector_tracer
 from vllm_plugin.connector.transfer import ResultBox, Results, TransferPool
-from vllm_plugin.connector.weights import weights_identity
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from contextcache.errors import (
 from contextcache.model import new_cache_ref
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.memory_store import LentSlot, MemoryStore, Place
 from kv_sidecar.saves import NewSave
+from kv_sidecar.tiers.memory_store import LentSlot, MemoryStore, Place
 from tests.contract.block_store_contract import BLOCK, TAIL
 from tests.kit.kv_blocks import BORROWER, SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
 

@@ -14,9 +14,9 @@ from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
 from contextcache.model import KEPT_PREFIX, KVGroup
 from kv_sidecar.format.ids import pack_token_ids
-from kv_sidecar.matching import BEGINNINGS_MAX, STAYS_MS, Beginnings, PrefixQuestion
-from kv_sidecar.prefixes import Found
-from kv_sidecar.pulling import Wanted
+from kv_sidecar.moving.pulling import Wanted
+from kv_sidecar.sealed.matching import BEGINNINGS_MAX, STAYS_MS, Beginnings, PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, SidecarUnderTest
 

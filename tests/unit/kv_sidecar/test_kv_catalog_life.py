@@ -20,13 +20,13 @@ from contextcache.errors import (
     InvalidRequest,
 )
 from contextcache.model import CacheRef, Manifest, new_cache_ref
-from kv_sidecar import tiers
-from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
-from kv_sidecar.manifests import ManifestStore, SealedManifests
 from kv_sidecar.reclaim import Removed
 from kv_sidecar.saves import FailedSave, NewSave
+from kv_sidecar.sealed.manifests import ManifestStore, SealedManifests
+from kv_sidecar.tiers import tiers
+from kv_sidecar.tiers.disk_store import DiskStore
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 PROMPT = tuple(range(10))

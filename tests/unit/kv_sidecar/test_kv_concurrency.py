@@ -11,9 +11,9 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
-from kv_sidecar.eviction import rounded
 from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.saves import NewSave
+from kv_sidecar.tiers.eviction import rounded
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 from tests.kit.seed import random_of
 

@@ -58,7 +58,7 @@ async def test_every_step_on_disk_is_a_point_and_every_point_is_a_step(tmp_path:
 
 
 def test_the_other_points_are_called_where_the_code_names_them() -> None:
-    sources = [path.read_text() for path in Path(kv_sidecar.__file__).parent.glob("*.py")]
+    sources = [path.read_text() for path in Path(kv_sidecar.__file__).parent.rglob("*.py")]
 
     for constant in CALLED:
         assert sum(source.count(f"crash_point({constant})") for source in sources) == 1

@@ -21,11 +21,12 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
 from contextcache.model import KEPT_PREFIX
-from kv_sidecar import disk_store, manifests
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
-from kv_sidecar.matching import PrefixQuestion
 from kv_sidecar.saves import NewSave
+from kv_sidecar.sealed import manifests
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.tiers import disk_store
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 TEN = tuple(range(10))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_sidecar.eviction import Extents, Slot, SlotLru, rounded
 from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.tiers.eviction import Extents, Slot, SlotLru, rounded
 
 LIMIT_BYTES = 640
 """Ten cache lines."""

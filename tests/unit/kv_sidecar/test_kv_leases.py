@@ -11,12 +11,12 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
 from contextcache.model import Manifest
-from kv_sidecar.eviction import Slot
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.manifest import block_meta, num_files
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.saves import NewSave
-from kv_sidecar.tiers import FetchedBlock
+from kv_sidecar.tiers.eviction import Slot
+from kv_sidecar.tiers.tiers import FetchedBlock
 from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 PROMPT = tuple(range(12))

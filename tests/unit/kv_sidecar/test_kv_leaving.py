@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from contextcache.errors import ContextNotFound, SidecarUnavailable
 from contextcache.model import SaveOutcome
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.leaving import HandOver, HandOverLimits
 from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.moving.leaving import HandOver, HandOverLimits
 from kv_sidecar.settings import SidecarSettings
 from tests.kit.kv_blocks import FINGERPRINT, SidecarUnderTest
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock
-from kv_sidecar.data_directory import entries, open_regular, regular_size, remove_old, remove_whatever
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key
+from kv_sidecar.tiers.data_directory import entries, open_regular, regular_size, remove_old, remove_whatever
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest
 
 TEN = tuple(range(10))

@@ -12,8 +12,8 @@ from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest
 from contextcache.model import KVGroup, new_cache_ref
 from kv_sidecar.format.ids import pack_token_ids
-from kv_sidecar.matching import PrefixQuestion
-from kv_sidecar.prefixes import PrefixIndex, beginning_of, prompt_of
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import PrefixIndex, beginning_of, prompt_of
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save
 
 DOCUMENT = tuple(range(1, 23))

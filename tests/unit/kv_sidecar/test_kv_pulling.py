@@ -18,8 +18,8 @@ from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.leases import LeaseTerms
-from kv_sidecar.peer import StoredPeer
-from kv_sidecar.pulling import Coming, Reply, WaitingTurn, Wanted
+from kv_sidecar.moving.peer import StoredPeer
+from kv_sidecar.moving.pulling import Coming, Reply, WaitingTurn, Wanted
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sidecar import Sidecar
 from tests.kit.catalog_peer import CatalogPeer

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_sidecar import tiers
-from kv_sidecar.disk_store import DiskStore
 from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.tiers import tiers
+from kv_sidecar.tiers.disk_store import DiskStore
 from tests.kit.kv_blocks import SidecarUnderTest, new_save
 from tests.kit.until import until
 

@@ -9,7 +9,7 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextDeleted
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from kv_sidecar.frames import FrameAssembly
+from kv_sidecar.moving.frames import FrameAssembly
 from kv_sidecar.server import KVSidecarServicer
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 

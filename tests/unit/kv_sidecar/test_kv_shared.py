@@ -14,11 +14,12 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
 from contextcache.model import HeldCacheRef
-from kv_sidecar import shared_removal, shared_tier
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS, AFTER_UNSTORED_MANIFEST
-from kv_sidecar.object_store import ObjectStore
 from kv_sidecar.settings import SidecarSettings
-from kv_sidecar.shared_collector import COLLECTOR
+from kv_sidecar.shared import removal as shared_removal
+from kv_sidecar.shared import tier as shared_tier
+from kv_sidecar.shared.collector import COLLECTOR
+from kv_sidecar.shared.object_store import ObjectStore
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.store_keys import write_store_keys
 from tests.kit.until import until

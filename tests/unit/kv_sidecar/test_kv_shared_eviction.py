@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
-from kv_sidecar import shared_removal, shared_tier
 from kv_sidecar.crash_points import AFTER_EVICTED_MANIFEST
-from kv_sidecar.shared_eviction import LOWER_MARK, UPPER_MARK, Shelf, StoredSession, leaving
+from kv_sidecar.shared import removal as shared_removal
+from kv_sidecar.shared import tier as shared_tier
+from kv_sidecar.shared.eviction import LOWER_MARK, UPPER_MARK, Shelf, StoredSession, leaving
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 

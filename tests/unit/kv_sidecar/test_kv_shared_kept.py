@@ -15,14 +15,15 @@ import pytest
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
 from contextcache.model import KEPT_PREFIX, MAX_TTL_S, OBJECT_PREFIX, HeldCacheRef, KVGroup
-from kv_sidecar import borrowing, shared_tier
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.keeping import GROUP_MAX
-from kv_sidecar.matching import STAYS_MS, PrefixQuestion
-from kv_sidecar.object_store import ObjectStore
-from kv_sidecar.prefixes import Found
-from kv_sidecar.pulling import ABSENT_MS
-from kv_sidecar.shared_collector import COLLECTOR
+from kv_sidecar.moving import borrowing
+from kv_sidecar.moving.pulling import ABSENT_MS
+from kv_sidecar.sealed.matching import STAYS_MS, PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.shared import tier as shared_tier
+from kv_sidecar.shared.collector import COLLECTOR
+from kv_sidecar.shared.object_store import ObjectStore
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import BLOCK_TOKENS, FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, written
 from tests.kit.store_keys import write_store_keys

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
 from contextcache.model import KEPT_PREFIX, HeldCacheRef, prompt_ref
-from kv_sidecar import shared_tier
-from kv_sidecar.object_store import ObjectStore, StoredObject
 from kv_sidecar.saves import NewSave
-from kv_sidecar.shared_collector import COLLECTOR
-from kv_sidecar.shared_eviction import StoredSession
-from kv_sidecar.shared_known import KnownBlocks
-from kv_sidecar.stored_kv import each
+from kv_sidecar.shared import tier as shared_tier
+from kv_sidecar.shared.collector import COLLECTOR
+from kv_sidecar.shared.eviction import StoredSession
+from kv_sidecar.shared.known_blocks import KnownBlocks
+from kv_sidecar.shared.object_store import ObjectStore, StoredObject
+from kv_sidecar.shared.stored_kv import each
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, brought, written
 from tests.kit.until import until
 

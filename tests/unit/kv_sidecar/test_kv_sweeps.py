@@ -14,8 +14,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
-from kv_sidecar import manifests
 from kv_sidecar.reclaim import Removed
+from kv_sidecar.sealed import manifests
 from tests.kit.kv_blocks import TENANT, TTL_MS, SidecarUnderTest, new_save
 
 TEN = tuple(range(10))

@@ -19,7 +19,7 @@ from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextDeleted, ContextQuotaExceeded, CorruptBlock, InvalidRequest
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key
-from kv_sidecar.pulling import Wanted
+from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.quota import TenantQuota
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, TTL_MS, SidecarUnderTest, new_save, open_block_file

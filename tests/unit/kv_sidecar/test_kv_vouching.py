@@ -17,9 +17,9 @@ from contextcache.errors import CacheRefNotFound, CorruptBlock
 from contextcache.model import Manifest
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.manifest import block_key, block_meta, encode_manifest
-from kv_sidecar.pulling import Wanted
+from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.saves import NewSave
-from kv_sidecar.store import Buffer
+from kv_sidecar.tiers.store import Buffer
 from tests.kit.catalog_peer import CatalogPeer
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save, open_block_file
 from tests.kit.until import until

@@ -18,14 +18,14 @@ from prometheus_client import CollectorRegistry
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefPending, ContextNotFound, StoreUnavailable
 from contextcache.model import CacheSessionMetadata, SessionMode, SessionState, TtlPolicy
-from kv_sidecar.hot_lists import DIRECTORY, LISTED_MAX, HotList, HotLists
-from kv_sidecar.object_store import ObjectStore
-from kv_sidecar.pace import Pace
-from kv_sidecar.pulling import Wanted
+from kv_sidecar.moving.pace import Pace
+from kv_sidecar.moving.pulling import Wanted
+from kv_sidecar.moving.warming import Warming, WarmingLimits
 from kv_sidecar.saves import NewSave
 from kv_sidecar.settings import SidecarSettings
+from kv_sidecar.shared.hot_lists import DIRECTORY, LISTED_MAX, HotList, HotLists
+from kv_sidecar.shared.object_store import ObjectStore
 from kv_sidecar.sidecar import Sidecar
-from kv_sidecar.warming import Warming, WarmingLimits
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, written
 from tests.kit.until import until
 

@@ -18,7 +18,7 @@ from deploy.local.state import (
     write_part,
     write_settings,
 )
-from kv_sidecar.arena import SUFFIX
+from kv_sidecar.tiers.arena import SUFFIX
 
 
 @pytest.fixture

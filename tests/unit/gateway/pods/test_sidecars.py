@@ -11,7 +11,7 @@ from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.sidecars import Sidecars
 from gateway.ports import Endpoint
-from kv_sidecar.matching import Beginnings
+from kv_sidecar.sealed.matching import Beginnings
 from tests.kit.gateway_parts import Pods
 from tests.kit.memory_sidecar import MemorySidecar
 

@@ -27,7 +27,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import parse_block_file, with_files
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import first_blocks, rank_keys
-from kv_sidecar.memory_store import MemoryStore, Pins, Place
+from kv_sidecar.tiers.memory_store import MemoryStore, Pins, Place
 from vllm_plugin.connector.metadata import common_prefix
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
 

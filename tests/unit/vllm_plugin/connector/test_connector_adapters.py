@@ -16,7 +16,7 @@ from contextcache.clock import ManualClock
 from tests.kit.scheduler_loop import ToyAdapter
 from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.adapters import AdapterWord, KnownAdapters, LoadedAdapters, content_digest
+from vllm_plugin.connector.identity.adapters import AdapterWord, KnownAdapters, LoadedAdapters, content_digest
 from vllm_plugin.connector.metadata import Adapter
 
 SETTINGS = {"lora_dtype": "auto"}

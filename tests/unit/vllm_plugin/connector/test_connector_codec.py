@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_plugin.connector.codec import DTYPES, GROUP_NUMBERS, STEPS, TINY, NotFinite, PageCodec, Rows
+from vllm_plugin.connector.copies.codec import DTYPES, GROUP_NUMBERS, STEPS, TINY, NotFinite, PageCodec, Rows
 from vllm_plugin.connector.settings import _CODECS, CODEC_NONE
 
 BITS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}

@@ -13,9 +13,9 @@ import xxhash
 from kv_sidecar.client import BlockFileWriter, parse_block_file
 from tests.kit.kv_blocks import block_meta_of
 from tests.kit.paged_kv import HostKind
-from vllm_plugin.connector.codec import DTYPES, STEPS
-from vllm_plugin.connector.coded_layers import CodedLayers
-from vllm_plugin.connector.pages import PageCopy
+from vllm_plugin.connector.copies.codec import DTYPES, STEPS
+from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.pages import PageCopy
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "formats.md"
 NUM_BLOCKS, IDS = 6, [4, 1, 3]

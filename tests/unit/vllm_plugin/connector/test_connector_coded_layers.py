@@ -13,10 +13,10 @@ import torch
 from contextcache.model import KVFile, KVKind
 from tests.contract.paged_layers_contract import PagedLayersContract
 from tests.kit.paged_kv import NUM_BLOCKS, HostKind, Kind, TwinKind
-from vllm_plugin.connector.codec import DTYPES, STEPS, NotFinite
-from vllm_plugin.connector.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.codec import DTYPES, STEPS, NotFinite
+from vllm_plugin.connector.copies.coded_layers import CodedLayers
+from vllm_plugin.connector.copies.pages import PageCopy, PagedLayers, Pages
 from vllm_plugin.connector.metadata import EngineGroup
-from vllm_plugin.connector.pages import PageCopy, PagedLayers, Pages
 
 KINDS = {"host": HostKind(), "registered": TwinKind(registered=True), "staged": TwinKind(registered=False)}
 SIZES = [(2, 8, 24), (2, 8, 10)]

@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
-from vllm_plugin.connector import hand_over, loading, saving
+from vllm_plugin.connector.loads import loading
+from vllm_plugin.connector.saves import hand_over, saving
 from vllm_plugin.crash_points import BETWEEN_HANDED_BLOCKS, BETWEEN_LOADED_BLOCKS, POINTS
 
 A = cache_ref(1)

@@ -13,7 +13,7 @@ from contextcache.errors import StorageFull
 from kv_sidecar.client import parse_block_file
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector import connector
-from vllm_plugin.connector.hand_over import Save
+from vllm_plugin.connector.saves.hand_over import Save
 from vllm_plugin.connector.settings import ConnectorSettings
 
 A, B = cache_ref(1), cache_ref(2)

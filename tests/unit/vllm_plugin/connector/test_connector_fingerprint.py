@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
+from vllm_plugin.connector.copies.pages import LayerShape
 from vllm_plugin.connector.engine_check import LayerGroup
-from vllm_plugin.connector.fingerprint import attention_kinds, canonical_json, engine_facts, engine_groups, fingerprint
+from vllm_plugin.connector.identity.fingerprint import (
+    attention_kinds,
+    canonical_json,
+    engine_facts,
+    engine_groups,
+    fingerprint,
+)
 from vllm_plugin.connector.metadata import EngineGroup
-from vllm_plugin.connector.pages import LayerShape
 
 SHAPES = (LayerShape("l0", 1, 2, 16, 64), LayerShape("l1", 1, 2, 16, 64))
 PLAIN = (EngineGroup("full_attention", 16),)

@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.fingerprint import EngineIdentity, canonical_json, fingerprint
+from vllm_plugin.connector.identity.fingerprint import EngineIdentity, canonical_json, fingerprint
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts
 
 A, B, C = (cache_ref(number) for number in (1, 2, 3))

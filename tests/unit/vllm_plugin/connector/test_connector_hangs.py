@@ -10,7 +10,7 @@ import pytest
 
 from contextcache.errors import SidecarUnavailable
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.loading import LoadEnd
+from vllm_plugin.connector.loads.loading import LoadEnd
 
 A = cache_ref(1)
 PROMPT = list(range(1, 151))

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kit.paged_kv import CONTENT, HEADS, NUM_BLOCKS, ORDERS, TOKENS, HostKind, empty_pages, paged
-from vllm_plugin.connector.cpu_copies import HostLayers, runs
+from vllm_plugin.connector.copies.cpu_copies import HostLayers, runs
+from vllm_plugin.connector.copies.layout import layer_views, open_layers
+from vllm_plugin.connector.copies.pages import LayerShape, PageCopy, PagedLayers, page_orders
 from vllm_plugin.connector.engine_check import UncarriedEngine
-from vllm_plugin.connector.layout import layer_views, open_layers
-from vllm_plugin.connector.pages import LayerShape, PageCopy, PagedLayers, page_orders
 
 HOST = HostKind()
 

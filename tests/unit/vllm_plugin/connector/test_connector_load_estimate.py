@@ -8,7 +8,7 @@ import pytest
 
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector.load_estimate import LoadEstimate
+from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 
 A = cache_ref(1)
 MIB = 1 << 20

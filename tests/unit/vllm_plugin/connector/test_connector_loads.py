@@ -18,7 +18,7 @@ from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
 from tests.unit.vllm_plugin.connector.loop_connector import LoopConnector
-from vllm_plugin.connector.pages import PageCopy
+from vllm_plugin.connector.copies.pages import PageCopy
 from vllm_plugin.connector.sidecar_link import Arena
 
 A, B = cache_ref(1), cache_ref(2)

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from vllm_plugin.connector.layout import prefault
+from vllm_plugin.connector.copies.layout import prefault
 
 
 def test_every_whole_page_is_touched_once_and_no_byte_changes():

@@ -9,7 +9,15 @@ from pathlib import Path
 import vllm_plugin.connector
 from kv_sidecar.saves import counted_reason
 
-MODULES = ("engine_check", "layout", "adapters", "scheduler_side", "worker_side", "saving", "hand_over")
+MODULES = {
+    "engine_check",
+    "identity/adapters",
+    "copies/layout",
+    "scheduler_side",
+    "worker_side",
+    "saves/saving",
+    "saves/hand_over",
+}
 """Those that give saves up, or leave engines alone."""
 SAYS_WHY = {"UncarriedEngine": 0, "GivenUp": 0, "leave_alone": 0, "give_up": 1, "skip": 1, "_abandon": 2}
 SAYS_WHY |= {"_leave_out": 1}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from contextcache.errors import SidecarUnavailable
-from kv_sidecar.memory_store import Place
+from kv_sidecar.tiers.memory_store import Place
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from tests.unit.vllm_plugin.connector.fake_sidecar import FakeSidecar
+from vllm_plugin.connector.copies.pages import page_bytes
 from vllm_plugin.connector.metadata import SavePlan
-from vllm_plugin.connector.pages import page_bytes
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))

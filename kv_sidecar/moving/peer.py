@@ -1,0 +1,195 @@
+"""Where a pull fetches from: another sidecar, whose block files are put together from frames, or the shared store.
+
+Only sizes and numbers are checked here: whether a file is the one that belongs there is seen where it is taken in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from contextcache.convert import manifest_from_pb
+from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest, SidecarUnavailable
+from contextcache.model import CacheRef, Manifest, TenantId
+from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
+from contextcache.wire.channels import open_channel
+from contextcache.wire.rpc import error_from_rpc
+from contextcache.wire.tls import WatchedTls
+from contextcache.wire.tracing import trace_metadata
+from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
+from kv_sidecar.format.manifest import block_key, with_files
+from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.moving.pace import FILES_AT_ONCE, Pace
+from kv_sidecar.moving.pulling import PulledFile
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found, common
+from kv_sidecar.shared.tier import SharedTier
+
+
+class PeerSidecar:
+    """Another sidecar, over a connection of its own; satisfies pulling.Peer."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        manifest_timeout_s: float,
+        bytes_per_s_min: int,
+        slots: asyncio.Semaphore,
+        limit_bytes: int,
+        tls: WatchedTls | None = None,
+    ) -> None:
+        """`address` is `host:port`; `slots` bound how many block files, each up to `limit_bytes`, are held at once."""
+        # The resolver is named, so that no host name can be read as the scheme of another kind of address.
+        self._channel = open_channel(f"dns:///{address}", tls=tls)
+        self._stub: pb_grpc.KVSidecarServiceAsyncStub = pb_grpc.KVSidecarServiceStub(self._channel)
+        self._timeout_s = timeout_s
+        self._manifest_timeout_s = min(timeout_s, manifest_timeout_s)
+        self._bytes_per_s_min = bytes_per_s_min
+        self._slots = slots
+        self._limit_bytes = limit_bytes
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """See pulling.Peer."""
+        request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
+        try:
+            answer = await self._stub.GetManifest(request, timeout=self._manifest_timeout_s, metadata=trace_metadata())
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        try:
+            # In a thread, as the names of a long context's blocks take a while.
+            return await asyncio.to_thread(lambda: with_files(manifest_from_pb(answer.manifest)))
+        except InvalidRequest as exc:
+            raise CorruptBlock("the peer's manifest is none") from exc
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        """See pulling.Peer."""
+        request = pb.MatchPrefixRequest(
+            tenant=question.tenant,
+            fingerprint=question.fingerprint,
+            token_ids=question.token_ids,
+            tokens_min=tokens_min,
+        )
+        try:
+            answer = await self._stub.MatchPrefix(request, timeout=self._timeout_s, metadata=trace_metadata())
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        return [Found(match.cache_ref, match.num_tokens, is_whole=match.whole) for match in answer.matches]
+
+    async def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[PulledFile, None]:
+        """See pulling.Peer."""
+        request = pb.LoadBlocksRequest(
+            tenant=manifest.tenant,
+            cache_ref=manifest.cache_ref,
+            fingerprint=manifest.fingerprint,
+            rank=rank,
+            block_indices=block_indices,
+        )
+        timeout_s = self._timeout_s + manifest.size_bytes / self._bytes_per_s_min
+        call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
+        wanted = list(block_indices)
+        try:
+            async with FrameAssembly(self._slots, limit_bytes=self._limit_bytes) as frames:
+                async for response in call:
+                    if not wanted:
+                        raise CorruptBlock("the peer sent more blocks than were asked for")
+                    place = (manifest.cache_ref, rank, response.block_index)
+                    data = await frames.add(place, response.frame, last=response.last_frame)
+                    if data is not None:
+                        yield PulledFile(wanted.pop(0), data, frames.hand_over())
+        except grpc.RpcError as exc:
+            raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
+        except InvalidRequest as exc:
+            raise CorruptBlock("the peer sent more than a block") from exc
+        finally:
+            call.cancel()
+        if wanted:
+            raise CorruptBlock("the peer left blocks out")
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+
+class StoredPeer:
+    """The store as what a pull fetches from; satisfies pulling.Peer."""
+
+    def __init__(self, shared: SharedTier, *, slots: asyncio.Semaphore, pace: Pace | None = None) -> None:
+        """`slots` bound how many block files are held at once; `pace`: nobody waits for what is fetched."""
+        self._shared = shared
+        self._slots = slots
+        self._pace = pace
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """See pulling.Peer."""
+        return await self._shared.manifest(tenant, cache_ref)
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        """See pulling.Peer: of the conversation that asks, as a store is not searched by tokens; nothing that is here.
+
+        What cannot be cut is named only where the prompt begins with all of it.
+        """
+        there = await self._shared.of_group(question.tenant, question.group)
+        # In a thread, as the tokens of long contexts take a while.
+        found = await asyncio.to_thread(lambda: [_found(it, question) for it in there])
+        useful = [one for one in found if one is not None and one.num_tokens >= tokens_min]
+        return sorted(useful, key=lambda one: one.num_tokens, reverse=True)
+
+    async def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[PulledFile, None]:
+        """See pulling.Peer. Some are fetched ahead of the one that is asked for."""
+        waiting = deque(block_indices)
+        ahead: deque[asyncio.Task[PulledFile]] = deque()
+        try:
+            while waiting or ahead:
+                while waiting and len(ahead) < FILES_AT_ONCE:
+                    ahead.append(asyncio.create_task(self._fetched(manifest, rank, waiting.popleft())))
+                file = await ahead[0]  # still ours, should we be cancelled in this very moment
+                ahead.popleft()
+                yield file
+        except CacheRefNotFound:
+            # It will not come back: the next one who asks is to learn at once.
+            name = (manifest.tenant, manifest.session_id, [manifest.cache_ref])
+            self._shared.delete_later(self._shared.begin_delete(*name, is_whole=False))
+            raise
+        finally:
+            for task in ahead:
+                task.cancel()
+            for end in await asyncio.gather(*ahead, return_exceptions=True):
+                if isinstance(end, PulledFile):
+                    end.release()
+
+    async def _fetched(self, manifest: Manifest, rank: int, index: int) -> PulledFile:
+        async with nullcontext() if self._pace is None else self._pace.file():
+            await self._slots.acquire()
+            try:
+                data = await self._shared.stored.block(manifest.tenant, block_key(manifest, index, rank))
+            except BaseException:
+                self._slots.release()
+                raise
+            if self._pace is not None:
+                self._pace.took(len(data))
+            return PulledFile(index, data, self._slots.release)
+
+    async def close(self) -> None:
+        """Do nothing: the store stays open."""
+
+
+def _found(manifest: Manifest, question: PrefixQuestion) -> Found | None:
+    shared = common(pack_token_ids(manifest.token_ids), question.token_ids) // TOKEN_BYTES
+    is_whole = shared == len(manifest.token_ids)
+    is_plain = all(group.kind == "full_attention" for group in manifest.groups)
+    if manifest.fingerprint != question.fingerprint or not (is_whole or is_plain):
+        return None
+    return Found(manifest.cache_ref, shared, is_whole=is_whole)

@@ -1,0 +1,552 @@
+"""The story of a pull: a gateway asks for a context's KV from another sidecar while the turn that wants it travels.
+
+1. `start` answers at once: nothing to do (`present`), no (`refused`, with the reason), or `started`.
+2. In the background the first of the wanted KVs that the peer has, and that this engine can use, is fetched: its
+   manifest, then of every rank the block files that are not here yet, saved the way an engine's own are.
+3. Meanwhile whoever asks for the manifest hears `cache_ref_pending`, and asks again. A turn that cannot wait for all
+   of it gets the first tokens, as far as all ranks have their block files: files come in that order.
+4. It ends with a sealed manifest or with nothing: whatever fails, the save is dropped with all it brought, and the
+   next question for the manifest is a miss. A deletion during the pull wins: the save is refused its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Literal, Protocol, TypeAlias
+
+from contextcache.clock import Clock
+from contextcache.errors import (
+    CacheRefNotFound,
+    CacheRefPending,
+    ContextCacheError,
+    ContextDeleted,
+    CorruptBlock,
+    FingerprintMismatch,
+    InvalidRequest,
+    SidecarUnavailable,
+    StorageFull,
+)
+from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
+from contextcache.process.crash_points import crash_point
+from contextcache.wire.tracing import child_span
+from kv_sidecar.catalog import ContextCatalog
+from kv_sidecar.crash_points import BETWEEN_PULLED_BLOCKS
+from kv_sidecar.format.ids import engine_fingerprint
+from kv_sidecar.format.manifest import block_checksum, check_block_checksums, first_blocks
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.moving.pace import Pace
+from kv_sidecar.moving.peers import EngineRanks, PeerRules, PullLimits
+from kv_sidecar.saves import NewSave
+from kv_sidecar.sealed.index import RecentNames
+from kv_sidecar.sealed.matching import PrefixQuestion
+from kv_sidecar.sealed.prefixes import Found
+from kv_sidecar.tiers.store import Buffer
+
+log = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 0.05
+_PENDING_QUESTIONS = 40
+"""Two seconds, which is how long an engine waits for a pull; after that the generation before is better than none."""
+ABSENT_MS, ABSENT_MAX = 10_000, 65_536
+_MEASURED_MS = 500
+"""A rate over less says more of the way there than of what comes."""
+_SURELY = 2
+"""What is taken for late would come in twice the time that is left: rates change."""
+_UNASKED_S = 600.0
+"""Of a pull that nobody waits for, which gives way to all others."""
+MAX_REFS = 8
+"""A session has two generations; the rest is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PulledFile:
+    """A block file that came whole."""
+
+    index: int
+    """In the peer's manifest."""
+    data: Buffer
+    release: Callable[[], None]
+    """To be called once: its memory is counted until then."""
+
+    def taken(self, _: object) -> None:
+        """Release it; a task's callback."""
+        self.release()
+
+
+class Peer(Protocol):
+    """Another sidecar, for the length of one pull. Each call ends within the pull's time."""
+
+    async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """Return a sealed manifest. Raises CacheRefNotFound, SidecarUnavailable."""
+        ...
+
+    async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
+        """Return what it has that begins most like a prompt, the longest first. Raises SidecarUnavailable."""
+        ...
+
+    def block_files(
+        self, manifest: Manifest, rank: int, block_indices: Sequence[int]
+    ) -> AsyncGenerator[PulledFile, None]:
+        """Yield whole block files in the order asked for; who takes one releases it, sooner or later.
+
+        Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock, SidecarUnavailable.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+ConnectPeer: TypeAlias = Callable[[str, float], Peer]
+"""Return the peer at an address; its calls end within this many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a pull makes of another context's KV: its first tokens, as KV of our own."""
+
+    cache_ref: CacheRef
+    """Its own name; where that is the other's, all of it comes, as it is there."""
+    num_tokens: int
+    """At most: whole blocks of them are fetched, or all there is if that is no more."""
+    group: SessionId
+    """Conversation it is kept for."""
+    expires_at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a pull shall fetch, and from whom."""
+
+    tenant: TenantId
+    cache_refs: tuple[CacheRef, ...]
+    """Best first."""
+    peer: str
+    """`host:port`; empty: the shared store alone."""
+    timeout_s: float = 0
+    """0: the sidecar's own limit, which also caps it."""
+    prefix: Prefix | None = None
+    """None: all of it, under the name it has there."""
+    unasked_bytes_max: int = 0
+    """Of KV that nobody waits for, and that is left there when it is larger; 0: somebody waits for it."""
+
+    @property
+    def is_unasked(self) -> bool:
+        """Whether nobody waits for it."""
+        return self.unasked_bytes_max > 0
+
+    @property
+    def names(self) -> tuple[CacheRef, ...]:
+        """What it will be called here, best first."""
+        return self.cache_refs if self.prefix is None else (self.prefix.cache_ref,)
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field that cannot be."""
+        if not TENANT_PATTERN.fullmatch(self.tenant):
+            raise InvalidRequest("not a tenant", param="tenant")
+        if not 0 < len(self.cache_refs) <= MAX_REFS:
+            raise InvalidRequest(f"a pull names 1 to {MAX_REFS} cache_refs", param="cache_refs")
+        if not all(CACHE_REF_PATTERN.fullmatch(ref) for ref in self.cache_refs):
+            raise InvalidRequest("not a cache_ref", param="cache_refs")
+        if self.timeout_s < 0:
+            raise InvalidRequest("a timeout is not negative", param="timeout_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingTurn:
+    """Who asks for KV that is being pulled, and takes a beginning of it."""
+
+    wait_ms: int
+    """How long it still waits for the rest."""
+    compute_us_per_token: float = 0
+    """What computing a token takes it; 0: not known."""
+
+
+@dataclass(slots=True)
+class Coming:
+    """Block files on their way, of all ranks."""
+
+    began_at_ms: int
+    token_bytes: float
+    """What a token has, about."""
+    wanted_bytes: float = 0
+    come_bytes: int = 0
+
+    def measure_anew(self, now_ms: int) -> None:
+        """Forget how fast it came: from now on it comes otherwise."""
+        self.began_at_ms = now_ms
+        self.wanted_bytes -= self.come_bytes
+        self.come_bytes = 0
+
+    def is_late_for(self, turn: WaitingTurn, now_ms: int) -> bool:
+        """Return whether a turn is served best with what is here: it computes faster than the rest comes, too late."""
+        elapsed_ms = now_ms - self.began_at_ms
+        if turn.wait_ms <= 0:
+            return True
+        if elapsed_ms < _MEASURED_MS or not self.come_bytes or not turn.compute_us_per_token:
+            return False
+        bytes_per_ms = self.come_bytes / elapsed_ms
+        left_ms = (self.wanted_bytes - self.come_bytes) / bytes_per_ms
+        token_us = self.token_bytes / bytes_per_ms * 1000
+        return left_ms > _SURELY * turn.wait_ms and token_us > turn.compute_us_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What becomes of a request to pull."""
+
+    outcome: Literal["started", "present", "refused"]
+    reason: str = ""
+    """Why it was refused, as a short fixed phrase."""
+
+
+class Pulls:
+    """The pulls of one sidecar; owns their tasks. Used from one event loop."""
+
+    def __init__(  # noqa: PLR0913  # the parts of a pull, by name
+        self,
+        *,
+        catalog: ContextCatalog,
+        engine: EngineRanks,
+        rules: PeerRules,
+        limits: PullLimits,
+        connect: ConnectPeer,
+        clock: Clock,
+        metrics: SidecarMetrics,
+        pace: Pace,
+        store: Peer | None = None,
+        paced_store: Peer | None = None,
+    ) -> None:
+        """`store`: what all pods share, asked for what a peer does not have; None: there is none.
+
+        `paced_store`: the same at this `pace`, for what nobody waits for.
+        """
+        self._store, self._paced_store, self._pace = store, paced_store, pace
+        self._catalog = catalog
+        self._engine = engine
+        self._rules = rules
+        self._limits = limits
+        self._connect = connect
+        self._clock = clock
+        self._metrics = metrics
+        self._tasks: dict[asyncio.Task[str], Wanted] = {}
+        self._coming: dict[tuple[TenantId, CacheRef], Coming] = {}
+        self._draining = False
+        self._absent: RecentNames[tuple[TenantId, CacheRef]] = RecentNames(keep_ms=ABSENT_MS, max_names=ABSENT_MAX)
+        """What the store did not have, or not in time: asked for again it would be pending for ever."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing more is pulled."""
+        return self._draining
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls going on."""
+        return len(self._tasks)
+
+    def start(self, wanted: Wanted) -> Reply:
+        """Begin a pull unless there is nothing to do or it is not possible. Raises InvalidRequest."""
+        reply, _ = self._start(wanted)
+        return reply
+
+    async def fetch(self, wanted: Wanted) -> str:
+        """Pull, and return how that ended, as the metric has it. Raises InvalidRequest. Cancelled, it breaks off."""
+        reply, task = self._start(wanted)
+        return (reply.reason or reply.outcome) if task is None else await task
+
+    def hurry(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> None:
+        """Let what comes unasked come as fast as it can where it is one of these: somebody waits for it now."""
+        names = set(cache_refs)
+        for wanted in self._tasks.values():
+            is_meant = wanted.is_unasked and wanted.tenant == tenant and not names.isdisjoint(wanted.names)
+            if is_meant and not self._pace.is_hurried:
+                self._pace.hurry()
+                for coming in (self._coming[key] for name in names if (key := (tenant, name)) in self._coming):
+                    coming.measure_anew(self._clock.now_ms())
+
+    def _start(self, wanted: Wanted) -> tuple[Reply, asyncio.Task[str] | None]:
+        wanted.check()
+        if not wanted.is_unasked:
+            self.hurry(wanted.tenant, wanted.names)
+        if len(better := self._better_than_what_is_here(wanted)) < len(wanted.names):
+            wanted = replace(wanted, cache_refs=better)
+        reply = self._reply(wanted)
+        if reply.outcome != "started":
+            self._metrics.pulls.labels(reply.reason or reply.outcome).inc()
+            return reply, None
+        self._catalog.expect(wanted.tenant, wanted.names)
+        task = asyncio.create_task(self._run(wanted))
+        self._tasks[task] = wanted
+        if wanted.is_unasked:
+            self._pace.begin()
+        self._give_way()
+        task.add_done_callback(self._ended)
+        return reply, task
+
+    def is_late(self, tenant: TenantId, cache_ref: CacheRef, turn: WaitingTurn) -> bool:
+        """Return whether a turn shall go on with what has come of a pull."""
+        coming = self._coming.get((tenant, cache_ref))
+        return coming is not None and coming.is_late_for(turn, self._clock.now_ms())
+
+    async def close(self) -> None:
+        """Refuse new pulls, break off those going on and wait for their end."""
+        self._draining = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _better_than_what_is_here(self, wanted: Wanted) -> tuple[CacheRef, ...]:
+        """Return the refs before the first that is here: a session that comes back has its older KV here."""
+        better = takewhile(lambda ref: not self._catalog.holds(wanted.tenant, ref), wanted.names)
+        return tuple(ref for ref in better if wanted.peer or not self._is_absent(wanted.tenant, ref))
+
+    def _reply(self, wanted: Wanted) -> Reply:
+        if self._draining:
+            return Reply("refused", "draining")
+        if not wanted.cache_refs:
+            return Reply("present")
+        if not (self._rules.allow(wanted.peer) if wanted.peer else self._store):
+            return Reply("refused", "peer_not_allowed")
+        if self._engine.fingerprint is None:
+            return Reply("refused", "no_engine")
+        alike = sum(going_on.is_unasked == wanted.is_unasked for going_on in self._tasks.values())
+        most = 1 if wanted.is_unasked else self._limits.max_pulls
+        if alike >= most or (wanted.prefix is not None and self._are_prefixes_many()):
+            return Reply("refused", "too_many_pulls")
+        return Reply("started")
+
+    def _are_prefixes_many(self) -> bool:
+        """Return whether as many prefixes are fetched as may be: half of all, the rest is for turns that moved."""
+        num_prefixes = sum(wanted.prefix is not None for wanted in self._tasks.values())
+        return num_prefixes >= max(1, self._limits.max_pulls // 2)
+
+    def _give_way(self) -> None:
+        self._pace.give_way(is_needed=any(not wanted.is_unasked for wanted in self._tasks.values()))
+
+    async def _run(self, wanted: Wanted) -> str:
+        began_at_s = time.monotonic()
+        outcome = "internal_error"
+        try:
+            with child_span("sidecar pull"):
+                async with asyncio.timeout(self._timeout_s(wanted)) as deadline:
+                    await self._pull(wanted, deadline)
+            outcome = "pulled"
+        except TimeoutError:
+            outcome = "deadline"
+        except ContextCacheError as exc:
+            outcome = exc.code
+        except asyncio.CancelledError:
+            outcome = "draining"
+            raise
+        finally:
+            if outcome != "pulled" and not wanted.peer and self._is_waited_for(wanted):
+                for ref in wanted.names:
+                    self._absent.add((wanted.tenant, ref), self._clock.now_ms())
+            self._catalog.expect_no_more(wanted.tenant, wanted.names)
+            self._metrics.pulls.labels(outcome).inc()
+            self._metrics.pull_seconds.observe(time.monotonic() - began_at_s)
+            log.info("pull ended", extra={"outcome": outcome, "cache_ref": wanted.names[0], "peer": wanted.peer})
+        return outcome
+
+    def _is_waited_for(self, wanted: Wanted) -> bool:
+        return not wanted.is_unasked or self._pace.is_hurried
+
+    def _is_absent(self, tenant: TenantId, cache_ref: CacheRef) -> bool:
+        return self._absent.added_at_ms((tenant, cache_ref), self._clock.now_ms()) is not None
+
+    def _timeout_s(self, wanted: Wanted) -> float:
+        if wanted.is_unasked:
+            return _UNASKED_S
+        return min(wanted.timeout_s or self._limits.timeout_s, self._limits.timeout_s)
+
+    async def _pull(self, wanted: Wanted, deadline: asyncio.Timeout) -> None:
+        # Before the first question: a deletion that comes while the peer answers is one during the pull.
+        started_at_ms = self._clock.now_ms()
+        if not wanted.peer:
+            store = self._paced_store if wanted.is_unasked else self._store
+            assert store is not None, "it was not refused"
+            await self._pull_from(store, wanted, deadline, started_at_ms)
+            return
+        peer = self._connect(wanted.peer, self._timeout_s(wanted))
+        try:
+            await self._pull_from(peer, wanted, deadline, started_at_ms)
+        except (CacheRefNotFound, SidecarUnavailable):
+            if self._store is None or wanted.prefix is not None:
+                raise
+            await self._pull_from(self._store, wanted, deadline, started_at_ms)
+        finally:
+            await peer.close()
+
+    async def _pull_from(self, peer: Peer, wanted: Wanted, deadline: asyncio.Timeout, started_at_ms: int) -> None:
+        manifest = await self._find(wanted, peer)
+        ours = (
+            manifest
+            if wanted.prefix is None or wanted.prefix.cache_ref == manifest.cache_ref
+            else first_blocks(
+                manifest,
+                wanted.prefix.num_tokens,
+                cache_ref=wanted.prefix.cache_ref,
+                session_id=wanted.prefix.group,
+                expires_at_ms=min(wanted.prefix.expires_at_ms, manifest.expires_at_ms),
+            )
+        )
+        self._allow_for(ours, wanted, deadline)
+        if wanted.is_unasked:
+            # Before a save is open, which would not wait as long.
+            await self._pace.may_go()
+        await self._save(ours, manifest, peer, started_at_ms)
+
+    def _allow_for(self, manifest: Manifest, wanted: Wanted, deadline: asyncio.Timeout) -> None:
+        """Put the deadline off by the time the bytes may take, unless the request named one of its own.
+
+        Raises StorageFull for what is larger than what may come unasked.
+        """
+        if not self._is_waited_for(wanted) and manifest.size_bytes > wanted.unasked_bytes_max:
+            raise StorageFull("it is too large to come unasked")
+        ends_at_s = deadline.when()
+        if not wanted.timeout_s and ends_at_s is not None:
+            deadline.reschedule(ends_at_s + manifest.size_bytes / self._limits.bytes_per_s_min)
+
+    async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
+        """Return the first manifest that can be used here; the others are then no longer waited for."""
+        missed: ContextCacheError = CacheRefNotFound("the peer has none of these")
+        for cache_ref in wanted.cache_refs:
+            try:
+                manifest = await self._sealed(peer, wanted.tenant, cache_ref)
+                self._check(manifest, wanted.tenant, cache_ref)
+            except (CacheRefNotFound, FingerprintMismatch) as exc:
+                missed = exc
+                continue
+            if wanted.prefix is None:
+                self._catalog.expect_no_more(wanted.tenant, [ref for ref in wanted.cache_refs if ref != cache_ref])
+            return manifest
+        raise missed
+
+    async def _sealed(self, peer: Peer, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
+        """Return the peer's manifest; one that is still being saved there is waited for, a moment."""
+        for _ in range(_PENDING_QUESTIONS):
+            try:
+                return await peer.manifest(tenant, cache_ref)
+            except CacheRefPending:
+                await asyncio.sleep(_ASK_AGAIN_S)
+        return await peer.manifest(tenant, cache_ref)
+
+    def _check(self, manifest: Manifest, tenant: TenantId, cache_ref: CacheRef) -> None:
+        """Raise FingerprintMismatch when this engine cannot use it, CorruptBlock when it is not what was asked for."""
+        if (manifest.tenant, manifest.cache_ref) != (tenant, cache_ref):
+            raise CorruptBlock("the peer sent another manifest")
+        usable = (self._engine.fingerprint, self._engine.world_size)
+        is_small = any(group.block_tokens < self._limits.block_tokens for group in manifest.groups)
+        if (engine_fingerprint(manifest.fingerprint), manifest.world_size) != usable or is_small:
+            raise FingerprintMismatch("the peer's KV was made by another engine")
+        check_block_checksums(manifest)
+
+    async def _save(self, manifest: Manifest, source: Manifest, peer: Peer, started_at_ms: int) -> None:
+        """Bring all ranks' block files in and seal; all or nothing. `source`: what the peer has them in."""
+        new = NewSave(
+            tenant=manifest.tenant,
+            session_id=manifest.session_id,
+            cache_ref=manifest.cache_ref,
+            fingerprint=manifest.fingerprint,
+            rank=0,
+            world_size=manifest.world_size,
+            token_ids=manifest.token_ids,
+            expires_at_ms=manifest.expires_at_ms,
+            started_at_ms=started_at_ms,
+            groups=manifest.groups,
+            tail_ref=manifest.tail_ref,
+        )
+        ranks = range(manifest.world_size)
+        name = (manifest.tenant, manifest.cache_ref)
+        coming = self._coming[name] = Coming(self._clock.now_ms(), manifest.size_bytes / len(manifest.token_ids))
+        try:
+            # Side by side: a turn is served with what has come as far as all ranks have it.
+            saves = [self._save_rank(replace(new, rank=rank), manifest, source, peer, coming) for rank in ranks]
+            await _all_of(saves)
+        except BaseException:
+            for rank in ranks:
+                self._catalog.unmark_pulled(manifest.cache_ref, rank)
+            await self._catalog.abandon_save(manifest.cache_ref)
+            raise
+        finally:
+            if self._coming.get(name) is coming:  # a second pull of it may have begun
+                del self._coming[name]
+
+    async def _save_rank(self, new: NewSave, manifest: Manifest, source: Manifest, peer: Peer, coming: Coming) -> None:
+        prepared = await self._catalog.prepare_save(new)
+        is_stored = peer in (self._store, self._paced_store)
+        self._catalog.mark_pulled(new.cache_ref, new.rank, "object" if is_stored else "peer")
+        if prepared.missing_files:
+            share = len(prepared.missing_files) / len(manifest.files) / manifest.world_size
+            coming.wanted_bytes += manifest.size_bytes * share
+            there = {(file.group, file.name, file.first_token): index for index, file in enumerate(source.files)}
+            missing = (manifest.files[index] for index in prepared.missing_files)
+            asked = [there[file.group, file.name, file.first_token] for file in missing]
+            here = dict(zip(asked, prepared.missing_files, strict=True))
+            async with aclosing(peer.block_files(source, new.rank, asked)) as files:
+                await self._take_all(new, source, here, files, coming)
+        await self._catalog.seal(new.cache_ref, new.rank)
+
+    async def _take_all(
+        self,
+        new: NewSave,
+        source: Manifest,
+        here: Mapping[int, int],
+        files: AsyncIterator[PulledFile],
+        coming: Coming,
+    ) -> None:
+        """Keep files as they come; the next ones travel while the disk makes these durable, as many as have slots."""
+        takes: list[asyncio.Task[None]] = []
+        try:
+            async for file in files:
+                takes.append(asyncio.create_task(self._take(new, source, here[file.index], file, coming)))
+                takes[-1].add_done_callback(file.taken)
+                if any(take.done() and take.exception() for take in takes):
+                    break
+            ends = await asyncio.gather(*takes, return_exceptions=True)
+        finally:
+            for take in takes:
+                take.cancel()
+            await asyncio.gather(*takes, return_exceptions=True)
+        _raise_cause(ends)
+
+    async def _take(self, new: NewSave, source: Manifest, block_index: int, file: PulledFile, coming: Coming) -> None:
+        vouched = block_checksum(source, file.index, new.rank)
+        size_bytes = await self._catalog.take_block(new.cache_ref, new.rank, block_index, file.data, vouched=vouched)
+        coming.come_bytes += size_bytes
+        self._metrics.pulled_bytes.inc(size_bytes)
+        crash_point(BETWEEN_PULLED_BLOCKS)
+
+    def _ended(self, task: asyncio.Task[str]) -> None:
+        del self._tasks[task]
+        self._give_way()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("pull broke", exc_info=error)
+
+
+async def _all_of(steps: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once, to their end or until one fails; then raise why."""
+    tasks = [asyncio.create_task(step) for step in steps]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    _raise_cause([end for end in ends if not isinstance(end, asyncio.CancelledError)])
+
+
+def _raise_cause(ends: Sequence[BaseException | None]) -> None:
+    """Raise what failed, if anything. Where one fails the save is dropped, which is all that those beside it know."""
+    failed = [end for end in ends if end is not None]
+    if failed:
+        raise next((end for end in failed if not isinstance(end, ContextDeleted)), failed[0])

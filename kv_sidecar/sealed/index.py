@@ -1,0 +1,263 @@
+"""What the catalog knows without reading a file: all sealed manifests, who holds which block, and names for a while.
+
+Token ids are not kept here, but for tails: a manifest's file is read, and verified, each time it is opened. Names are
+those of deleted contexts (tombstones), of saves that were dropped, and of what somebody waits for. One event loop;
+bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from contextcache.model import KEPT_PREFIX, CacheRef, Manifest, SessionId, TenantId
+from kv_sidecar.format.ids import BlockKey
+from kv_sidecar.format.manifest import all_keys
+from kv_sidecar.sealed.prefixes import Beginning, PrefixIndex, beginning_of
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestRecord:
+    """One sealed manifest."""
+
+    cache_ref: CacheRef
+    tenant: TenantId
+    session_id: SessionId
+    keys: tuple[BlockKey, ...]
+    """All its block files, all ranks."""
+    num_tokens: int
+    expires_at_ms: int
+    size_bytes: int
+    at: Beginning
+    """Where it lies among others."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is of plain requests: no session names it."""
+        return self.session_id.startswith(KEPT_PREFIX)
+
+
+def record_of(manifest: Manifest) -> ManifestRecord:
+    """Return what is kept of a manifest."""
+    return ManifestRecord(
+        cache_ref=manifest.cache_ref,
+        tenant=manifest.tenant,
+        session_id=manifest.session_id,
+        keys=all_keys(manifest),
+        num_tokens=len(manifest.token_ids),
+        expires_at_ms=manifest.expires_at_ms,
+        size_bytes=manifest.size_bytes,
+        at=beginning_of(manifest),
+    )
+
+
+class ManifestIndex:
+    """Records by cache_ref and by session, and a count of holders for each block."""
+
+    def __init__(self) -> None:
+        self._records: dict[CacheRef, ManifestRecord] = {}
+        self._sessions: dict[tuple[TenantId, SessionId], dict[CacheRef, None]] = {}
+        self._holders: Counter[BlockKey] = Counter()
+        self._kept_holders: Counter[BlockKey] = Counter()
+        self._kept_alone: dict[BlockKey, int] = {}
+        """Blocks that only kept KV holds, each with about its bytes."""
+        self._kept_bytes: Counter[TenantId] = Counter()
+        """Of those, by tenant."""
+        self.prefixes = PrefixIndex()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, cache_ref: CacheRef) -> ManifestRecord | None:
+        """Return a record, expired or not."""
+        return self._records.get(cache_ref)
+
+    def add(self, record: ManifestRecord) -> None:
+        """Add a record, replacing one of the same name."""
+        self.remove(record.cache_ref)
+        self._records[record.cache_ref] = record
+        self._sessions.setdefault((record.tenant, record.session_id), {})[record.cache_ref] = None
+        self._holders.update(record.keys)
+        if record.is_kept:
+            self._kept_holders.update(record.keys)
+        self._count_kept(record)
+        self.prefixes.add(record.cache_ref, record.at)
+
+    def use(self, cache_ref: CacheRef) -> None:
+        """Make a record the one that was used last. Harmless when there is none."""
+        record = self._records.pop(cache_ref, None)
+        if record is not None:
+            self._records[cache_ref] = record
+            refs = self._sessions[record.tenant, record.session_id]
+            del refs[cache_ref]
+            refs[cache_ref] = None
+
+    def remove(self, cache_ref: CacheRef) -> ManifestRecord | None:
+        """Remove and return a record; its blocks lose one holder."""
+        record = self._records.pop(cache_ref, None)
+        if record is None:
+            return None
+        session = (record.tenant, record.session_id)
+        del self._sessions[session][cache_ref]
+        if not self._sessions[session]:
+            del self._sessions[session]
+        self.prefixes.remove(cache_ref, record.at)
+        for key in record.keys:
+            _take_one(self._holders, key)
+            if record.is_kept:
+                _take_one(self._kept_holders, key)
+        self._count_kept(record)
+        return record
+
+    def kept_bytes(self, tenant: TenantId) -> int:
+        """Return about how many bytes of a tenant only kept KV holds."""
+        return self._kept_bytes[tenant]
+
+    def _count_kept(self, record: ManifestRecord) -> None:
+        """Note which of a record's blocks are held by kept KV alone, now that it has come or gone."""
+        each_bytes = record.size_bytes // max(len(record.keys), 1)
+        for key in record.keys:
+            is_alone = 0 < self._holders[key] == self._kept_holders[key]
+            if is_alone and key not in self._kept_alone:
+                self._kept_alone[key] = each_bytes
+                self._kept_bytes[record.tenant] += each_bytes
+            elif not is_alone and key in self._kept_alone:
+                self._kept_bytes[record.tenant] -= self._kept_alone.pop(key)
+
+    def move_expiry(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
+        """Change when a record expires."""
+        self._records[cache_ref] = replace(self._records[cache_ref], expires_at_ms=expires_at_ms)
+
+    def of_session(self, tenant: TenantId, session_id: SessionId) -> list[ManifestRecord]:
+        """Return a session's records, or a group's, the one used longest ago first."""
+        return [self._records[ref] for ref in self._sessions.get((tenant, session_id), ())]
+
+    def groups(self, tenant: TenantId) -> list[SessionId]:
+        """Return a tenant's groups of kept KV; looks at all sessions, for whoever wants a list."""
+        return [name for owner, name in self._sessions if owner == tenant and name.startswith(KEPT_PREFIX)]
+
+    def of_refs(self, tenant: TenantId, cache_refs: Iterable[CacheRef]) -> list[ManifestRecord]:
+        """Return the records among `cache_refs` that are this tenant's."""
+        found = (self._records.get(ref) for ref in dict.fromkeys(cache_refs))
+        return [record for record in found if record is not None and record.tenant == tenant]
+
+    def expired(self, now_ms: int) -> list[ManifestRecord]:
+        """Return the records whose time is over."""
+        return [record for record in self._records.values() if record.expires_at_ms <= now_ms]
+
+    def records(self) -> list[ManifestRecord]:
+        """Return all records, the one used longest ago first."""
+        return list(self._records.values())
+
+    def num_holders(self, key: BlockKey) -> int:
+        """Return how many manifests hold the block."""
+        return self._holders[key]
+
+    def is_held(self, key: BlockKey) -> bool:
+        """Return whether any manifest holds the block."""
+        return key in self._holders
+
+    def holders(self, key: BlockKey) -> list[ManifestRecord]:
+        """Return the records that hold a block; looks at all of them, for the rare corrupt block."""
+        return [record for record in self._records.values() if key in record.keys]
+
+
+def _take_one(counts: Counter[BlockKey], key: BlockKey) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class RecentNames(Generic[Name]):
+    """At most `max_names` names, each for `keep_ms`; the oldest go first."""
+
+    def __init__(self, *, keep_ms: int, max_names: int) -> None:
+        self._keep_ms = keep_ms
+        self._max_names = max_names
+        self._added: OrderedDict[Name, tuple[int, Hashable]] = OrderedDict()
+        """When, in Unix time in ms, and whose."""
+
+    def __len__(self) -> int:
+        return len(self._added)
+
+    def __contains__(self, name: Name) -> bool:
+        """Return whether the name was remembered when old ones were last forgotten."""
+        return name in self._added
+
+    def add(self, name: Name, now_ms: int, *, owner: Hashable = None) -> None:
+        """Remember a name from now on, as its last owner's."""
+        self._added[name] = (now_ms, owner)
+        self._added.move_to_end(name)
+        self.forget_old(now_ms)
+        while len(self._added) > self._max_names:
+            self._added.popitem(last=False)
+
+    def discard(self, name: Name) -> None:
+        """Forget a name."""
+        self._added.pop(name, None)
+
+    def take(self, owner: Hashable) -> list[Name]:
+        """Forget an owner's names and return them; looks at all."""
+        names = [name for name, (_, whose) in self._added.items() if whose == owner]
+        for name in names:
+            del self._added[name]
+        return names
+
+    def added_at_ms(self, name: Name, now_ms: int) -> int | None:
+        """Return when the name was last added (Unix time in ms), or None when it is not, or no longer, remembered."""
+        self.forget_old(now_ms)
+        added = self._added.get(name)
+        return None if added is None else added[0]
+
+    def forget_old(self, now_ms: int) -> None:
+        """Forget what is older than `keep_ms`."""
+        while self._added:
+            name, (added_at_ms, _) = next(iter(self._added.items()))
+            if now_ms - added_at_ms < self._keep_ms:
+                break
+            del self._added[name]
+
+
+class Announcements:
+    """Waiters by name. Past `max_waiters` nobody waits: the answer is then "not yet" at once."""
+
+    def __init__(self, *, max_waiters: int) -> None:
+        self._max_waiters = max_waiters
+        self._num_waiters = 0
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+
+    def announce(self, name: str) -> None:
+        """Wake everyone who waits for the name now."""
+        for waiter in self._waiters.pop(name, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self, name: str, *, timeout_s: float) -> bool:
+        """Return True once the name is announced, False after `timeout_s` or when too many wait already."""
+        if timeout_s <= 0 or self._num_waiters >= self._max_waiters:
+            return False
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(name, set()).add(waiter)
+        self._num_waiters += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            return False
+        finally:
+            self._num_waiters -= 1
+            self._leave(name, waiter)
+        return True
+
+    def _leave(self, name: str, waiter: asyncio.Future[None]) -> None:
+        waiters = self._waiters.get(name)
+        if waiters is not None:
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[name]

@@ -1,0 +1,162 @@
+"""Which of a tenant's KV a prompt can start from, whoever it was saved for: the question before a load.
+
+What was named stays for a while, so that the load which follows finds it: neither the watermark nor a longer context of
+the same conversation takes it away. A delete does, and the end of its life: the load is then a miss.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from contextcache.clock import Clock
+from contextcache.errors import InvalidRequest
+from contextcache.model import TENANT_PATTERN, CacheRef, SessionId, TenantId
+from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text
+from kv_sidecar.metrics import SidecarMetrics
+from kv_sidecar.sealed.index import ManifestRecord, RecentNames
+from kv_sidecar.sealed.manifests import SealedManifests
+from kv_sidecar.sealed.prefixes import Found, Prompt, prompt_of
+from kv_sidecar.tiers.store import IoThreads
+
+MATCHES_MAX = 3
+"""Named in one answer: whoever asks reads a manifest of each until one will do."""
+ASK_S = 0.1
+"""A connection and an answer from the same network."""
+BEGINNINGS_MAX = 4096
+BEGINNING_CHARS_MAX = 64
+STAYS_MS = 60_000
+"""From match to load: a request may wait in the engine's queue before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixQuestion:
+    """What an engine asks."""
+
+    tenant: TenantId
+    fingerprint: str
+    token_ids: bytes
+    """As little-endian u32."""
+    tokens_min: int
+    """Fewer are not worth a load."""
+    expires_at_ms: int = 0
+    """Unix time in ms until which kept KV that is found lives at least; 0: as long as it has."""
+    group: SessionId = ""
+    """Conversation that asks, where its KV is kept."""
+    beginning: str = ""
+    """What gateways call requests that begin like this one."""
+    peer: str = ""
+    """`host:port` of a sidecar that may have more of it."""
+    ask_s: float = ASK_S
+    """Longest to wait for its answer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a field that cannot be."""
+        if not TENANT_PATTERN.fullmatch(self.tenant):
+            raise InvalidRequest("not a tenant", param="tenant")
+        check_fingerprint_text(self.fingerprint)
+        if len(self.token_ids) % TOKEN_BYTES:
+            raise InvalidRequest("token ids have four bytes each", param="token_ids")
+        if len(self.beginning) > BEGINNING_CHARS_MAX:
+            raise InvalidRequest("a beginning has a short name", param="beginning")
+
+
+class Beginnings:
+    """Which beginnings were asked for here, the last ones: gateways send what begins alike to where it was before."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        """When they came, in ms, each later than those before: they grow from one life of the process to the next."""
+        self._end = clock.now_ms()
+
+    def note(self, beginning: str) -> None:
+        """Remember one more; the one asked for longest ago goes for it."""
+        if not beginning:
+            return
+        self._end = max(self._end + 1, self._clock.now_ms())
+        self._numbers[beginning] = self._end
+        self._numbers.move_to_end(beginning)
+        if len(self._numbers) > BEGINNINGS_MAX:
+            self._numbers.popitem(last=False)
+
+    def since(self, after: int) -> tuple[dict[str, int], int]:
+        """Return those that came after a number, the newest last, how many ms ago, and what to ask with next."""
+        if after > self._end:  # whoever asks knew the process before, and the clock was put back
+            after = 0
+        new = list(takewhile(lambda named: named[1] > after, reversed(self._numbers.items())))
+        now_ms = self._clock.now_ms()
+        return {beginning: max(now_ms - number, 0) for beginning, number in reversed(new)}, self._end
+
+
+class PrefixMatches:
+    """Answers, and remembers what it named. Used from one event loop."""
+
+    def __init__(
+        self,
+        manifests: SealedManifests,
+        threads: IoThreads,
+        *,
+        clock: Clock,
+        metrics: SidecarMetrics,
+        max_names: int,
+    ) -> None:
+        self._manifests = manifests
+        self._threads = threads
+        self._clock = clock
+        self._metrics = metrics
+        self._named: RecentNames[CacheRef] = RecentNames(keep_ms=STAYS_MS, max_names=max_names)
+
+    def is_named(self, record: ManifestRecord) -> bool:
+        """Return whether somebody was told of this KV not long ago."""
+        return self._named.added_at_ms(record.cache_ref, self._clock.now_ms()) is not None
+
+    async def find(self, question: PrefixQuestion) -> Sequence[Found]:
+        """Return what begins most like the prompt, the longest first; none when too little does.
+
+        Raises InvalidRequest.
+        """
+        question.check()
+        index = self._manifests.index
+        sizes = index.prefixes.sizes(question.tenant, question.fingerprint)
+        if not sizes or question.num_tokens < question.tokens_min:
+            self._metrics.prefix_matches.labels("none").inc()
+            return ()
+        prompt = await self._threads.run(
+            prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
+        )
+        now_ms = self._clock.now_ms()
+        found: list[Found] = []
+
+        def live(cache_ref: CacheRef) -> ManifestRecord | None:
+            return self._manifests.live(question.tenant, cache_ref, now_ms=now_ms)
+
+        for one in index.prefixes.find(prompt, lambda cache_ref: live(cache_ref) is not None):
+            record = live(one.cache_ref)
+            if record is not None:
+                found.append(await self._measured(record, one, prompt) if one.goes_on else one)
+        found = [one for one in found if one.num_tokens >= question.tokens_min]
+        found.sort(key=lambda one: one.num_tokens, reverse=True)
+        best = _of_use(found)
+        for one in best:
+            self._named.add(one.cache_ref, now_ms)
+        self._metrics.prefix_matches.labels("some" if best else "none").inc()
+        return best
+
+    async def _measured(self, record: ManifestRecord, found: Found, prompt: Prompt) -> Found:
+        """Return it with what it shares of the block in which the two part."""
+        more = await self._manifests.in_common(record, prompt, found.num_tokens, record.at.block_tokens)
+        return replace(found, num_tokens=found.num_tokens + more)
+
+
+def _of_use(found: Sequence[Found]) -> list[Found]:
+    """Return the longest, and what may serve where it cannot: shorter ones, the longest whole one among them."""
+    rest = sorted(found[MATCHES_MAX - 1 :], key=lambda one: not one.is_whole)
+    return [*found[: MATCHES_MAX - 1], *rest[:1]]

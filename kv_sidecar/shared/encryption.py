@@ -1,0 +1,179 @@
+"""Objects of the shared store encrypted: AES-256-GCM, a key per tenant, and names that tell nobody what is in them.
+
+Keys are in a file, a mounted Secret, read again when it changes:
+
+    {"acme": [{"id": "2", "key": "<base64 of 32 bytes>"}, {"id": "1", "key": "…"}], "*": [{"id": "1", "key": "…"}]}
+
+Of each tenant the first key writes and all read. `*` is for tenants that are not named; without it their KV stays out
+of the store. What is used is derived from key and tenant, so tenants without keys of their own have different ones.
+
+Rules:
+1. Nothing of a key, nor of the file, is in an error or a log line.
+2. What does not open is a miss, never an answer, and nobody removes it for that: the key may be missing here alone.
+3. A block's plain name follows from its tokens, so who guessed a text could look for it. Stored under the key's own
+   HMAC of that name, blocks are shared as far as a key goes: within a tenant, until it has a new one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import Base64Bytes, BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+
+from contextcache.errors import KeyNotAtHand
+from contextcache.model import TENANT_PATTERN, TenantId
+from contextcache.process.settings import file_version
+from kv_sidecar.tiers.store import Buffer
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"context-cache-sealed-1\n"
+"""First bytes of an encrypted object; no safetensors file begins so."""
+_KEY_BYTES, _NONCE_BYTES, _TAG_BYTES, _ID_BYTES_MAX = 32, 12, 16, 32
+OVERHEAD_BYTES_MAX = len(MAGIC) + 1 + _ID_BYTES_MAX + _NONCE_BYTES + _TAG_BYTES
+_OTHERS = "*"
+_LOOK_INTERVAL_S = 1.0
+_DERIVED_MAX = 4096
+"""Tenants whose derived keys are remembered."""
+
+
+class _Key(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,32}$")]
+    key: Base64Bytes
+
+
+_FILE = TypeAdapter(dict[str, list[_Key]], config=ConfigDict(hide_input_in_errors=True))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TenantKey:
+    """One key of one tenant."""
+
+    id: str
+    _cipher: AESGCM
+    _names: bytes
+
+    def hidden(self, file_name: str) -> str:
+        """Return what a file is called in the store: 64 hex digits, the same whenever this key writes it."""
+        return hmac.digest(self._names, file_name.encode(), "sha256").hex()
+
+    def encrypt(self, name: str, data: Buffer) -> Buffer:
+        """Return an object that opens under this name alone."""
+        head = MAGIC + bytes([len(self.id)]) + self.id.encode()
+        nonce = os.urandom(_NONCE_BYTES)
+        start = len(head) + _NONCE_BYTES
+        written = bytearray(start + len(data) + _TAG_BYTES)
+        written[:start] = head + nonce
+        self._cipher.encrypt_into(nonce, data, head + name.encode(), memoryview(written)[start:])
+        return written
+
+    def decrypt(self, name: str, data: memoryview) -> Buffer:
+        """Return what was encrypted. Raises KeyNotAtHand for another key's, another object's, or changed bytes."""
+        start = len(MAGIC) + 1 + len(self.id)
+        nonce = data[start : start + _NONCE_BYTES]
+        try:
+            return self._cipher.decrypt(nonce, data[start + _NONCE_BYTES :], bytes(data[:start]) + name.encode())
+        except (InvalidTag, ValueError):
+            raise KeyNotAtHand("the object does not open: another key's, or changed") from None
+
+
+class StoreKeys:
+    """The keys of a file; one that is broken changes nothing. Safe to use from several threads."""
+
+    def __init__(self, path: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
+        self._path = path
+        self._monotonic_s = monotonic_s
+        self._version = file_version(path)
+        self._keys = _read(path)
+        self._look_at_s = monotonic_s() + _LOOK_INTERVAL_S
+        self._derived: dict[TenantId, tuple[TenantKey, ...]] = {}
+
+    def of(self, tenant: TenantId) -> Sequence[TenantKey]:
+        """Return a tenant's keys, the one that writes first; none: its KV stays out of the store."""
+        if self._monotonic_s() >= self._look_at_s:
+            self._look()
+        known = self._derived.get(tenant)
+        if known is None:
+            known = tuple(_derived(tenant, key) for key in self._keys.get(tenant, self._keys.get(_OTHERS, ())))
+            if len(self._derived) >= _DERIVED_MAX:
+                self._derived = {}
+            self._derived[tenant] = known
+        return known
+
+    def _look(self) -> None:
+        self._look_at_s = self._monotonic_s() + _LOOK_INTERVAL_S
+        version = file_version(self._path)
+        if version == self._version:
+            return
+        try:
+            keys = _read(self._path)
+        except (OSError, ValueError) as exc:
+            log.warning("store keys not reloaded, the last good ones stay", extra={"error": str(exc)})
+        else:
+            self._version, self._keys, self._derived = version, keys, {}
+            log.info("store keys reloaded", extra={"num_tenants": len(keys)})
+
+
+def key_id_of(data: memoryview) -> str | None:
+    """Return which key an object was encrypted with; None: with none."""
+    start = len(MAGIC) + 1
+    if bytes(data[: len(MAGIC)]) != MAGIC or len(data) < start:
+        return None
+    return bytes(data[start : start + data[start - 1]]).decode("ascii", "replace")
+
+
+def opened(keys: Sequence[TenantKey] | None, name: str, data: memoryview) -> Buffer:
+    """Return an object's bytes as they were before they were encrypted; `keys` None: they were not.
+
+    Raises KeyNotAtHand.
+    """
+    key_id = key_id_of(data)
+    if keys is None:
+        if key_id is not None:
+            raise KeyNotAtHand("the object is encrypted, and there are no keys here")
+        return data
+    if key_id is None:
+        # Whoever can write there could have written it: what is not encrypted is nobody's word.
+        raise KeyNotAtHand("the object is not encrypted")
+    key = next((key for key in keys if key.id == key_id), None)
+    if key is None:
+        raise KeyNotAtHand("the object's key is not here")
+    return key.decrypt(name, data)
+
+
+def _read(path: Path) -> Mapping[str, Sequence[_Key]]:
+    try:
+        found = _FILE.validate_json(path.read_bytes())
+    except ValidationError as exc:
+        fault = exc.errors(include_input=False, include_url=False, include_context=False)[0]
+        raise ValueError(f"the store's key file is not right: {fault['type']}") from None
+    for tenant, keys in found.items():
+        if tenant != _OTHERS and not TENANT_PATTERN.fullmatch(tenant):
+            raise ValueError("the store's key file names what is no tenant")
+        if not keys or len({key.id for key in keys}) < len(keys):
+            raise ValueError("a tenant of the store's key file has no key, or two of one id")
+        if any(len(key.key) != _KEY_BYTES for key in keys):
+            raise ValueError(f"a key of the store's key file has not {_KEY_BYTES} bytes")
+    return found
+
+
+def _derived(tenant: TenantId, key: _Key) -> TenantKey:
+    def derive(purpose: str) -> bytes:
+        info = f"context-cache store 1\0{purpose}\0{tenant}".encode()
+        return HKDF(algorithm=SHA256(), length=_KEY_BYTES, salt=None, info=info).derive(key.key)
+
+    return TenantKey(key.id, AESGCM(derive("data")), derive("names"))

@@ -1,0 +1,155 @@
+"""The store that all pods of a release share, as objects by name: S3, GCS, Azure, or a mounted directory.
+
+A thin layer over obstore 0.12, whose own chain finds the credentials (AWS_…, GOOGLE_…, AZURE_…, the pod's identity) and
+whose retries are bounded by the deadline here. Nothing of what a store says in an error is logged or handed on: it may
+name keys. Names are relative to the URL's path; what they mean is stored_kv.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.store import LocalStore, from_url
+
+from contextcache.errors import CorruptBlock, SidecarUnavailable
+from kv_sidecar.tiers.store import Buffer
+
+_ABSENT = (FileNotFoundError,)
+"""What obstore raises for an object that is not there."""
+_PAGE = 1000
+_PUTS = 10
+"""How often a directory is asked to take an object: a delete may remove the folder that was just made for it, which is
+no error that obstore 0.12 knows apart."""
+SCHEMES = ("s3", "gs", "az", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object, as a listing tells of it."""
+
+    name: str
+    size_bytes: int
+    modified_at_ms: int
+    """Unix time, by the store's clock."""
+
+
+class ObjectStore:
+    """Objects under one URL. Every call ends within its deadline; all raise SidecarUnavailable when it does not work.
+
+    Puts are atomic: a reader sees a whole object or none.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        """`timeout_s`: longest time of one call, its retries included. Raises ValueError for a URL that is none."""
+        check_store_url(url)
+        parts = urlsplit(url)
+        self._timeout_s = timeout_s
+        if parts.scheme == "file":
+            # A directory that one delete finds empty goes, and a put that needs it makes it again.
+            self._store: Any = LocalStore(Path(unquote(parts.path)), mkdir=True, automatic_cleanup=True)
+            return
+        try:
+            self._store = from_url(url, retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=timeout_s)})
+        except (BaseError, OSError) as exc:
+            raise ValueError(f"the store cannot be used: {type(exc).__name__}") from None
+
+    async def put(self, name: str, data: Buffer) -> None:
+        """Write an object, replacing one of the same name."""
+        async with self._call():
+            await self._put(name, data, "overwrite")
+
+    async def create(self, name: str, data: Buffer) -> bool:
+        """Write an object unless there is one of that name; return whether it was written. One of many callers does."""
+        async with self._call():
+            try:
+                await self._put(name, data, "create")
+            except AlreadyExistsError:
+                return False
+        return True
+
+    async def get(self, name: str, *, limit_bytes: int) -> Buffer | None:
+        """Return an object's bytes, or None. Raises CorruptBlock for one that is larger than `limit_bytes`."""
+        async with self._call():
+            try:
+                found = await obstore.get_async(self._store, name)
+                if found.meta["size"] > limit_bytes:
+                    raise CorruptBlock("the object is larger than what was written")
+                return memoryview(await found.bytes_async())
+            except _ABSENT:
+                return None
+
+    async def size_bytes(self, name: str) -> int | None:
+        """Return an object's size, or None."""
+        return None if (found := await self.head(name)) is None else found.size_bytes
+
+    async def head(self, name: str) -> StoredObject | None:
+        """Return what a listing would tell of an object, or None."""
+        async with self._call():
+            try:
+                return _told(await obstore.head_async(self._store, name))
+            except _ABSENT:
+                return None
+
+    async def delete(self, name: str) -> None:
+        """Remove an object. Idempotent."""
+        async with self._call():
+            try:
+                await obstore.delete_async(self._store, name)
+            except _ABSENT:
+                return
+
+    async def listed(self, prefix: str) -> AsyncGenerator[StoredObject, None]:
+        """Yield the objects whose names begin with `prefix`, which ends with a slash; each page has the deadline."""
+        pages = obstore.list(self._store, prefix, chunk_size=_PAGE)
+        while True:
+            async with self._call():
+                page: Sequence[Any] | None = await anext(pages, None)
+            if page is None:
+                return
+            for found in page:
+                yield _told(found)
+
+    async def directories(self) -> list[str]:
+        """Return the first parts of all names."""
+        async with self._call():
+            found = await obstore.list_with_delimiter_async(self._store)
+        return [prefix.strip("/") for prefix in found["common_prefixes"]]
+
+    async def _put(self, name: str, data: Buffer, mode: Literal["create", "overwrite"]) -> None:
+        for tries_left in reversed(range(_PUTS if isinstance(self._store, LocalStore) else 1)):
+            try:
+                # In one piece: parts of an upload that breaks off would stay in the store, unseen and paid for.
+                await obstore.put_async(self._store, name, data, mode=mode, use_multipart=False)
+                return
+            except GenericError:
+                if not tries_left:
+                    raise
+
+    @asynccontextmanager
+    async def _call(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except (BaseError, OSError, TimeoutError) as exc:
+            raise SidecarUnavailable(f"the shared store does not serve: {type(exc).__name__}") from None
+
+
+def check_store_url(url: str) -> None:
+    """Raise ValueError unless a URL names a store, or is empty."""
+    parts = urlsplit(url)
+    named = parts.path.startswith("/") and not parts.netloc if parts.scheme == "file" else bool(parts.netloc)
+    if url and not (parts.scheme in SCHEMES and named):
+        raise ValueError(f"a store is one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}, and what to use there")
+
+
+def _told(found: Any) -> StoredObject:
+    return StoredObject(found["path"], found["size"], round(found["last_modified"].timestamp() * 1000))

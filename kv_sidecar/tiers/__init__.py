@@ -1,0 +1,4 @@
+"""A pod's own tiers of block files: slots of one region of memory over files on disk. Bytes; whose, others know.
+
+Read `tiers.py` first; `store.py` says what each tier must do.
+"""

@@ -1,0 +1,317 @@
+"""The directory on disk: durable writing, putting aside, leftovers, and the lock that keeps a second process out.
+
+Every change goes temp -> fsync -> rename -> fsync of the directory. `step` is called with `<verb> <file name>` before
+each step and after the last, so that tests can stop the world between any two; in a real process it is a crash point.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from contextcache.errors import CorruptBlock, StorageFull
+from kv_sidecar.crash_points import at_step
+from kv_sidecar.tiers.store import Buffer
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[str], None]
+_FAN_OUT = re.compile(r"[0-9a-f]{2}", re.ASCII)
+MAX_QUARANTINED = 32
+"""Files put aside for a person to look at; the oldest go first."""
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
+"""Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
+_SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What is short for a moment, and says nothing of what lies there."""
+
+
+class DataDirectory:
+    """`blocks/`, `tails/`, `manifests/`, `quarantine/` and `tmp/` under one root, owned by one process."""
+
+    def __init__(self, root: Path, *, step: Step = at_step) -> None:
+        self.root = root
+        self.tmp = root / "tmp"
+        self.quarantine = root / "quarantine"
+        self._step = step
+        self._count_lock = threading.Lock()
+        self.num_quarantined = 0
+        """Files put aside since the start."""
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Create what is missing, take the lock and remove unfinished writes. Raises OSError when it is locked."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = _open_lock(self.root / "lock")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            self.close()
+            raise OSError(f"{self.root} belongs to another kv-sidecar that is running") from exc
+        make_real_directory(self.tmp)
+        make_real_directory(self.quarantine)
+        for entry in entries(self.tmp):
+            remove_whatever(Path(entry.path))
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def publish(self, data: Buffer, final: Path) -> None:
+        """Make `data` appear at `final`, whole and durable, or not at all. Raises StorageFull, OSError.
+
+        Where a file was before, it may be either of the two after an error.
+        """
+        temporary = self._temporary_path(final)
+        try:
+            self._step(f"write {final.name}")
+            _write_synced(temporary, data)
+            _make_directory(final.parent)
+            self._step(f"rename {final.name}")
+            is_new = not os.path.lexists(final)
+            temporary.rename(final)
+        except OSError as exc:
+            remove_whatever(temporary)
+            raise _full_or(exc) from exc
+        try:
+            self._step(f"sync {final.name}")
+            _fsync_directory(final.parent)
+        except OSError as exc:
+            if is_new:  # nobody was told that the file is there, so it must not be
+                remove_whatever(final)
+            raise _full_or(exc) from exc
+        self._step(f"published {final.name}")
+
+    def remove(self, path: Path) -> None:
+        """Remove a file if it is there; it may come back after a crash."""
+        self._step(f"unlink {path.name}")
+        path.unlink(missing_ok=True)
+
+    def remove_for_good(self, paths: Iterable[Path]) -> dict[Path, OSError]:
+        """Remove files, as many as can be, so that none comes back after a crash; return what stopped the others.
+
+        Each directory is synced once.
+        """
+        failed: dict[Path, OSError] = {}
+        removed: dict[Path, list[Path]] = {}
+        for path in paths:
+            try:
+                self.remove(path)
+            except OSError as exc:
+                failed[path] = exc
+            else:
+                removed.setdefault(path.parent, []).append(path)
+        for directory, gone in removed.items():
+            try:
+                self._step(f"sync-unlink {gone[0].name}")
+                _fsync_directory(directory)
+                self._step(f"unlinked {gone[0].name}")
+            except OSError as exc:
+                failed |= dict.fromkeys(gone, exc)
+        return failed
+
+    def put_aside(self, path: Path) -> None:
+        """Move a bad file, or whatever lies there, into `quarantine/`, where at most `MAX_QUARANTINED` are kept.
+
+        Raises OSError when it cannot be moved.
+        """
+        self._step(f"quarantine {path.name}")
+        aside = self.quarantine / path.name
+        if path.is_symlink() or path.exists():
+            remove_whatever(aside)
+        try:
+            path.rename(aside)
+            os.utime(aside, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        with self._count_lock:
+            self.num_quarantined += 1
+        kept = sorted(self.quarantine.iterdir(), key=_modified_ns)
+        for old in kept[:-MAX_QUARANTINED]:
+            remove_whatever(old)
+
+    def remove_leftovers(self, *, before_ms: int) -> int:
+        """Remove unfinished and quarantined files last written before a Unix time in ms; return their bytes."""
+        return remove_old(self.tmp, before_ms=before_ms) + remove_old(self.quarantine, before_ms=before_ms)
+
+    def fan_out_files(self, name: str, *, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
+        """Return the files of `<name>/<2 hex>/` that bear a name of ours, and the number of other things there.
+
+        What bears such a name and is no file, or lies where a directory of ours belongs, is put aside: it would be in
+        the way of a save for ever. Everything else is left alone. No link is followed. Raises OSError.
+        """
+        root = self.root / name
+        make_real_directory(root)
+        found: list[Path] = []
+        strangers = 0
+        for directory in entries(root):
+            if not _FAN_OUT.fullmatch(directory.name):
+                strangers += 1
+            elif not directory.is_dir(follow_symlinks=False):
+                self._put_aside_or_leave(Path(directory.path))
+            else:
+                files, others = self._files_of(Path(directory.path), is_ours)
+                found += files
+                strangers += others
+        return found, strangers
+
+    def _files_of(self, directory: Path, is_ours: Callable[[Path], bool]) -> tuple[list[Path], int]:
+        found: list[Path] = []
+        strangers = 0
+        for entry in entries(directory):
+            path = Path(entry.path)
+            if not is_ours(path):
+                strangers += 1
+            elif not entry.is_file(follow_symlinks=False):
+                self._put_aside_or_leave(path)
+            else:
+                found.append(path)
+        return found, strangers
+
+    def _put_aside_or_leave(self, path: Path) -> None:
+        log.warning("something else lay where a file or directory belongs", extra={"directory": path.parent.name})
+        try:
+            self.put_aside(path)
+        except OSError:
+            log.warning("it cannot be put aside", exc_info=True)
+
+    def _temporary_path(self, final: Path) -> Path:
+        return self.tmp / f"{final.name}.{os.urandom(8).hex()}"
+
+
+def _open_lock(path: Path) -> int:
+    """Open the lock file; what lies in its place and is no file can be nobody's lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if regular_size(path) is None:
+        remove_whatever(path)
+    return os.open(path, flags, 0o600)
+
+
+def _full_or(error: OSError) -> Exception:
+    return StorageFull("the disk is full") if error.errno in _NO_ROOM else error
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except FileNotFoundError:
+        return 0  # another thread was faster
+
+
+def _write_synced(path: Path, data: Buffer) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: Buffer) -> None:
+    """Write all of `data`; one `write` takes at most 2 GiB and may take less."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _make_directory(path: Path) -> None:
+    """Create a fan-out directory that outlives a crash like the files in it."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        _fsync_directory(path.parent)
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def entries(directory: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield what lies in a directory; nothing when it is a link or cannot be read. Raises OSError for `_SHORT`."""
+    try:
+        if directory.is_symlink():
+            return
+        with os.scandir(directory) as found:
+            yield from found
+    except OSError as exc:
+        if exc.errno in _SHORT:
+            raise  # what it holds would count as gone, and what is with it would be removed
+        log.warning("directory cannot be read", extra={"directory": directory.name})
+
+
+def remove_whatever(path: Path) -> int:
+    """Remove a file, link, FIFO, socket or a whole directory; return a file's bytes. Raises nothing."""
+    try:
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(path)
+            return 0
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        log.warning("leftover cannot be removed", extra={"directory": path.parent.name}, exc_info=True)
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def remove_old(directory: Path, *, before_ms: int) -> int:
+    """Remove what was last written before a Unix time in ms; return the bytes of the files."""
+    removed_bytes = 0
+    for entry in entries(directory):
+        try:
+            is_old = entry.stat(follow_symlinks=False).st_mtime_ns // 1_000_000 < before_ms
+        except OSError:
+            continue  # its owner was faster
+        if is_old:
+            removed_bytes += remove_whatever(Path(entry.path))
+    return removed_bytes
+
+
+def make_real_directory(path: Path) -> None:
+    """Create a directory; a file or link in its place is removed, not what a link points to. Raises OSError."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        log.warning("something lay where a directory belongs", extra={"directory": path.name})
+        path.unlink()
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """Return a descriptor to read from, and the file's size in bytes.
+
+    Raises FileNotFoundError, CorruptBlock when something else lies there, OSError.
+    """
+    try:
+        # Without O_NONBLOCK the open of a FIFO waits for a writer, for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as exc:
+        if exc.errno in {errno.ELOOP, errno.ENXIO}:
+            raise CorruptBlock("a link or socket lies where a file belongs") from exc
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CorruptBlock("something else lies where a file belongs")
+    return descriptor, status.st_size
+
+
+def regular_size(path: Path) -> int | None:
+    """Return the size of a regular file in bytes; None when there is none, or something else. Raises OSError."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

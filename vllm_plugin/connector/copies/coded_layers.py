@@ -1,0 +1,137 @@
+"""Layers whose pages are stored in fewer bits: what they are copied to and from is what a file holds.
+
+Only pages with a token in every slot are coded: they never change again, so their numbers are coded once, however
+often a context is restored and saved. The last page of a context is stored as it is until it is full; so are states,
+whose error would grow with every token, and numbers that are not of a type that codec.py knows.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from contextcache.model import KVKind
+from vllm_plugin.connector.copies.codec import DTYPES, PageCodec, Rows
+from vllm_plugin.connector.copies.pages import Copied, Fence, LayerShape, PageCopy, PagedLayers, Pages, Stored, split
+
+
+class CodedLayers(PagedLayers):
+    """Other layers, and how each group's pages are coded."""
+
+    def __init__(self, layers: PagedLayers, kinds: Sequence[KVKind], name: str) -> None:
+        """`kinds` of the groups; `name`: of the codec."""
+        self._layers = layers
+        self.shapes = layers.shapes
+        self.uncoded: list[str] = []
+        """Why groups are stored as they are, each a short fixed phrase."""
+        self._codecs = [self._codecs_of(kind, own, name) for kind, own in zip(kinds, layers.shapes, strict=True)]
+        self._own = threading.local()
+
+    def _codecs_of(self, kind: KVKind, shapes: Sequence[LayerShape], name: str) -> list[PageCodec]:
+        dtypes = {shape.dtype for shape in shapes}
+        if reason := "state" if kind == "state" else "" if len(dtypes) == 1 and dtypes <= DTYPES.keys() else "dtype":
+            self.uncoded.append(reason)
+            return []
+        return [PageCodec(name, shape.dtype, shape.page_bytes) for shape in shapes]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the fingerprint must say: nothing where nothing is coded."""
+        found = {(codec.name, codec.group_numbers) for codecs in self._codecs for codec in codecs}
+        return {"codec": sorted(found)} if found else {}
+
+    @override
+    def fence(self) -> Fence:
+        return self._layers.fence()
+
+    @override
+    def reach(self, memory: memoryview, *, owner: object) -> None:
+        self._layers.reach(memory, owner=owner)
+
+    @override
+    def stored(self, group: int, num_pages: int, num_full: int) -> Stored:
+        plain, codecs = self._layers.stored(group, num_pages, num_full), self._codecs[group]
+        if not (codecs and num_full):
+            return plain
+        saved = sum(codec.page_bytes - codec.coded_bytes for codec in codecs)
+        alike = [[page_bytes, len(list(same))] for page_bytes, same in groupby(codec.page_bytes for codec in codecs)]
+        facts = {"coded_pages": num_full, "pages": num_pages, "layers": alike}
+        facts |= {"name": codecs[0].name, "dtype": codecs[0].dtype, "group_numbers": codecs[0].group_numbers}
+        told = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        return Stored(plain.size_bytes - num_full * saved, told)
+
+    @override
+    def gather(self, copy: PageCopy) -> None:
+        """Raise NotFinite when there is a number that cannot be coded."""
+        if not (self._codecs[copy.group] and copy.num_full):
+            self._layers.gather(copy)
+            return
+        room = self._room(copy)
+        self._layers.gather(replace(copy, pages=room))
+        for layer in self._parts(copy, room):
+            layer.codec.encode(layer.pages[layer.coded_pages], layer.coded)
+            layer.uncoded[:] = layer.pages[layer.uncoded_pages]
+
+    @override
+    def scatter(self, copy: PageCopy, *, copied: Copied = lambda _: None) -> None:
+        if not (self._codecs[copy.group] and copy.num_full):
+            self._layers.scatter(copy, copied=copied)
+            return
+        room = self._room(copy)
+        for layer in self._parts(copy, room):
+            layer.codec.decode(layer.coded, layer.pages[layer.coded_pages])
+            layer.pages[layer.uncoded_pages] = layer.uncoded
+            copied(layer.stored)
+        self._layers.scatter(replace(copy, pages=room))
+
+    def _parts(self, copy: PageCopy, room: Pages) -> Iterator[_LayerPart]:
+        """Yield each layer's part of a copy: the pages that move."""
+        full, start = copy.num_full, 0
+        first, last = copy.first_page, copy.first_page + len(copy.block_ids)
+        coded, uncoded = slice(min(first, full), min(last, full)), slice(max(first, full), max(last, full))
+        rows = split(self.shapes[copy.group], room, copy.num_pages)
+        for codec, pages in zip(self._codecs[copy.group], rows, strict=True):
+            middle = start + full * codec.coded_bytes
+            end = middle + (copy.num_pages - full) * codec.page_bytes
+            plain = copy.pages[middle:end].reshape(-1, codec.page_bytes)
+            yield _LayerPart(
+                codec=codec,
+                pages=pages,
+                stored=copy.pages[start:end],
+                coded=copy.pages[start:middle].reshape(full, -1)[coded],
+                coded_pages=coded,
+                uncoded=plain[uncoded.start - full : uncoded.stop - full],
+                uncoded_pages=uncoded,
+            )
+            start = end
+
+    def _room(self, copy: PageCopy) -> Pages:
+        """Return memory for pages as they are, this thread's until it asks again."""
+        size_bytes = self._layers.stored(copy.group, copy.num_pages, 0).size_bytes
+        if not hasattr(self._own, "room") or len(self._own.room) < size_bytes:
+            self._own.room = np.empty(size_bytes, dtype=np.uint8)
+        room: Pages = self._own.room[:size_bytes]
+        return room
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerPart:
+    """One layer's pages as they are, and as a file has them."""
+
+    codec: PageCodec
+    pages: Rows
+    """`[pages, page_bytes]`"""
+    stored: Pages
+    """All of the layer's bytes in the file."""
+    coded: Rows
+    """Those of its rows that move."""
+    coded_pages: slice
+    uncoded: Rows
+    uncoded_pages: slice

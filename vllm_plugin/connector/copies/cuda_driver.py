@@ -1,0 +1,180 @@
+"""A GPU's driver, as the copies need it: CUDA, or ROCm by that name, through torch and vLLM's kernels.
+
+A copy engine takes some 3.5 µs for any copy up to 64 KiB (measured on an H200). Small ones are therefore brought
+together on the device, a batch at a time, by a kernel of vLLM's, and cross the link as one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from vllm_plugin.connector.copies.cuda_copies import Addresses, Driver, joined
+from vllm_plugin.connector.copies.pages import Fence, Pages
+from vllm_plugin.connector.engine_check import UncarriedEngine
+
+log = logging.getLogger(__name__)
+
+_COPIES_MAX = 4096
+"""In one call of the driver: ROCm's faults above 8 192 (vLLM 0.32 v1/simple_kv_offload/cuda_mem_ops.py)."""
+
+_SMALL_BYTES = 28 << 10
+"""Copies of less, on the average, are brought together on the device (THRESHOLD_BYTES of vLLM 0.32
+v1/kv_offload/cpu/swap_blocks_triton.py). Measured on an H200: those of 64 KiB are faster one by one."""
+_WORD_BYTES, _CHUNK_BYTES, _JOBS = 8, 8192, 16
+"""Of vLLM's kernel: what it moves, at a time, and a number of jobs for which it is compiled once."""
+_PROGRAMS_MAX = 1024
+
+
+class CudaDriver(Driver):
+    """Copies with vLLM's `swap_blocks_batch`: one call of cuMemcpyBatchAsync."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Load vLLM's kernels. Raises UncarriedEngine where it lacks what is needed."""
+        try:
+            from vllm._custom_ops import swap_blocks_batch  # loads vLLM's kernels: on a GPU only
+            from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary  # as above
+
+            self._take_error: Callable[[], int] = CudaRTLibrary().cudaGetLastError
+        except (ImportError, AttributeError, AssertionError, OSError) as exc:
+            raise UncarriedEngine("unsupported_layers", f"copies on a GPU need vLLM 0.32 or newer: {exc}") from exc
+        self._swap = swap_blocks_batch
+        self._device = device
+        self._own = threading.local()
+        self._kernel = self._tried_kernel()
+
+    @override
+    def fence(self) -> Fence:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @override
+    def submit(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, *, after: Fence, from_device: bool
+    ) -> Callable[[], None]:
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream(self._device)
+        stream: Any = self._own.stream
+        if after is not None:
+            stream.wait_event(after)
+        held: list[torch.Tensor] = []
+        done = torch.cuda.Event(blocking=True)  # else whoever waits keeps a core busy
+        with torch.cuda.stream(stream):
+            try:
+                self._copy(sources, targets, sizes, held, from_device=from_device)
+                # With a driver older than CUDA 12.8 the op copies one by one, and does not say what was refused.
+                self._require(self._take_error(), "copying")
+                done.record(stream)
+            except BaseException:
+                stream.synchronize()
+                raise
+
+        def wait() -> None:
+            done.synchronize()
+            held.clear()  # the device's until then
+
+        return wait
+
+    def _copy(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
+    ) -> None:
+        """Give the current stream copies, directly or by way of room on the device; `held` lives until they are done.
+
+        Room is used again by the thread's next batch, behind this one in the stream.
+        """
+        room = self._room(sources, targets, sizes)
+        if room is None:
+            self._cross(sources, targets, sizes, held, from_device=from_device)
+            return
+        between = room.data_ptr() + np.cumsum(sizes) - sizes
+        if from_device:
+            self._bring_together(sources, between, sizes, held)
+            self._cross(*joined(between, targets, sizes), held, from_device=True)
+        else:
+            self._cross(*joined(sources, between, sizes), held, from_device=False)
+            self._bring_together(between, targets, sizes, held)
+
+    def _cross(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor], *, from_device: bool
+    ) -> None:
+        lists = [torch.from_numpy(numbers) for numbers in (sources, targets, sizes)]
+        held += lists
+        for start in range(0, len(sizes), _COPIES_MAX):
+            # Pages outside of the device stay as they are meanwhile, its own blocks change before the fence.
+            self._swap(*(numbers[start : start + _COPIES_MAX] for numbers in lists), not from_device)
+
+    def _bring_together(
+        self, sources: Addresses, targets: Addresses, sizes: Addresses, held: list[torch.Tensor]
+    ) -> None:
+        """Have vLLM's kernel copy on the device (0.32 v1/kv_offload/cpu/swap_blocks_triton.py)."""
+        jobs = np.zeros((3, -(-len(sizes) // _JOBS) * _JOBS), dtype=np.int64)  # those of no bytes touch nothing
+        jobs[:, : len(sizes)] = sources, targets, sizes
+        pinned = torch.from_numpy(jobs).pin_memory()
+        lists = pinned.to(self._device, non_blocking=True)
+        held += [pinned, lists]
+        num_jobs = jobs.shape[1]
+        self._kernel[(min(num_jobs, _PROGRAMS_MAX),)](*lists, num_jobs, BYTES_PER_CHUNK=_CHUNK_BYTES)
+
+    def _room(self, sources: Addresses, targets: Addresses, sizes: Addresses) -> torch.Tensor | None:
+        """Return memory of the device for such copies, this thread's until it asks again; None: they go directly."""
+        size_bytes = int(sizes.sum())
+        if self._kernel is None or hasattr(self._own, "is_refused") or size_bytes >= _SMALL_BYTES * len(sizes):
+            return None
+        if int(np.bitwise_or.reduce(sources | targets | sizes)) % _WORD_BYTES:
+            return None
+        if not hasattr(self._own, "room") or self._own.room.numel() < size_bytes:
+            try:
+                self._own.room = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:
+                log.warning("no memory on the GPU to bring KV together", extra={"size_bytes": size_bytes})
+                self._own.is_refused = True  # by thread: another may be about to use the kernel
+                return None
+        return self._own.room
+
+    def _tried_kernel(self) -> Any:
+        """Return vLLM's kernel, compiled; None where it does not run."""
+        try:
+            from vllm.v1.kv_offload.cpu.swap_blocks_triton import _swap_blocks_kernel  # it imports Triton
+
+            self._kernel = _swap_blocks_kernel
+            with torch.cuda.device(self._device):
+                two = torch.arange(2, dtype=torch.int64, device=self._device)
+                first, second = (np.array([two.data_ptr() + at], dtype=np.int64) for at in (0, two.element_size()))
+                self._bring_together(first, second, np.full(1, _WORD_BYTES, dtype=np.int64), [])
+                if two.tolist() == [0, 0]:
+                    return _swap_blocks_kernel
+                reason = "it copied something else"
+        except Exception as exc:  # noqa: BLE001  # whatever a compiler and its cache may raise
+            reason = f"{type(exc).__name__}: {exc}"
+        log.warning("no kernel on the GPU: KV of small blocks is copied slowly", extra={"reason": reason})
+        return None
+
+    @override
+    def register(self, address: int, size_bytes: int) -> None:
+        with torch.cuda.device(self._device):  # else a thread's device is the first one
+            self._require(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0), "cudaHostRegister")
+
+    @override
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            self._require(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
+
+    def _require(self, error: Any, what: str) -> None:
+        if int(error):
+            self._take_error()  # else the thread's next call is told of it
+            raise RuntimeError(f"{what}: CUDA error {int(error)}")
+
+    @override
+    def staging(self, size_bytes: int) -> Pages:
+        if not hasattr(self._own, "staging") or self._own.staging.numel() < size_bytes:
+            with torch.cuda.device(self._device):
+                self._own.staging = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        pages: Pages = self._own.staging[:size_bytes].numpy()
+        return pages
