@@ -46,7 +46,7 @@ test: lint proto-check ## lint, then the main job and each promise; PART=<name> 
 test-all: install ## every part, the long ones too, from where the last run stopped; PART=<name> SEED=<n> AGAIN=1
 	@$(SUITE) all $(SUITE_OPTIONS)
 test-slice: install ## four minutes of what only test-all runs: which part follows from the commit
-	@$(SUITE) slice $(SUITE_OPTIONS)
+	@$(SUITE) slice $(SUITE_OPTIONS) $(if $(WITHIN_S),--within-s $(WITHIN_S))
 test-list: install ## the parts, and what each proves
 	@$(SUITE) list
 test-unit: install ## seconds, no sockets

@@ -17,11 +17,13 @@ def ran(monkeypatch, tmp_path):
     """Names and seeds of what was run; those in `failing` fail."""
     seen = []
 
-    def run_part(part, *, seed, **_how):
+    def run_part(part, *, seed, within_s=None, **_how):
         seen.append((part.name, seed))
+        limits.append(within_s)
         return Outcome(part.name, "failed" if part.name in seen_failing else "passed", 1.0, 1.0)
 
     seen_failing: set[str] = set()
+    limits: list[float | None] = []
 
     class Lane:
         def __init__(self, parts, *, seed, keep_going):
@@ -38,7 +40,7 @@ def ran(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "FILE", tmp_path / "state.json")
     monkeypatch.setattr(suite, "tree_id", lambda: "tree")
     monkeypatch.delenv("SEED", raising=False)
-    return SimpleNamespace(parts=seen, failing=seen_failing)
+    return SimpleNamespace(parts=seen, failing=seen_failing, limits=limits)
 
 
 def test_what_has_passed_with_these_files_is_not_run_again(ran):
@@ -76,6 +78,13 @@ def test_a_run_is_of_the_quick_parts_and_a_slice_of_one_of_the_others(ran):
     assert suite.main(["slice"]) == 0
     ((name, _),) = ran.parts
     assert name in {part.name for part in PARTS if part.tier is Tier.THOROUGH}
+
+
+@pytest.mark.parametrize(("left_s", "within_s"), [(-3, None), (59, None), (100, 100), (900, suite.SLICE_S)])
+def test_a_slice_takes_what_is_left_and_is_none_where_that_is_too_little(ran, left_s, within_s):
+    assert suite.main(["slice", "--within-s", str(left_s)]) == 0
+
+    assert ran.limits == ([] if within_s is None else [within_s])
 
 
 def test_no_is_said_soon(ran):
