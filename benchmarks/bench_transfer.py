@@ -117,7 +117,7 @@ class Rank:
     def __init__(self, address: str, shape: Shape, num_tokens: int) -> None:
         of_context = -(-num_tokens // shape.block_tokens)
         num_blocks = 2 * (of_context + of_context // 8 + 2)
-        words = ("model", "revision", "quantization", "dtype")
+        words = ("model", "revision", "quantization", "dtype", "max_model_len")
         sizes = ("world_size", "tensor_parallel_size", "pipeline_parallel_size")
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(**dict.fromkeys(words), hf_config=SimpleNamespace(to_dict=dict)),
