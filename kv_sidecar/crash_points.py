@@ -1,6 +1,6 @@
 """Where a sidecar can be told to die: every step on disk, around a seal, between the blocks of a pull.
 
-A step of data_directory.py is told as `<verb> <file name>`; its point is `sidecar.<kind>.<verb>`.
+A step of tiers/data_directory.py is told as `<verb> <file name>`; its point is `sidecar.<kind>.<verb>`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The story of a pod that starts beside a shared store: it takes over what pods that are gone used last.
 
-1. Each pod leaves a list of what it used last in the store (hot_lists.py), again and again, and when it ends.
+1. Each pod leaves a list of what it used last in the store (shared/hot_lists.py), again and again, and when it ends.
 2. Once its engine has spoken, a pod that starts takes the list that its own name left, then, for a while, those of
    pods that are gone, one at a time.
 3. Of each context the manager is asked where it is. Where that still is the pod that is gone: the manager notes this

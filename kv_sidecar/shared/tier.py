@@ -7,7 +7,7 @@ Rules:
    blocks that have none, and the session. A crash in between leaves what no manifest names: collector.py's.
 2. A store has no locks: another pod may begin to hold a block in the moment in which its last holder lets go of it.
    Then the block is gone, whoever wants that KV computes it, and its manifest goes too. Bytes are never wrong: what
-   comes from here is verified as what comes from a peer is (pulling.py).
+   comes from here is verified as what comes from a peer is (moving/pulling.py).
 3. Nobody waits for the store but who asks for KV that is nowhere else, and a DELETE.
 4. Kept KV (its session is its group) is written when no context waits. What longer KV of its group stands for leaves
    the store once all that this pod has of the group is there; what was not written by then is not.
@@ -358,7 +358,7 @@ class SharedTier:
         self._paced_until_s = begins_s + size_bytes / self._limits.bytes_per_s
         await asyncio.sleep(begins_s - now_s)
 
-    # Fetching; pulling.py has the story.
+    # Fetching; moving/pulling.py has the story.
 
     async def manifest(self, tenant: TenantId, cache_ref: CacheRef) -> Manifest:
         """Return a manifest of the store. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""

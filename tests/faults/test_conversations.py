@@ -1,7 +1,7 @@
 """Random conversations over the real stack: every answer equals the cold one, whatever happened before it.
 
-Seen failing with the comparison of a manifest's tokens with the prompt's left out (manifest_lookup.py): other tokens at
-the fifth turn, the first one that left its history. Hundreds of turns are in `make torture`.
+Seen failing with the comparison of a manifest's tokens with the prompt's left out (loads/manifest_lookup.py): other
+tokens at the fifth turn, the first one that left its history. Hundreds of turns are in `make torture`.
 """
 
 import json

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.thorough
 def test_a_slow_disk_slows_the_saver_and_never_the_turn(world):
-    """Seen failing with the sidecar's writes on its event loop (io_threads.py): no KV was read beside them."""
+    """Seen failing with the sidecar's writes on its event loop (tiers/store.py): no KV was read beside them."""
     row = slow_disk_case(
         world, lambda: world.orders.slow_disk("kv_sidecar", write_ms=500, fsync_ms=3000), world.orders.heal
     )

@@ -87,7 +87,10 @@ def _run(command: list[str], *, seed: int, within_s: float | None) -> int:
 
 
 class Lane:
-    """Parts that run one after the other beside others, in a process of its own. What it says comes at the end."""
+    """Parts that run one after the other beside others, in a process of its own. What it says comes at the end.
+
+    Engines compute with one thread there: of two that wait for each other, one is always out of its turn.
+    """
 
     def __init__(self, parts: Sequence[Part], *, seed: int, keep_going: bool) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ class Lane:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.suite", *chosen, "--told", str(self._told)],
                 cwd=ROOT,
-                env=os.environ | {"SEED": str(seed)},
+                env=os.environ | {"SEED": str(seed), "OMP_NUM_THREADS": "1"},
                 stdout=said,
                 stderr=subprocess.STDOUT,
             )

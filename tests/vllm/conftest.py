@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from tests.kit.until import wait_until
 TOMBSTONE_S = 15
 IDLE = "engine-1"
 """Gets no work but where contexts move to it (test_moving.py)."""
-_THREADS = {"OMP_NUM_THREADS": "2"}
+_THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
 """Both cores: the engines take turns."""
 both_fronts = pytest.mark.parametrize("front", ["envoy", "http"], indirect=True)
 """For what a front could spoil. The others go through Envoy, as production does."""

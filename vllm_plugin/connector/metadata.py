@@ -87,7 +87,7 @@ class Adapter:
     """vLLM's number for it."""
     name: str
     digest: str
-    """Hex, of what the engine holds in memory for it (adapters.py)."""
+    """Hex, of what the engine holds in memory for it (identity/adapters.py)."""
 
     def key(self, fingerprint: str) -> str:
         """Return the fingerprint of KV that an engine with this one computes with the adapter."""

@@ -81,7 +81,7 @@ class ConnectorSettings:
     queue_limit: int = 64
     """Loads, saves and questions waiting, each; beyond it a load fails over to computing and a save is skipped."""
     prefault_kv_cache: bool = True
-    """Touch a CPU engine's KV memory at its start, not in the first restores (prefault.py); its whole KV space is
+    """Touch a CPU engine's KV memory at its start, not in the first restores (copies/layout.py); its whole KV space is
     then resident at once. Nothing happens on GPUs."""
     traces_endpoint: str = ""
     """OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no spans of loads and saves.

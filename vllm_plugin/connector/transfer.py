@@ -1,7 +1,6 @@
 """What loads and saves share in a worker: bounded threads, bounded staging bytes, and the box of results.
 
-Threads live here and nowhere else in the connector but manifest_lookup.py. The engine's thread only puts work in
-and takes results out; both take a lock for the length of a few set operations.
+The engine's thread only puts work in and takes results out; both take a lock for the length of a few set operations.
 """
 
 from __future__ import annotations

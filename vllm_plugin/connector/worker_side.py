@@ -1,7 +1,7 @@
 """The connector in a worker process: takes plans from the step, gives results back to it, and waits for nothing.
 
-Copying and talking is done in transfer threads (loading.py, saving.py). Two threads never write the same engine
-block: a load owns its request's blocks until it is reported, and a request has one load at a time.
+Copying and talking is done in transfer threads (loads/loading.py, saves/saving.py). Two threads never write the same
+engine block: a load owns its request's blocks until it is reported, and a request has one load at a time.
 """
 
 from __future__ import annotations
