@@ -250,6 +250,7 @@ class SchedulerLoop:
             scheduler._lookup._pool,
             worker._load_pool,
             worker._save_pool,
+            worker._early_pool,
             *([worker._saver.hand_over._uploads] if worker._saver is not None else []),
             worker._reporter._pool,
             worker.adapters._pool,

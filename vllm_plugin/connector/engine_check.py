@@ -103,7 +103,11 @@ def _kind(spec: Any) -> tuple[KVKind, int]:
     if (mode := getattr(spec, "kv_quant_mode", _PLAIN_VALUES)) not in _PLAIN_MODES:
         raise UncarriedEngine("kv_dtype", f"KV of kind {getattr(mode, 'name', mode)} may have scales outside its pages")
     # A window as an attribute of full attention is fine: blocks of all tokens are kept, and only fewer are read.
-    return ("sliding_window", spec.sliding_window) if type(spec) is SlidingWindowSpec else ("full_attention", 0)
+    if type(spec) is not SlidingWindowSpec:
+        return "full_attention", 0
+    # Several draft modules look back further: vLLM lets go of blocks as if the window were so much longer, and takes
+    # each block that it has made room for to be filled (0.32 SlidingWindowManager.get_num_skipped_tokens).
+    return "sliding_window", spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
 
 
 def _require_decoders(names: Iterable[str], layers: Mapping[str, Any]) -> None:

@@ -48,13 +48,16 @@ class Reporter:
     def _return_slots(self, sidecar: EngineSidecar) -> None:
         with self._lock:
             owed, self._owed = self._owed, WeakKeyDictionary()
+        failed: ContextCacheError | None = None
         for arena, slot_ids in owed.items():
             try:
                 sidecar.return_slots(arena.borrower, sorted(slot_ids))
-            except ContextCacheError:
+            except ContextCacheError as exc:
+                failed = exc
                 with self._lock:
                     self._owed.setdefault(arena, set()).update(slot_ids)
-                raise
+        if failed is not None:
+            raise failed
 
     def _queue(self, call: Callable[[EngineSidecar], None]) -> None:
         def deliver() -> None:

@@ -263,11 +263,15 @@ class SchedulerSide:
         return num_tokens, num_tokens > 0
 
     def _needs_no_answer(self, tracked: _Tracked) -> bool:
-        """Return whether the prompt is computed before a load could end, whatever a lookup that is not over finds.
+        """Return whether what a lookup could bring is computed before a load could end, whatever it finds.
 
-        What is kept lives on by being found, and what is lost may come back with this request: those wait.
+        That is the rest of the prompt; of a context that is being saved here, the rest of that: the next turn often
+        comes before the seal, which it would wait for. What is kept lives on by being found, and what is lost may come
+        back with this request: those wait.
         """
-        transfer, rest = tracked.transfer, tracked.request.num_tokens - 1 - tracked.device_tokens
+        transfer = tracked.transfer
+        saved_tokens = self._pending_saves.num_tokens(transfer.load[0]) if transfer.load else 0
+        rest = min(saved_tokens or tracked.request.num_tokens, tracked.request.num_tokens - 1) - tracked.device_tokens
         if not tracked.device_tokens or not self._estimate.is_soon(rest):
             return False
         assert tracked.lookup is not None, "somebody is asked"
@@ -494,7 +498,7 @@ class SchedulerSide:
             self.counters.add("skipped_saves", obstacle)
             self._abandon(request, tracked.transfer, obstacle)
             return None
-        if not self._pending_saves.add(cache_ref):
+        if not self._pending_saves.add(cache_ref, num_tokens):
             self.counters.add("skipped_saves", "twice")
             return None
         if again is not None:

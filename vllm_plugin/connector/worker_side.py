@@ -71,6 +71,8 @@ class WorkerSide:
         self._reporter = Reporter(self._sidecar, self.counters, queue_limit=limit)
         self._load_pool = TransferPool("loads", threads=settings.load_threads, queue_limit=limit)
         self._save_pool = TransferPool("saves", threads=settings.save_threads, queue_limit=limit)
+        self._early_pool = TransferPool("early-saves", threads=1, queue_limit=limit)
+        """What holds no block of the engine's is not in the way of what does."""
         self._loads: list[tuple[Load, Future[None]]] = []
         self._hanging: list[Future[None]] = []
         """Loads given up while their thread was reading; each keeps its thread until the disk lets go."""
@@ -202,7 +204,8 @@ class WorkerSide:
         if save.plan.adapter is not None and not self.adapters.holds(save.plan.adapter):
             saver.skip(save, CHANGED)
             return
-        future = self._save_pool.try_submit(lambda: saver.run(save))
+        pool = self._early_pool if save.plan.early else self._save_pool
+        future = pool.try_submit(lambda: saver.run(save))
         if future is None:
             saver.skip(save, "queue_full")
         else:
@@ -276,7 +279,8 @@ class WorkerSide:
             self._loader.close()
         if self._saver is not None:
             self._saver.close()
-        closers: list[Callable[[float], bool]] = [self._load_pool.close, self._save_pool.close, self._reporter.close]
+        pools = (self._load_pool, self._save_pool, self._early_pool)
+        closers: list[Callable[[float], bool]] = [*(pool.close for pool in pools), self._reporter.close]
         closers.append(self.adapters.close)
         if self._saver is not None:
             closers.append(self._saver.hand_over.close)

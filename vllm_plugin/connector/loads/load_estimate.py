@@ -1,8 +1,9 @@
 """Whether a load is expected to take longer than computing the same tokens; such a load is not promised.
 
 Both sides are measured as the engine runs: tokens a second of the fastest prefill steps of late, and by tier what loads
-took, with what waited before them. Where nothing was measured yet a load is made. After a restart everybody asks at
-once: the first of the line are loaded, those behind them are computed as soon as that is expected to be faster.
+took, with what waited before them. Where nothing was measured yet a load is made, while little waits before it. After a
+restart everybody asks at once: the first of the line are loaded, those behind them are computed, at first to find out
+what that takes, then as soon as it is expected to be faster.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _LARGE_STEP_TOKENS = 64
 """Steps with fewer are decoding for the most part."""
 _FORGET = 0.1
 """Of a rate, with each measurement that is lower; and with a load that is not made, so that one is tried again."""
+_UNMEASURED_BYTES = 1 << 30
+"""As long as one side is not known no more is loaded at a time: with all loaded there is nothing to compare with, and
+sixty contexts of an 8B model are a minute of a disk."""
 _SAME = 2
 """Up to so many times the size of a small load, another one is no measurement of what more bytes take."""
 _AT_BEST = 4
@@ -80,6 +84,8 @@ class LoadEstimate:
         self._always_ms = always_ms
         self._soon_ms = soon_ms
         self._tokens_per_ms = 0.0
+        self._measured_tokens = 0
+        """Of the step that the rate is of."""
         self._speeds: dict[pb.Tier.ValueType, _Speed] = {}
         self._begun: dict[str, _Begun] = {}
         self._steps: deque[tuple[int, int]] = deque(maxlen=2)
@@ -101,8 +107,16 @@ class LoadEstimate:
         if len(self._steps) == self._steps.maxlen:
             began_ms, before = self._steps[0]
             if before >= _LARGE_STEP_TOKENS and now_ms > began_ms:
-                self._tokens_per_ms = _kept(self._tokens_per_ms, before / (now_ms - began_ms))
+                self._computed(before, before / (now_ms - began_ms))
         self._steps.append((now_ms, num_tokens))
+
+    def _computed(self, num_tokens: int, tokens_per_ms: float) -> None:
+        """Take what a step says of the rate. On a GPU a small one takes as long as one of a token: it raises only."""
+        if tokens_per_ms > self._tokens_per_ms:
+            self._measured_tokens = num_tokens
+        elif 2 * num_tokens < self._measured_tokens:
+            return
+        self._tokens_per_ms = _kept(self._tokens_per_ms, tokens_per_ms)
 
     def begin(self, request_id: str, size_bytes: int, tier: pb.Tier.ValueType, now_ms: int) -> None:
         """Note that a load is queued."""
@@ -127,7 +141,7 @@ class LoadEstimate:
         """Return whether loading is expected to take longer than computing so many tokens."""
         speed = self._speeds.get(tier)
         if speed is None or not self._tokens_per_ms:
-            return False
+            return bool(self._begun) and self._queued_bytes + size_bytes > _UNMEASURED_BYTES
         load_ms = speed.expected_ms(size_bytes + self._queued_bytes, is_alone=not self._begun)
         is_slower = load_ms > max(num_tokens / self._tokens_per_ms, self._always_ms)
         if is_slower and not self._begun:

@@ -68,32 +68,39 @@ class PendingSaves:
         self._life_ms = life_ms
         self._limit = limit
         self._lock = threading.Lock()
-        self._ends_at_ms: dict[CacheRef, int] = {}
+        self._live: dict[CacheRef, tuple[int, int]] = {}
+        """When each is too old, and of how many tokens it is."""
 
-    def add(self, cache_ref: CacheRef) -> bool:
+    def add(self, cache_ref: CacheRef, num_tokens: int = 0) -> bool:
         """Note a save that has begun; False when one under this name is already going on."""
         if cache_ref in self:
             return False
         with self._lock:
-            while len(self._ends_at_ms) >= self._limit:
-                self._ends_at_ms.pop(next(iter(self._ends_at_ms)))
-            self._ends_at_ms[cache_ref] = self._clock.now_ms() + self._life_ms
+            while len(self._live) >= self._limit:
+                self._live.pop(next(iter(self._live)))
+            self._live[cache_ref] = (self._clock.now_ms() + self._life_ms, num_tokens)
         return True
+
+    def num_tokens(self, cache_ref: CacheRef) -> int:
+        """Return how many tokens a save is of that is going on; 0: none is, or nobody said."""
+        with self._lock:
+            ends_at_ms, num_tokens = self._live.get(cache_ref, (0, 0))
+        return num_tokens if self._clock.now_ms() < ends_at_ms else 0
 
     def end(self, cache_ref: CacheRef) -> None:
         """Note that a save was sealed or given up."""
         with self._lock:
-            self._ends_at_ms.pop(cache_ref, None)
+            self._live.pop(cache_ref, None)
 
     def clear(self) -> None:
         """Forget all."""
         with self._lock:
-            self._ends_at_ms.clear()
+            self._live.clear()
 
     def __contains__(self, cache_ref: CacheRef) -> bool:
         with self._lock:
-            ends_at_ms = self._ends_at_ms.get(cache_ref)
-        return ends_at_ms is not None and self._clock.now_ms() < ends_at_ms
+            ends_at_ms, _ = self._live.get(cache_ref, (0, 0))
+        return self._clock.now_ms() < ends_at_ms
 
 
 class Patience:

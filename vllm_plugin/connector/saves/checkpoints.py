@@ -54,6 +54,9 @@ class PromptCheckpoints:
                 continue
             tables = blocks.get_block_ids(request_id)
             if tables is None:
+                # Not in this step: vLLM may have let go of its blocks all the same, in one that it then had no room in.
+                if watched.block_ids is not None:
+                    self.end(request_id)
                 continue
             held = _of_the_prompt(facts.groups, tables, watched.request.num_prompt_tokens)
             if watched.block_ids is None and not any(NULL_BLOCK in ids for ids in held):

@@ -117,6 +117,10 @@ class HandOver:
         """Begin a save; it ends sealed or given up."""
         self._live.add(save)
 
+    def forget(self, save: Save) -> None:
+        """Forget a save that was given up before it was opened. Harmless when repeated."""
+        self._live.discard(save)
+
     def drain(self, timeout_s: float) -> None:
         """Let what is staged be handed over and sealed, for `timeout_s` at most."""
         ends_at_s = time.monotonic() + timeout_s

@@ -11,6 +11,7 @@ import pytest
 
 from contextcache.errors import StorageFull
 from kv_sidecar.client import parse_block_file
+from tests.kit.until import wait_until
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector import connector
 from vllm_plugin.connector.saves.hand_over import Save
@@ -142,6 +143,35 @@ def test_an_early_save_that_fails_costs_the_save_nothing(engine: Engine) -> None
     assert engine.counted("skipped_saves") == 0
 
 
+def test_early_saves_that_wait_keep_no_save_that_holds_blocks(engine: Engine) -> None:
+    """Seen failing: four prompts that filled faster than the disk, and a chat's save ran out of time in the queue."""
+    gate, prepare_save, num_waiting = threading.Event(), engine.sidecar.prepare_save, 0
+
+    def early_waits(**fields: object) -> object:
+        nonlocal num_waiting
+        if fields["early"]:
+            num_waiting += 1
+            gate.wait(10)
+            num_waiting -= 1
+        return prepare_save(**fields)
+
+    engine.sidecar.prepare_save = early_waits
+    for number in range(engine.loop.worker.worker_side._settings.save_threads + 1):
+        engine.loop.add(
+            f"long{number}", tokens(900, start=number), params=transfer(save=cache_ref(10 + number)), max_tokens=90
+        )
+    for _ in range(40):
+        engine.loop.step()
+    engine.loop.add("chat", tokens(100, start=5), params=transfer(save=B))
+    while "chat" not in engine.loop.finished:
+        engine.loop.step()
+    engine.loop.step()
+    wait_until(lambda: B in engine.sidecar.manifests, what="the chat is saved")
+    assert num_waiting > 0
+    gate.set()
+    engine.loop.settle()
+
+
 def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callable[..., Engine]) -> None:
     """The copy begins only when the request has gone and a neighbour computes into its blocks.
 
@@ -151,8 +181,7 @@ def test_blocks_that_become_somebody_elses_are_not_shipped(start_engine: Callabl
     # No look-up: its thread may take longer than three steps.
     engine = start_engine(num_blocks=64, extra={"early_saves": "on", "match_prefix": False})
     side, gate = engine.loop.worker.worker_side, threading.Event()
-    for _ in range(side._settings.save_threads):
-        side._save_pool.try_submit(lambda: gate.wait(30) and None)
+    side._early_pool.try_submit(lambda: gate.wait(30) and None)
     engine.loop.add("gone", tokens(900), params=transfer(save=A))
     for _ in range(3):
         engine.loop.step()

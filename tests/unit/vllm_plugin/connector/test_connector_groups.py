@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -209,6 +210,20 @@ def test_a_prompt_that_goes_back_to_the_last_ones_end_starts_there(engine: Engin
     assert load(engine, other, A) == cold
     assert engine.loop.computed["load"] - len(cold) + 1 == 5
     assert engine.counted("failed_loads") == 0
+
+
+def test_a_checkpoint_of_a_request_that_is_left_out_of_a_step_is_read_no_more(engine: Engine) -> None:
+    """vLLM lets go of what a window has passed before it finds no room for more, and tells nobody in that step."""
+    gate = busy_savers(engine)
+    engine.loop.add("save", tokens(200), params=transfer(save=A), max_tokens=80)
+    side = engine.loop.connector.scheduler_side
+    while not any(each.block_ids for each in side._checkpoints._watched.values()):
+        engine.loop.step()
+    left_out = SimpleNamespace(kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: None))
+    assert side._checkpoints.observe(left_out, side._facts) == []
+
+    assert side._checkpoints.take_overtaken() == (prompt_ref(A),)
+    gate.set()
 
 
 def test_a_checkpoint_that_the_engine_overtakes_is_dropped_and_never_read_from_others_blocks(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -27,6 +28,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector.connector import RankHandshake
 from vllm_plugin.connector.engine_check import LayerGroup, UncarriedEngine, carried_groups
+from vllm_plugin.connector.metadata import EngineGroup
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 4, "dtype": torch.float32}
 FULL = FullAttentionSpec(**SIZES)
@@ -81,6 +83,20 @@ def test_groups_of_windows_states_and_full_attention_are_carried_together() -> N
         ("full_attention", 16, 0),
         ("state", 64, 0),
     ]
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 17])
+def test_of_a_window_that_draft_modules_look_behind_all_is_carried_that_the_engine_keeps(extra: int) -> None:
+    """Seen failing: vLLM took a block of others' KV for filled that lies before what was loaded."""
+    [group] = carried_groups(config(), groups(replace(SLIDING, extra_retained_tokens=extra)))
+    carried, manager = (
+        EngineGroup("sliding_window", 16, group.window),
+        SimpleNamespace(sliding_window=32, extra_retained_tokens=extra),
+    )
+
+    for num_tokens in range(1, 200):
+        skipped = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)  # type: ignore[arg-type]
+        assert carried.first_needed(num_tokens) == skipped // 16
 
 
 @pytest.mark.parametrize(

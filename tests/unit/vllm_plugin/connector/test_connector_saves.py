@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -321,6 +321,29 @@ def test_a_word_that_was_lost_is_told_again_when_there_is_no_room(start_engine: 
 
     assert B in sidecar.manifests
     assert sidecar.memory.lent_bytes == 0
+
+
+def test_a_word_on_one_arenas_slots_that_is_lost_keeps_no_other_arena_waiting(engine: Engine) -> None:
+    """After a hiccup there are two. Seen failing: what was owed for the second was forgotten with the first's error."""
+
+    class OneOfTwo:
+        def __init__(self, borrower: str) -> None:
+            self.borrower = borrower
+
+    def return_slots(borrower: str, slot_ids: Sequence[int]) -> None:
+        if borrower == "old":
+            raise SidecarUnavailable("for now")
+        told.append((borrower, slot_ids))
+
+    reporter, told = engine.loop.worker.worker_side._reporter, list[object]()
+    engine.sidecar.return_slots = return_slots
+    arenas = [OneOfTwo("old"), OneOfTwo("new")]
+    reporter._owed.update({arena: {7} for arena in arenas})  # type: ignore[misc]
+    with pytest.raises(SidecarUnavailable):
+        reporter._return_slots(engine.sidecar)
+
+    assert told == [("new", [7])]
+    assert {arena.borrower: slots for arena, slots in reporter._owed.items()} == {"old": {7}}
 
 
 def test_a_save_larger_than_the_arena_goes_by_pieces(start_engine: Callable[..., Engine]) -> None:
