@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
-from contextcache.errors import ContextCacheError
+from contextcache.errors import ContextCacheError, SidecarUnavailable
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, LazySidecar
 from vllm_plugin.connector.telemetry import Counters
@@ -48,16 +48,16 @@ class Reporter:
     def _return_slots(self, sidecar: EngineSidecar) -> None:
         with self._lock:
             owed, self._owed = self._owed, WeakKeyDictionary()
-        failed: ContextCacheError | None = None
+        is_lost = False
         for arena, slot_ids in owed.items():
             try:
                 sidecar.return_slots(arena.borrower, sorted(slot_ids))
-            except ContextCacheError as exc:
-                failed = exc
+            except ContextCacheError:
+                is_lost = True  # kept itself, the error would keep this frame, and with it the arena
                 with self._lock:
                     self._owed.setdefault(arena, set()).update(slot_ids)
-        if failed is not None:
-            raise failed
+        if is_lost:
+            raise SidecarUnavailable("the sidecar was not told of slots that nobody writes to")
 
     def _queue(self, call: Callable[[EngineSidecar], None]) -> None:
         def deliver() -> None:

@@ -320,18 +320,19 @@ async def test_memory_of_a_write_is_used_again_but_not_while_one_that_was_given_
         store.put = give_up
         await kv.save(TEN)
         await written(kv)
-        memory = set()
+        memory: list[int] = []
         for key in [*kv.block_files()] * 2:
             whole = kv.path_of(key).read_bytes()
             async with lend(key) as data:
                 assert data == whole
-                memory.add(id(data.obj))
+                memory.append(id(data.obj))
         if kv.settings.store_keys_file is None:
             files = {kv.path_of(key).read_bytes() for key in kv.block_files()}
             assert {bytes(each) for each in given_up} <= files
-            assert not memory & {id(each.obj) for each in given_up}
+            assert not set(memory) & {id(each.obj) for each in given_up}
     assert len(given_up) == 3
-    assert len(memory) == 1
+    # Two, where two were being written at once.
+    assert len(set(memory)) <= 2 < len(memory)
 
 
 async def test_what_was_not_written_before_a_kill_is_written_after_the_restart(pod, tmp_path, monkeypatch):
