@@ -331,8 +331,8 @@ async def test_memory_of_a_write_is_used_again_but_not_while_one_that_was_given_
             assert {bytes(each) for each in given_up} <= files
             assert not set(memory) & {id(each.obj) for each in given_up}
     assert len(given_up) == 3
-    # Two, where two were being written at once.
-    assert len(set(memory)) <= 2 < len(memory)
+    # As many as were being written at once, at most: each is lent twice.
+    assert 1 <= len(set(memory)) <= len(memory) // 2
 
 
 async def test_what_was_not_written_before_a_kill_is_written_after_the_restart(pod, tmp_path, monkeypatch):
