@@ -269,9 +269,10 @@ class SchedulerSide:
         comes before the seal, which it would wait for. What is kept lives on by being found, and what is lost may come
         back with this request: those wait.
         """
-        transfer = tracked.transfer
+        transfer, rest = tracked.transfer, tracked.request.num_tokens - 1 - tracked.device_tokens
         saved_tokens = self._pending_saves.num_tokens(transfer.load[0]) if transfer.load else 0
-        rest = min(saved_tokens or tracked.request.num_tokens, tracked.request.num_tokens - 1) - tracked.device_tokens
+        if saved_tokens >= tracked.device_tokens:  # more on the device is another context's, which may bring more yet
+            rest = min(rest, saved_tokens - tracked.device_tokens)
         if not tracked.device_tokens or not self._estimate.is_soon(rest):
             return False
         assert tracked.lookup is not None, "somebody is asked"

@@ -113,13 +113,12 @@ class HandOver:
         """Saves that have begun and not ended."""
         self._uploads = TransferPool("uploads", threads=settings.save_threads, queue_limit=settings.queue_limit)
 
-    def open(self, save: Save) -> None:
-        """Begin a save; it ends sealed or given up."""
+    def open(self, save: Save) -> bool:
+        """Begin a save; it ends sealed or given up. False: the engine's thread has given it up already."""
         self._live.add(save)
-
-    def forget(self, save: Save) -> None:
-        """Forget a save that was given up before it was opened. Harmless when repeated."""
-        self._live.discard(save)
+        if save.fault:
+            self._live.discard(save)
+        return not save.fault
 
     def drain(self, timeout_s: float) -> None:
         """Let what is staged be handed over and sealed, for `timeout_s` at most."""

@@ -75,10 +75,7 @@ class Saver:
 
     def run(self, save: Save) -> None:
         """Copy out what is missing, let the blocks go, and have the rest handed over. Raises nothing."""
-        self.hand_over.open(save)
-        if save.fault:
-            # Given up by the engine's thread, before that or just now.
-            self.hand_over.forget(save)
+        if not self.hand_over.open(save):
             self._release_blocks(save)
             return
         with self.hand_over.span("connector save: copy out", save):

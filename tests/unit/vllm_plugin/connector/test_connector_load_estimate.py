@@ -10,7 +10,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 from vllm_plugin.connector.loads.load_estimate import LoadEstimate
 
-A = cache_ref(1)
+A, B = cache_ref(1), cache_ref(2)
 MIB = 1 << 20
 TOKENS, BYTES = 8_192, 1 << 30
 """A context of an 8-billion-parameter model: 128 KiB a token."""
@@ -240,6 +240,22 @@ def test_the_next_turn_waits_for_no_seal_that_would_bring_it_less_than_a_block(e
     engine.loop.settle()
     report = engine.sidecar.reports[f"request--{A}"]
     assert (report.outcome, report.reason) == (pb.LOAD_OUTCOME_NOT_NEEDED, "computed_soon")
+
+
+def test_a_turn_whose_prompt_another_context_knows_better_waits_for_that_one(engine: Engine) -> None:
+    """Seen failing: the device had more than the context that was being saved, and the rest of it was not asked for."""
+    engine.save(list(range(1, 601)), B)
+    engine.loop.forget_prefixes()
+    engine.loop.add("warm", [*range(1, 305), 9], params={})
+    engine.loop.run_to_end("warm")
+    engine.loop.connector.scheduler_side._pending_saves.add(A, 200)
+    engine.loop.add("again", [*range(1, 601), 7], params=transfer(load=(A,)))
+    for _ in range(3):
+        engine.loop.step()
+    engine.loop.connector.scheduler_side._pending_saves.end(A)
+    engine.loop.run_to_end("again")
+
+    assert engine.loop.computed["again"] < 600 - 304
 
 
 def test_what_fills_blocks_is_loaded_however_soon_it_is_computed(engine: Engine) -> None:
