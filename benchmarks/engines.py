@@ -23,7 +23,7 @@ from deploy.local.stack import Stack
 AFTER_STACK = PORTS_OF_A_STACK
 """What the port of a stack is to the first port of what runs beside it."""
 REST_S = 1.2
-"""Until an engine stands still after an answer: vLLM spins for a second after a step (0.32
+"""Until an engine stands still after an answer: plain vLLM spins for a second after a step (0.32
 distributed/device_communicators/shm_broadcast.py SpinCondition), and on two cores that would be measured."""
 _READY_WITHIN_S = 600.0
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -36,6 +37,8 @@ from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar, MonotonicCl
 from vllm_plugin.connector.telemetry import ConnectorPromMetrics, ConnectorStats, hit_source
 from vllm_plugin.connector.transfer import Results
 from vllm_plugin.connector.worker_side import WorkerSide
+
+_SPIN_S = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """Raise ValueError for settings that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         show_logs_of("vllm_plugin")
+        device = str(vllm_config.device_config.device_type)
+        _wait_without_spinning(device)
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         secret = _read_secret(self._settings)
         self._scheduler_side: SchedulerSide | None = None
@@ -107,7 +112,6 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         except UncarriedEngine as exc:
             self._uncarried = exc
         if role == KVConnectorRole.SCHEDULER:
-            device = str(vllm_config.device_config.device_type)
             self._scheduler_side = SchedulerSide(
                 self._settings,
                 secret,
@@ -338,6 +342,18 @@ class ContextCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         results = self.worker_side.take_results()
         self._ended_saves |= results.ended_saves
         return results
+
+
+def _wait_without_spinning(device: str) -> None:
+    """Have vLLM's processes on a CPU sleep while they wait for each other: a core they spin on is one that computes.
+
+    vLLM 0.32 distributed/device_communicators/shm_broadcast.py `SpinCondition` yields in a loop until a second after
+    the last message: beside each token, and after a step without work, as each load begins with. A sleeper may miss
+    what it is told within 1.5 ms of the last (zmq's sender hears no sooner that there is room): that long is spun.
+    """
+    if device == "cpu" and (spinning := getattr(shm_broadcast, "SpinCondition", None)):
+        # The instances are older than this connector, and a property goes before what they were made with.
+        spinning.busy_loop_s = property(lambda _reader: _SPIN_S, lambda _reader, _second: None)
 
 
 def _is_alone(vllm_config: Any) -> bool:

@@ -41,9 +41,8 @@ _DECODED_TOKENS = 16
 _IDLE_WAIT_S = 0.004
 """In a step without work: a new request waits no longer than this for its own."""
 _MATCH_WAIT_S = 0.01
-"""From when a lookup is begun, in a step that has nothing else to do. vLLM with workers in processes of their own spins
-for a second after a step (0.32 distributed/device_communicators/shm_broadcast.py SpinCondition): after one without work
-that takes a core from the prompt behind it, on two cores half of its speed."""
+"""From when a lookup is begun, in a step that has nothing else to do: one without work costs two messages between
+processes, and where vLLM spins after it (`connector._wait_without_spinning`) a core beside the prompt behind it."""
 _IDLE_STEPS = 2
 """In a row, before the engine is taken to have nothing to compute."""
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
-from vllm_plugin.connector import scheduler_side, worker_side
+from vllm_plugin.connector import connector, scheduler_side, worker_side
 
 A, B = cache_ref(1), cache_ref(2)
 PROMPT = list(range(1, 151))
@@ -108,7 +110,7 @@ class Waits:
 def test_an_engine_with_nothing_to_compute_begins_in_the_step_in_which_it_got_the_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's engine spins for a second after a step without work, beside the prompt that it is there to compute."""
+    """A step without work costs two messages between vLLM's processes before the prompt is computed."""
     answer = engine.save(PROMPT, A)
     engine.loop.forget_prefixes()
     hang = engine.sidecar.hang["get_manifest"] = threading.Event()
@@ -118,6 +120,35 @@ def test_an_engine_with_nothing_to_compute_begins_in_the_step_in_which_it_got_th
 
     assert engine.loop.connector.scheduler_side._requests["again"].loading is not None
     assert engine.loop.run_to_end("again") == answer
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> SpinCondition:
+    """One of vLLM's processes that waits for another, older than any connector; `polled` says how often it slept."""
+    monkeypatch.setattr(SpinCondition, "busy_loop_s", 1.0, raising=False)  # is taken back after the test
+    monkeypatch.delattr(SpinCondition, "busy_loop_s")
+    found = object.__new__(SpinCondition)
+    found.is_reader, found.last_read, found.busy_loop_s, found.polled = True, 100.0, 1.0, 0
+    found.read_cancel_socket = found.local_notify_socket = None
+    found.poller = SimpleNamespace(poll=lambda **_: setattr(found, "polled", found.polled + 1) or [])
+    return found
+
+
+@pytest.mark.parametrize(("device", "since_s", "sleeps"), [("cpu", 0.01, 1), ("cpu", 0.0, 0), ("cuda", 0.01, 0)])
+def test_vllms_processes_on_a_cpu_sleep_soon_while_they_wait_for_each_other(
+    start_engine: Start,
+    reader: SpinCondition,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    since_s: float,
+    sleeps: int,
+) -> None:
+    """Those that were there before the connector, too. On GPUs, where cores are to spare, they go on as vLLM has it."""
+    start_engine() if device == "cpu" else connector._wait_without_spinning(device)
+    monkeypatch.setattr(shm_broadcast, "time", SimpleNamespace(monotonic=lambda: reader.last_read + since_s))
+    reader.wait(timeout_ms=0)
+
+    assert reader.polled == sleeps
 
 
 def test_a_lookup_is_waited_for_once_for_a_moment(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
