@@ -349,7 +349,8 @@ def _wait_without_spinning(device: str) -> None:
 
     vLLM 0.32 distributed/device_communicators/shm_broadcast.py `SpinCondition` yields in a loop until a second after
     the last message: beside each token, and after a step without work, as each load begins with. A sleeper may miss
-    what it is told within 1.5 ms of the last (zmq's sender hears no sooner that there is room): that long is spun.
+    what it is told within 3 million ticks of the last, as zmq's sender looks no more often whether there is room again:
+    1 to 1.5 ms, 3 where a tick is a nanosecond. That long is spun.
     """
     if device == "cpu" and (spinning := getattr(shm_broadcast, "SpinCondition", None)):
         # The instances are older than this connector, and a property goes before what they were made with.
