@@ -12,6 +12,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,9 @@ from contextcache.process.crash_points import VARIABLE
 from deploy.local import readiness, stack
 from deploy.local.parts import Part, numbered
 from deploy.local.ports import LOOPBACK, PORTS_OF_A_STACK, PortPlan, plan_ports
+from deploy.local.progress import StepFailed
 from deploy.local.processes import is_alive, session_members
+from deploy.local.progress import StepFailed
 from deploy.local.settings import StackSettings
 from deploy.local.state import API_KEYS, RunningPart, read_state
 from tests.kit.links import Links
@@ -210,7 +213,7 @@ class Stack(stack.Stack):
     def sweep_out(self, part: str) -> None:
         """Wait until a part's first process is dead and end what it left behind, as it goes with a container."""
         wait_until(lambda: not is_alive(self._record(part).name), what=f"{part} is dead")
-        if self.pids(part):
+        with suppress(StepFailed):  # the last of them ended by itself
             self.kill(part)
 
     def start(self, name: str, **env: str) -> None:
