@@ -25,7 +25,6 @@ from contextcache.process.crash_points import VARIABLE
 from deploy.local import readiness, stack
 from deploy.local.parts import Part, numbered
 from deploy.local.ports import LOOPBACK, PORTS_OF_A_STACK, PortPlan, plan_ports
-from deploy.local.progress import StepFailed
 from deploy.local.processes import is_alive, session_members
 from deploy.local.progress import StepFailed
 from deploy.local.settings import StackSettings
