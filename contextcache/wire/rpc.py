@@ -93,6 +93,12 @@ def is_unanswered(error: ContextCacheError) -> bool:
     return CODE_KEY not in dict(pairs)
 
 
+def is_late(error: ContextCacheError) -> bool:
+    """Return whether a call ran out of its time: the other end may have heard it, and may answer the next."""
+    cause = error.__cause__
+    return isinstance(cause, grpc.RpcError) and cause.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 def cause_of(error: ContextCacheError) -> str:
     """Return what gRPC said of the call that failed, for our own log and never for a client; empty for other errors."""
     cause = error.__cause__

@@ -19,7 +19,7 @@ from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, InvalidRequest, SidecarUnavailable
 from contextcache.model import KVGroup, Manifest
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from contextcache.wire.rpc import is_unanswered
+from contextcache.wire.rpc import is_late, is_unanswered
 from vllm_plugin.connector.metadata import RankFacts
 from vllm_plugin.connector.telemetry import Counters
 
@@ -178,6 +178,8 @@ class RankLink:
         self._lock = threading.Lock()
         self._facts: RankFacts | None = None
         self._terms: Terms | None = None
+        self._arena: Arena | None = None
+        """Kept where only the terms are in doubt."""
         self._pause_ms = 0
         self._next_try_at_ms = 0
         self._doubted_at_ms = -_LONGEST_PAUSE_MS
@@ -203,18 +205,21 @@ class RankLink:
         One that has ended could not free that memory. And an answer that was lost may have lent us slots: they are free
         again with the end of the arena's connection.
         """
-        self._terms = None
+        self._terms = self._arena = None
 
     def doubt(self, error: ContextCacheError) -> None:
         """Forget the terms after a call that failed because of the sidecar, if it did.
 
-        Where it still speaks, of its disk or of an arena that is another by now, or was only late: once in a while, as
-        mapping its memory anew is dear.
+        Mapping its memory anew is dear. It stays mapped where a call was late: a sidecar that has ended says so by the
+        arena's connection. Where the sidecar speaks, of its disk or of an arena that is another by now, it is mapped
+        anew once in a while.
         """
         if not isinstance(error, SidecarUnavailable):
             return
         now_ms = self._clock.now_ms()
-        if is_unanswered(error) or now_ms >= self._doubted_at_ms + _LONGEST_PAUSE_MS:
+        if is_late(error):
+            self._terms = None
+        elif is_unanswered(error) or now_ms >= self._doubted_at_ms + _LONGEST_PAUSE_MS:
             self._doubted_at_ms = now_ms
             self.lost()
 
@@ -250,7 +255,7 @@ class RankLink:
             log.warning("sidecar handshake failed", extra={"code": exc.code, "pause_ms": self._pause_ms})
             raise
         self._pause_ms = 0
-        arena = self._borrow() if answer.arena else None
+        arena = self._arena = (self._arena or self._borrow()) if answer.arena else None
         log.info("sidecar handshake done", extra={"block_tokens": answer.block_tokens, "arena": arena is not None})
         return Terms(answer.block_tokens, answer.block_size_bytes_max, arena)
 

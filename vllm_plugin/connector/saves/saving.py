@@ -18,6 +18,7 @@ from contextcache.errors import SidecarUnavailable, StorageFull
 from contextcache.model import KVGroup
 from contextcache.process.crash_points import crash_point
 from contextcache.v1 import kv_sidecar_pb2 as pb
+from contextcache.wire.rpc import is_late
 from kv_sidecar.client import BlockFileWriter, context_files
 from vllm_plugin.connector.copies.codec import NotFinite
 from vllm_plugin.connector.copies.pages import Fence, PageCopy, PagedLayers, page_bytes
@@ -219,7 +220,12 @@ class Saver:
             sizes_bytes=[writer.size_bytes for _, writer in batch],
             timeout_ms=_SLOT_WAIT_MS,
         )
-        slots = self._link.sidecar.get().lend_slots(request, self._settings.prepare_deadline_ms / 1000)
+        try:
+            slots = self._link.sidecar.get().lend_slots(request, self._settings.prepare_deadline_ms / 1000)
+        except SidecarUnavailable as exc:
+            if is_late(exc):
+                self._link.lost()
+            raise
         if not slots:
             self.hand_over.remind(arena)
         if len(slots) > len(batch):

@@ -17,8 +17,11 @@ from vllm_plugin.connector.telemetry import Counters
 
 
 class Answer(grpc.RpcError):
-    def __init__(self, *told: tuple[str, str]) -> None:
-        self._told = told
+    def __init__(self, *told: tuple[str, str], code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        self._told, self._code = told, code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._told
@@ -33,12 +36,13 @@ def failed(cause: Exception | None) -> SidecarUnavailable:
 SAID = failed(Answer((CODE_KEY, "sidecar_unavailable")))
 LATE = failed(None)
 SILENT = failed(Answer())
+OUT_OF_TIME = failed(Answer(code=grpc.StatusCode.DEADLINE_EXCEEDED))
 
 
 @pytest.mark.parametrize(
     ("error", "arenas"),
-    [(SAID, 2), (LATE, 2), (SILENT, 11), (StorageFull("full"), 1)],
-    ids=["its disk cannot be written", "too late", "no answer", "full"],
+    [(SAID, 2), (LATE, 2), (SILENT, 11), (OUT_OF_TIME, 1), (StorageFull("full"), 1)],
+    ids=["its disk cannot be written", "too late", "nobody there", "no answer in time", "full"],
 )
 def test_an_arena_is_mapped_anew_when_nobody_answers_and_else_once_in_a_while(
     error: ContextCacheError, arenas: int

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
 import pytest
 
 from contextcache.errors import SidecarUnavailable
@@ -344,6 +345,39 @@ def test_a_word_on_one_arenas_slots_that_is_lost_keeps_no_other_arena_waiting(en
 
     assert told == [("new", [7])]
     assert {arena.borrower: slots for arena, slots in reporter._owed.items()} == {"old": {7}}
+
+
+@pytest.mark.parametrize(("call", "num_opened"), [("lend_slots", 1), ("save_blocks", 0)])
+def test_an_arena_is_let_go_after_a_late_answer_only_where_that_may_have_lent_slots(
+    start_engine: Callable[..., Engine], call: str, num_opened: int
+) -> None:
+    """Its end is what frees them. Seen failing: every call that ran out of its time had the arena mapped anew."""
+
+    class OutOfTime(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ()
+
+    def late(*_: Any) -> Any:
+        raise SidecarUnavailable("deadline_exceeded") from OutOfTime()
+
+    engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
+    link = engine.loop.worker.worker_side._saver._link
+    opened, open_arena = [], link._open_arena
+    link._open_arena = lambda on_gone: opened.append(1) or open_arena(on_gone)
+    in_time = getattr(engine.sidecar, call)
+    setattr(engine.sidecar, call, late)
+    engine.save(PROMPT, A)
+    engine.loop.settle()
+    setattr(engine.sidecar, call, in_time)
+    engine.save(PROMPT, B, name="next")
+    engine.loop.settle()
+
+    assert A not in engine.sidecar.manifests
+    assert B in engine.sidecar.manifests
+    assert len(opened) == num_opened
 
 
 def test_a_save_larger_than_the_arena_goes_by_pieces(start_engine: Callable[..., Engine]) -> None:
