@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import grpc
 import numpy as np
 from typing_extensions import override
 
@@ -33,6 +34,21 @@ from vllm_plugin.connector.sidecar_link import Arena, EngineSidecar
 
 FRAME_BYTES = 700
 """Small, so that a block takes several frames."""
+
+
+class FailedCall(grpc.RpcError):
+    """What gRPC says of a call that failed; without anything `told` nobody answered."""
+
+    def __init__(self, status: grpc.StatusCode, *told: tuple[str, str]) -> None:
+        self._status, self._told = status, told
+
+    def code(self) -> grpc.StatusCode:
+        """Return the status."""
+        return self._status
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return what the other end told."""
+        return self._told
 
 
 class FakeArena(Arena):
@@ -334,9 +350,9 @@ class FakeSidecar(EngineSidecar):
     def _arrive(self, call: str) -> None:
         self._arrival(call).set()
         if call in self.hang and not self.hang[call].wait(self.timeout_s):
-            raise SidecarUnavailable("deadline_exceeded")
+            raise SidecarUnavailable("deadline_exceeded") from FailedCall(grpc.StatusCode.DEADLINE_EXCEEDED)
         if self.down:
-            raise SidecarUnavailable("unavailable")
+            raise SidecarUnavailable("unavailable") from FailedCall(grpc.StatusCode.UNAVAILABLE)
 
 
 def _first_files(manifest: Manifest, num_files: int) -> Manifest:

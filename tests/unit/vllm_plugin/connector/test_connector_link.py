@@ -5,26 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
+from grpc import StatusCode
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, SidecarUnavailable, StorageFull
 from contextcache.wire.rpc import CODE_KEY
+from tests.unit.vllm_plugin.connector.fake_sidecar import FailedCall
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts
 from vllm_plugin.connector.sidecar_link import LazySidecar, RankLink
 from vllm_plugin.connector.telemetry import Counters
-
-
-class Answer(grpc.RpcError):
-    def __init__(self, *told: tuple[str, str], code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
-        self._told, self._code = told, code
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._told
 
 
 def failed(cause: Exception | None) -> SidecarUnavailable:
@@ -33,10 +23,10 @@ def failed(cause: Exception | None) -> SidecarUnavailable:
     return error
 
 
-SAID = failed(Answer((CODE_KEY, "sidecar_unavailable")))
+SAID = failed(FailedCall(StatusCode.UNAVAILABLE, (CODE_KEY, "sidecar_unavailable")))
 LATE = failed(None)
-SILENT = failed(Answer())
-OUT_OF_TIME = failed(Answer(code=grpc.StatusCode.DEADLINE_EXCEEDED))
+SILENT = failed(FailedCall(StatusCode.UNAVAILABLE))
+OUT_OF_TIME = failed(FailedCall(StatusCode.DEADLINE_EXCEEDED))
 
 
 @pytest.mark.parametrize(

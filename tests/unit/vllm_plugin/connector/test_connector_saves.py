@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
 import pytest
 
 from contextcache.errors import SidecarUnavailable
@@ -352,26 +351,15 @@ def test_an_arena_is_let_go_after_a_late_answer_only_where_that_may_have_lent_sl
     start_engine: Callable[..., Engine], call: str, num_opened: int
 ) -> None:
     """Its end is what frees them. Seen failing: every call that ran out of its time had the arena mapped anew."""
-
-    class OutOfTime(grpc.RpcError):
-        def code(self) -> grpc.StatusCode:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-
-        def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-            return ()
-
-    def late(*_: Any) -> Any:
-        raise SidecarUnavailable("deadline_exceeded") from OutOfTime()
-
     engine = start_engine(sidecar=FakeSidecar(arena_bytes=40_000))
     link = engine.loop.worker.worker_side._saver._link
     opened, open_arena = [], link._open_arena
     link._open_arena = lambda on_gone: opened.append(1) or open_arena(on_gone)
-    in_time = getattr(engine.sidecar, call)
-    setattr(engine.sidecar, call, late)
+    hang = engine.sidecar.hang[call] = threading.Event()
+    engine.sidecar.timeout_s = 0.01
     engine.save(PROMPT, A)
     engine.loop.settle()
-    setattr(engine.sidecar, call, in_time)
+    hang.set()
     engine.save(PROMPT, B, name="next")
     engine.loop.settle()
 
