@@ -214,8 +214,8 @@ class RankLink:
         arena's connection. Where the sidecar speaks, of its disk or of an arena that is another by now, it is mapped
         anew once in a while.
         """
-        if not isinstance(error, SidecarUnavailable):
-            return
+        if not isinstance(error, SidecarUnavailable) or self._terms is None:
+            return  # nothing more is said by calls that fail while it is not even asked
         now_ms = self._clock.now_ms()
         if is_late(error):
             self._terms = None
