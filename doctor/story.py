@@ -70,8 +70,8 @@ def _create_hint(answer: Answer) -> str:
 
 
 def _tokens(answer: Answer) -> int:
-    usage = _usage(answer)
-    return int(usage.get("prompt_tokens", 0)) + int((usage.get("context") or {}).get("cached_tokens", 0))
+    context = _usage(answer).get("context") or {}
+    return int(context.get("computed_tokens", 0)) + int(context.get("cached_tokens", 0))
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
@@ -110,11 +110,13 @@ def _ask(front: Front, model: str, session_id: str) -> Iterator[Finding]:
 def _usage_rule(asked: Answer) -> Finding:
     usage = _usage(asked)
     context = usage.get("context") or {}
-    computed, cached = int(usage.get("prompt_tokens", 0)), int(context.get("cached_tokens", -1))
-    known = int(context.get("context_tokens", 0))
-    total = computed + int(usage.get("completion_tokens", 0))
+    computed, cached = int(context.get("computed_tokens", 0)), int(context.get("cached_tokens", -1))
+    known, counted = int(context.get("context_tokens", 0)), int(usage.get("prompt_tokens", 0))
+    total = counted + int(usage.get("completion_tokens", 0))
+    # The doctor's key may count the whole prompt, as OpenAI does.
+    adds_up = counted in (computed, computed + cached) and usage.get("total_tokens") == total
     facts = {"computed": computed, "cached": cached, "context": known}
-    if computed >= 1 and cached >= 0 and cached + computed > known and usage.get("total_tokens") == total:
+    if computed >= 1 and cached >= 0 and cached + computed > known and adds_up:
         return ok("usage", f"{computed} tokens computed, {cached} from the cache", **facts)
     hint = "cached + computed must be the context and the new text; is something in front rewriting answers?"
     return failed("usage", "the figures of the turn do not add up", hint, **facts)

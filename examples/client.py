@@ -22,14 +22,14 @@ with (
 
     reply = context.chat("And of Spain?", max_tokens=32, temperature=0)
     print(reply.text)
-    print(f"  computed {reply.usage.prompt_tokens}, cached {reply.usage.context.cached_tokens}")
+    print(f"  computed {reply.usage.context.computed_tokens}, cached {reply.usage.context.cached_tokens}")
 
     with context.chat_stream("And of Italy?", max_tokens=32, temperature=0) as stream:
         for event in stream:
             if isinstance(event, TextDelta):
                 print(event.text, end="", flush=True)
-        usage = stream.reply().usage
-    print(f"\n  computed {usage.prompt_tokens}, cached {usage.context.cached_tokens} from {usage.context.source}")
+        took = stream.reply().usage.context
+    print(f"\n  computed {took.computed_tokens}, cached {took.cached_tokens} from {took.source}")
 
     branch = context.fork(generation=2)
     print(branch.chat("And of Portugal?", max_tokens=32, temperature=0).text)

@@ -34,9 +34,8 @@ for question in ("And of Spain?", "And of Italy?"):
     for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="")
         if chunk.usage:
-            context = chunk.usage.context
-            print(
-                f"\n  computed {chunk.usage.prompt_tokens}, cached {context['cached_tokens']} from {context['source']}"
-            )
+            cached = chunk.usage.prompt_tokens_details.cached_tokens
+            computed = chunk.usage.prompt_tokens - cached
+            print(f"\n  computed {computed}, cached {cached} from {chunk.usage.context['source']}")
 
 api.delete(f"/context/{session_id}", cast_to=object)

@@ -91,8 +91,10 @@ def receipt(reply: Reply) -> str:
     if reply.generation is not None:
         parts.append(f"generation {reply.generation}")
     if usage is not None:
-        parts.append(f"computed {usage.prompt_tokens}")
-        if usage.context is not None:
+        if usage.context is None:
+            parts.append(f"prompt {usage.prompt_tokens}")
+        else:
+            parts.append(f"computed {usage.context.computed_tokens}")
             source = "" if usage.context.source == "none" else f" from {usage.context.source}"
             parts.append(f"cached {usage.context.cached_tokens}{source}")
             if not usage.context.committed:

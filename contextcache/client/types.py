@@ -58,8 +58,12 @@ class Changes(TypedDict):
 class ContextUsage:
     """`usage.context`: what the context saved."""
 
+    computed_tokens: int
+    """Prompt tokens that were computed."""
     cached_tokens: int
     """Prompt tokens that were not computed."""
+    saved_tokens: int
+    """Cached tokens that the context already had."""
     context_tokens: int
     """Prompt tokens that the context already had."""
     source: str
@@ -78,7 +82,7 @@ class Usage:
     """Tokens of one answer."""
 
     prompt_tokens: int
-    """Computed now; with `X-Usage-Format: openai`, or a key that says so, the whole prompt."""
+    """Computed tokens on completions, the whole prompt on chat, unless the key or `X-Usage-Format` says otherwise."""
     completion_tokens: int
     total_tokens: int
     context: ContextUsage | None
@@ -221,7 +225,9 @@ def usage(raw: Mapping[str, Any] | None) -> Usage | None:
     context = None
     if said is not None:
         context = ContextUsage(
+            computed_tokens=said["computed_tokens"],
             cached_tokens=said["cached_tokens"],
+            saved_tokens=said["saved_tokens"],
             context_tokens=said["context_tokens"],
             source=said["source"],
             committed=said["committed"],

@@ -36,8 +36,9 @@ class Answer:
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens the engine computed now."""
-        prompt = int(self.usage["prompt_tokens"])
-        return prompt if self._context is not None else prompt - self.cached_tokens
+        if self._context is not None:
+            return int(self._context["computed_tokens"])
+        return int(self.usage["prompt_tokens"]) - self.cached_tokens
 
     @property
     def cached_tokens(self) -> int:

@@ -208,7 +208,9 @@ class Diverged(BaseModel):
 class ContextUsage(BaseModel):
     """What of a prompt was reused, and whether the turn is part of the context now."""
 
-    cached_tokens: int = Field(..., ge=0)
+    computed_tokens: int = Field(..., ge=1, description="Prompt tokens that were computed.")
+    cached_tokens: int = Field(..., ge=0, description="Prompt tokens that were not.")
+    saved_tokens: int = Field(..., ge=0, description="Cached tokens that the context already had.")
     context_tokens: int = Field(..., ge=0)
     source: Literal["device", "host", "disk", "peer", "object", "recompute", "none"]
     restore_ms: float | None = Field(...)
@@ -225,7 +227,12 @@ class ContextUsage(BaseModel):
 class Usage(BaseModel):
     """What a prompt and its answer cost."""
 
-    prompt_tokens: int = Field(..., ge=0)
+    prompt_tokens: int = Field(
+        ...,
+        ge=0,
+        description="The whole prompt on chats; of a context's completion the computed tokens. `X-Usage-Format` says "
+        "otherwise.",
+    )
     completion_tokens: int | None = Field(None, ge=0)
     total_tokens: int = Field(..., ge=0)
     prompt_tokens_details: dict[str, int | None] | None = None

@@ -215,7 +215,8 @@ UsageHeader = Annotated[
     WithJsonSchema({"type": "string"}),
     Header(
         alias="X-Usage-Format",
-        description="How usage counts the prompt: `openai`, whole; `context`, what was computed; else as the key says.",
+        description="How usage counts the prompt: `openai`, whole; `context`, what was computed. Without it the key or "
+        "the endpoint decides.",
     ),
 ]
 SessionHeader = Annotated[

@@ -266,7 +266,8 @@ async def test_what_somebody_else_answers_is_exit_3(cli_at, words):
 
 @pytest.mark.parametrize("as_json", [True, False])
 async def test_a_create_that_left_no_context_prints_its_answer_and_is_exit_1(cli_at, as_json):
-    context = {"cached_tokens": 0, "context_tokens": 0, "source": "none", "committed": False, "reason": "lease_lost"}
+    context = {"computed_tokens": 1, "cached_tokens": 0, "saved_tokens": 0, "context_tokens": 0, "source": "none"}
+    context |= {"committed": False, "reason": "lease_lost"}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "context": context}
     chunks = {"choices": [{"text": " yes"}]}, {"choices": [], "session_id": None, "usage": usage}
     cli = await cli_at("".join(f"data: {one}\n\n" for one in (*map(json.dumps, chunks), "[DONE]")).encode())

@@ -70,7 +70,7 @@ class Receipts:
             {
                 "contexts": int(created),
                 "turns": 1,
-                "computed_tokens": usage.prompt_tokens,
+                "computed_tokens": usage.context.computed_tokens,
                 "cached_tokens": usage.context.cached_tokens,
                 "completion_tokens": usage.completion_tokens,
             }

@@ -1,9 +1,9 @@
 """Clients as they are: each holds its own conversation, resends it as it does, and knows nothing of contexts.
 
-The SDKs are real: anthropic, openai, LangChain, litellm, LlamaIndex and Vercel's (`vercel/`). What sits on top of an
-SDK and has none of its own is a recorded shape: Claude Code 2.1 over anthropic, Codex 0.60 over openai's Responses,
-OpenCode 1.0 and Open WebUI 0.6 over bare HTTP. A model of 135M calls no tool, so what a client would have called is
-said for it: its next request holds the call and the result, as if the model had asked.
+The SDKs are real: anthropic, openai, LangChain, litellm, LlamaIndex, pydantic-ai and Vercel's (`vercel/`). What sits on
+top of an SDK and has none of its own is a recorded shape: Claude Code 2.1 over anthropic, Codex 0.60 over openai's
+Responses, OpenCode 1.0 and Open WebUI 0.6 over bare HTTP. A model of 135M calls no tool, so what a client would have
+called is said for it: its next request holds the call and the result, as if the model had asked.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class Answered:
 class Client:
     """One conversation. `ask` makes the calls of one turn, each of which is answered before the next."""
 
-    def __init__(self, url: str, key: str, name: str) -> None:
+    def __init__(self, url: str, key: str, name: str, *, context: dict[str, Any] | None = None) -> None:
+        """`context`: fields of each body that name one, for SDKs in processes of their own."""
         self.url, self.key = url, key
+        self.context = context or {}
         self.name = name
         """Makes this conversation unlike any other."""
         self.system = f"You help {name}, a geographer. {RULES}"
@@ -322,9 +324,10 @@ class Child(Client):
         raise NotImplementedError
 
     def open(self) -> None:
+        told = {"BASE_URL": f"{self.url}/v1", "API_KEY": self.key, "MODEL": MODEL, "SYSTEM": self.system}
         self.process = subprocess.Popen(
             self.command(),
-            env=os.environ | {"BASE_URL": f"{self.url}/v1", "API_KEY": self.key, "MODEL": MODEL, "SYSTEM": self.system},
+            env=os.environ | told | {"CONTEXT": json.dumps(self.context)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -365,7 +368,16 @@ class LlamaIndex(Child):
         return [environment / "bin" / "python", Path(__file__).parent / "llama_index_chat.py"]
 
 
+class PydanticAI(Child):
+    """pydantic-ai's `Agent`, streamed and whole in turns, in an environment of its own."""
+
+    def command(self) -> list[Path]:
+        environment = made("pydantic-ai", ["pydantic-ai-slim[openai]==2.68.0"], needed_bytes=1 << 30)
+        return [environment / "bin" / "python", Path(__file__).parent / "pydantic_ai_chat.py"]
+
+
 CLIENTS = [ClaudeCode, Codex, OpenCode, LangChain, OpenWebUI, Litellm, Vercel, LlamaIndex]
+"""Those of test_clients.py."""
 
 
 def _file(number: int) -> str:

@@ -241,7 +241,14 @@ class FakeVllm:
             if position == 0:
                 choice["prompt_token_ids"] = ids
             events.append({**frame, "choices": [choice]})
-        if (request.get("stream_options") or {}).get("include_usage"):
+        options = request.get("stream_options") or {}
+        if options.get("include_usage") and options.get("continuous_usage_stats"):
+            num_made = 0
+            for event in events:  # vLLM 0.32 adds no details here: it tells the cached tokens at the end only
+                num_made += len(event["choices"][0].get("token_ids", ()))
+                counts = {"prompt_tokens": len(ids), "completion_tokens": num_made}
+                event["usage"] = counts | {"total_tokens": sum(counts.values())}
+        if options.get("include_usage"):
             events.append({**frame, "choices": [], "usage": usage})
         stream = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
         if self.fail_after is not None:

@@ -117,11 +117,7 @@ class Messages:
             text=blocks["text"]["text"],
             arguments=blocks["tool_use"]["input"],
             call_id=blocks["tool_use"]["id"],
-            usage={
-                "prompt_tokens": usage["input_tokens"] + usage["cache_creation_input_tokens"],
-                "completion_tokens": usage["output_tokens"],
-                "context": usage["context"],
-            },
+            usage={"completion_tokens": usage["output_tokens"], "context": usage["context"]},
             again=[{"role": "assistant", "content": [blocks["text"], blocks["tool_use"]]}],
         )
 
@@ -157,11 +153,7 @@ class Responses:
             text=text,
             arguments=json.loads(call["arguments"]),
             call_id=call["call_id"],
-            usage={
-                "prompt_tokens": usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"],
-                "completion_tokens": usage["output_tokens"],
-                "context": usage["context"],
-            },
+            usage={"completion_tokens": usage["output_tokens"], "context": usage["context"]},
             again=[
                 {"role": "assistant", "content": text},
                 {key: call[key] for key in ("type", "call_id", "name", "arguments")},
@@ -196,8 +188,9 @@ def test_what_the_model_thought_and_called_is_in_the_context_to_the_token(caller
         usage = said.usage
         assert (said.thought.strip(), said.text.strip(), said.arguments) == (THOUGHT, TEXT, ARGUMENTS)
         assert usage["completion_tokens"] == len(PIECES) + 1
-        assert usage["context"]["committed"]
-        assert usage["context"]["cached_tokens"] + usage["prompt_tokens"] + usage["completion_tokens"] == held
+        told = usage["context"]
+        assert told["committed"]
+        assert told["cached_tokens"] + told["computed_tokens"] + usage["completion_tokens"] == held
     for said, known, match in zip((second, third), stored, ("append", "extend"), strict=False):
         context = said.usage["context"]
         assert (context["match"], context["context_tokens"], context["cached_tokens"]) == (match, known, known - 1)

@@ -69,7 +69,6 @@ def test_a_resent_conversation_is_answered_as_without_a_context(client, conversa
         "/v1/chat/completions",
         json={"model": MODEL, "messages": sent, "session_id": session_id, "context_commit": False}
         | {"temperature": 0, "max_tokens": 24, "return_token_ids": True},
-        headers={"x-usage-format": "openai"},
     )
     stateless = client.chat(messages=sent, max_tokens=24, return_token_ids=True)
 

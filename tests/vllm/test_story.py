@@ -112,9 +112,10 @@ def test_a_chat_client_that_sends_the_whole_list_again_pays_only_for_the_new_mes
     again = client.chat(messages=messages, session_id=first["session_id"], max_tokens=32)
 
     context, before = again["usage"]["context"], first["usage"]
-    prompt_tokens = before["prompt_tokens"] + before["context"]["cached_tokens"]
-    assert context["context_tokens"] == prompt_tokens + before["completion_tokens"]
+    assert context["context_tokens"] == before["prompt_tokens"] + before["completion_tokens"]
     assert context["cached_tokens"] >= context["context_tokens"] - 1
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": context["cached_tokens"]}
+    assert again["usage"]["prompt_tokens"] == context["cached_tokens"] + context["computed_tokens"]
 
 
 def test_delete_frees_every_byte_and_the_id_is_not_found(client, stored):

@@ -189,8 +189,11 @@ class SseAnswer:
     tells_done: ClassVar[bool] = True
     """After an error in the stream too, as vLLM does."""
 
-    def __init__(self, request: TurnRequest) -> None:
+    def __init__(self, request: TurnRequest, *, counts_whole_prompt: bool = True) -> None:
+        """`counts_whole_prompt`: its usage counts the prompt as the engine's does (`UsageFormat.OPENAI`)."""
         self._request = request
+        self._tells_running_usage = request.wants_usage_chunk and counts_whole_prompt and not request.prefill_only
+        """Computed tokens are known at the end only, so a stream that counts those has no usage before."""
         self._splitter = EventSplitter()
         self._finish_events: list[dict[str, Any]] = []
         """The one with the finish reason, and whatever follows it."""
@@ -272,6 +275,8 @@ class SseAnswer:
             return b""
         choice = _only(choices)
         self.result.take_choice(choice)
+        if not self._tells_running_usage:
+            answer.pop("usage", None)
         finished = choice.get("finish_reason") is not None
         if self._request.prefill_only:
             _without_output(choice)
@@ -284,8 +289,6 @@ class SseAnswer:
         _strip(answer, keep_token_ids=self._request.wants_token_ids)
         if self._exists_for_us_only(choice):
             return b""
-        if not self._request.wants_usage_chunk:
-            answer.pop("usage", None)
         return self.passing(event, answer)
 
     def _hold(self, event: Event) -> None:

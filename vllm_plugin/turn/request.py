@@ -89,7 +89,7 @@ class TurnRequest:
     wants_usage_chunk: bool
     """The client asked for `stream_options.include_usage`."""
     usage: UsageFormat | None
-    """From `X-Usage-Format`; None: the client left it to its key's default."""
+    """From `X-Usage-Format`; None: the client left it to its key's default, or the endpoint's."""
     context_mode: ContextMode | None
     """None: the client left it to its key's default."""
     commit: bool

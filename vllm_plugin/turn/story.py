@@ -93,7 +93,9 @@ class Client:
         """Return what reads the engine's answer and tells it."""
         if self.words is not None:
             return self.words.answer(turn)
-        return SseAnswer(turn.request) if turn.request.stream else JsonAnswer(turn.request)
+        if not turn.request.stream:
+            return JsonAnswer(turn.request)
+        return SseAnswer(turn.request, counts_whole_prompt=turn.usage is UsageFormat.OPENAI)
 
 
 class TurnStory:
@@ -346,6 +348,8 @@ class TurnStory:
         self, request: TurnRequest, session: CacheSessionMetadata, identity: Identity, *, lease_id: str, is_create: bool
     ) -> Turn:
         get_current_span().set_attribute("contextcache.session_id", session.session_id)
+        # Each endpoint counts as its own API does (ADR 0091).
+        of_endpoint = UsageFormat.OPENAI if request.path == CHAT_PATH else UsageFormat.CONTEXT
         return Turn(
             request=request,
             session=session,
@@ -357,7 +361,7 @@ class TurnStory:
             key=identity.key,
             beginning=identity.beginning,
             prefix_at=identity.prefix_at,
-            usage=request.usage or identity.usage or UsageFormat.CONTEXT,
+            usage=request.usage or identity.usage or of_endpoint,
             started_ms=self._clock.now_ms(),
             recording=Recording() if request.repeatable and lease_id else None,
         )

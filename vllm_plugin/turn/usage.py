@@ -63,6 +63,11 @@ class TurnUsage:
         return self.prompt_tokens - self.cached_tokens
 
     @property
+    def saved_tokens(self) -> int:
+        """Tokens of the context that were not computed; without the new text that the engine had cached already."""
+        return min(self.cached_tokens, self.context_tokens)
+
+    @property
     def saved_ms(self) -> int | None:
         """What computing the cached tokens would have taken, less what bringing them back took; None: not known."""
         if self.loaded is None or not self.loaded.compute_us_per_token:
@@ -113,10 +118,12 @@ class CommitOutcome:
 
 
 def usage_object(usage: TurnUsage, outcome: CommitOutcome, *, openai_format: bool) -> dict[str, Any]:
-    """Return the answer's `usage`: the EP's dialect, or OpenAI's when the client asked for it."""
+    """Return the answer's `usage`: `prompt_tokens` counts computed tokens, or in OpenAI's format the whole prompt."""
     prompt_tokens = usage.prompt_tokens if openai_format else usage.computed_tokens
     context: dict[str, Any] = {
+        "computed_tokens": usage.computed_tokens,
         "cached_tokens": usage.cached_tokens,
+        "saved_tokens": usage.saved_tokens,
         "context_tokens": usage.context_tokens,
         "source": usage.source,
         "restore_ms": _rounded(usage.loaded),

@@ -40,9 +40,8 @@ export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metad
   const path = kind === "create" ? "/v1/context" : "/v1/chat/completions";
   if (kind === "create") Object.assign(asked, { ttl, metadata });
   else Object.assign(asked, { session_id: id, context_mode: kind === "replay" ? "replay" : "append" });
-  const headers = { "x-usage-format": "context" };
   // A replay takes the place of all that is there: what others said since must not go with it.
-  if (kind === "replay") headers["if-match"] = String(before.generation);
+  const headers = kind === "replay" ? { "if-match": String(before.generation) } : {};
   const answered = await timed(path, asked, headers, signal, onText);
   const usage = answered.last.usage ?? {};
   const told = usage.context ?? {};
@@ -51,7 +50,7 @@ export async function runTurn({ kind, id, model, messages, ttl, maxTokens, metad
     kind,
     at: Date.now(),
     generation: Number(answered.headers.get("x-context-generation")) || null,
-    computed: usage.prompt_tokens ?? 0,
+    computed: told.computed_tokens ?? 0,
     cached: told.cached_tokens ?? 0,
     contextTokens: told.context_tokens ?? 0,
     answered: usage.completion_tokens ?? 0,

@@ -126,7 +126,12 @@ def check_usage(warm: Answer, *, prompt_tokens: int, context_tokens: int, prefil
     context = usage["context"]
     cached, completion = context["cached_tokens"], 0 if prefill_only else len(warm.token_ids)
     facts = {
-        "computed + cached": (usage["prompt_tokens"] + cached, prompt_tokens),
+        "computed + cached": (context["computed_tokens"] + cached, prompt_tokens),
+        "saved_tokens": (context["saved_tokens"], min(cached, context_tokens)),
+        "prompt_tokens": (
+            usage["prompt_tokens"],
+            prompt_tokens if usage.get("prompt_tokens_details") else context["computed_tokens"],
+        ),
         "context_tokens": (context["context_tokens"], context_tokens),
         "completion_tokens": (usage["completion_tokens"], completion),
         "total_tokens": (usage["total_tokens"], usage["prompt_tokens"] + completion),

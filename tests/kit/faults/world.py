@@ -284,8 +284,7 @@ class World:
             row.faults.append(f"WRONG ANSWER {answer.tokens} not {cold.tokens}")
         elif (off := _farthest(answer.logprobs, cold.logprobs)) > LOGPROB_TOLERANCE:
             row.faults.append(f"WRONG LOG-PROBABILITIES by {off:.4f}")
-        usage = answer.body["usage"]
-        whole = usage["prompt_tokens"] + answer.context["cached_tokens"]
+        whole = answer.context["computed_tokens"] + answer.context["cached_tokens"]
         if whole != len(answer.prompt_ids):
             row.faults.append(f"cached + computed = {whole}, not {len(answer.prompt_ids)}")
         self._check_time(row)

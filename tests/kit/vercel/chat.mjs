@@ -3,7 +3,7 @@ import { createInterface } from "node:readline";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, streamText } from "ai";
 
-const { BASE_URL, API_KEY, MODEL, SYSTEM } = process.env;
+const { BASE_URL, API_KEY, MODEL, SYSTEM, CONTEXT } = process.env;
 const provider = createOpenAICompatible({ name: "local", baseURL: BASE_URL, apiKey: API_KEY, includeUsage: true });
 const messages = [];
 let streams = false;
@@ -18,6 +18,7 @@ for await (const line of createInterface({ input: process.stdin })) {
     temperature: 0,
     maxOutputTokens: 12,
     maxRetries: 0,
+    providerOptions: { local: JSON.parse(CONTEXT) },
     ...(streams && { onError: ({ error }) => console.error(error) }),
   });
   const { text, usage, response } = streams ? await whole(result) : await result;

@@ -37,7 +37,15 @@ USAGE = {
     "prompt_tokens": 3,
     "completion_tokens": 2,
     "total_tokens": 5,
-    "context": {"cached_tokens": 7, "context_tokens": 8, "source": "host", "restore_ms": 1.5, "committed": True},
+    "context": {
+        "computed_tokens": 3,
+        "cached_tokens": 7,
+        "saved_tokens": 6,
+        "context_tokens": 6,
+        "source": "host",
+        "restore_ms": 1.5,
+        "committed": True,
+    },
 }
 ANSWER = {"choices": [{"text": " yes", "finish_reason": "stop"}], "session_id": "ctx_1", "usage": USAGE}
 INFO = {
@@ -135,7 +143,9 @@ def test_a_create_a_turn_and_their_usage():
     reply = context.ask([1, 2], if_match=1, max_tokens=4)
 
     assert (context.session_id, context.reply.text, context.generation) == ("ctx_1", " yes", 1)
-    assert (reply.usage.prompt_tokens, reply.usage.context.source, reply.usage.context.cached_tokens) == (3, "host", 7)
+    took = reply.usage.context
+    assert (reply.usage.prompt_tokens, took.source, took.cached_tokens) == (3, "host", 7)
+    assert (took.computed_tokens, took.saved_tokens) == (3, 6)
     create, turn = server.requests
     assert server.bodies[0] == {"model": "m", "prompt": "Hello", "ttl": 60, "logprobs": 1}
     assert server.bodies[1] == {"model": "m", "session_id": "ctx_1", "prompt": [1, 2], "max_tokens": 4}

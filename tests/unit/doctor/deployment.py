@@ -22,12 +22,20 @@ RECEIPTS = {
 POD = {"ready": True, "draining": False, "tiers": ["disk", "host"]}
 
 
-def usage(computed, cached, context):
+def usage(computed, cached, context, *, counted=None):
+    """`counted`: `prompt_tokens`, where it is not the computed tokens."""
+    counted = computed if counted is None else counted
     return {
-        "prompt_tokens": computed,
+        "prompt_tokens": counted,
         "completion_tokens": 8,
-        "total_tokens": computed + 8,
-        "context": {"cached_tokens": cached, "context_tokens": context, "source": "host" if cached else "none"},
+        "total_tokens": counted + 8,
+        "context": {
+            "computed_tokens": computed,
+            "cached_tokens": cached,
+            "saved_tokens": min(cached, context),
+            "context_tokens": context,
+            "source": "host" if cached else "none",
+        },
     }
 
 

@@ -290,6 +290,8 @@ def turn(answer):
         ((200, {"usage": usage(10, 59, 60)}), "receipts", Level.WARNING),
         ((200, {"usage": usage(1, 20, 60)}, RECEIPTS), "usage", Level.FAILED),
         ((200, {"usage": usage(10, 59, 60) | {"total_tokens": 77}}, RECEIPTS), "usage", Level.FAILED),
+        ((200, {"usage": usage(10, 59, 60, counted=11)}, RECEIPTS), "usage", Level.FAILED),
+        ((200, {"usage": usage(10, 59, 60, counted=69)}, RECEIPTS), "usage", Level.OK),  # a key that counts as OpenAI
         ((200, {}, RECEIPTS), "usage", Level.FAILED),
         (error(500, "internal_error"), "ask", Level.FAILED),
     ],

@@ -7,9 +7,10 @@ from deploy.local.gateway_client import Answer, GatewayClient, _take_chunk
 from deploy.local.progress import StepFailed
 
 
-def test_a_context_answer_counts_prompt_tokens_as_computed():
-    usage = {"prompt_tokens": 1, "context": {"cached_tokens": 1449, "source": "disk", "restore_ms": 40.5}}
-    answer = Answer(usage=usage)
+@pytest.mark.parametrize("counted", [1, 1450], ids=["as computed", "as OpenAI does"])
+def test_a_context_answer_says_what_was_computed_however_its_usage_counts(counted):
+    context = {"computed_tokens": 1, "cached_tokens": 1449, "source": "disk", "restore_ms": 40.5}
+    answer = Answer(usage={"prompt_tokens": counted, "context": context})
 
     assert (answer.computed_tokens, answer.cached_tokens, answer.source) == (1, 1449, "disk")
     assert answer.restore_ms == 40.5

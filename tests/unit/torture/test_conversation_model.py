@@ -78,13 +78,16 @@ class Middleware:
         total, shared = len(prompt.token_ids), prompt.context_tokens
         cached = min(shared, total - 1)
         context = {
+            "computed_tokens": total - cached,
             "cached_tokens": cached,
+            "saved_tokens": min(cached, shared),
             "context_tokens": shared,
             "source": "device" if cached else "none",
             "committed": committed,
         }
         spoken = len(self.last)
         usage = {"prompt_tokens": total - cached, "completion_tokens": spoken, "total_tokens": total - cached + spoken}
+        usage["prompt_tokens_details"] = None
         headers = {"x-context-generation": str(self.generation), "x-context-mode": prompt.outcome.context_mode}
         ids, reason = list(prompt.token_ids), result.finish_reason
         return Answer(ids, list(self.last), [], "", reason, usage | {"context": context}, "ctx_1", headers)

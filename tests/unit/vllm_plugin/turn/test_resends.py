@@ -279,7 +279,7 @@ async def test_17_the_first_prompt_again_computes_one_token(pod):
 
     seen = await stored.send(stored.messages[:2])
 
-    assert seen.answer.json["usage"]["prompt_tokens"] == 1
+    assert seen.answer.json["usage"]["context"]["computed_tokens"] == 1
     assert seen.context["diverged"] == {"message": 2, "token": len(seen.ids), "why": "regenerated"}
 
 
@@ -473,7 +473,8 @@ async def test_a_key_that_replays_is_asked_only_for_requests_that_say_nothing(po
         (UsageFormat.OPENAI, b"other", True),
         (UsageFormat.CONTEXT, b"openai", True),
         (UsageFormat.CONTEXT, b"", False),
-        (None, b"", False),
+        (None, b"context", False),
+        (None, b"", True),
     ],
 )
 async def test_a_key_says_how_usage_counts_for_requests_that_say_nothing(pod, key, header, whole):

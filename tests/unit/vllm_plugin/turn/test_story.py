@@ -775,6 +775,58 @@ async def test_prefill_only_keeps_the_prompt_and_no_answer(pod):
     assert [segment.text for segment in segments] == ["Hello"]
 
 
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.mark.parametrize(("first", "whole"), [({"prompt": "Hello"}, False), (CHAT, True)], ids=["a prompt", "messages"])
+async def test_a_create_counts_as_the_endpoint_of_its_prompt_does(pod, first, whole):
+    pod.engine.cached_tokens = 4
+
+    usage = (await pod.create(**first)).json["usage"]
+
+    counted = len(pod.engine.generations()[-1].get("prompt", ())) or len(order_ids(pod))
+    assert usage["prompt_tokens"] == counted - (0 if whole else 4)
+    assert usage["prompt_tokens_details"] == ({"cached_tokens": 4} if whole else None)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert (usage["context"]["computed_tokens"], usage["context"]["cached_tokens"]) == (counted - 4, 4)
+
+
+def order_ids(pod):
+    return pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("max_tokens", [8, 0])
+@pytest.mark.parametrize("header", ["", "context", "openai"])
+@pytest.mark.parametrize(
+    ("path", "first"), [("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", CHAT)], ids=["text", "chat"]
+)
+async def test_a_stream_counts_its_prompt_in_one_way_from_its_first_event_to_its_last(
+    pod, path, first, header, max_tokens
+):
+    """Seen failing: `continuous_usage_stats` told the whole prompt in the middle and the computed tokens at the end."""
+    pod.engine.answer = lambda ids: "abc"
+    session_id = (await pod.create(**first)).json["session_id"]
+    pod.engine.cached_tokens = 4
+    options = {"include_usage": True, "continuous_usage_stats": True}
+
+    answer = await pod.ask(
+        session_id,
+        path=path,
+        **first,
+        stream=True,
+        stream_options=options,
+        max_tokens=max_tokens,
+        headers=[(b"x-usage-format", header.encode())] if header else (),
+    )
+
+    told = [event["usage"] for event in answer.events if event.get("usage")]
+    assert len({usage["prompt_tokens"] for usage in told}) == 1
+    assert [usage["completion_tokens"] for usage in told] == sorted(usage["completion_tokens"] for usage in told)
+    assert told[-1]["context"]["committed"]
+    counts_whole = header == "openai" or (path != "/v1/completions" and not header)
+    assert (len(told) > 1) == (counts_whole and max_tokens > 0)
+
+
 async def test_token_ids_as_prompt_are_kept_with_their_text(pod):
     session_id = (await pod.create(prompt=encode("Hello"))).json["session_id"]
     pod.engine.cached_tokens = 100

@@ -26,6 +26,14 @@ def test_a_full_hit_still_computes_one_token():
     assert usage_object(whole, COMMITTED, openai_format=False)["prompt_tokens"] == 1
 
 
+@pytest.mark.parametrize("openai_format", [True, False])
+def test_both_formats_tell_computed_cached_and_saved_tokens(openai_format):
+    """`saved_tokens` leaves out what the engine had cached of the new text for another request."""
+    context = usage_object(usage(10, 6, 8), COMMITTED, openai_format=openai_format)["context"]
+
+    assert (context["computed_tokens"], context["cached_tokens"], context["saved_tokens"]) == (2, 8, 6)
+
+
 def test_the_openai_format_counts_the_whole_prompt():
     answer = usage_object(usage(10, 8, 8), COMMITTED, openai_format=True)
 

@@ -1,0 +1,147 @@
+"""Client libraries count the cached tokens of a context as we do: each reads the usage of its own API."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tests.kit.clients import Answered, PydanticAI, Vercel
+from tests.kit.fake_vllm import FakeVllm
+from tests.kit.turn_pod import running_turn_pod
+from tests.kit.vllm_words import anthropic_state, responses_state
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+MODEL, KEY = "toy-model", "not-a-key"
+CACHED = 40
+"""Less than any third prompt here has."""
+ASKS = ["Name a river, please.", "And a lake?", "And a sea?"]
+CONTEXT = {"session_id": "mine", "context_create": "if_missing"}
+"""Fields of every body."""
+
+
+@pytest.fixture
+async def pod(tmp_path, manager):
+    state = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
+    engine = FakeVllm(state=state)
+    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=engine, single_tenant="demo") as pod:
+        yield pod
+
+
+def openai_chat(url, streams):
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        for text in ASKS:
+            answer = client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": text}],
+                stream=streams,
+                extra_body=CONTEXT,
+                **({"stream_options": {"include_usage": True}} if streams else {}),
+            )
+            usage = list(answer)[-1].usage if streams else answer.usage
+            cached = usage.prompt_tokens_details.cached_tokens
+            yield Answered("", usage.prompt_tokens, cached, usage.completion_tokens)
+
+
+def openai_responses(url, streams):
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        for text in ASKS:
+            answer = client.responses.create(model=MODEL, input=text, stream=streams, conversation="mine")
+            usage = (list(answer)[-1].response if streams else answer).usage
+            yield Answered("", usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens)
+
+
+def anthropic_messages(url, streams):
+    import anthropic
+
+    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+        for text in ASKS:
+            body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": text}]}
+            if streams:
+                with client.messages.stream(**body, extra_body=CONTEXT) as stream:
+                    usage = stream.get_final_message().usage
+            else:
+                usage = client.messages.create(**body, extra_body=CONTEXT).usage
+            cached = usage.cache_read_input_tokens
+            whole = usage.input_tokens + cached + usage.cache_creation_input_tokens
+            yield Answered("", whole, cached, usage.output_tokens)
+
+
+def langchain(url, streams):
+    from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(
+        model=MODEL, base_url=f"{url}/v1", api_key=KEY, max_retries=0, stream_usage=True, extra_body=CONTEXT
+    )
+    for text in ASKS:
+        if streams:
+            first, *others = model.stream([HumanMessage(text)])
+            message = sum(others, first)
+        else:
+            message = model.invoke([HumanMessage(text)])
+        usage = message.usage_metadata
+        yield Answered("", usage["input_tokens"], usage["input_token_details"]["cache_read"], usage["output_tokens"])
+
+
+def litellm_chat(url, streams):
+    import litellm
+
+    for text in ASKS:
+        answer = litellm.completion(
+            model=f"openai/{MODEL}",
+            api_base=f"{url}/v1",
+            api_key=KEY,
+            messages=[{"role": "user", "content": text}],
+            extra_body=CONTEXT,
+            stream=streams,
+            stream_options={"include_usage": True} if streams else None,
+        )
+        usage = (litellm.stream_chunk_builder(list(answer)) if streams else answer).usage
+        yield Answered("", usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+
+
+async def third_turn(pod, turns):
+    """Take turns until the last, of whose prompt the engine has some cached; return what the library counted."""
+    counted = []
+    for number in range(len(ASKS)):
+        pod.engine.cached_tokens = CACHED if number == len(ASKS) - 1 else 0
+        counted.append(await asyncio.to_thread(next, turns))
+    assert [one.cached_tokens for one in counted[:-1]] == [0, 0]
+    return counted[-1]
+
+
+def engine_s_prompt(pod):
+    return pod.engine.generations()[-1]["kv_transfer_params"]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("library", [openai_chat, openai_responses, anthropic_messages, langchain, litellm_chat])
+async def test_a_library_counts_the_cached_tokens_of_the_third_turn_as_we_do(pod, library, streams):
+    """Seen failing on chats: openai and litellm had no details of the prompt's tokens, LangChain no `cache_read`."""
+    counted = await third_turn(pod, library(pod.url, streams))
+
+    assert (counted.prompt_tokens, counted.cached_tokens) == (len(engine_s_prompt(pod)), CACHED)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", [Vercel, PydanticAI])
+async def test_a_library_in_a_process_of_its_own_counts_them_too(pod, library):
+    """Seen failing: Vercel's said `cacheReadTokens: 0`, pydantic-ai had no `cache_read_tokens`."""
+    client = await asyncio.to_thread(library, pod.url, KEY, "anna", context=CONTEXT)
+    try:
+        counted = await third_turn(pod, (answer for text in ASKS for answer in client.ask(text)))
+    finally:
+        client.close()
+
+    assert (counted.prompt_tokens, counted.cached_tokens) == (len(engine_s_prompt(pod)), CACHED)
