@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from contextcache.requests import LARGE_BYTES
 
 SESSION_HEADER = "x-session-id"
 MINTED_PREFIX = "ctx_"
-"""What the ids begin with that we make. `X-Session-ID` claims such a context; any other is somebody's own label."""
+"""Prefix of the ids that we make. An `X-Session-ID` that begins so claims a context; any other is a label."""
 TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """Calls that can be a context's turn, and whose KV can be kept without one: vLLM 0.32 takes a salt and our order in
 each."""
@@ -42,6 +43,8 @@ VALUES_MAX = 2_200_000
 """Nearly all of them token ids: more than two million, the longest contexts there are."""
 BRACKETS_MAX = 2_000_000
 """In any body, those in texts too: beyond it even reading past them takes its time, here and in the engine."""
+_COLONS_MAX = 20_000
+"""A body with more of them may hold so many keys that reading their names would stall a process: none is read then."""
 _NARROW = 20_000
 """Values below which nobody has to look where they are."""
 _NAME_BYTES_MAX = 4096
@@ -83,6 +86,7 @@ class _Forbidden(msgspec.Struct, gc=False):
     ec_transfer_params: msgspec.Raw = _UNSET
 
 
+_ASKED = frozenset(_Fields.__struct_fields__)
 _FIELDS = msgspec.json.Decoder(_Fields)
 _FORBIDDEN = msgspec.json.Decoder(_Forbidden)
 _STRING = msgspec.json.Decoder(str)
@@ -97,6 +101,8 @@ class Claims:
     body: bytes = field(repr=False)
     """In UTF-8."""
     fields: _Fields = field(repr=False)
+    names: frozenset[str] = frozenset()
+    """Keys beside those of `fields`; none of a body that may hold too many."""
     is_lenient: bool = False
     """Whether `fields` were read with other values in the place of what strict JSON has not."""
 
@@ -184,7 +190,7 @@ def read_strict_claims(body: bytes) -> Claims:
     """Return what a body of strict JSON claims. Raises InvalidRequest naming line, column and fault."""
     _check_brackets(body)
     try:
-        return Claims(body, _FIELDS.decode(body))
+        return Claims(body, *_decoded(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise _explained(body, exc) from exc
 
@@ -201,11 +207,11 @@ def read_object(body: bytes) -> dict[str, Any]:
 def claimed_session(claims: Claims | None, header: str | None) -> SessionId | None:
     """Return the context that a request names, or None. Raises InvalidRequest.
 
-    `header` is `X-Session-ID`, a repeated one joined with commas: once or five times, it names the same context. What
-    does not begin with `ctx_` there is somebody's own label. `claims`: None when the body was not read.
+    `header` is `X-Session-ID`, a repeated one joined with commas: once or five times, it names the same context. A
+    value that does not begin with `ctx_` is a label (`label_of`). `claims`: None when the body was not read.
     """
     named = None if claims is None else claims.session_id()
-    labels = set() if header is None else {label.strip(" \t") for label in header.split(",")}
+    labels = _labels(header)
     contexts = {label for label in labels if label.startswith(MINTED_PREFIX)}
     if named is not None:
         if not contexts <= {named}:
@@ -219,6 +225,14 @@ def claimed_session(claims: Claims | None, header: str | None) -> SessionId | No
             param="session_id",
         )
     return contexts.pop() if contexts else None
+
+
+def label_of(header: str | None) -> SessionId | None:
+    """Return the label in `X-Session-ID` that may be the name of a context; None: there is none, or more than one."""
+    labels = _labels(header)
+    label = labels.pop() if len(labels) == 1 else ""
+    is_name = SESSION_ID_PATTERN.fullmatch(label) and not label.startswith((MINTED_PREFIX, KEPT_PREFIX))
+    return SessionId(label) if is_name else None
 
 
 def refuse_session(claims: Claims | None) -> None:
@@ -240,6 +254,10 @@ def remove_forbidden_keys(built: dict[str, Any]) -> None:
     for held in [built, extra] if isinstance(extra, dict) else [built]:
         for key in FORBIDDEN_KEYS:
             held.pop(key, None)
+
+
+def _labels(header: str | None) -> set[str]:
+    return set() if header is None else {label.strip(" \t") for label in header.split(",")}
 
 
 def _name(spelled: bytes | msgspec.Raw) -> str | None:
@@ -290,6 +308,16 @@ def _with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
     return b"".join((whole[:end], b"" if is_empty else b",", ours, whole[end:]))
 
 
+def _decoded(body: bytes | bytearray) -> tuple[_Fields, frozenset[str]]:
+    """Return the fields that are asked for, and the names of all others. Raises as a decoder does."""
+    if body.count(b":") <= _COLONS_MAX:
+        with suppress(UnicodeDecodeError):  # in a name: the engine may read it
+            members = _MEMBERS.decode(body)
+            asked = {name: value for name, value in members.items() if name in _ASKED}
+            return _Fields(**asked), frozenset(members.keys() - _ASKED)
+    return _FIELDS.decode(body), frozenset()
+
+
 def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
     """Read what Python's json would: any Unicode encoding, a byte order mark, NaN, halves of characters."""
     _check_brackets(body)
@@ -298,7 +326,7 @@ def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
         if encoding != "utf-8" and len(body) > LARGE_BYTES:
             raise strict  # it would be held three times over
         text = body if encoding == "utf-8" else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
-        return Claims(text, _FIELDS.decode(_with_plain_values(text)), is_lenient=True)
+        return Claims(text, *_decoded(_with_plain_values(text)), is_lenient=True)
     except RecursionError:
         raise strict from None
     except (msgspec.DecodeError, UnicodeError):

@@ -12,11 +12,13 @@ from typing import Any
 
 from contextcache.claim import Claims, claimed_session
 from contextcache.errors import ContextNotFound, InvalidRequest
+from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
 from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SessionId
 
 RESPONSES_PATH = "/v1/responses"
 RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
 """What says which context it is."""
+_RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS
 _RESPONSE_ID = re.compile(r"resp_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
 
 
@@ -39,12 +41,17 @@ def response_id(session_id: SessionId, generation: int) -> str:
     return f"resp_{generation}_{session_id}"
 
 
-def continued_by(path: str, claims: Claims | None, header: str | None) -> Continued | None:
+def continued_by(
+    path: str, claims: Claims | None, header: str | None, *, label: SessionId | None = None
+) -> Continued | None:
     """Return the context that a call continues, or creates; None: none. `header` is `X-Session-ID`.
 
-    Raises InvalidRequest, ContextNotFound for the id of a response that nothing was kept of.
+    `label`: the one in the header, where it is known to be a context's name. Raises InvalidRequest, also for a field
+    that is nearly one that names a context; ContextNotFound for the id of a response that nothing was kept of.
     """
-    named = claimed_session(claims, header)
+    if claims is not None:
+        refuse_misspelt(claims.names, _RESPONSE_HANDLES if path == RESPONSES_PATH else HANDLE_FIELDS)
+    named = claimed_session(claims, header) or label
     if claims is None or path != RESPONSES_PATH:
         creates = claims is not None and claims.creates_if_missing()
         return None if named is None else Continued(named, creates=creates)

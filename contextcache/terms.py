@@ -45,13 +45,6 @@ def read_terms(body: Mapping[str, Any]) -> Terms:
     return Terms(_ttl_s(body), read_choice(body, "ttl_policy", TtlPolicy), _metadata(body.get("metadata")))
 
 
-def read_only_fields(body: Mapping[str, Any], fields: frozenset[str]) -> None:
-    """Raise InvalidRequest when a body says anything but `fields`."""
-    for name in body:
-        if name not in fields:
-            raise InvalidRequest(f"only {', '.join(sorted(fields))} can be given here", param=name[:64])
-
-
 def read_session_id(named: Any) -> SessionId | None:
     """Return the name that a client gives a new context; None: it gives none. Raises InvalidRequest."""
     if named is None:

@@ -33,6 +33,7 @@ from contextcache.identity import (
     cache_salt,
     sign_identity,
 )
+from contextcache.labels import Labels
 from contextcache.model import (
     MAX_LIST_LIMIT,
     CacheSessionMetadata,
@@ -48,7 +49,7 @@ from contextcache.model import (
 )
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import LargeBodies, TenantsInHand
-from contextcache.responses import RESPONSES_PATH, Continued, continued_by, response_id
+from contextcache.responses import RESPONSES_PATH, Continued, response_id
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
@@ -176,6 +177,7 @@ class Gateway:
         """`rng` breaks ties between pods; tests give a seeded one."""
         self._authenticator = authenticator
         self._directory = directory
+        self._labels = Labels(directory.locate, clock)
         self._endpoints = endpoints
         self._holders = holders
         self._usage_reads = TenantsInHand(requests_max=_USAGE_READS_MAX)
@@ -253,7 +255,8 @@ class Gateway:
         if body and not is_opaque(admission.headers.get("content-type", "")):
             claims = await self._large_bodies.read(read_claims, body)
         if admission.kind is Kind.COMPLETION:
-            asked = continued_by(admission.path, claims, admission.headers.get(SESSION_HEADER))
+            header = admission.headers.get(SESSION_HEADER)
+            asked = await self._labels.continued_by(admission.tenant, admission.path, claims, header)
             if asked is not None:
                 if claims is None:  # nothing in it says anything, and a session's request has to be JSON
                     claims = await self._large_bodies.read(read_strict_claims, body)

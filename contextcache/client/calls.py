@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -64,18 +65,20 @@ def create(model: str, text: Prompt | None, messages: Sequence[Message] | None, 
     if (text is None) == (messages is None):
         raise ValueError("a create has a prompt or messages, not both")
     said = {"prompt": text} if messages is None else {"messages": list(messages)}
-    return _turn("/v1/context", {"model": model, **said}, fields)
+    return _turn("/v1/context", {"model": model, **said}, fields, CreateFields)
 
 
 def ask(model: str, session_id: str, prompt: Prompt, fields: TurnFields) -> Call[Reply]:
     """Take a turn with text or token ids."""
-    return _turn("/v1/completions", {"model": model, "session_id": session_id, "prompt": prompt}, fields)
+    return _turn("/v1/completions", {"model": model, "session_id": session_id, "prompt": prompt}, fields, TurnFields)
 
 
 def chat(model: str, session_id: str, said: str | Sequence[Message], fields: TurnFields) -> Call[Reply]:
     """Take a turn with what a user says, or with messages."""
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-    return _turn("/v1/chat/completions", {"model": model, "session_id": session_id, "messages": messages}, fields)
+    return _turn(
+        "/v1/chat/completions", {"model": model, "session_id": session_id, "messages": messages}, fields, TurnFields
+    )
 
 
 def get(session_id: str) -> Call[ContextInfo]:
@@ -85,6 +88,7 @@ def get(session_id: str) -> Call[ContextInfo]:
 
 def update(session_id: str, changes: Changes) -> Call[ContextInfo]:
     """Change ttl, policy or metadata; twice is as once, but for the moment from which a ttl counts."""
+    _check_names(changes, Changes)
     return Call("PATCH", _path(session_id), _info, body=dict(changes))
 
 
@@ -144,7 +148,8 @@ def created(reply: Reply) -> Reply:
     return reply
 
 
-def _turn(path: str, body: dict[str, Any], fields: Mapping[str, Any]) -> Call[Reply]:
+def _turn(path: str, body: dict[str, Any], fields: Mapping[str, Any], known: type) -> Call[Reply]:
+    _check_names(fields, known)
     said = dict(fields)
     key = said.pop("idempotency_key", None) or uuid.uuid4().hex
     generation = said.pop("if_match", None)
@@ -152,6 +157,17 @@ def _turn(path: str, body: dict[str, Any], fields: Mapping[str, Any]) -> Call[Re
     headers = {"idempotency-key": key} | ({} if generation is None else {"if-match": str(generation)})
     # A turn that commits nothing is run again under its key: that costs time, and changes nothing.
     return Call("POST", path, types.reply, body={**body, **said, **extra}, headers=headers)
+
+
+def _check_names(fields: Mapping[str, Any], known: type) -> None:
+    """Raise TypeError for a keyword argument that is no key of a TypedDict: a misspelt one would be ignored."""
+    names = sorted(known.__annotations__)
+    for name in fields:
+        if name not in names:
+            meant = get_close_matches(name, names, n=1)
+            hint = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(names)}"
+            extra = "; a field of the engine goes into extra={…}" if "extra" in names else ""
+            raise TypeError(f"unexpected keyword argument {name!r}: {hint}{extra}")
 
 
 def _info(body: Any, _headers: Mapping[str, str]) -> ContextInfo:

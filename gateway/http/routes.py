@@ -17,8 +17,9 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter, WithJsonSchema
 
 from contextcache.claim import read_object
 from contextcache.errors import ERRORS_BY_CODE, InvalidRequest, OperatorOnly
+from contextcache.fields import refuse_unknown
 from contextcache.model import KEPT_PREFIX, MAX_LIST_LIMIT, TenantId
-from contextcache.terms import read_generation, read_if_match, read_only_fields, read_session_id, read_terms
+from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
 from gateway.flows import Gateway
 from gateway.fronts import ReadyState
@@ -177,6 +178,12 @@ def _tenant(request: Request) -> TenantId:
     return tenant
 
 
+async def _known_query(request: Request) -> None:
+    """Raise InvalidRequest for a query parameter that a call has not: `?tenent=b` must not tell of tenant a."""
+    known = frozenset(parameter.alias for parameter in request.scope["route"].dependant.query_params)
+    refuse_unknown(request.query_params, known, kind="query parameter")
+
+
 async def _fields(request: Request) -> dict[str, Any]:
     """Return the body, an object. Raises InvalidRequest with line and column."""
     return read_object(request.state.body)
@@ -222,7 +229,10 @@ UsageHeader = Annotated[
 SessionHeader = Annotated[
     str | None,
     WithJsonSchema({"type": "string", "pattern": "^[!-~]{1,128}$"}),
-    Header(alias="X-Session-ID", description="The context to continue, if it begins with `ctx_`; else a label."),
+    Header(
+        alias="X-Session-ID",
+        description="The context to continue. Without `ctx_` a label: the name of one of your contexts, or nothing.",
+    ),
 ]
 KeepHeader = Annotated[
     str | None,
@@ -231,7 +241,7 @@ KeepHeader = Annotated[
 ]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
-contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY)])
+contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY), Depends(_known_query)])
 turns = APIRouter(tags=["turns"], dependencies=[Depends(_KEY)])
 operations = APIRouter(tags=["operations"])
 
@@ -335,7 +345,7 @@ async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessio
 )
 async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields) -> ContextObject:
     """Change a context's ttl, policy or metadata, also while a turn runs."""
-    read_only_fields(said, frozenset(ContextPatch.__annotations__))
+    refuse_unknown(said, frozenset(ContextPatch.__annotations__))
     return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
 
 
@@ -352,7 +362,7 @@ async def fork_context(
     request: Request, gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: FieldsOrNone
 ) -> ContextObject:
     """Make a context that begins as this one does, without copying its KV."""
-    read_only_fields(said, frozenset(ContextFork.__annotations__))
+    refuse_unknown(said, frozenset(ContextFork.__annotations__))
     named = read_session_id(said.get("session_id"))
     fork = NewFork(read_generation(said), named, read_terms(said), request.state.key)
     return context_object(*await gateway.contexts.fork(tenant, session_id, fork))
@@ -368,7 +378,7 @@ async def rewind_context(
     gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
 ) -> ContextObject:
     """Take a context back to an earlier turn. One that stands there already stays as it is."""
-    read_only_fields(said, frozenset(ContextRewind.__annotations__))
+    refuse_unknown(said, frozenset(ContextRewind.__annotations__))
     generation, expected = read_generation(said), read_if_match(if_match)
     if generation is None:
         raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")

@@ -19,11 +19,12 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, error_object
+from contextcache.fields import OUR_FIELDS
 from contextcache.model import UsageFormat
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
 from vllm_plugin.turn.engine import Scope, engine_error
 from vllm_plugin.turn.event_stream import Event, EventSplitter
-from vllm_plugin.turn.request import CHAT_PATH, OUR_FIELDS, TurnRequest, read_turn
+from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, read_turn
 from vllm_plugin.turn.settlement import Turn
 
 _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message_stream_converter")

@@ -35,13 +35,14 @@ from contextcache.errors import (
     error_body,
     error_headers,
 )
+from contextcache.fields import OUR_FIELDS, refuse_misspelt
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
 from contextcache.model import NewSession, SessionId, TenantId, new_session_id
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import BodyInHand, LargeBodies, joined_headers
-from contextcache.responses import RESPONSES_PATH, continued_by
+from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
@@ -179,7 +180,8 @@ class TurnMiddleware:
             identity = self._single_tenant(headers)
             if not create:
                 claims = await self._large_bodies.read(read_claims, raw)
-                asked = continued_by(path, claims, headers.get(SESSION_HEADER))
+                header = headers.get(SESSION_HEADER)
+                asked = await self._story.labels.continued_by(identity.tenant, path, claims, header)
                 named = None if asked is None else asked.session_id or self._new_name(identity.tenant, headers)
         elif not create:
             named = identity.session_id
@@ -336,6 +338,7 @@ def _read_turn(
     `words`: those of a turn that is not in a completion's or a chat's own.
     """
     body = read_object(raw)
+    refuse_misspelt(body, OUR_FIELDS | RESPONSE_FIELDS if path == RESPONSES_PATH else OUR_FIELDS)
     remove_forbidden_keys(body)
     if named is not None and body.get("session_id") not in (None, named):
         # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.

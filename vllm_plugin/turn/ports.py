@@ -25,6 +25,10 @@ from vllm_plugin.turn.usage import LoadedKV
 class SessionDirectory(Protocol):
     """The context manager. Every failure is a ContextCacheError; every call has a deadline."""
 
+    async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
+        """Return the row in one round trip. Raises ContextNotFound, ContextExpired."""
+        ...
+
     async def reserve(
         self, new: NewSession, *, lease_id: str, lease_ttl_ms: int, repeatable: Repeatable | None = None
     ) -> CacheSessionMetadata:

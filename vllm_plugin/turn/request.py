@@ -10,6 +10,7 @@ from typing import Any
 
 from contextcache.claim import FORBIDDEN_KEYS, IF_MISSING
 from contextcache.errors import InvalidRequest
+from contextcache.fields import OUR_FIELDS
 from contextcache.model import (
     DEFAULT_TTL_S,
     ContextMode,
@@ -29,11 +30,6 @@ COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
 MESSAGES_PATH = "/v1/messages"
 
-OUR_FIELDS = frozenset(
-    {"session_id", "ttl", "ttl_policy", "mode", "metadata", "context_mode", "context_commit", "context_create"}
-    | {"truncation"}
-)
-"""Body fields the engine never sees."""
 _USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
 NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {

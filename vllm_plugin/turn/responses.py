@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from contextcache.claim import SESSION_HEADER, read_strict_claims
+from contextcache.claim import SESSION_HEADER, label_of, read_strict_claims
 from contextcache.errors import EngineFailed, InvalidRequest
+from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, continued_by, response_id
 from vllm_plugin.turn.answer import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
@@ -30,7 +31,7 @@ from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event
 from vllm_plugin.turn.history import is_resend
 from vllm_plugin.turn.meaning import meanings
-from vllm_plugin.turn.request import CHAT_PATH, NEVER_FROM_CLIENTS, OUR_FIELDS, TurnRequest, read_turn
+from vllm_plugin.turn.request import CHAT_PATH, NEVER_FROM_CLIENTS, TurnRequest, read_turn
 from vllm_plugin.turn.settlement import Turn
 
 _RENDERING = ("construct_input_messages", "construct_tool_dicts")
@@ -93,7 +94,9 @@ class Responses:
 
         Raises InvalidRequest, with vLLM's words for what is vLLM's.
         """
-        asked = continued_by(RESPONSES_PATH, read_strict_claims(raw), headers.get(SESSION_HEADER))
+        header = headers.get(SESSION_HEADER)
+        label = named if named is not None and named == label_of(header) else None
+        asked = continued_by(RESPONSES_PATH, read_strict_claims(raw), header, label=label)
         if asked is None or asked.session_id not in (None, named):
             raise InvalidRequest("the body names another context than the request was routed for", param="session_id")
         for key, reason in _REFUSED.items():

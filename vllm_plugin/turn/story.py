@@ -32,6 +32,7 @@ from contextcache.errors import (
     NoReadyEndpoint,
 )
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
+from contextcache.labels import Labels
 from contextcache.model import (
     CacheSessionMetadata,
     ContextMode,
@@ -117,6 +118,8 @@ class TurnStory:
         self.tracer = tracer
         """Begins the spans of requests; closed with us."""
         self.metrics = metrics
+        self.labels = Labels(manager.locate, clock)
+        """Finds contexts for requests that no gateway has routed."""
         self._settings = settings
         self._secret = secret
         self._manager = manager

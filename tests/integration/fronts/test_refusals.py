@@ -33,7 +33,7 @@ async def test_a_context_that_is_foreign_deleted_or_never_was_gets_one_answer(fr
     assert engine.turns == []
 
 
-async def test_a_header_that_does_not_begin_as_a_context_is_a_label_and_asks_no_manager(front, engine, manager):
+async def test_a_label_needs_no_manager(front, engine, manager):
     """Seen to fail: 503 with the manager gone."""
     await manager.add("mine")
     await manager.stop()
@@ -47,6 +47,25 @@ async def test_a_header_that_does_not_begin_as_a_context_is_a_label_and_asks_no_
 
     assert [found.header("x-context-identity") for found in engine.turns] == [[]] * len(labels)
     assert [found.header("x-context-unrouted") for found in engine.turns] == [[]] * len(labels)
+
+
+async def test_a_label_that_equals_a_context_of_the_tenant_continues_it(front, engine, manager):
+    """Seen to fail: 200 from the engine alone, through either front."""
+    await manager.add("chat-42")
+    await manager.add("chat-43", tenant="other")
+    for label in ("chat-42", "chat-43", "chat-44"):
+        async with front.post("/v1/completions", {"prompt": "x"}, headers={"X-Session-ID": label}) as answer:
+            assert answer.status == 200
+
+    assert [bool(found.header("x-context-identity")) for found in engine.turns] == [True, False, False]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_misspelt_handle_reaches_no_pod(front, engine, path):
+    """Seen to fail: 200 from the engine alone, through either front."""
+    async with front.post(path, {"model": "stub-model", "prompt": "x", "sesion_id": "chat-42"}) as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "sesion_id")
+    assert engine.turns == []
 
 
 @only_http

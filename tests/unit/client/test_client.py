@@ -137,6 +137,22 @@ def test_the_sync_client_is_what_is_made_of_the_async_one():
     assert [file.name for file, text in made_files().items() if file.read_text() != text] == []
 
 
+def test_a_keyword_that_no_call_has_is_a_type_error_that_names_the_nearest():
+    """Seen to fail: `tll=5` was sent, and the context got the default life."""
+    contexts = client_of(Server((200, ANSWER, {}))).contexts
+    context = contexts.create("m", "Hello")
+    for call, meant in (
+        (lambda: contexts.create("m", "x", tll=5), "did you mean 'ttl'"),
+        (lambda: contexts.create_stream("m", "x", sesion_id="a"), "did you mean 'session_id'"),
+        (lambda: context.ask("x", temprature=0), "did you mean 'temperature'"),
+        (lambda: context.chat("x", context_mod="append"), "did you mean 'context_mode'"),
+        (lambda: context.ask_stream("x", guided_json={}), "goes into extra="),
+        (lambda: context.update(meta_data={}), "did you mean 'metadata'"),
+    ):
+        with pytest.raises(TypeError, match=meant):
+            call()
+
+
 def test_a_create_a_turn_and_their_usage():
     server = Server((200, ANSWER, {"X-Context-Generation": "1"}))
     context = client_of(server).contexts.create("m", "Hello", ttl=60, extra={"logprobs": 1})

@@ -313,7 +313,7 @@ def test_the_body_claims_any_id_and_the_header_those_that_we_mint():
     assert claimed_session(claims({"session_id": None}), None) is None
 
 
-def test_a_label_is_nobodys_context_and_contradicts_none():
+def test_a_label_claims_nothing_and_contradicts_nothing():
     for label in ("agent-run-7", "s", "my agent, run 7", "a:b", "xctx_1", "", "CTX_1", "\u00a0ctx_1"):
         assert claimed_session(claims({}), label) is None
         assert claimed_session(claims({"session_id": "s"}), label) == "s"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from contextcache.fields import OUR_FIELDS
 from gateway.fronts import CORS_EXPOSED_HEADERS
 from gateway.http import routes
-from vllm_plugin.turn.request import OUR_FIELDS
 
 DOC = (Path(__file__).parents[3] / "docs/http-api.md").read_text()
 NO_CALL = {"method_not_allowed"}
@@ -96,7 +96,7 @@ def test_an_error_has_our_body_and_one_of_the_codes_that_are_named(document):
 
 def test_the_headers_of_requests_are_the_same(document):
     """Seen to fail with `X-Context-Keep` left out of the document."""
-    asked = DOC[DOC.index("| field or header | meaning |") : DOC.index("Either claims a context")]
+    asked = DOC[DOC.index("| field or header | meaning |") : DOC.index("claim a context: when there is none")]
     told = headers_in(asked) | {"x-context-keep", "x-session-id"}
     named = {
         parameter["name"].lower()

@@ -63,6 +63,7 @@ NO_WAITS = {
     "gateway.pods.costs.MOVE_S": "the same",
     "gateway.pods.costs.MOVED_TOKENS_PER_S": "a rate",
     "gateway.pods.costs.DISK_TOKENS_PER_S": "the same",
+    "contextcache.labels.PAUSE_MS": "how long a manager is left alone",
     "contextcache.wire.connections._ACCEPT_RETRY_S": "between two tries",
     "contextcache.wire.connections.PATIENCE_S": "the time before which no half-open connection gives way to another",
     "vllm_plugin.turn.admission._UNASKED_MS": "how long a sidecar is left alone",

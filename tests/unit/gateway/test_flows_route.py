@@ -16,6 +16,7 @@ from contextcache.errors import (
 from contextcache.identity import IDENTITY_HEADER, verify_identity
 from contextcache.model import ContextMode, UsageFormat
 from gateway.flows import ROUTING_HEADERS, SALTED_PATHS
+from gateway.kept import Plain
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
 from gateway.ports import Caller
@@ -75,6 +76,46 @@ async def test_only_completions_are_salted(salting):
     embedding = await route(salting, {"input": "x"}, path="/v1/embeddings")
 
     assert (turn.body, embedding.body) == (None, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("plain", list(Plain))
+async def test_a_misspelt_handle_is_refused_whatever_the_key_keeps(parts, path, plain):
+    """Seen to fail: 200 from a pod, without the context."""
+    parts.gateway._authenticator.caller_of = lambda headers: Caller("demo", plain=plain)
+    with pytest.raises(InvalidRequest, match="unknown field `sesion_id`: did you mean `session_id`") as caught:
+        await route(parts, {"model": "stub-model", "prompt": "x", "sesion_id": "chat-42"}, path=path)
+
+    assert caught.value.param == "sesion_id"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_label_that_equals_a_context_continues_it(parts, path):
+    """Seen to fail: a stateless 200; the context stayed at one turn."""
+    await parts.directory.add("chat-42", holder="pod-b")
+    label = {"x-session-id": "chat-42"}
+    mine = await route(parts, {"prompt": "x"}, path=path, headers=label)
+    foreign = await route(parts, {"prompt": "x"}, path=path, headers=label, key=OTHER_KEY)
+    none = await route(parts, {"prompt": "x"}, path=path, headers={"x-session-id": "chat-43"})
+
+    assert (mine.kind, mine.endpoint.name, identity_of(parts, mine).session_id) == (Kind.TURN, "pod-b", "chat-42")
+    assert [(one.kind, one.body, one.set_headers) for one in (foreign, none)] == [(Kind.STATELESS, None, {})] * 2
+
+
+async def test_the_context_of_a_label_that_has_expired_is_gone_and_not_forgotten(parts):
+    await parts.directory.add("chat-42", ttl_s=600)
+    parts.clock.advance(s=601)
+
+    with pytest.raises(ContextExpired):
+        await route(parts, {"prompt": "x"}, headers={"x-session-id": "chat-42"})
+
+
+async def test_a_label_passes_while_the_manager_is_away(parts):
+    parts.directory.down = True
+    found = [await route(parts, {"prompt": "x"}, headers={"x-session-id": "chat-42"}) for _ in range(5)]
+
+    assert {one.kind for one in found} == {Kind.STATELESS}
+    assert parts.directory.calls == ["locate"]
 
 
 async def test_every_request_loses_identity_and_routing_headers(parts):

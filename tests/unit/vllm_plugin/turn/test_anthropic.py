@@ -292,3 +292,12 @@ def test_an_error_has_the_shape_of_either_dialect():
         "error": {"message": "x", "type": "server_error", "code": "internal_error", "param": "p"},
         "detail": "x",
     }
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tll", "ttl"), ("sesion_id", "session_id"), ("meta_data", "metadata")])
+async def test_a_misspelt_field_of_a_context_is_refused(pod, name, meant):
+    """Seen to fail: 200 and the default life."""
+    answer = await ask(pod, user("Hi"), **{name: 90})
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, name), answer.body
+    assert f"did you mean `{meant}`" in answer.json["error"]["message"]

@@ -89,6 +89,22 @@ async def test_a_stream_tells_the_id_first_and_the_commit_last(pod, chunk_bytes)
     assert (await pod.transcript("mine"))[0].generation == 1
 
 
+async def test_a_response_goes_on_in_the_context_that_the_gateway_found_by_its_label(pod):
+    await begin(pod)
+    more = await ask(pod, "And", headers=[(b"x-session-id", b"mine")])
+
+    assert (more.status, more.json["id"]) == (200, "resp_2_mine"), more.body
+
+
+@pytest.mark.parametrize(("name", "meant"), [("conversation_id", "conversation"), ("tll", "ttl"), ("stroe", "store")])
+async def test_a_misspelt_field_of_a_response_is_refused(pod, name, meant):
+    await begin(pod)
+    answer = await ask(pod, "And", session_id="mine", **{name: "x"})
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, name), answer.body
+    assert f"did you mean `{meant}`" in answer.json["error"]["message"]
+
+
 async def test_instructions_stand_for_one_request(pod):
     await begin(pod, instructions="Be brief")
     other = await ask(pod, "And", previous_response_id="resp_1_mine", instructions="Be long")

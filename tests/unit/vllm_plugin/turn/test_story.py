@@ -574,6 +574,54 @@ async def test_single_tenant_mode_needs_no_identity(tmp_path, engine):
     assert unknown.status == unknown_in_header.status == 404
 
 
+async def test_single_tenant_mode_finds_the_context_that_a_label_names(tmp_path, engine):
+    """Seen to fail: 200 without the conversation."""
+    pod = Pod(tmp_path, engine, single_tenant="demo")
+    await pod.post("/v1/context", {"model": "m", "prompt": "Hello", "session_id": "chat-42"})
+    turn = {"model": "m", "prompt": " x"}
+    named, other = [
+        await pod.post("/v1/completions", turn, headers=[(b"x-session-id", label)])
+        for label in (b"chat-42", b"chat-43")
+    ]
+
+    assert named.json["usage"]["context"]["context_tokens"] == 6
+    assert (other.status, "x-context-cache" in other.headers) == (200, False)
+
+
+MISSPELT = [("tll", "ttl"), ("sesion_id", "session_id"), ("contextmode", "context_mode"), ("meta_data", "metadata")]
+
+
+@pytest.mark.parametrize(("name", "meant"), MISSPELT)
+@pytest.mark.parametrize("path", ["/v1/context", "/v1/completions", "/v1/chat/completions"])
+async def test_a_misspelt_field_of_a_contexts_request_is_refused(pod, path, name, meant):
+    """Seen to fail: 200, the default life, a stateless answer."""
+    session_id = await created(pod, session_id="mine")
+    asked = len(pod.engine.requests)
+    body = (
+        {"prompt": "x"}
+        if path in {"/v1/context", "/v1/completions"}
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    answer = await pod.post(
+        path,
+        {"model": "m", "max_tokens": 5, **body, name: 90},
+        pod.identity(None if path == "/v1/context" else session_id),
+    )
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, name), answer.body
+    assert f"unknown field `{name}`: did you mean `{meant}`?" in answer.json["error"]["message"]
+    assert len(pod.engine.requests) == asked
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_single_tenant_mode_refuses_a_misspelt_handle(tmp_path, engine, path):
+    pod = Pod(tmp_path, engine, single_tenant="demo")
+    answer = await pod.post(path, {"model": "m", "prompt": "x", "sesion_id": "mine"})
+
+    assert (answer.status, answer.json["error"]["param"]) == (400, "sesion_id")
+    assert pod.engine.requests == []
+
+
 async def test_single_tenant_mode_refuses_a_context_where_none_can_be_carried(tmp_path, engine):
     """Seen to fail: 200 without the conversation."""
     pod = Pod(tmp_path, engine, single_tenant="demo")
