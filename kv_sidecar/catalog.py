@@ -109,7 +109,14 @@ class ContextCatalog:
             max_leases=limits.max_leases,
             life_ms_max=limits.lease_ms,
         )
-        self._matches = PrefixMatches(manifests, threads, clock=clock, metrics=metrics, max_names=limits.max_tombstones)
+        self._matches = PrefixMatches(
+            manifests,
+            threads,
+            clock=clock,
+            metrics=metrics,
+            max_names=limits.max_tombstones,
+            lose=self._lose_unreadable,
+        )
         self._keeping = Keeping(
             manifests,
             clock=clock,
@@ -340,7 +347,7 @@ class ContextCatalog:
             if manifest is not None and all(self._tiers.is_stored(key) for key in record.keys):
                 self._manifests.index.use(cache_ref)
                 return manifest
-            await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(tenant, [cache_ref])))
+            await self._lose_unreadable(record)
         elif (tenant, cache_ref) in self._expected or self._saving.is_saving(tenant, cache_ref):
             is_pulled = begun and (tenant, cache_ref) in self._expected
             if is_pulled and (beginning := self._saving.beginning(tenant, cache_ref)) is not None:
@@ -554,6 +561,10 @@ class ContextCatalog:
         for record in records:
             log.warning("context lost", extra={"cache_ref": record.cache_ref, "tenant": record.tenant})
         return records
+
+    async def _lose_unreadable(self, record: ManifestRecord) -> None:
+        refs = [record.cache_ref]
+        await self._finish(self._lose_incomplete(lambda: self._manifests.index.of_refs(record.tenant, refs)))
 
     async def _lose_incomplete(self, select: Callable[[], list[ManifestRecord]]) -> None:
         """Remove manifests that lack something, and spare their blocks for the save that follows the recompute.

@@ -70,7 +70,9 @@ class SidecarMetrics:
             "Questions which KV is still named that had no usable answer; nothing is freed for them.",
         )
         self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
-        self.quarantined = counter("quarantined_files", "Files put aside because their bytes were wrong.")
+        self.quarantined = counter(
+            "quarantined_files", "Block files, manifests and anything in their place that was put aside as damaged."
+        )
         self.last_collect = Gauge(
             "contextcache_sidecar_last_collect_timestamp_seconds",
             "Unix time at which the last whole pass of the collector began; 0: none since the start.",

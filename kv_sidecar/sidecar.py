@@ -391,6 +391,7 @@ class Sidecar:
         )
 
     def _open_stores(self) -> None:
+        self.directory.on_quarantined = self.metrics.quarantined.inc
         self.directory.open()
         self.disk.open()
         self.memory.open()

@@ -60,8 +60,8 @@ def check_groups(groups: Sequence[KVGroup], num_tokens: int, *, block_tokens_min
         apart = all(left < right for left, right in pairwise(edges))
         if not 1 <= len(group.runs) <= MAX_RUNS or not apart or edges[0] < 0 or edges[-1] != num_tokens:
             raise InvalidRequest("runs are ascending and apart, and end with the context", param="groups")
-        if group.block_tokens < block_tokens_min or group.window < 0:
-            raise InvalidRequest("a group's blocks are too small", param="groups")
+        if not block_tokens_min <= group.block_tokens <= _INT32_MAX or not 0 <= group.window <= _INT32_MAX:
+            raise InvalidRequest("a group's blocks or window have no size that can be", param="groups")
         if (group.kind == "full_attention" and group.runs != ((0, num_tokens),)) or (
             (group.kind == "sliding_window") != (group.window > 0)
         ):
@@ -141,6 +141,8 @@ FORMAT_1 = "context-cache-manifest-1"
 """Read, never written: one group of full attention."""
 TENSOR = "token_ids"
 MAX_WORLD_SIZE = 1024
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+"""What the wire carries of a group's sizes, and of times and bytes."""
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -287,7 +289,9 @@ def _block_checksums(supplement: dict[str, str], manifest_s: str, manifest: Mani
 
 def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Manifest:
     world_size = int(metadata["world_size"])
-    if not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids:
+    expires_at_ms, size_bytes = int(metadata["expires_at_ms"]), int(metadata["size_bytes"])
+    is_sent = 0 <= expires_at_ms <= _INT64_MAX and 0 <= size_bytes <= _INT64_MAX
+    if not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids or not is_sent:
         raise ValueError("numbers that cannot be")
     if metadata["format"] == FORMAT_1:
         groups: tuple[KVGroup, ...] = (plain_group(len(token_ids), int(metadata["block_tokens"])),)
@@ -303,8 +307,8 @@ def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Man
             groups=groups,
             files=(),
             world_size=world_size,
-            expires_at_ms=int(metadata["expires_at_ms"]),
-            size_bytes=int(metadata["size_bytes"]),
+            expires_at_ms=expires_at_ms,
+            size_bytes=size_bytes,
             tail_ref=metadata["tail_ref"] if metadata["format"] == FORMAT_FORK else "",
         )
     )

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from contextcache.errors import CorruptBlock, SidecarUnavailable
+from contextcache.errors import CorruptBlock
 from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId
 from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, fan_out
 from kv_sidecar.format.manifest import decode_manifest, encode_manifest
 from kv_sidecar.format.safetensors_header import HEAD_BYTES, tensor_start
 from kv_sidecar.sealed.index import ManifestIndex, ManifestRecord, record_of
 from kv_sidecar.sealed.prefixes import Prompt, common
-from kv_sidecar.tiers.data_directory import UNREADABLE, DataDirectory, open_regular
+from kv_sidecar.tiers.data_directory import DataDirectory, reading
 from kv_sidecar.tiers.store import IoThreads
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,12 @@ class SealedManifests:
         if len(self._read_last) > _REMEMBERED:
             del self._read_last[next(iter(self._read_last))]
 
-    async def in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int:
-        """Return how many of `count` tokens from `first` on a manifest shares with a prompt. Verifies nothing."""
-        return await self._threads.run(self._store.in_common, record.cache_ref, prompt, first, count)
+    async def in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int | None:
+        """Return how many of `count` tokens from `first` on a manifest shares with a prompt; None as `read`.
+
+        Verifies the file's length only.
+        """
+        return await self._threads.run(self._in_common, record, prompt, first, count)
 
     async def publish(self, plan: Callable[[], Manifest | None]) -> ManifestRecord | None:
         """Write the manifest that `plan` returns once nothing else changes manifests; None: there is none to write.
@@ -183,15 +186,15 @@ class SealedManifests:
         try:
             return self._store.read(record.cache_ref, record.tenant)
         except CorruptBlock:
-            log.warning("manifest put aside", extra={"cache_ref": record.cache_ref})
-            self._put_aside(record.cache_ref)
+            self._store.put_aside(record.cache_ref)
             return None
 
-    def _put_aside(self, cache_ref: CacheRef) -> None:
+    def _in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int | None:
         try:
-            self._store.put_aside(cache_ref)
-        except OSError:
-            log.warning("it cannot be put aside", extra={"cache_ref": cache_ref}, exc_info=True)
+            return self._store.in_common(record, prompt, first, count)
+        except CorruptBlock:
+            self._store.put_aside(record.cache_ref)
+            return None
 
     def _rewrite(self, record: ManifestRecord, expires_at_ms: int) -> bool:
         manifest = self._read(record)
@@ -230,30 +233,31 @@ class ManifestStore:
     def read(self, cache_ref: CacheRef, tenant: TenantId | None = None) -> Manifest | None:
         """Return a manifest, or None.
 
-        Raises CorruptBlock when it is not what was written, unreadable or another's, SidecarUnavailable for a fault
-        that passes.
+        Raises CorruptBlock when it is not what was written, unreadable or another's, SidecarUnavailable.
         """
         try:
             data = _read_file(self._path(cache_ref))
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return None
-        except OSError as exc:
-            if exc.errno in UNREADABLE:
-                raise CorruptBlock("the manifest cannot be read") from exc
-            raise SidecarUnavailable("the disk cannot be read") from exc
         manifest = decode_manifest(data)
         if manifest.cache_ref != cache_ref or tenant not in {None, manifest.tenant}:
             raise CorruptBlock("the manifest is another's")
         return manifest
 
-    def in_common(self, cache_ref: CacheRef, prompt: Prompt, first: int, count: int) -> int:
-        """Return how many tokens in a row are the prompt's too; 0 when the file cannot be read. Verifies nothing."""
+    def in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int | None:
+        """Return how many tokens in a row are the prompt's too, or None when there is no file.
+
+        Verifies the file's length only. Raises CorruptBlock, SidecarUnavailable.
+        """
+        count = min(count, record.num_tokens - first)
         try:
-            with self._path(cache_ref).open("rb", buffering=0) as file:
-                place = tensor_start(file.read(HEAD_BYTES)) + first * TOKEN_BYTES
-                theirs = os.pread(file.fileno(), count * TOKEN_BYTES, place)
-        except OSError:
-            return 0
+            with reading(self._path(record.cache_ref)) as (descriptor, size_bytes):
+                start = tensor_start(os.pread(descriptor, HEAD_BYTES, 0))
+                if start + record.num_tokens * TOKEN_BYTES != size_bytes:
+                    raise CorruptBlock("the manifest is not as long as its head says")
+                theirs = os.pread(descriptor, count * TOKEN_BYTES, start + first * TOKEN_BYTES)
+        except FileNotFoundError:
+            return None
         return common(theirs, prompt.token_ids[first * TOKEN_BYTES : (first + count) * TOKEN_BYTES]) // TOKEN_BYTES
 
     def delete(self, cache_refs: Iterable[CacheRef]) -> dict[CacheRef, OSError]:
@@ -265,13 +269,17 @@ class ManifestStore:
     def written_at_ms(self, cache_ref: CacheRef) -> int | None:
         """Return when a manifest's file was written (Unix time in ms, at its seal or a later touch); None: no file."""
         try:
-            return self._path(cache_ref).stat().st_mtime_ns // 1_000_000
+            return self._path(cache_ref).lstat().st_mtime_ns // 1_000_000
         except OSError:
             return None
 
     def put_aside(self, cache_ref: CacheRef) -> None:
-        """Move a manifest file that is not what was written into quarantine."""
-        self._directory.put_aside(self._path(cache_ref))
+        """Move a manifest file that is not what was written into quarantine, or leave it where it cannot be moved."""
+        log.warning("manifest put aside", extra={"cache_ref": cache_ref})
+        try:
+            self._directory.put_aside(self._path(cache_ref))
+        except OSError:
+            log.warning("it cannot be put aside", extra={"cache_ref": cache_ref}, exc_info=True)
 
     def read_all(self) -> Iterator[Manifest]:
         """Yield every manifest; bad files are put aside and left out. Raises SidecarUnavailable."""
@@ -281,17 +289,10 @@ class ManifestStore:
             try:
                 manifest = self.read(cache_ref)
             except CorruptBlock:
-                self._put_aside_or_leave(cache_ref)
+                self.put_aside(cache_ref)
                 continue
             if manifest is not None:
                 yield manifest
-
-    def _put_aside_or_leave(self, cache_ref: CacheRef) -> None:
-        log.warning("manifest put aside", extra={"cache_ref": cache_ref})
-        try:
-            self.put_aside(cache_ref)
-        except OSError:
-            log.warning("it cannot be put aside", extra={"cache_ref": cache_ref}, exc_info=True)
 
     def _is_ours(self, path: Path) -> bool:
         cache_ref = path.name.removesuffix(_SUFFIX)
@@ -302,8 +303,7 @@ class ManifestStore:
 
 
 def _read_file(path: Path) -> bytes:
-    descriptor, size = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
+    with reading(path) as (descriptor, size), os.fdopen(descriptor, "rb", closefd=False) as file:
         if size > MAX_FILE_BYTES:
             raise CorruptBlock("the file is larger than a manifest")
         return file.read(size)

@@ -7,12 +7,13 @@ the same conversation takes it away. A delete does, and the end of its life: the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import TypeVar
 
 from contextcache.clock import Clock
-from contextcache.errors import InvalidRequest
+from contextcache.errors import InvalidRequest, SidecarUnavailable
 from contextcache.model import TENANT_PATTERN, CacheRef, SessionId, TenantId
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text
 from kv_sidecar.metrics import SidecarMetrics
@@ -21,12 +22,16 @@ from kv_sidecar.sealed.manifests import SealedManifests
 from kv_sidecar.sealed.prefixes import Found, Prompt, prompt_of
 from kv_sidecar.tiers.store import IoThreads
 
+Answer = TypeVar("Answer")
+
 MATCHES_MAX = 3
 """Named in one answer: whoever asks reads a manifest of each until one will do."""
 ASK_S = 0.1
 """A connection and an answer from the same network."""
 BEGINNINGS_MAX = 4096
 BEGINNING_CHARS_MAX = 64
+PASSED_OVER_MAX = 8
+"""Manifests that one look-up finds unreadable before it answers with nothing."""
 STAYS_MS = 60_000
 """From match to load: a request may wait in the engine's queue before."""
 
@@ -107,9 +112,12 @@ class PrefixMatches:
         clock: Clock,
         metrics: SidecarMetrics,
         max_names: int,
+        lose: Callable[[ManifestRecord], Awaitable[None]],
     ) -> None:
+        """`lose` forgets a context whose manifest is damaged or gone."""
         self._manifests = manifests
         self._threads = threads
+        self._lose = lose
         self._clock = clock
         self._metrics = metrics
         self._named: RecentNames[CacheRef] = RecentNames(keep_ms=STAYS_MS, max_names=max_names)
@@ -132,28 +140,62 @@ class PrefixMatches:
         prompt = await self._threads.run(
             prompt_of, question.tenant, question.fingerprint, question.token_ids, sizes=sizes
         )
-        now_ms = self._clock.now_ms()
-        found: list[Found] = []
-
-        def live(cache_ref: CacheRef) -> ManifestRecord | None:
-            return self._manifests.live(question.tenant, cache_ref, now_ms=now_ms)
-
-        for one in index.prefixes.find(prompt, lambda cache_ref: live(cache_ref) is not None):
-            record = live(one.cache_ref)
-            if record is not None:
-                found.append(await self._measured(record, one, prompt) if one.goes_on else one)
-        found = [one for one in found if one.num_tokens >= question.tokens_min]
-        found.sort(key=lambda one: one.num_tokens, reverse=True)
-        best = _of_use(found)
+        best = await self._readable(question, prompt)
         for one in best:
-            self._named.add(one.cache_ref, now_ms)
+            self._named.add(one.cache_ref, self._clock.now_ms())
         self._metrics.prefix_matches.labels("some" if best else "none").inc()
         return best
 
-    async def _measured(self, record: ManifestRecord, found: Found, prompt: Prompt) -> Found:
-        """Return it with what it shares of the block in which the two part."""
-        more = await self._manifests.in_common(record, prompt, found.num_tokens, record.at.block_tokens)
-        return replace(found, num_tokens=found.num_tokens + more)
+    async def _readable(self, question: PrefixQuestion, prompt: Prompt) -> Sequence[Found]:
+        """Return what begins most like the prompt, the first of it read and verified: the engine asks for that next.
+
+        A manifest that cannot be read hides others of the same blocks, so the search begins again without it.
+        """
+        passed_over: set[CacheRef] = set()
+        while len(passed_over) < PASSED_OVER_MAX:
+            num_before = len(passed_over)
+            best = await self._nearest(question, prompt, passed_over)
+            if best and (record := self._live(question, best[0].cache_ref)) is not None:
+                await self._or_passed_over(record, self._manifests.read(record, again=True), passed_over)
+            if len(passed_over) == num_before:
+                return best
+        return ()
+
+    async def _nearest(self, question: PrefixQuestion, prompt: Prompt, passed_over: set[CacheRef]) -> Sequence[Found]:
+        """Return what begins most like the prompt, by the index; add to `passed_over` what cannot be read."""
+
+        def is_usable(cache_ref: CacheRef) -> bool:
+            return cache_ref not in passed_over and self._live(question, cache_ref) is not None
+
+        found: list[Found] = []
+        for one in self._manifests.index.prefixes.find(prompt, is_usable):
+            record = self._live(question, one.cache_ref)
+            if record is None:
+                continue
+            more: int | None = 0
+            if one.goes_on:  # it may share some of the block in which the two part
+                shared = self._manifests.in_common(record, prompt, one.num_tokens, record.at.block_tokens)
+                more = await self._or_passed_over(record, shared, passed_over)
+            if more is not None and one.num_tokens + more >= question.tokens_min:
+                found.append(replace(one, num_tokens=one.num_tokens + more))
+        found.sort(key=lambda one: one.num_tokens, reverse=True)
+        return _of_use(found)
+
+    async def _or_passed_over(
+        self, record: ManifestRecord, answer: Awaitable[Answer | None], passed_over: set[CacheRef]
+    ) -> Answer | None:
+        """Return what is read of a manifest, or None: the context is lost, or left alone for this question."""
+        try:
+            if (read := await answer) is None:
+                await self._lose(record)
+        except SidecarUnavailable:
+            read = None  # a fault that passes
+        if read is None:
+            passed_over.add(record.cache_ref)
+        return read
+
+    def _live(self, question: PrefixQuestion, cache_ref: CacheRef) -> ManifestRecord | None:
+        return self._manifests.live(question.tenant, cache_ref, now_ms=self._clock.now_ms())
 
 
 def _of_use(found: Sequence[Found]) -> list[Found]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,11 +22,13 @@ from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import LocalStore, from_url
 
 from contextcache.errors import CorruptBlock, SidecarUnavailable
+from kv_sidecar.tiers.data_directory import is_no_file
 from kv_sidecar.tiers.store import Buffer
 
 _ABSENT = (FileNotFoundError,)
 """What obstore raises for an object that is not there."""
 _PAGE = 1000
+_LOOKS_AT_ONCE = 4
 _PUTS = 10
 """How often a directory is asked to take an object: a delete may remove the folder that was just made for it, which is
 no error that obstore 0.12 knows apart."""
@@ -53,9 +56,14 @@ class ObjectStore:
         check_store_url(url)
         parts = urlsplit(url)
         self._timeout_s = timeout_s
+        self._directory: Path | None = None
+        """The mounted directory; None: a store of its own."""
         if parts.scheme == "file":
+            self._directory = Path(unquote(parts.path))
+            # Threads of their own: a mount that hangs must hold up nothing else.
+            self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="store-looks")
             # A directory that one delete finds empty goes, and a put that needs it makes it again.
-            self._store: Any = LocalStore(Path(unquote(parts.path)), mkdir=True, automatic_cleanup=True)
+            self._store: Any = LocalStore(self._directory, mkdir=True, automatic_cleanup=True)
             return
         try:
             self._store = from_url(url, retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=timeout_s)})
@@ -77,8 +85,13 @@ class ObjectStore:
         return True
 
     async def get(self, name: str, *, limit_bytes: int) -> Buffer | None:
-        """Return an object's bytes, or None. Raises CorruptBlock for one that is larger than `limit_bytes`."""
+        """Return an object's bytes, or None.
+
+        Raises CorruptBlock for one that is larger than `limit_bytes`, or where a directory has no file in its place.
+        """
         async with self._call():
+            if await self._is_no_file(name):
+                raise CorruptBlock("something else lies where an object belongs")
             try:
                 found = await obstore.get_async(self._store, name)
                 if found.meta["size"] > limit_bytes:
@@ -94,6 +107,8 @@ class ObjectStore:
     async def head(self, name: str) -> StoredObject | None:
         """Return what a listing would tell of an object, or None."""
         async with self._call():
+            if await self._is_no_file(name):
+                return None
             try:
                 return _told(await obstore.head_async(self._store, name))
             except _ABSENT:
@@ -133,6 +148,12 @@ class ObjectStore:
             except GenericError:
                 if not tries_left:
                     raise
+
+    async def _is_no_file(self, name: str) -> bool:
+        """Return whether something else lies in a file's place: obstore 0.12 opens a FIFO, and waits for ever."""
+        if self._directory is None:
+            return False
+        return await asyncio.get_running_loop().run_in_executor(self._looks, is_no_file, self._directory / name)
 
     @asynccontextmanager
     async def _call(self) -> AsyncIterator[None]:

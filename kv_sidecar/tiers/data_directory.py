@@ -15,9 +15,10 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from contextcache.errors import CorruptBlock, StorageFull
+from contextcache.errors import CorruptBlock, SidecarUnavailable, StorageFull
 from kv_sidecar.crash_points import at_step
 from kv_sidecar.tiers.store import Buffer
 
@@ -28,8 +29,10 @@ _FAN_OUT = re.compile(r"[0-9a-f]{2}", re.ASCII)
 MAX_QUARANTINED = 32
 """Files put aside for a person to look at; the oldest go first."""
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
+_UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EUCLEAN, errno.EACCES, errno.EPERM}
 """Faults of one file, which will be there at the next read too; others, such as too many open files, pass."""
+_NO_FILE = {errno.ELOOP, errno.ENXIO, errno.ENOTDIR}
+"""Errors of an open where a link, device or socket lies in the place of a file, or a file in that of a directory."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """What is short for a moment, and says nothing of what lies there."""
 
@@ -45,6 +48,8 @@ class DataDirectory:
         self._count_lock = threading.Lock()
         self.num_quarantined = 0
         """Files put aside since the start."""
+        self.on_quarantined: Callable[[], None] = lambda: None
+        """Called in any thread for each of them."""
         self._lock: int | None = None
 
     def open(self) -> None:
@@ -76,7 +81,7 @@ class DataDirectory:
         try:
             self._step(f"write {final.name}")
             _write_synced(temporary, data)
-            _make_directory(final.parent)
+            self._clear_the_way(final)
             self._step(f"rename {final.name}")
             is_new = not os.path.lexists(final)
             temporary.rename(final)
@@ -93,9 +98,14 @@ class DataDirectory:
         self._step(f"published {final.name}")
 
     def remove(self, path: Path) -> None:
-        """Remove a file if it is there; it may come back after a crash."""
+        """Remove a file if it is there; it may come back after a crash. A directory in its place is put aside."""
         self._step(f"unlink {path.name}")
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except NotADirectoryError:
+            return  # its directory was replaced by a file
+        except IsADirectoryError:
+            self.put_aside(path)
 
     def remove_for_good(self, paths: Iterable[Path]) -> dict[Path, OSError]:
         """Remove files, as many as can be, so that none comes back after a crash; return what stopped the others.
@@ -123,8 +133,10 @@ class DataDirectory:
     def put_aside(self, path: Path) -> None:
         """Move a bad file, or whatever lies there, into `quarantine/`, where at most `MAX_QUARANTINED` are kept.
 
-        Raises OSError when it cannot be moved.
+        Where its directory was replaced, what replaced that is moved. Raises OSError when it cannot be moved.
         """
+        while path.parent != self.root and not _is_directory(path.parent):
+            path = path.parent
         self._step(f"quarantine {path.name}")
         aside = self.quarantine / path.name
         if path.is_symlink() or path.exists():
@@ -136,6 +148,7 @@ class DataDirectory:
             return
         with self._count_lock:
             self.num_quarantined += 1
+        self.on_quarantined()
         kept = sorted(self.quarantine.iterdir(), key=_modified_ns)
         for old in kept[:-MAX_QUARANTINED]:
             remove_whatever(old)
@@ -185,6 +198,17 @@ class DataDirectory:
         except OSError:
             log.warning("it cannot be put aside", exc_info=True)
 
+    def _clear_the_way(self, final: Path) -> None:
+        """Create a fan-out directory that outlives a crash like the files in it; put aside whatever blocks a rename."""
+        for directory in (final.parent.parent, final.parent):
+            if not _is_directory(directory):
+                if os.path.lexists(directory):
+                    self.put_aside(directory)
+                directory.mkdir(exist_ok=True)
+                _fsync_directory(directory.parent)
+        if _is_directory(final):
+            self.put_aside(final)
+
     def _temporary_path(self, final: Path) -> Path:
         return self.tmp / f"{final.name}.{os.urandom(8).hex()}"
 
@@ -199,6 +223,11 @@ def _open_lock(path: Path) -> int:
 
 def _full_or(error: OSError) -> Exception:
     return StorageFull("the disk is full") if error.errno in _NO_ROOM else error
+
+
+def _is_directory(path: Path) -> bool:
+    """Return whether a directory lies there, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _modified_ns(path: Path) -> int:
@@ -222,13 +251,6 @@ def write_all(descriptor: int, data: Buffer) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _make_directory(path: Path) -> None:
-    """Create a fan-out directory that outlives a crash like the files in it."""
-    if not path.is_dir():
-        path.mkdir(parents=True, exist_ok=True)
-        _fsync_directory(path.parent)
 
 
 def _fsync_directory(path: Path) -> None:
@@ -289,6 +311,27 @@ def make_real_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[tuple[int, int]]:
+    """Lend a descriptor to read from, and the file's size in bytes. Every read of stored KV passes here.
+
+    Never waits for a writer. Raises FileNotFoundError, CorruptBlock when something else lies there or the file cannot
+    be read, SidecarUnavailable for a fault that passes.
+    """
+    try:
+        descriptor, size_bytes = open_regular(path)
+        try:
+            yield descriptor, size_bytes
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        if exc.errno in _UNREADABLE:
+            raise CorruptBlock("the file cannot be read") from exc
+        raise SidecarUnavailable("the disk cannot be read") from exc
+
+
 def open_regular(path: Path) -> tuple[int, int]:
     """Return a descriptor to read from, and the file's size in bytes.
 
@@ -298,14 +341,19 @@ def open_regular(path: Path) -> tuple[int, int]:
         # Without O_NONBLOCK the open of a FIFO waits for a writer, for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
-        if exc.errno in {errno.ELOOP, errno.ENXIO}:
-            raise CorruptBlock("a link or socket lies where a file belongs") from exc
+        if exc.errno in _NO_FILE:
+            raise CorruptBlock("something else lies where a file belongs") from exc
         raise
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise CorruptBlock("something else lies where a file belongs")
     return descriptor, status.st_size
+
+
+def is_no_file(path: Path) -> bool:
+    """Return whether something lies there that is no regular file. Raises OSError."""
+    return regular_size(path) is None and os.path.lexists(path)
 
 
 def regular_size(path: Path) -> int | None:

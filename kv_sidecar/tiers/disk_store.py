@@ -19,7 +19,7 @@ from contextcache.errors import CorruptBlock, StorageFull
 from contextcache.model import TenantId
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.quota import NOBODY, TenantQuota
-from kv_sidecar.tiers.data_directory import DataDirectory, open_regular, regular_size
+from kv_sidecar.tiers.data_directory import DataDirectory, reading, regular_size
 from kv_sidecar.tiers.store import BlockStore, Buffer, Room, TierUsage
 
 log = logging.getLogger(__name__)
@@ -98,32 +98,26 @@ class DiskStore(BlockStore):
     def read(self, key: BlockKey, room: Room | None = None) -> memoryview | None:
         """See BlockStore; with `room` the bytes are valid until that is used again.
 
-        Raises CorruptBlock when no file of a block's size lies there, OSError.
+        Raises CorruptBlock when no file of a block's size lies there, SidecarUnavailable.
         """
         try:
-            descriptor, size = open_regular(self.path_of(key))
+            with reading(self.path_of(key)) as (descriptor, size):
+                if size > self._block_bytes_max:
+                    raise CorruptBlock("the file is larger than a block")
+                view = (room or self._scratch.room).of(size)
+                return view[: _read_all(descriptor, view)].toreadonly()
         except FileNotFoundError:
             self._settle(key)
             return None
-        try:
-            if size > self._block_bytes_max:
-                raise CorruptBlock("the file is larger than a block")
-            view = (room or self._scratch.room).of(size)
-            return view[: _read_all(descriptor, view)].toreadonly()
-        finally:
-            os.close(descriptor)
 
     def read_into(self, key: BlockKey, room: memoryview) -> None:
         """Fill `room`, of a file's size, with the file.
 
-        Raises FileNotFoundError when there is none, CorruptBlock when it has another size, OSError.
+        Raises FileNotFoundError when there is none, CorruptBlock when it has another size, SidecarUnavailable.
         """
-        descriptor, size = open_regular(self.path_of(key))
-        try:
+        with reading(self.path_of(key)) as (descriptor, size):
             if size != len(room) or _read_all(descriptor, room) != size:
                 raise CorruptBlock("the file is not as long as it was")
-        finally:
-            os.close(descriptor)
 
     @override
     def delete(self, key: BlockKey) -> int:

@@ -20,7 +20,6 @@ from kv_sidecar.format.block_file import BlockMeta, check_head, parse_block_file
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_checksum, block_key, block_meta, num_files
 from kv_sidecar.metrics import SidecarMetrics
-from kv_sidecar.tiers.data_directory import UNREADABLE
 from kv_sidecar.tiers.disk_store import DiskStore
 from kv_sidecar.tiers.eviction import Slot
 from kv_sidecar.tiers.memory_store import MemoryStore, Pins
@@ -232,7 +231,7 @@ class Tiers:
             file = parse_block_file(data)
             file.verify()
             return data if file.checksum == vouched else None
-        except (CorruptBlock, OSError):
+        except (CorruptBlock, SidecarUnavailable, OSError):
             return None
 
     async def read_ahead(self, manifest: Manifest) -> None:
@@ -320,7 +319,7 @@ class Tiers:
     def _read_files(self, wanted: Sequence[_Wanted]) -> list[BlockKey]:
         """Read files into slots until one cannot be; return those that were. Runs in a thread."""
         brought = []
-        with suppress(CorruptBlock, OSError):
+        with suppress(CorruptBlock, SidecarUnavailable, OSError):
             for it in wanted:
                 if not self._read_into_slot(it):
                     break
@@ -360,7 +359,6 @@ class Tiers:
         """Quarantine a block whose bytes are wrong. Raises OSError when it cannot be moved."""
         self._checksums.pop(key, None)
         await self._threads.write(self._put_aside, key)
-        self._metrics.quarantined.inc()
         log.warning("block put aside", extra={"block": key.file_name})
 
     @asynccontextmanager
@@ -418,8 +416,6 @@ class Tiers:
             try:
                 fetched = await self._threads.run(self._read_one, wanted, pins, in_slots=in_slots)
             except OSError as exc:
-                if exc.errno in UNREADABLE:
-                    raise CorruptBlock("a block cannot be read") from exc
                 raise SidecarUnavailable("the disk cannot be read") from exc
             if not self.is_stored(key):
                 raise CacheRefNotFound("a block of this cache_ref is gone")
@@ -456,7 +452,7 @@ class Tiers:
     def _read_into_slot(self, wanted: _Wanted) -> bool:
         """Read a block from disk straight into memory, by the word of its head; False when there is no room for it.
 
-        Raises CorruptBlock, OSError.
+        Raises CorruptBlock, SidecarUnavailable.
         """
         key = wanted.expected.key
         size_bytes = self.disk.size_bytes(key) or 0

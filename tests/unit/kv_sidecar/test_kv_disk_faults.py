@@ -24,9 +24,8 @@ from contextcache.model import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.saves import NewSave
-from kv_sidecar.sealed import manifests
 from kv_sidecar.sealed.matching import PrefixQuestion
-from kv_sidecar.tiers import disk_store
+from kv_sidecar.tiers import data_directory, disk_store
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest, block_file_bytes, new_save
 
 TEN = tuple(range(10))
@@ -229,9 +228,8 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> Itera
         return real(path)
 
     with monkeypatch.context() as patch:
-        for module in (disk_store, manifests):
-            real = module.open_regular
-            patch.setattr(module, "open_regular", lambda path, real=real: failing(path, real))
+        real = data_directory.open_regular
+        patch.setattr(data_directory, "open_regular", lambda path: failing(path, real))
         yield
 
 

@@ -1,7 +1,7 @@
 """Parsers on arbitrary bytes: a value or CorruptBlock (InvalidRequest for frames), no memory a file merely asks for.
 
 Seen, each with its check in the parser taken out: AttributeError for a metadata that is a list, UnicodeEncodeError for
-half a character, a manifest of `world_size` 10**12 accepted.
+half a character, a manifest of `world_size` 10**12 accepted, one of an expiry that no message carries.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from contextcache.convert import manifest_from_pb, manifest_to_pb
 from contextcache.errors import CorruptBlock, InvalidRequest
 from contextcache.model import KVGroup
 from kv_sidecar.format.block_file import parse_block_file, parse_head
@@ -33,6 +34,8 @@ from kv_sidecar.format.manifest import (
 )
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header
 from kv_sidecar.moving.frames import FrameAssembly
+from kv_sidecar.sealed.index import record_of
+from kv_sidecar.sealed.prefixes import PrefixIndex
 from tests.kit import first_format
 from tests.kit.kv_blocks import block_file_bytes, block_meta_of, new_save
 
@@ -77,6 +80,9 @@ def read_manifest(data: bytes) -> None:
     assert num_files(manifest) <= len(manifest.token_ids) * len(manifest.groups)
     assert manifest.world_size <= 1024
     assert len(manifest.groups) <= MAX_GROUPS
+    assert manifest_from_pb(manifest_to_pb(manifest)).expires_at_ms == manifest.expires_at_ms
+    index = PrefixIndex()
+    index.add(manifest.cache_ref, record_of(manifest).at)
 
 
 def read_block(data: bytes) -> None:
@@ -195,6 +201,8 @@ def resealed(whole: bytes, changes: dict[str, str]) -> bytes:
 @given(numbers=st.dictionaries(st.sampled_from(["block_tokens", "world_size", "expires_at_ms", "size_bytes"]), NUMBERS))
 @example(numbers={"world_size": "1000000000000"})
 @example(numbers={"block_tokens": "-5"})
+@example(numbers={"expires_at_ms": "9" * 20})
+@example(numbers={"expires_at_ms": "-1", "size_bytes": "9" * 4000})
 @example(numbers={"block_tokens": "0"})
 def test_a_manifest_with_a_right_checksum_over_absurd_numbers_is_corrupt_or_bounded(
     whole: bytes, numbers: dict[str, str]
@@ -219,6 +227,7 @@ GROUP = st.fixed_dictionaries(
 @example("[" * 10_000)
 @example('[{"block_tokens":Infinity,"digest":"","kind":"full_attention","runs":[[0,10]]}]')
 @example("[" + ",".join(["{}"] * 10_000) + "]")
+@example('[{"block_tokens":4294967296,"digest":"","kind":"full_attention","runs":[[0,10]]}]')
 def test_a_manifest_with_a_right_checksum_over_absurd_groups_is_corrupt_or_bounded(groups: str) -> None:
     is_refused_or_read(read_manifest, resealed(MANIFEST, {"groups": groups}))
 
