@@ -1,13 +1,24 @@
-"""As much of a Kubernetes API server as Helm needs to install, upgrade and uninstall a release: objects in memory.
+"""As much of a Kubernetes API server as Helm needs to install, upgrade, roll back and uninstall a release.
 
-Discovery, create, get, list by label, update, patch, delete; any kind of a table. Nothing acts on the objects, nothing
-is validated (test_chart_documents.py does that). Helm 3 patches with what has changed, Helm 4 sends whole objects.
+Objects are in memory, in one namespace. The server keeps field ownership (`field_ownership.py`), defaults, canonical
+quantities and immutable fields (`object_rules.py`), and reads the patches of both Helms (`patches.py`): server-side
+apply from Helm 4, strategic and JSON merge patches from Helm 3.
+
+A real server does more:
+- It validates every field (`test_chart_documents.py` does), runs admission plugins and webhooks, and checks RBAC.
+- It merges some lists by item in server-side apply. Here a list belongs to one manager.
+- It keeps resource versions to watch, and deletes with finalizers and owners. Here a delete removes one object.
+- Its controllers act: ReplicaSets, pods, claims of a StatefulSet, an autoscaler's number. Tests write such numbers
+  through `scale`, and `small_node.py` places pods.
+- It answers OpenAPI documents. Helm runs with `--disable-openapi-validation` here.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +28,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
+from tests.chart.field_ownership import ConflictError, Manager, Owners, applied, set_owners, updated
+from tests.chart.object_rules import InvalidError, check_change, stored
+from tests.chart.patches import merged, strategically_merged
 from tests.chart.protobuf_secret import MAGIC, secret
 
 KINDS = {
@@ -48,6 +62,14 @@ def plural_of(kind: str) -> str:
     return f"{lower[:-1]}ies" if lower.endswith("y") else f"{lower}s"
 
 
+class _Refusal(Exception):
+    def __init__(self, code: int, reason: str, message: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+        self.status = head | {"reason": reason, "code": code, "message": message or reason}
+
+
 class ApiServer:
     """The objects, and where the server is."""
 
@@ -55,6 +77,7 @@ class ApiServer:
         self.objects: dict[Key, Object] = {}
         self.lock = threading.Lock()
         self.url = ""
+        self._version = 0
 
     def kubeconfig(self, path: Path, namespace: str) -> Path:
         """Write a file for KUBECONFIG; JSON is YAML."""
@@ -81,6 +104,26 @@ class ApiServer:
     def left(self) -> set[Key]:
         """Return what there is beside Helm's records."""
         return {key for key in self.objects if not key[1].startswith("sh.helm.release.")}
+
+    def write(self, key: Key, owned: tuple[Object, Owners], *, keep: bool = True) -> Object:
+        """Store an object with its owners, unless nothing changed or it is a dry run. Raises InvalidError."""
+        new, owners = copy.deepcopy(owned[0]), owned[1]
+        live = self.objects.get(key)
+        metadata = new.setdefault("metadata", {})
+        if live is not None:
+            check_change(live, new)
+            metadata |= {name: live["metadata"][name] for name in ("uid", "resourceVersion", "generation")}
+        else:
+            metadata |= {"uid": str(uuid.uuid4()), "generation": 1}
+        set_owners(new, owners)
+        if new == live:
+            return live
+        self._version += 1
+        metadata["resourceVersion"] = str(self._version)
+        metadata["generation"] += live is not None and live.get("spec") != new.get("spec")
+        if keep:
+            self.objects[key] = new
+        return new
 
 
 @contextmanager
@@ -117,49 +160,93 @@ class _Requests(BaseHTTPRequestHandler):
         elif len(parts) <= {"api": 2, "apis": 3}.get(parts[0], 0):
             self._answer(_discovery(parts))
         else:
-            self._object("GET", parts)
+            self._object()
 
-    def do_POST(self) -> None:
-        self._object("POST", urlsplit(self.path).path.strip("/").split("/"))
+    do_POST = do_PUT = do_PATCH = do_DELETE = lambda self: self._object()  # noqa: N815
 
-    do_PUT = do_PATCH = do_DELETE = lambda self: self._object(  # noqa: N815
-        self.command, urlsplit(self.path).path.strip("/").split("/")
-    )
-
-    def _object(self, verb: str, parts: list[str]) -> None:
-        length = int(self.headers.get("content-length") or 0)
-        body = _body(self.rfile.read(length))
+    def _object(self) -> None:
+        parts = urlsplit(self.path).path.strip("/").split("/")
+        body = _body(self.rfile.read(int(self.headers.get("content-length") or 0)))
         rest = parts[2:] if parts[0] == "api" else parts[3:]
         if rest[0] == "namespaces" and len(rest) > 2:
             rest = rest[2:]
-        plural, name = rest[0], rest[1] if len(rest) > 1 else ""
+        plural, name, subresource = (*rest, "", "")[:3]
         with self.cluster.lock:
-            self._answer(*self._changed(verb, (plural, name or body.get("metadata", {}).get("name", "")), name, body))
+            try:
+                if self.command == "GET" and not name:
+                    self._answer(self._list(plural))
+                    return
+                key = (plural, name or body["metadata"]["name"])
+                if subresource:
+                    self._answer(self._scaled(key, subresource, body))
+                    return
+                self._answer(self._one(key, body), 201 if self.command == "POST" else 200)
+            except _Refusal as refusal:
+                self._answer(refusal.status, refusal.code)
+            except ConflictError as conflict:
+                self._answer(_Refusal(409, "Conflict", str(conflict)).status, 409)
+            except InvalidError as invalid:
+                self._answer(_Refusal(422, "Invalid", str(invalid)).status, 422)
 
-    def _changed(self, verb: str, key: Key, name: str, body: Object) -> tuple[Object, int]:
-        objects = self.cluster.objects
-        if verb == "GET" and not name:
-            return self._list(key[0]), 200
-        if verb == "POST":
-            if key in objects:
-                return _status(409, "AlreadyExists"), 409
-            objects[key] = _created(body)
-            return objects[key], 201
-        whole = "apply" in self.headers.get("content-type", "") or verb == "PUT"
-        if verb == "PATCH" and whole and key not in objects:
-            objects[key] = _created(body)
-            return objects[key], 201
-        if key not in objects:
-            return _status(404, "NotFound"), 404
-        if verb == "DELETE":
-            return objects.pop(key), 200
-        if verb in {"PUT", "PATCH"}:
-            objects[key] = _created(body) if whole else _patched(objects[key], body)
-        return objects[key], 200
+    def _one(self, key: Key, body: Any) -> Object:
+        live = self.cluster.objects.get(key)
+        applies = "apply" in self.headers.get("content-type", "")
+        if self.command == "POST":
+            if live is not None:
+                raise _Refusal(409, "AlreadyExists", f'{key[0]} "{key[1]}" already exists')
+            return self._write(key, {}, body)
+        if live is None and not applies:
+            raise _Refusal(404, "NotFound", f'{key[0]} "{key[1]}" not found')
+        if self.command == "DELETE":
+            return self.cluster.objects.pop(key)
+        if applies:
+            if not self._asked("fieldManager"):
+                raise _Refusal(400, "BadRequest", "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value")
+            new, owners = applied(live or {}, body, self._asked("fieldManager"), force=self._asked("force") == "true")
+            return self.cluster.write(key, (stored(new), owners), keep=not self._asked("dryRun"))
+        assert live is not None
+        return self._write(key, live, body if self.command == "PUT" else self._patched(live, body)) if body else live
+
+    def _patched(self, live: Object, patch: Any) -> Object:
+        kind = self.headers.get("content-type", "")
+        if "json-patch" in kind:
+            result = copy.deepcopy(live)
+            for step in patch:
+                root, section, field = step["path"].split("/")
+                if (root, section, step["op"]) != ("", "metadata", "replace"):
+                    raise _Refusal(400, "BadRequest", f"this server knows no such JSON patch: {step['path']}")
+                result[section][field] = step["value"]
+            return result
+        return strategically_merged(live, patch) if "strategic" in kind else merged(live, patch)
+
+    def _write(self, key: Key, live: Object, body: Object) -> Object:
+        version = body.get("metadata", {}).get("resourceVersion")
+        if live and version not in {None, live["metadata"]["resourceVersion"]}:
+            raise _Refusal(409, "Conflict", f'{key[0]} "{key[1]}": the object has been modified')
+        new = stored(body)
+        return self.cluster.write(key, (new, updated(live, new, self._manager())), keep=not self._asked("dryRun"))
+
+    def _scaled(self, key: Key, subresource: str, body: Object) -> Object:
+        live = self.cluster.objects.get(key)
+        if live is None or subresource != "scale" or self.command not in {"GET", "PUT"}:
+            raise _Refusal(404, "NotFound", f'{key[0]} "{key[1]}" has no {subresource} to {self.command}')
+        if self.command == "PUT":
+            new = copy.deepcopy(live)
+            new["spec"]["replicas"] = body["spec"]["replicas"]
+            live = self.cluster.write(key, (new, updated(live, new, self._manager("scale"))))
+        head = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": {"name": key[1]}}
+        return head | {"spec": {"replicas": live["spec"]["replicas"]}}
+
+    def _manager(self, subresource: str = "") -> Manager:
+        """Return the manager of a write that is no apply; a client that names none goes by its user agent."""
+        agent = self.headers.get("user-agent", "unknown").partition("/")[0]
+        return Manager(self._asked("fieldManager") or agent, "Update", subresource)
+
+    def _asked(self, name: str) -> str:
+        return parse_qs(urlsplit(self.path).query).get(name, [""])[0]
 
     def _list(self, plural: str) -> Object:
-        query = parse_qs(urlsplit(self.path).query)
-        wanted = dict(item.split("=") for item in query.get("labelSelector", [""])[0].split(",") if "=" in item)
+        wanted = dict(item.split("=") for item in self._asked("labelSelector").split(",") if "=" in item)
         found = [
             made
             for (of, _), made in self.cluster.objects.items()
@@ -177,7 +264,7 @@ class _Requests(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def _body(content: bytes) -> Object:
+def _body(content: bytes) -> Any:
     if content.startswith(MAGIC):
         return secret(content)
     return yaml.load(content, Loader=yaml.CSafeLoader) if content else {}
@@ -207,28 +294,3 @@ def _discovery(parts: list[str]) -> Object:
         for kind in KINDS.get(version, ())
     ]
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
-
-
-def _created(body: Object) -> Object:
-    metadata = body.setdefault("metadata", {})
-    metadata.setdefault("uid", "00000000-0000-0000-0000-000000000000")
-    metadata["resourceVersion"] = "1"
-    return body
-
-
-def _patched(old: Object, patch: Object) -> Object:
-    """Return an object after a merge patch; lists are replaced whole."""
-    result = dict(old)
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        elif isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = _patched(result[key], value)
-        elif not key.startswith("$"):
-            result[key] = value
-    return result
-
-
-def _status(code: int, reason: str) -> Object:
-    head = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-    return head | {"reason": reason, "code": code, "message": reason}
