@@ -59,7 +59,7 @@ async def serve(
             connection,
             tombstone_s=settings.tombstone_s,
             tenant_contexts_max=settings.tenant_contexts_max,
-            tenant_answers_bytes_max=settings.tenant_answers_bytes_max,
+            tenant_bytes_max=settings.tenant_bytes_max,
         )
         stack.push_async_callback(store.close)
         clock = StoreClock(store.read_clock, metrics=metrics, wall=wall)

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from context_manager import refusals
-from context_manager.store import ANSWER_KEPT_MS, SessionKey, shard_of
-from contextcache.model import CacheSessionMetadata, KeptAnswer, Repeatable, TurnCommit
-
-_HOUR_MS = 3_600_000
+from context_manager.store import ANSWER_BYTES, ANSWER_KEPT_MS, SessionKey
+from contextcache.model import CacheSessionMetadata, KeptAnswer, Repeatable, TenantId, TurnCommit
 
 
 class MemoryAnswers:
     """By session and key, each for ANSWER_KEPT_MS."""
 
-    def __init__(self, *, bytes_max: int) -> None:
-        """`bytes_max`: of one tenant in one shard, counted by the hour."""
-        self._bytes_max = bytes_max
+    def __init__(self) -> None:
+        """Keep nothing yet."""
         self._kept: dict[tuple[SessionKey, str], tuple[KeptAnswer, int]] = {}
         """And when it was kept."""
 
     def check(self, key: SessionKey, repeatable: Repeatable | None, now_ms: int) -> None:
-        """Raise AlreadyAnswered, IdempotencyKeyReused, ContextQuotaExceeded; nothing for what may be run."""
+        """Raise AlreadyAnswered or IdempotencyKeyReused; nothing for what may be run."""
         if repeatable is None:
             return
         self._forget_old(now_ms)
         known = self._kept.get((key, repeatable.key))
         if known is not None:
             raise refusals.already_answered() if known[0].request == repeatable.request else refusals.key_reused()
-        shard, since_ms = shard_of(key.tenant, key.session_id), now_ms - now_ms % _HOUR_MS - ANSWER_KEPT_MS
-        sizes = (
-            len(kept.answer)
-            for (other, _), (kept, kept_at_ms) in self._kept.items()
-            if other.tenant == key.tenant
-            and shard_of(other.tenant, other.session_id) == shard
-            and kept_at_ms - kept_at_ms % _HOUR_MS > since_ms
+
+    def bytes_of(self, tenant: TenantId, now_ms: int) -> int:
+        """Return the bytes counted for a tenant's answers."""
+        self._forget_old(now_ms)
+        return sum(
+            ANSWER_BYTES + len(kept.answer) for (key, _), (kept, _) in self._kept.items() if key.tenant == tenant
         )
-        if sum(sizes) >= self._bytes_max:
-            raise refusals.too_many_answers()
 
     def keep(self, key: SessionKey, commit: TurnCommit, session: CacheSessionMetadata, now_ms: int) -> None:
         """Keep the answer of a commit, if it may come again."""

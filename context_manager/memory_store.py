@@ -23,15 +23,21 @@ from context_manager.session_row import (
     marks_after,
     marks_field,
     marks_of,
+    metadata_to_field,
     new_mark,
     new_row,
     with_holder,
 )
 from context_manager.store import (
+    ANSWER_BYTES,
     BATCH_KNOWN_MS,
+    CONTEXT_BYTES,
     DAY_MS,
+    HOUR_MS,
     LIST_ROWS_MAX,
-    TENANT_ANSWERS_BYTES_MAX,
+    PLACE_BYTES,
+    SEGMENT_BYTES,
+    TENANT_BYTES_MAX,
     BegunTurn,
     Fate,
     SessionKey,
@@ -70,18 +76,19 @@ class MemorySessionStore(SessionStore):
         *,
         tombstone_s: int = 3600,
         tenant_contexts_max: int = 0,
-        tenant_answers_bytes_max: int = TENANT_ANSWERS_BYTES_MAX,
+        tenant_bytes_max: int = TENANT_BYTES_MAX,
     ) -> None:
         """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
 
-        `tenant_contexts_max`: 0 for no limit. `tenant_answers_bytes_max`: in each shard.
+        `tenant_contexts_max`, `tenant_bytes_max`: 0 for no limit.
         """
+        self._tenant_bytes_max = tenant_bytes_max
         self._tenant_contexts_max = tenant_contexts_max
         self._tombstone_ms = tombstone_s * 1000
         self._rows: dict[SessionKey, SessionRow] = {}
         self._transcripts: dict[SessionKey, list[bytes]] = {}
         self._turns: dict[SessionKey, tuple[TurnReceipt, ...]] = {}
-        self._answers = MemoryAnswers(bytes_max=tenant_answers_bytes_max)
+        self._answers = MemoryAnswers()
         self._places: dict[SessionKey, tuple[int, int]] = {}
         """Of those removed: when they were created, and until when that is remembered."""
         self._usage: dict[tuple[TenantId, int], dict[str, Counter[str]]] = {}
@@ -110,6 +117,7 @@ class MemorySessionStore(SessionStore):
             raise refusals.exists()
         if 0 < self._tenant_contexts_max <= self._count_others(key):
             raise refusals.too_many_contexts(self._tenant_contexts_max)
+        self._check_room(key.tenant, CONTEXT_BYTES, now_ms)
         row = new_row(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms, now_ms=now_ms)
         self._rows[key] = row
         self._transcripts[key] = []
@@ -145,6 +153,7 @@ class MemorySessionStore(SessionStore):
             raise refusals.busy(row.lease_until_ms - now_ms)
         transcript = self._whole_transcript(key, row)
         if takes_lease:
+            self._check_room(key.tenant, CONTEXT_BYTES, now_ms)
             row = replace(row, lease_id=lease_id, lease_until_ms=now_ms + lease_ttl_ms)
         row = _life_restarted_if_sliding(row, now_ms)
         self._rows[key] = row
@@ -200,6 +209,10 @@ class MemorySessionStore(SessionStore):
         stored = self._whole_transcript(key, row)
         if commit.keep_segments > len(stored):
             raise refusals.keeps_too_much(len(stored))
+        more = 0 if forked_from else sum(SEGMENT_BYTES + len(segment) for segment in added)
+        if commit.repeatable is not None:
+            more += ANSWER_BYTES + len(commit.answer)
+        self._check_room(key.tenant, more, now_ms)
         session = replace(
             row.session,
             state=SessionState.READY,
@@ -264,6 +277,8 @@ class MemorySessionStore(SessionStore):
     ) -> CacheSessionMetadata:
         row = self._committed(key, now_ms)
         session = row.session
+        more = 0 if metadata is None else _size_of(metadata) - _size_of(session.metadata)
+        self._check_room(key.tenant, max(more, 0), now_ms)
         if ttl_s is not None:
             session = replace(session, ttl_s=ttl_s, expires_at_ms=now_ms + ttl_s * 1000)
         if ttl_policy is not None:
@@ -408,6 +423,26 @@ class MemorySessionStore(SessionStore):
         of_tenant = (other for other, row in self._rows.items() if other.tenant == key.tenant and not row.is_tombstone)
         return sum(other != key for other in of_tenant)
 
+    def _check_room(self, tenant: TenantId, more: int, now_ms: int) -> None:
+        """Raise ContextQuotaExceeded for more bytes than the tenant has left. A fork shares its source's segments."""
+        bytes_max, hour = self._tenant_bytes_max, now_ms // HOUR_MS
+        if not bytes_max or not more:
+            return
+        segments: dict[int, int] = {}
+        sum_bytes = more + self._answers.bytes_of(tenant, now_ms)
+        for key, row in self._rows.items():
+            if key.tenant != tenant:
+                continue
+            if row.is_tombstone:
+                sum_bytes += PLACE_BYTES * (row.standing(now_ms, self._tombstone_ms) is Standing.EXPIRED)
+            elif row.due_at_ms // HOUR_MS >= hour:
+                sum_bytes += CONTEXT_BYTES + _size_of(row.session.metadata)
+                segments |= {id(segment): SEGMENT_BYTES + len(segment) for segment in self._transcripts[key]}
+        remembered = (until_ms for key, (_, until_ms) in self._places.items() if key.tenant == tenant)
+        sum_bytes += sum(PLACE_BYTES for until_ms in remembered if until_ms // HOUR_MS >= hour)
+        if sum_bytes + sum(segments.values()) > bytes_max:
+            raise refusals.too_many_bytes(bytes_max)
+
     def _existing(self, key: SessionKey, now_ms: int) -> SessionRow:
         return existing_row(self._rows.get(key), now_ms=now_ms, tombstone_ms=self._tombstone_ms)
 
@@ -429,6 +464,10 @@ class MemorySessionStore(SessionStore):
             self._places[key] = (row.session.created_at_ms, now_ms + self._tombstone_ms)
         self._transcripts.pop(key, None)
         self._turns.pop(key, None)
+
+
+def _size_of(metadata: Mapping[str, str]) -> int:
+    return len(metadata_to_field(metadata).encode())
 
 
 def _life_restarted_if_sliding(row: SessionRow, now_ms: int) -> SessionRow:

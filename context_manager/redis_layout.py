@@ -15,7 +15,17 @@ from context_manager import refusals
 from context_manager.generations import RUNS_MAX
 from context_manager.limits import check_receipt
 from context_manager.session_row import SessionRow, row_from_fields
-from context_manager.store import ANSWER_KEPT_MS, KEY_GRACE_MS, USAGE_KEPT_MS, SessionKey, shard_of
+from context_manager.store import (
+    ANSWER_BYTES,
+    ANSWER_KEPT_MS,
+    CONTEXT_BYTES,
+    KEY_GRACE_MS,
+    PLACE_BYTES,
+    SEGMENT_BYTES,
+    USAGE_KEPT_MS,
+    SessionKey,
+    shard_of,
+)
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
     SESSION_ID_PATTERN,
@@ -37,7 +47,7 @@ SWEEPER_KEY = "cc:sweeper"
 """There while one manager sweeps for all."""
 _SUM_DIGITS_MAX = 17
 """Of what a shard counted on a day: beyond any use, and what all shards have together still fits into 64 bits."""
-_RULES = ("row", "transcript", "answers", "usage")
+_RULES = ("bytes", "row", "transcript", "answers", "usage")
 _SCRIPTS = (
     *("reserve", "admit", "begin", "note_holder", "renew", "commit", "rewind", "abort", "touch", "unregister"),
     *("sweep", "claim", "count"),
@@ -69,10 +79,14 @@ def place_key(key: SessionKey) -> str:
     return f"{_tag(shard_of(key.tenant, key.session_id))}:place:{member(key)}"
 
 
-def answer_keys(key: SessionKey, repeat_key: str) -> list[str]:
-    """Return the names of what a repeated request is answered, and of its tenant's bytes by the hour."""
-    tag = _tag(shard_of(key.tenant, key.session_id))
-    return [f"{tag}:answer:{member(key)}:{repeat_key}", f"{tag}:answers:{key.tenant}"]
+def answer_key(key: SessionKey, repeat_key: str) -> str:
+    """Return the name of what a repeated request is answered."""
+    return f"{_tag(shard_of(key.tenant, key.session_id))}:answer:{member(key)}:{repeat_key}"
+
+
+def ledger_key(tenant: TenantId, shard: int | None) -> str:
+    """Return the name of a tenant's ledger of bytes; `shard`: of a Cluster, None elsewhere."""
+    return f"{'cc' if shard is None else _tag(shard)}:bytes:{tenant}"
 
 
 def usage_key(shard: int, tenant: TenantId, day: int) -> str:
@@ -192,6 +206,8 @@ def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
     folder = resources.files("context_manager") / "scripts"
     numbers = f"local GRACE_MS, RUNS_MAX, ANSWER_KEPT_MS = {grace_ms:d}, {RUNS_MAX}, {ANSWER_KEPT_MS}\n"
     numbers += f"local USAGE_KEPT_MS, TURNS_KEPT = {USAGE_KEPT_MS}, {TURNS_KEPT}\n"
+    numbers += f"local CONTEXT_BYTES, SEGMENT_BYTES = {CONTEXT_BYTES}, {SEGMENT_BYTES}\n"
+    numbers += f"local ANSWER_BYTES, PLACE_BYTES = {ANSWER_BYTES}, {PLACE_BYTES}\n"
     rules = numbers + "".join((folder / f"{name}.lua").read_text() for name in _RULES)
     texts = {name: rules + (folder / f"{name}.lua").read_text() for name in _SCRIPTS}
     # SHA-1 is Redis's name for a script, nothing is protected by it.

@@ -119,10 +119,14 @@ class ShardSweeper:
     Bounded: one call looks at SWEEP_BATCH sessions at most.
     """
 
-    def __init__(self, connection: RedisConnection, script: Script, *, tombstone_ms: int) -> None:
+    def __init__(
+        self, connection: RedisConnection, script: Script, *, tombstone_ms: int, ledger: Callable[[SessionKey], str]
+    ) -> None:
+        """`ledger`: the name of the ledger that counts a session's bytes."""
         self._redis = connection
         self._script = script
         self._tombstone_ms = tombstone_ms
+        self._ledger = ledger
         self._next_shard, self._next_rank = 0, 0
         """Where the round goes on."""
 
@@ -156,7 +160,7 @@ class ShardSweeper:
         arguments: list[Any] = [now_ms, self._tombstone_ms]
         for key in candidates:
             names += [session_key(key), transcript_key(key), tenant_key(shard, key.tenant)]
-            names += [turns_key(key), place_key(key)]
+            names += [self._ledger(key), turns_key(key), place_key(key)]
             arguments += [member(key), key.session_id]
         crash_point("manager.sweep.before")
         taken: Sequence[bytes] = await self._redis.script(self._script, names, arguments, repeatable=False)

@@ -13,11 +13,12 @@ from typing import Any
 from typing_extensions import override
 
 from context_manager import refusals
+from context_manager.redis_bytes import TenantBytes
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import (
     NAMING_FIELDS,
     SWEEPER_KEY,
-    answer_keys,
+    answer_key,
     counted_key,
     expiry_key,
     load_scripts,
@@ -48,10 +49,11 @@ from context_manager.session_row import (
 )
 from context_manager.store import (
     BATCH_KNOWN_MS,
+    CONTEXT_BYTES,
     DAY_MS,
     KEY_GRACE_MS,
     NUM_SHARDS,
-    TENANT_ANSWERS_BYTES_MAX,
+    TENANT_BYTES_MAX,
     BegunTurn,
     SessionKey,
     SessionStore,
@@ -87,21 +89,22 @@ class RedisSessionStore(SessionStore):
         *,
         tombstone_s: int,
         tenant_contexts_max: int = 0,
-        tenant_answers_bytes_max: int = TENANT_ANSWERS_BYTES_MAX,
+        tenant_bytes_max: int = TENANT_BYTES_MAX,
         grace_ms: int = KEY_GRACE_MS,
     ) -> None:
         """`tombstone_s`: how long an expired session answers ContextExpired rather than ContextNotFound.
 
-        `tenant_answers_bytes_max`: in each shard.
-        `tenant_contexts_max`: 0 for no limit, which costs nothing. `grace_ms`: see KEY_GRACE_MS.
+        `tenant_contexts_max`, `tenant_bytes_max`: 0 for no limit. `grace_ms`: see KEY_GRACE_MS.
         """
         self._tenant_contexts_max = tenant_contexts_max
-        self._tenant_answers_bytes_max = tenant_answers_bytes_max
         self._redis = connection
+        self._bytes = TenantBytes(connection, bytes_max=tenant_bytes_max)
         self._tombstone_ms = tombstone_s * 1000
         self._scripts = load_scripts(grace_ms=grace_ms)
         self._lister = SessionLister(connection)
-        self._sweeper = ShardSweeper(connection, self._scripts["sweep"], tombstone_ms=self._tombstone_ms)
+        self._sweeper = ShardSweeper(
+            connection, self._scripts["sweep"], tombstone_ms=self._tombstone_ms, ledger=self._bytes.ledger
+        )
 
     @override
     async def reserve(
@@ -124,7 +127,7 @@ class RedisSessionStore(SessionStore):
             own = shard_of(new.tenant, new.session_id)
             elsewhere = [tenant_key(shard, new.tenant) for shard in range(NUM_SHARDS) if shard != own]
         pairs = [part for pair in fields.items() for part in pair]
-        keys, arguments = self._repeat(key, repeatable)
+        keys, arguments = await self._repeat(key, repeatable, now_ms)
         answer = await self._change(
             "reserve", key, now_ms, lease_id, limit, *arguments, *pairs, more_keys=[*keys, *elsewhere, turns_key(key)]
         )
@@ -162,7 +165,7 @@ class RedisSessionStore(SessionStore):
         repeatable: Repeatable | None = None,
         now_ms: int,
     ) -> BegunTurn:
-        keys, arguments = self._repeat(key, repeatable)
+        keys, arguments = await self._repeat(key, repeatable, now_ms)
         answer = await self._change(
             "begin",
             key,
@@ -196,7 +199,7 @@ class RedisSessionStore(SessionStore):
         self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
     ) -> CacheSessionMetadata:
         _, flat, _, packed = await self._change(
-            "begin", source, now_ms, commit.lease_id, 0, 1, "", "", "", 0, more_keys=[turns_key(source)]
+            "begin", source, now_ms, commit.lease_id, 0, 1, "", "", "", "", more_keys=[turns_key(source)]
         )
         row = row_of_reply(source, flat)
         begins_as = packed[: row.segments_at(generation)]
@@ -207,6 +210,7 @@ class RedisSessionStore(SessionStore):
         self, commit: TurnCommit, packed: Sequence[bytes], *, forked_from: str = "", now_ms: int
     ) -> CacheSessionMetadata:
         key = SessionKey(commit.tenant, commit.session_id)
+        room = await self._bytes.room(key, sum(map(len, packed)) + len(commit.answer), now_ms=now_ms)
         answer = await self._change(
             "commit",
             key,
@@ -224,9 +228,10 @@ class RedisSessionStore(SessionStore):
             "" if commit.usage is None else usage_text([commit.usage]),
             receipt_text(commit.receipt),
             forked_from,
+            room,
             *packed,
             more_keys=[
-                *([] if commit.repeatable is None else answer_keys(key, commit.repeatable.key)),
+                *([] if commit.repeatable is None else [answer_key(key, commit.repeatable.key)]),
                 turns_key(key),
                 usage_key(shard_of(key.tenant, key.session_id), key.tenant, day_of(now_ms)),
             ],
@@ -236,7 +241,7 @@ class RedisSessionStore(SessionStore):
 
     @override
     async def find_answer(self, key: SessionKey, *, repeat_key: str, now_ms: int) -> KeptAnswer | None:
-        record, _ = answer_keys(key, repeat_key)
+        record = answer_key(key, repeat_key)
         (values,) = await self._redis.batch([("HMGET", record, "answer", "generation", "expires_at_ms", "request")])
         told: Sequence[Any] = values or (None,) * 4
         answer, generation, expires_at_ms, request = told
@@ -247,11 +252,14 @@ class RedisSessionStore(SessionStore):
         except (AttributeError, TypeError, ValueError) as exc:
             raise refusals.damaged() from exc
 
-    def _repeat(self, key: SessionKey, repeatable: Repeatable | None) -> tuple[list[str], tuple[str, int]]:
-        """Return the keys and arguments by which a script knows whether a request was answered before."""
+    async def _repeat(
+        self, key: SessionKey, repeatable: Repeatable | None, now_ms: int
+    ) -> tuple[list[str], tuple[str, int | str]]:
+        """Return the keys and arguments by which a script knows whether a request is to be run."""
+        room = await self._bytes.room(key, CONTEXT_BYTES, now_ms=now_ms)
         if repeatable is None:
-            return [], ("", 0)
-        return answer_keys(key, repeatable.key), (repeatable.request, self._tenant_answers_bytes_max)
+            return [], ("", room)
+        return [answer_key(key, repeatable.key)], (repeatable.request, room)
 
     @override
     async def rewind(
@@ -285,13 +293,16 @@ class RedisSessionStore(SessionStore):
         metadata: Mapping[str, str] | None,
         now_ms: int,
     ) -> CacheSessionMetadata:
+        field = "" if metadata is None else metadata_to_field(metadata)
+        room = await self._bytes.room(key, len(field), now_ms=now_ms)
         answer = await self._change(
             "touch",
             key,
             now_ms,
             "" if ttl_s is None else ttl_s,
             "" if ttl_policy is None else ttl_policy.value,
-            "" if metadata is None else metadata_to_field(metadata),
+            field,
+            room,
             more_keys=[turns_key(key)],
             durable=True,
         )
@@ -416,7 +427,7 @@ class RedisSessionStore(SessionStore):
         durable: bool = False,
     ) -> Sequence[Any]:
         """Run a script about one session. `durable`: for what is acknowledged to a client; leases are not."""
-        keys = [*script_keys(key), *more_keys]
+        keys = [*script_keys(key), self._bytes.ledger(key), *more_keys]
         common = [member(key), key.session_id, now_ms, self._tombstone_ms]
         run = partial(self._redis.script, self._scripts[script], keys, [*common, *arguments], repeatable=repeatable)
         crash_point(f"manager.{script}.before")
@@ -425,6 +436,8 @@ class RedisSessionStore(SessionStore):
             # A commit is acknowledged by its answer: whoever gets it again waits as the first one did.
             answer = await run(durable=True)
         crash_point(f"manager.{script}.after")
+        if answer[0] == b"bytes":
+            raise refusals.too_many_bytes(self._bytes.bytes_max)
         if answer[0] != b"ok":
             raise _refusal(answer[0].decode(), int(answer[1]) if len(answer) > 1 else 0)
         return answer
@@ -441,7 +454,6 @@ def _refusal(code: str, number: int) -> ContextCacheError:
         "damaged": refusals.damaged,
         "answered": refusals.already_answered,
         "key_reused": refusals.key_reused,
-        "answers": refusals.too_many_answers,
     }
     return plain[code]()
 

@@ -69,9 +69,12 @@ def key_reused() -> IdempotencyKeyReused:
     return IdempotencyKeyReused("this key was used for another request", param=_KEY)
 
 
-def too_many_answers() -> ContextQuotaExceeded:
-    """Return the answer to one request more whose answer would have to be kept."""
-    return ContextQuotaExceeded("the tenant has as many answers kept for repeats as it may", param=_KEY)
+def too_many_bytes(bytes_max: int) -> ContextQuotaExceeded:
+    """Return the answer to more bytes of transcripts and kept answers than the tenant may have."""
+    return ContextQuotaExceeded(
+        f"the tenant's transcripts and kept answers reach its limit of {bytes_max} bytes (MANAGER_TENANT_BYTES_MAX): "
+        "delete contexts, or wait until some expire"
+    )
 
 
 def lease_lost() -> LeaseLost:

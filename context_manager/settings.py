@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from context_manager.store import TENANT_BYTES_MAX
 from contextcache.model import MAX_TTL_S, MIN_TTL_S
 from contextcache.process.settings import TlsSettings, TracingSettings
 
@@ -40,10 +41,11 @@ class ManagerSettings(TlsSettings, TracingSettings):
     tenant_contexts_max: int = Field(
         0, ge=0, description="contexts one tenant may have; one more is 429 context_quota_exceeded; 0: no limit"
     )
-    tenant_answers_bytes_max: int = Field(
-        16 << 20,
-        gt=0,
-        description="bytes of answers kept a day for one tenant's Idempotency-Keys, in each of 64 shards; then 429",
+    tenant_bytes_max: int = Field(
+        TENANT_BYTES_MAX,
+        ge=0,
+        description="bytes in Redis one tenant may have: transcripts, kept answers, 4 KiB for each context; more is "
+        "429 context_quota_exceeded, and a turn that runs already is not committed; 0: no limit",
     )
     redis_max_connections: int = Field(
         32, ge=1, description="connections to each Redis node; calls beyond them wait within the timeout"

@@ -35,8 +35,16 @@ LIST_ROWS_MAX = 400
 on. Some 30 ms of a manager's time."""
 ANSWER_KEPT_MS = 86_400_000
 """A day: for so long a request that was committed is not run again."""
-TENANT_ANSWERS_BYTES_MAX = 16 << 20
-"""Of answers kept for one tenant in one shard: some ten thousand short ones."""
+TENANT_BYTES_MAX = 128 << 20
+"""Default limit of a tenant's bytes: a quarter of the chart's Valkey (512 MB), so that one tenant cannot fill it."""
+CONTEXT_BYTES = 4096
+"""Bytes counted for a context beside its segments and metadata: row, receipts and entries in sets take 1 to 4 KB."""
+SEGMENT_BYTES = 16
+"""Bytes counted for a segment beside its own: the list's entry."""
+ANSWER_BYTES = 512
+"""Bytes counted for a kept answer beside its own: the key and the digest of the request."""
+PLACE_BYTES = 256
+"""Bytes counted for a tombstone or a place in lists, for as long as it is remembered."""
 USAGE_KEPT_MS = 400 * 86_400_000
 """More than a year, so that a year can be compared with the one before."""
 KEY_GRACE_MS = 86_400_000
@@ -50,6 +58,8 @@ def shard_of(tenant: TenantId, session_id: SessionId) -> int:
     return int.from_bytes(digest, "big") % NUM_SHARDS
 
 
+HOUR_MS = 3_600_000
+"""Bytes count until the hour in which they end is over."""
 DAY_MS = 86_400_000
 BATCH_KNOWN_MS = 600_000
 """Ten minutes: a batch of usage without a sender comes again within seconds, or never. A sender's number is known for a
@@ -125,9 +135,12 @@ class SessionStore(Protocol):
     | cc:{s17}:turns:<tenant>:<id>      | list                        | receipts of the last turns, oldest first   |
     | cc:{s17}:place:<tenant>:<id>      | hash                        | created_at_ms of one removed, for lists    |
     | cc:{s17}:answer:<tenant>:<id>:<key> | hash                      | what a repeated request is answered        |
-    | cc:{s17}:answers:<tenant>         | hash of hour -> bytes       | of answers kept, for the tenant's limit    |
+    | cc:bytes:<tenant>                 | hash of hour -> bytes       | the tenant's ledger, for its limit         |
     | cc:{s17}:usage:<tenant>:<day>     | hash of <key>:<what> -> sum | what was used on a day, by API key's name  |
     | cc:{s17}:counted:<tenant>:<sender> | hash                       | number of the last batch that was counted  |
+
+    The ledger counts a tenant's bytes by the hour in which they end (scripts/bytes.lua). A Cluster has one a shard,
+    `cc:{s17}:bytes:<tenant>`.
 
     The expiry score of a CREATING row is the end of its lease, of any other row the end of its life. A tombstone is
     a hash with `state`, `created_at_ms` and `expires_at_ms` alone, in neither sorted set.
@@ -153,10 +166,11 @@ class SessionStore(Protocol):
         """Create a CREATING row; a tombstone or a CREATING row whose lease ended is replaced.
 
         `repeatable`: a request that was committed before under this key raises AlreadyAnswered, another one
-        IdempotencyKeyReused, one more than may be kept ContextQuotaExceeded; ContextBusy while the row is CREATING.
-        Raises ContextExists, and ContextQuotaExceeded for one more than the tenant may have: a row counts until it is
-        removed or swept, a tombstone does not. No race lets more be reserved than that; in a Cluster, where nobody
-        sees all shards at one moment, calls racing for the last places may all be refused.
+        IdempotencyKeyReused; ContextBusy while the row is CREATING.
+        Raises ContextExists, and ContextQuotaExceeded when the tenant's bytes leave no room for CONTEXT_BYTES, or for
+        one context more than it may have: a row counts until it is removed or swept, a tombstone does not. No race lets
+        more be reserved than that; in a Cluster, where nobody sees all shards at one moment, calls racing for the last
+        places may all be refused.
         """
         ...
 
@@ -187,7 +201,8 @@ class SessionStore(Protocol):
 
         An empty mark, and one that is none of the row's last ones, stands for nothing: the whole transcript is read.
         `read_only` and sessions of mode PREFIX take no lease. `repeatable` is looked up first, also where there is no
-        session any more, and raises as in `reserve`. Raises GenerationMismatch, ContextBusy.
+        session any more, and raises as in `reserve`. Raises GenerationMismatch, ContextBusy. A turn that takes the
+        lease raises ContextQuotaExceeded when the tenant's bytes leave no room for CONTEXT_BYTES.
         """
         ...
 
@@ -205,7 +220,8 @@ class SessionStore(Protocol):
         What `commit.repeatable` is answered is kept for ANSWER_KEPT_MS in the same step, `commit.usage` counted, and
         `commit.receipt` kept with the last turns.
         A lease that ended and that nobody else took still commits, except the first one: a CREATING row is gone with
-        its lease. Raises LeaseLost, GenerationMismatch, InvalidRequest (keep_segments).
+        its lease. Raises LeaseLost, GenerationMismatch, InvalidRequest (keep_segments). Raises ContextQuotaExceeded
+        when the new segments and the kept answer are more bytes than the tenant has left.
         """
         ...
 
@@ -248,7 +264,10 @@ class SessionStore(Protocol):
         metadata: Mapping[str, str] | None,
         now_ms: int,
     ) -> CacheSessionMetadata:
-        """Change what is not None; `ttl_s` starts the life again from now. Raises ContextBusy while CREATING."""
+        """Change what is not None; `ttl_s` starts the life again from now.
+
+        Raises ContextBusy while CREATING, ContextQuotaExceeded for metadata that the tenant has no room for.
+        """
         ...
 
     async def unregister(self, key: SessionKey, *, now_ms: int) -> CacheSessionMetadata:

@@ -6,7 +6,7 @@ if not row or row.state ~= 'creating' or row.lease_id ~= ARGV[5] then
 end
 if row.pending then
   if tonumber(ARGV[7]) > tonumber(ARGV[6]) then
-    removed()
+    removed(row)
     return {'quota', ARGV[6]}
   end
   redis.call('HDEL', KEYS[1], 'pending')

@@ -2,7 +2,7 @@
 -- ARGV[9] mark of the transcript as the caller knows it, or '', ARGV[10] and ARGV[11] as in reserve.lua 7 and 8; the last
 -- of KEYS the last turns. Answers {'ok', row, segments the caller knows, the others}
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
-local refused = answered(ARGV[10], tonumber(ARGV[11]), now_ms)
+local refused = answered(ARGV[10])
 if refused then
   return {refused}
 end
@@ -23,6 +23,9 @@ if takes_lease and lease_lives(row, now_ms) and row.lease_id ~= ARGV[5] then
 end
 if redis.call('LLEN', KEYS[2]) ~= tonumber(row.num_segments) then
   return {'damaged'}
+end
+if takes_lease and not has_room(KEYS[5], CONTEXT_BYTES, ARGV[11], now_ms) then
+  return {'bytes'}
 end
 if takes_lease then
   redis.call('HSET', KEYS[1], 'lease_id', ARGV[5], 'lease_until_ms', ARGV[6])

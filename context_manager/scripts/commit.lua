@@ -2,8 +2,8 @@
 -- ARGV[10] tokens in the new segments, ARGV[11] mark of the transcript as this commit leaves it, ARGV[12] characters of
 -- marks that are kept at most, ARGV[13] digest of the request if it may come again, else '', ARGV[14] what it is answered
 -- then, ARGV[15] what was used, as `count_usage` wants it, ARGV[16] the turn's receipt or '', ARGV[17] what a fork was
--- forked from, else '', ARGV[18...] the new segments, packed; KEYS[5] and KEYS[6], if it may come again, as `answered`
--- wants them; the last two of KEYS the last turns and the day's usage
+-- forked from, else '', ARGV[18] bytes as `has_room` wants them, ARGV[19...] the new segments, packed; KEYS[6], if it may
+-- come again, as `answered` wants it; the last two of KEYS the last turns and the day's usage
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
 local row = read_row(KEYS[1])
 local where = standing(row, now_ms, tombstone_ms)
@@ -29,8 +29,15 @@ end
 if keep > num_segments then
   return {'keep', num_segments}
 end
+local more = bytes_of_segments(19)
+if ARGV[13] ~= '' then
+  more = more + ANSWER_BYTES + #ARGV[14]
+end
+if not has_room(KEYS[5], more, ARGV[18], now_ms) then
+  return {'bytes'}
+end
 
-advance(row, generation, keep, 18, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
+advance(row, generation, keep, 19, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
 redis.call('HSET', KEYS[1],
   'state', 'ready', 'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
   'holders', with_holder(row, ARGV[9]), 'num_turns', integer(tonumber(row.num_turns) + 1),

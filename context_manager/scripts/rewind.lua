@@ -1,10 +1,10 @@
 -- ARGV[5] generation to go back to, ARGV[6] expected generation or '', ARGV[7] mark of the transcript as it is then,
--- ARGV[8] characters of marks that are kept at most; KEYS[5] the last turns. A context that stands there already stays as it is.
+-- ARGV[8] characters of marks that are kept at most; KEYS[6] the last turns. A context that stands there already stays as it is.
 
 -- Written again, so that a WAIT behind it waits for what took the context there, and not for nothing.
 local function stand_still(row)
   redis.call('HSET', KEYS[1], 'generation', row.generation)
-  return stored(KEYS[5])
+  return stored(KEYS[6])
 end
 
 local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -38,4 +38,4 @@ end
 advance(row, tonumber(row.generation) + 1, keep, #ARGV + 1, 0, ARGV[7], tonumber(ARGV[8]))
 -- The KV that is named stays: of a longer conversation, it serves the beginning.
 redis.call('HSET', KEYS[1], 'committed_lease_id', '')
-return stored(KEYS[5])
+return stored(KEYS[6])

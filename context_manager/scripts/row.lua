@@ -1,7 +1,7 @@
--- Put in front of every other script, with transcript.lua and answers.lua: the rules of session_row.py for Redis.
+-- Put behind bytes.lua: the rules of session_row.py for Redis.
 --
--- Scripts about one session get KEYS = session hash, transcript list, expiry set, tenant set (one cluster slot) and
--- ARGV = member of the expiry set, session id, now_ms, tombstone_ms, then their own arguments.
+-- Scripts about one session get KEYS = session hash, transcript list, expiry set, tenant set, tenant's ledger (in a
+-- Cluster one slot) and ARGV = member of the expiry set, session id, now_ms, tombstone_ms, then their own arguments.
 -- They answer {'ok', row as a flat list, ...} or {refusal, number}; nothing is written before a refusal,
 -- but by `answered`.
 -- A script that has written a row ends with `stored`: no key of ours is ever without an end.
@@ -9,11 +9,6 @@
 
 -- A life longer than this is a damaged number.
 local YEAR_MS = 366 * 24 * 3600 * 1000
-
--- Lua writes large numbers as 1.7e+12, which Redis and Python do not read back as the same text.
-local function integer(number)
-  return string.format('%.0f', number)
-end
 
 local function row_of(flat)
   if #flat == 0 then
@@ -124,6 +119,14 @@ local function keep_set(set, ms, longest_ms)
   end
 end
 
+-- Takes back what `count_row` counted.
+local function uncount_row(ledger, row, now_ms)
+  local bytes, hour = string.match(row.counted or '', '^(%d+)@(%d+)$')
+  if bytes then
+    add_bytes(ledger, tonumber(hour) * HOUR_MS, -tonumber(bytes), now_ms)
+  end
+end
+
 -- Puts a session where sweeps and lists find it, and dates its keys.
 -- `keys` are session, transcript, expiry set and tenant set.
 local function enter(keys, member, id, row, now_ms, tombstone_ms)
@@ -140,6 +143,18 @@ local function enter(keys, member, id, row, now_ms, tombstone_ms)
   keep_set(tenant, ms, longest_ms)
 end
 
+-- Counts a row's bytes where they end, again when either has changed. Its field `counted`: bytes@hour.
+local function count_row(session, ledger, row, now_ms, ms)
+  local bytes = CONTEXT_BYTES + #(row.metadata or '') + (tonumber(row.segment_bytes) or 0)
+  local counted = integer(bytes) .. '@' .. integer(hour_of(due_at_ms(row)))
+  if row.counted ~= counted then
+    uncount_row(ledger, row, now_ms)
+    add_bytes(ledger, due_at_ms(row), bytes, now_ms)
+    redis.call('HSET', session, 'counted', counted)
+  end
+  keep_ledger(ledger, ms)
+end
+
 -- Lets the life of a sliding row start again.
 local function restart_if_sliding(row, now_ms)
   if row.ttl_policy == 'sliding' then
@@ -150,8 +165,11 @@ end
 -- The end of every script that has written a row and leaves it: its answer. `turns`: the key of its last turns, where
 -- they shall live as long.
 local function stored(turns)
+  local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
   local flat = redis.call('HGETALL', KEYS[1])
-  enter({KEYS[1], KEYS[2], KEYS[3], KEYS[4]}, ARGV[1], ARGV[2], row_of(flat), tonumber(ARGV[3]), tonumber(ARGV[4]))
+  local row = row_of(flat)
+  enter({KEYS[1], KEYS[2], KEYS[3], KEYS[4]}, ARGV[1], ARGV[2], row, now_ms, tombstone_ms)
+  count_row(KEYS[1], KEYS[5], row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
   if turns then
     redis.call('PEXPIRE', turns, redis.call('PTTL', KEYS[1]))
   end
@@ -159,23 +177,26 @@ local function stored(turns)
 end
 
 -- Remembers where in the lists a row was that is gone: a client goes on behind it, page by page.
-local function remember_place(place, created_at_ms, tombstone_ms)
+local function remember_place(place, ledger, created_at_ms, now_ms, tombstone_ms)
   if tombstone_ms > 0 then
     -- A spoilt one costs a client its page, not a sweep.
     redis.pcall('HSET', place, 'created_at_ms', created_at_ms)
     redis.call('PEXPIRE', place, integer(tombstone_ms))
+    add_bytes(ledger, now_ms + tombstone_ms, PLACE_BYTES, now_ms)
+    keep_ledger(ledger, tombstone_ms)
   end
 end
 
--- The end of every script that takes a row away. KEYS[5]: its place, if that is to be remembered. KEYS[6]: its last
+-- The end of every script that takes a row away. KEYS[6]: its place, if that is to be remembered. KEYS[7]: its last
 -- turns, if there may be any.
-local function removed(created_at_ms)
+local function removed(row)
   -- First what frees memory: a full Redis lets a script write when it has begun so, and refuses it otherwise.
-  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[6] or KEYS[2])
+  redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[7] or KEYS[2])
   redis.call('ZREM', KEYS[3], ARGV[1])
   redis.pcall('ZREM', KEYS[4], ARGV[2])
-  if KEYS[5] then
-    remember_place(KEYS[5], created_at_ms, tonumber(ARGV[4]))
+  uncount_row(KEYS[5], row, tonumber(ARGV[3]))
+  if KEYS[6] then
+    remember_place(KEYS[6], KEYS[5], row.created_at_ms, tonumber(ARGV[3]), tonumber(ARGV[4]))
   end
 end
 

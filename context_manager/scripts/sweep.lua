@@ -1,6 +1,6 @@
 -- Takes the due sessions among the candidates of one shard, so that each is taken once whoever else sweeps; those that
 -- are not due get the score and the end that their rows ask for; those that are damaged are set aside.
--- KEYS[1] expiry set, then session, transcript, tenant set, last turns and place in lists of each candidate;
+-- KEYS[1] expiry set, then session, transcript, tenant set, ledger, last turns and place in lists of each candidate;
 -- ARGV[1] now_ms, ARGV[2] tombstone_ms, then member of the expiry set and session id of each candidate.
 -- Answers a flat list: member, 'expired', 'abandoned' or 'damaged', ...
 local now_ms, tombstone_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -29,10 +29,11 @@ local function set_aside(keys)
   return 'damaged'
 end
 
-local function bury(session, transcript, turns, place, row)
+local function bury(session, transcript, ledger, turns, place, row)
   redis.call('UNLINK', session, transcript, turns)
+  uncount_row(ledger, row, now_ms)
   if row.state == 'creating' then
-    remember_place(place, row.created_at_ms, tombstone_ms)
+    remember_place(place, ledger, row.created_at_ms, now_ms, tombstone_ms)
     return 'abandoned'
   end
   local remembered_ms = tonumber(row.expires_at_ms) + tombstone_ms - now_ms
@@ -40,14 +41,17 @@ local function bury(session, transcript, turns, place, row)
     redis.call('HSET', session, 'state', 'tombstone',
       'created_at_ms', row.created_at_ms, 'expires_at_ms', row.expires_at_ms)
     redis.call('PEXPIRE', session, integer(remembered_ms))
+    add_bytes(ledger, now_ms + remembered_ms, PLACE_BYTES, now_ms)
+    keep_ledger(ledger, remembered_ms)
   end
   return 'expired'
 end
 
-local function take(session, transcript, tenant, turns, place, member, id)
+local function take(session, transcript, tenant, ledger, turns, place, member, id)
   local row = row_to_judge(session)
   if row and row.state ~= 'tombstone' and due_at_ms(row) > now_ms then
     enter({session, transcript, expiry, tenant}, member, id, row, now_ms, tombstone_ms)
+    count_row(session, ledger, row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
     return
   end
   redis.call('ZREM', expiry, member)
@@ -56,7 +60,7 @@ local function take(session, transcript, tenant, turns, place, member, id)
   if row == false then
     fate = set_aside({session, transcript})
   elseif row and row.state ~= 'tombstone' then
-    fate = bury(session, transcript, turns, place, row)
+    fate = bury(session, transcript, ledger, turns, place, row)
   end
   if fate then
     taken[#taken + 1] = member
@@ -64,12 +68,12 @@ local function take(session, transcript, tenant, turns, place, member, id)
   end
 end
 
-for i = 0, (#KEYS - 1) / 5 - 1 do
-  local session, transcript, tenant, turns, place = unpack(KEYS, 2 + 5 * i, 6 + 5 * i)
+for i = 0, (#KEYS - 1) / 6 - 1 do
+  local session, transcript, tenant, ledger, turns, place = unpack(KEYS, 2 + 6 * i, 7 + 6 * i)
   local member, id = unpack(ARGV, 3 + 2 * i, 4 + 2 * i)
   -- Without a score another sweep, or a delete, was faster.
   if redis.call('ZSCORE', expiry, member) then
-    take(session, transcript, tenant, turns, place, member, id)
+    take(session, transcript, tenant, ledger, turns, place, member, id)
   end
 end
 return taken

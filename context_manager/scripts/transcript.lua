@@ -59,14 +59,25 @@ local function marks_after(row, generation, keep, num_segments, mark, chars_max)
   return marks
 end
 
+-- Returns the bytes of the segments in ARGV from `first` on, and what Redis needs to hold them.
+local function bytes_of_segments(first)
+  local bytes = 0
+  for i = first, #ARGV do
+    bytes = bytes + SEGMENT_BYTES + #ARGV[i]
+  end
+  return bytes
+end
+
 -- Cuts the transcript to `keep` segments, adds those in ARGV from `first` on, which have `added_tokens`, and writes what
 -- every new generation changes: the lease is free, a sliding life starts again.
 local function advance(row, generation, keep, first, added_tokens, mark, marks_chars_max)
   local num_tokens = tonumber(row.num_tokens) + added_tokens
+  local segment_bytes = (tonumber(row.segment_bytes) or 0) + bytes_of_segments(first)
   if keep < tonumber(row.num_segments) then
     for _, dropped in ipairs(redis.call('LRANGE', KEYS[2], keep, -1)) do
       local _, dropped_tokens = cmsgpack.unpack_one(dropped)
       num_tokens = num_tokens - dropped_tokens
+      segment_bytes = segment_bytes - SEGMENT_BYTES - #dropped
     end
     if keep == 0 then
       redis.call('DEL', KEYS[2])
@@ -85,6 +96,7 @@ local function advance(row, generation, keep, first, added_tokens, mark, marks_c
   redis.call('HSET', KEYS[1],
     'generation', integer(generation), 'expires_at_ms', expires_at_ms,
     'num_tokens', integer(num_tokens), 'num_segments', integer(num_segments),
+    'segment_bytes', integer(math.max(segment_bytes, 0)),
     'marks', marks_after(row, generation, keep, num_segments, mark, marks_chars_max),
     'generations', generations_after(row, generation, keep, num_segments),
     'lease_id', '', 'lease_until_ms', '0')

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from context_manager.store import ANSWER_KEPT_MS, SessionKey, SessionStore
+from context_manager.store import ANSWER_KEPT_MS, CONTEXT_BYTES, HOUR_MS, PLACE_BYTES, SessionKey, SessionStore
 from contextcache.errors import (
     AlreadyAnswered,
     ContextBusy,
@@ -43,6 +43,7 @@ from tests.contract.session_store_contract import (
     REF_1,
     REF_2,
     REF_3,
+    TOMBSTONE_MS,
     TTL_MS,
     SessionStoreContract,
     first_commit,
@@ -59,9 +60,9 @@ def said(number: int) -> tuple[Segment, Segment]:
 
 
 class SessionChangesContract(SessionStoreContract):
-    """Subclass it as SessionStoreContract, with a `frugal` store that keeps 10 bytes of answers a tenant."""
+    """Subclass it as SessionStoreContract, with a `frugal` store that grants a tenant TENANT_BYTES_MAX."""
 
-    ANSWERS_BYTES_MAX = 10
+    TENANT_BYTES_MAX = 3 * CONTEXT_BYTES
 
     async def rewind(
         self, store: SessionStore, generation: int, *, expected: int | None = None, now_ms: int = NOW
@@ -457,21 +458,128 @@ class SessionChangesContract(SessionStoreContract):
 
             assert found == KeptAnswer(answer, generation + 1, NOW + TTL_MS, "b" * 32)
 
-    async def test_a_tenant_has_so_many_bytes_of_answers_a_day_and_no_other_is_in_its_way(
+    # A tenant's bytes. `frugal` has room for three contexts with little in them.
+
+    LONG = Segment(SegmentKind.PROMPT, (), text="x" * (CONTEXT_BYTES + 1000))
+
+    async def fill_bytes(self, frugal: SessionStore) -> None:
+        """Create KEY and `ctx_2`: more than two of the three parts of the tenant's bytes."""
+        await self.create(frugal)
+        await self.create(frugal, replace(NEW, session_id="ctx_2"))
+
+    async def test_a_tenant_that_has_all_its_bytes_creates_and_continues_nothing_until_it_deletes(
         self, frugal: SessionStore
     ) -> None:
-        """`frugal`: a store that keeps 10 bytes of answers."""
-        await self.commit_kept(frugal, answer=b"x" * 10)
+        """And no other tenant is in its way."""
+        await self.fill_bytes(frugal)
+        with pytest.raises(ContextQuotaExceeded, match="delete contexts"):
+            await self.reserve(frugal, replace(NEW, session_id="ctx_3"))
+        with pytest.raises(ContextQuotaExceeded, match=str(self.TENANT_BYTES_MAX)):
+            await self.begin(frugal)
+        assert await self.transcript(frugal) == (PROMPT, ANSWER)
+        await self.create(frugal, replace(NEW, tenant="other"))
+        await frugal.unregister(SessionKey("demo", "ctx_2"), now_ms=NOW)
+
+        await self.begin(frugal)
+        await frugal.commit_turn(turn_commit("turn"), now_ms=NOW)
+
+    async def test_a_turn_with_more_than_the_tenant_has_left_is_not_committed_and_may_be_given_up(
+        self, frugal: SessionStore
+    ) -> None:
+        await self.create(frugal)
+        await self.begin(frugal)
+        long = replace(turn_commit("turn"), segments=(self.LONG, self.LONG))
         with pytest.raises(ContextQuotaExceeded):
-            await self.begin_again(frugal, Repeatable("d" * 32, "d" * 32))
+            await frugal.commit_turn(long, now_ms=NOW)
+        await frugal.abort_turn(KEY, lease_id="turn", now_ms=NOW)
+
+        assert await self.transcript(frugal) == (PROMPT, ANSWER)
+        session, _ = await self.begin(frugal, "next")
+        assert session.generation == 1
+
+    async def test_what_a_turn_replaces_or_a_rewind_cuts_is_free_again(self, frugal: SessionStore) -> None:
+        await self.create(frugal)
+        for _ in range(5):
+            await self.begin(frugal)
+            generation = (await frugal.get(KEY, now_ms=NOW)).generation
+            await frugal.commit_turn(
+                replace(turn_commit("turn", generation=generation, keep=2), segments=(self.LONG,)), now_ms=NOW
+            )
+            await frugal.rewind(KEY, generation=1, expected_generation=None, now_ms=NOW)
+            assert await self.transcript(frugal) == (PROMPT, ANSWER)
+
+    async def test_an_expired_context_is_free_again_and_its_tombstone_after_its_time(
+        self, frugal: SessionStore
+    ) -> None:
+        await self.fill_bytes(frugal)
+        assert len(await self.sweep(frugal, now_ms=NOW + TTL_MS)) == 2
+
+        await self.create(frugal, replace(NEW, session_id="ctx_3"), now_ms=NOW + TTL_MS)
+        await self.create(frugal, replace(NEW, session_id="ctx_4"), now_ms=NOW + 3 * TOMBSTONE_MS)
+
+    async def test_what_nobody_swept_counts_no_more_when_its_hour_is_over(self, frugal: SessionStore) -> None:
+        await self.fill_bytes(frugal)
+        later = NOW + TTL_MS + HOUR_MS
+        await self.create(frugal, replace(NEW, session_id="ctx_3"), now_ms=later)
+        await self.create(frugal, replace(NEW, session_id="ctx_4"), now_ms=later)
+
+        assert len(await self.sweep(frugal, now_ms=later)) == 2
+        with pytest.raises(ContextQuotaExceeded):
+            await self.reserve(frugal, replace(NEW, session_id="ctx_5"), now_ms=later)
+
+    async def test_a_create_that_is_given_up_leaves_its_place_counted_and_no_more(self, frugal: SessionStore) -> None:
+        for _ in range(4):
+            await self.reserve(frugal)
+            await frugal.abort_turn(KEY, lease_id="create", now_ms=NOW)
+        for number in range(3):
+            name = f"dead_{number}"
+            await self.reserve(frugal, replace(NEW, session_id=name))
+            await self.sweep(frugal, now_ms=NOW + LEASE_MS)
+
+        await self.create(frugal)
+
+    async def test_places_of_removed_contexts_count_for_as_long_as_they_are_remembered(
+        self, frugal: SessionStore
+    ) -> None:
+        for number in range(1 + 2 * CONTEXT_BYTES // PLACE_BYTES):
+            await self.reserve(frugal, replace(NEW, session_id=f"ctx_{number}"))
+            await frugal.unregister(SessionKey("demo", f"ctx_{number}"), now_ms=NOW)
+        with pytest.raises(ContextQuotaExceeded):
+            await self.reserve(frugal)
+
+        await self.create(frugal, now_ms=NOW + TOMBSTONE_MS + HOUR_MS)
+
+    async def test_metadata_counts(self, frugal: SessionStore) -> None:
+        await self.fill_bytes(frugal)
+        with pytest.raises(ContextQuotaExceeded):
+            await frugal.touch(KEY, ttl_s=None, ttl_policy=None, metadata={"a": "x" * CONTEXT_BYTES}, now_ms=NOW)
+
+        await frugal.touch(KEY, ttl_s=60, ttl_policy=None, metadata={}, now_ms=NOW)
+
+    async def test_kept_answers_count_for_a_day(self, frugal: SessionStore) -> None:
+        other = Repeatable("d" * 32, "d" * 32)
+        await self.commit_kept(frugal, answer=b"x" * (CONTEXT_BYTES + 1000))
+        with pytest.raises(ContextQuotaExceeded):
+            await self.begin(frugal)
         with pytest.raises(AlreadyAnswered):
             await self.begin_again(frugal, self.SAID)
-        await self.begin(frugal)
-        theirs = SessionKey("other", KEY.session_id)
         await frugal.reserve(
             replace(NEW, tenant="other"), lease_id="l", lease_ttl_ms=LEASE_MS, repeatable=self.SAID, now_ms=NOW
         )
-        await frugal.abort_turn(theirs, lease_id="l", now_ms=NOW)
-        later = NOW + ANSWER_KEPT_MS + 3_600_000
+        later = NOW + ANSWER_KEPT_MS + HOUR_MS
         with pytest.raises((ContextNotFound, ContextExpired)):
-            await self.begin_again(frugal, Repeatable("d" * 32, "d" * 32), now_ms=later)
+            await self.begin_again(frugal, other, now_ms=later)
+
+        await self.create(frugal, now_ms=later)
+
+    async def test_a_commit_and_a_reservation_that_are_repeated_count_once(self, frugal: SessionStore) -> None:
+        for _ in range(5):
+            await self.reserve(frugal)
+        for _ in range(5):
+            await frugal.commit_turn(first_commit(), now_ms=NOW)
+        await self.begin(frugal)
+        long = replace(turn_commit("turn"), segments=(self.LONG,))
+        for _ in range(5):
+            await frugal.commit_turn(long, now_ms=NOW)
+
+        assert (await frugal.get(KEY, now_ms=NOW)).generation == 2

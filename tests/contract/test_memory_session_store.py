@@ -19,7 +19,7 @@ class TestMemorySessionStore(SessionChangesContract, UsageContract):
 
     @pytest.fixture
     def frugal(self) -> MemorySessionStore:
-        return MemorySessionStore(tombstone_s=TOMBSTONE_S, tenant_answers_bytes_max=self.ANSWERS_BYTES_MAX)
+        return MemorySessionStore(tombstone_s=TOMBSTONE_S, tenant_bytes_max=self.TENANT_BYTES_MAX)
 
     async def lose_last_segment(self, store: MemorySessionStore) -> None:
         store._transcripts[KEY].pop()

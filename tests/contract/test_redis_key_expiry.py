@@ -15,7 +15,7 @@ import redis
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import script_keys, turns_key
 from context_manager.redis_store import RedisSessionStore
-from context_manager.store import KEY_GRACE_MS, NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import HOUR_MS, KEY_GRACE_MS, NUM_SHARDS, SessionKey, shard_of
 from contextcache.errors import ContextCacheError
 from contextcache.model import NewSession, SessionMode, TtlPolicy
 from tests.contract.session_store_contract import (
@@ -147,6 +147,11 @@ def what_is_wrong(raw: redis.Redis, now_ms: int) -> list[str]:
     """Return which keys have no end, or one that does not fit the end of what is in them."""
     left = left_ms(raw)
     wrong = [f"for ever: {key}" for key, ms in left.items() if ms < 0]
+    for key in (key for key in left if ":bytes:" in key):
+        ledger = raw.hgetall(key)
+        del ledger["first"]
+        total = int(ledger.pop("sum"))
+        wrong += [f"{key} says {total}, its hours {ledger}"] * (total != sum(map(int, ledger.values())))
     wrong += [
         f"of no session: {key}" for key in left if ":turns:" in key and key.replace(":turns:", ":session:") not in left
     ]
@@ -202,7 +207,7 @@ async def test_a_manager_with_a_wrong_clock_deletes_nothing(store: RedisSessionS
     await store.reserve(NEW, lease_id="create", lease_ttl_ms=LEASE_MS, now_ms=1)
 
     assert (await store.commit_turn(first_commit(), now_ms=1)).generation == 1
-    assert len(left_ms(raw)) == 4
+    assert len(left_ms(raw)) == 5
 
 
 @pytest.mark.thorough
@@ -229,7 +234,10 @@ async def test_with_the_managers_gone_for_good_all_of_ten_thousand_sessions_go(
     await store.close()
 
     assert len(seen) > 10_000
-    await until(raw.dbsize, is_so=lambda num_keys: num_keys == 0, what="no key is left")
+    ledgers = {key for key in seen if ":bytes:" in key}
+    assert 7 <= len(ledgers) <= 7 * NUM_SHARDS
+    await until(raw.dbsize, is_so=lambda num_keys: num_keys == len(ledgers), what="no key is left but ledgers")
+    assert all(0 < ms <= HOUR_MS + 5000 for ms in left_ms(raw).values())
 
 
 async def test_a_round_over_all_sessions_dates_what_the_release_before_wrote(

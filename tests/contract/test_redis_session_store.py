@@ -13,7 +13,7 @@ from typing_extensions import override
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import (
     SWEEPER_KEY,
-    answer_keys,
+    answer_key,
     counted_key,
     place_key,
     receipt_text,
@@ -23,7 +23,7 @@ from context_manager.redis_layout import (
 )
 from context_manager.redis_store import RedisSessionStore
 from context_manager.segments import pack_segment
-from context_manager.store import ANSWER_KEPT_MS, NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import ANSWER_KEPT_MS, CONTEXT_BYTES, NUM_SHARDS, SessionKey, shard_of
 from contextcache.errors import (
     AlreadyAnswered,
     ContextCacheError,
@@ -79,7 +79,7 @@ class RedisContract(SessionChangesContract, UsageContract):
     async def frugal(self, server: ValkeyServer) -> AsyncIterator[RedisSessionStore]:
         server.command("FLUSHALL")
         store = RedisSessionStore(
-            connection_to(server), tombstone_s=TOMBSTONE_S, tenant_answers_bytes_max=self.ANSWERS_BYTES_MAX
+            connection_to(server), tombstone_s=TOMBSTONE_S, tenant_bytes_max=self.TENANT_BYTES_MAX
         )
         yield store
         await store.close()
@@ -178,7 +178,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         await store.commit_turn(turn_commit("turn"), now_ms=NOW)
         await store.unregister(KEY, now_ms=NOW)
 
-        assert server.command("DBSIZE") == b":1\r\n"
+        assert server.command("DBSIZE") == b":2\r\n"  # and the ledger
         assert await raw.call("HGETALL", place_key(KEY)) == {b"created_at_ms": str(NOW).encode()}
         assert 0 < await raw.call("PTTL", place_key(KEY)) <= TOMBSTONE_S * 1000
 
@@ -227,7 +227,7 @@ class RedisContract(SessionChangesContract, UsageContract):
                 await self.begin_again(store, self.SAID)
         finally:
             server.command("CONFIG", "SET", "maxmemory", "0")
-        record, _ = answer_keys(KEY, self.SAID.key)
+        record = answer_key(KEY, self.SAID.key)
         assert ANSWER_KEPT_MS - 60_000 < await store._redis.call("PTTL", record) <= ANSWER_KEPT_MS
 
     async def test_one_of_all_managers_sweeps_until_the_key_has_ended(
@@ -247,7 +247,7 @@ class RedisContract(SessionChangesContract, UsageContract):
         await self.sweep(store, now_ms=NOW + TTL_MS + 1000)
         hash_key = script_keys(KEY)[0]
 
-        assert server.command("DBSIZE") == b":1\r\n"
+        assert server.command("DBSIZE") == b":2\r\n"  # and the ledger
         ttl_ms = await raw.call("PTTL", hash_key)
         assert 0 < ttl_ms <= (TOMBSTONE_S - 1) * 1000
         await self.reserve(store, lease_id="again", now_ms=NOW + TTL_MS + 1000)
@@ -321,18 +321,42 @@ class RedisContract(SessionChangesContract, UsageContract):
         assert await self.known(store, later) == (0, (PROMPT, ANSWER, ANSWER, PROMPT))
 
     async def test_what_is_kept_of_a_request_ends_by_itself(
-        self, store: RedisSessionStore, server: ValkeyServer, raw: RedisConnection
+        self, store: RedisSessionStore, raw: RedisConnection
     ) -> None:
-        """A day for the answer, an hour more for the count of bytes; hours that are over go with the next answer."""
         await self.commit_kept(store)
-        record, by_hour = answer_keys(KEY, self.SAID.key)
 
-        assert ANSWER_KEPT_MS - 60_000 < await raw.call("PTTL", record) <= ANSWER_KEPT_MS
-        assert ANSWER_KEPT_MS < await raw.call("PTTL", by_hour) <= ANSWER_KEPT_MS + 3_600_000
+        assert ANSWER_KEPT_MS - 60_000 < await raw.call("PTTL", answer_key(KEY, self.SAID.key)) <= ANSWER_KEPT_MS
+
+    async def test_hours_that_are_over_leave_the_ledger_with_the_next_change(
+        self, store: RedisSessionStore, raw: RedisConnection
+    ) -> None:
+        ledger = store._bytes.ledger(KEY)
+        await self.commit_kept(store)
         await store.unregister(KEY, now_ms=NOW)
-        await raw.call("UNLINK", record)
-        await self.commit_kept(store, now_ms=NOW + ANSWER_KEPT_MS + 3_600_000)
-        assert len(await raw.call("HGETALL", by_hour)) == 1
+        assert len(await raw.call("HGETALL", ledger)) == 4
+        await self.create(store, now_ms=NOW + ANSWER_KEPT_MS + 3_600_000)
+
+        found = {name.decode(): int(text) for name, text in (await raw.call("HGETALL", ledger)).items()}
+        first, total = found.pop("first"), found.pop("sum")
+        assert len(found) == 1
+        assert total == sum(found.values()) > CONTEXT_BYTES
+        assert min(map(int, found)) >= first
+
+    @pytest.mark.parametrize("spoilt", ["another type", "no number"])
+    async def test_a_spoilt_ledger_stops_no_turn(
+        self, store: RedisSessionStore, server: ValkeyServer, spoilt: str
+    ) -> None:
+        await self.create(store)
+        ledger = store._bytes.ledger(KEY)
+        if spoilt == "no number":
+            server.command("HSET", ledger, "first", "soon", "sum", "many")
+        else:
+            server.command("DEL", ledger)
+            server.command("SET", ledger, "nothing of ours")
+        await self.begin(store)
+
+        assert (await store.commit_turn(turn_commit("turn"), now_ms=NOW)).generation == 2
+        await store.unregister(KEY, now_ms=NOW)
 
     async def test_a_row_stays_in_one_compact_piece(self, store: RedisSessionStore, raw: RedisConnection) -> None:
         """Seen to fail with marks of more than 64 characters: the encoding became hashtable, twice the memory."""

@@ -6,7 +6,7 @@ import secrets
 import pytest
 
 from contextcache.errors import ContextQuotaExceeded, LeaseLost, StoreUnavailable
-from contextcache.model import KeptAnswer, Repeatable
+from contextcache.model import KeptAnswer, Repeatable, SessionState
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import Pod
 from vllm_plugin.turn import repeats
@@ -261,14 +261,33 @@ async def test_an_answer_that_is_too_large_is_not_kept_and_its_turn_not_run_agai
     assert (await pod.transcript(session_id))[0].generation == 3
 
 
-async def test_a_tenant_with_too_many_answers_kept_is_told_before_anything_runs(pod):
-    pod.manager._store._answers._bytes_max = 1
+async def test_a_tenant_without_bytes_left_is_told_before_anything_runs(pod, engine):
     first = await create(pod, session_id="one")
-    refused = await ask(pod, "one", key="t")
-    plain = await pod.ask("one", prompt=" more")
+    pod.manager._store._tenant_bytes_max = 1
+    num_asked = len(engine.generations())
+    for refused in (await ask(pod, "one", key="t"), await pod.ask("one", prompt=" more"), await create(pod, key="n")):
+        assert code(refused) == (429, "context_quota_exceeded")
+        assert "delete contexts" in refused.json["error"]["message"]
 
-    assert (first.status, plain.status) == (200, 200)
-    assert (*code(refused), refused.json["error"]["param"]) == (429, "context_quota_exceeded", "Idempotency-Key")
+    assert first.status == 200
+    assert is_again(await create(pod, session_id="one"), first)
+    assert len(engine.generations()) == num_asked
+
+
+async def test_a_turn_that_ran_out_of_bytes_is_answered_and_not_committed(pod, engine):
+    await create(pod, session_id="one")
+
+    def answer(ids):
+        pod.manager._store._tenant_bytes_max = 1
+        return "late"
+
+    engine.answer = answer
+    asked = await ask(pod, "one", key="t")
+
+    assert (asked.status, asked.json["choices"][0]["text"]) == (200, "late")
+    context = asked.json["usage"]["context"]
+    assert (context["committed"], context["reason"]) == (False, "context_quota_exceeded")
+    assert (await pod.manager.get_session_metadata("demo", "one")).state is SessionState.READY
 
 
 async def test_a_create_that_comes_again_is_answered_although_its_tenant_is_over_its_quota_by_now(pod, monkeypatch):
