@@ -113,6 +113,30 @@ def test_responses_that_go_on_by_their_ids_say_what_the_whole_conversation_says(
     assert client.get(session_id)["generation"] == len(ASKS)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_that_are_sent_again_are_in_the_prompt_once(talk, stream):
+    """Seen to fail: the engine saw the repeated items twice, and the doubled conversation was committed."""
+    for ask in ASKS[:2]:
+        talk.ask(ask, stream=stream)
+    items = [item.model_dump(exclude_none=True) for item in talk.last.output]
+    edited = items[0] | {"content": [{"type": "output_text", "text": "Other words.", "annotations": []}]}
+    new, unseen = said("user", ASKS[2]), {"context_commit": False}
+    fields = talk.fields({"previous_response_id": talk.last.id, "extra_body": unseen})
+
+    answers = [
+        talk.client.responses.create(input=given, **fields)
+        for given in ([*items, new], [*talk.whole, new], [talk.whole[2], *items, new])
+    ]
+    with pytest.raises(openai.BadRequestError) as refused:
+        talk.client.responses.create(input=[edited, new], **fields)
+
+    appended = talk.ask(ASKS[2])
+    assert items[0]["id"].startswith("msg_")
+    assert {answer.usage.input_tokens for answer in answers} == {appended.usage.input_tokens}
+    assert {answer.output_text for answer in answers} == {appended.output_text}
+    assert refused.value.code == "history_ambiguous"
+
+
 @pytest.mark.thorough
 def test_a_conversation_goes_on_from_disk_after_engine_and_sidecar_were_killed_in_the_middle_of_a_response(
     stack, client, talk

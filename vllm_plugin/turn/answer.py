@@ -35,6 +35,8 @@ class AnswerResult:
     text: str = ""
     """Text the client has seen (completions, and the content of a chat message)."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    item_ids: list[str] = field(default_factory=list)
+    """Ids of a response's output items, by which its client may send them again."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_tokens: int = 0

@@ -22,7 +22,7 @@ from vllm_plugin.turn.engine import Engine
 from vllm_plugin.turn.history import Divergence, Why
 from vllm_plugin.turn.matching import Match, Outcome
 from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest, messages_json
-from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segments
+from vllm_plugin.turn.transcript import ITEM_IDS, Transcript, common_prefix, whole_segments
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
@@ -103,7 +103,8 @@ async def answer_segment(engine: Engine, request: TurnRequest, result: AnswerRes
     if not ids:
         return None
     if chat:
-        return Segment(SegmentKind.ANSWER, ids, messages_json=messages_json((result.message(),)))
+        delivered = {ITEM_IDS: result.item_ids} if result.item_ids else {}
+        return Segment(SegmentKind.ANSWER, ids, messages_json=messages_json((result.message() | delivered,)))
     return Segment(SegmentKind.ANSWER, ids, text=result.text)
 
 

@@ -3,6 +3,10 @@
 T is what the context holds, X what the request brings. Clients resend, and change what they resend: they trim, compact,
 insert, edit. A resend taken for new messages would double the conversation, so any sign of history makes X a resend,
 and what could be either is refused (docs/adr/0026). `is_resend` is the rule, line by line.
+
+A client that names the answer it goes on from (`previous_response_id`, `conversation`) says that X follows T. Then X
+is T again only if it begins as T does. T's last messages at the beginning of X, and T's open tool calls, are left out.
+Other messages of T are refused (docs/adr/0092).
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from contextcache.errors import HistoryAmbiguous
 from vllm_plugin.turn.meaning import ASSISTANT, SYSTEM, Meaning
 from vllm_plugin.turn.transcript import common_prefix
 
+_REPEATS_TRIED_MAX = 16
+"""Places where the context's end may lie in the messages sent, the longest first. Bounds the work."""
 _WHAT_TO_SET = 'context_mode "replay" if the messages are the whole conversation'
 
 
@@ -45,6 +51,108 @@ class Divergence:
     message: int | None
     """Position in the messages sent; None for text and token ids."""
     why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The messages of a request, and what the client said of them beside their content."""
+
+    meanings: Sequence[Meaning]
+    follows: bool = False
+    """The client named the answer that they follow."""
+    has_stored_ids: bool = False
+    """At least one has the id of an item that the context delivered."""
+
+
+def find_new(stored: Sequence[Meaning], sent: Sent, *, is_chat: bool) -> tuple[int, ...] | None:
+    """Return the positions of the new messages in `sent`; None: `sent` is the conversation again.
+
+    `is_chat`: the stored messages are all that the context holds. Raises HistoryAmbiguous.
+    """
+    told = sent.meanings
+    if sent.follows and not _head_length(told):
+        return _find_following(_Stored(stored), sent)
+    if sent.follows and not sent.has_stored_ids and not any(map(_Stored(stored).has, told)):
+        raise _ambiguous("these messages have a system message of their own and nothing of the context")
+    results = _find_results(_Stored(stored), told)
+    if results and not _answers_again(_calls(stored), [told[at] for at in results]):
+        return results
+    if is_resend(stored, told, is_chat=is_chat) or sent.has_stored_ids:
+        return None
+    return tuple(range(len(told)))
+
+
+class _Stored:
+    """The stored messages, asked whether others are theirs."""
+
+    def __init__(self, stored: Sequence[Meaning]) -> None:
+        self.messages = stored
+        self.first = next((message for message in stored if message.role != SYSTEM), None)
+        self._last = stored[-1] if stored and stored[-1].role == ASSISTANT else None
+        self._calls = _calls(stored)
+        self._answers = {message.text for message in stored if message.role == ASSISTANT and message.text}
+
+    def has(self, message: Meaning) -> bool:
+        """Return whether a message is an answer, a tool call or an answered tool call of the context.
+
+        User messages are no sign: users repeat themselves.
+        """
+        if message.role == ASSISTANT:
+            return message.text in self._answers or any(call.id in self._calls for call in message.calls)
+        return self._calls.get(message.answers) is False
+
+    def is_last_answer(self, message: Meaning) -> bool:
+        """Return whether a message is the last answer, or a part of it: its text or some of its calls."""
+        last = self._last
+        if last is None or message.role != ASSISTANT or not set(message.calls) <= set(last.calls):
+            return False
+        return message.text in ("", last.text)
+
+    def count_repeated(self, sent: Sequence[Meaning]) -> int:
+        """Return how many leading messages of `sent` are the context's last ones."""
+        if self._last is None:
+            return 0
+        ends = [at + 1 for at, message in enumerate(sent) if message == self._last]
+        for length in reversed(ends[-_REPEATS_TRIED_MAX:]):
+            if tuple(sent[:length]) == tuple(self.messages[-length:]):
+                return length
+        return next((at for at, message in enumerate(sent) if not self.is_last_answer(message)), len(sent))
+
+
+def _find_following(stored: _Stored, sent: Sent) -> tuple[int, ...] | None:
+    """Return the positions of the new messages after an answer that the client named; None: the conversation again.
+
+    Raises HistoryAmbiguous.
+    """
+    told = sent.meanings
+    if not sent.has_stored_ids and not any(map(stored.has, told)):
+        return tuple(range(len(told)))
+    if told[0] == stored.first:
+        return None
+    num_repeated = stored.count_repeated(told)
+    new = tuple(
+        at
+        for at, message in enumerate(told)
+        if at >= num_repeated and not (message.calls and stored.is_last_answer(message))
+    )
+    if not new or any(stored.has(told[at]) or (sent.has_stored_ids and told[at].role == ASSISTANT) for at in new):
+        raise HistoryAmbiguous(
+            f"some of these messages are in the context already: send only the new ones, or set {_WHAT_TO_SET}",
+            param="input",
+        )
+    return new
+
+
+def _find_results(stored: _Stored, sent: Sequence[Meaning]) -> tuple[int, ...]:
+    """Return the positions of what is new when `sent` repeats the open tool calls before their results; else none.
+
+    A trimmed conversation does not begin with a tool call that nothing was asked before.
+    """
+    if not sent[0].calls or not stored.is_last_answer(sent[0]):
+        return ()
+    new = tuple(at for at, message in enumerate(sent) if not (message.calls and stored.is_last_answer(message)))
+    has_results_only = all(sent[at].role not in (ASSISTANT, SYSTEM) for at in new)
+    return new if has_results_only else ()
 
 
 def is_resend(stored: Sequence[Meaning], sent: Sequence[Meaning], *, is_chat: bool) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from contextcache.errors import InvalidRequest
 from contextcache.model import ContextMode, SegmentKind
-from vllm_plugin.turn.history import Divergence, Why, check_append, divergence, is_resend
+from vllm_plugin.turn.history import Divergence, Sent, Why, check_append, divergence, find_new
 from vllm_plugin.turn.meaning import meanings, rendering
 from vllm_plugin.turn.request import Prompt
 from vllm_plugin.turn.transcript import Transcript, common_prefix, whole_segments
@@ -50,17 +50,22 @@ class Match:
     """Leading segments of T that say what X begins with; all of them for an append."""
     diverged: Divergence | None = None
     """Where and why a resend leaves T; set for DIVERGE."""
+    new: tuple[int, ...] | None = None
+    """Positions of the messages of X that an append adds; None: all of X."""
 
 
-def match(transcript: Transcript, prompt: Prompt, *, mode: ContextMode, threshold: float) -> Match:
+def match(
+    transcript: Transcript, prompt: Prompt, *, mode: ContextMode, threshold: float, has_stored_ids: bool = False
+) -> Match:
     """Compare a prompt with a transcript of at least one segment.
 
+    `has_stored_ids`: at least one message of X has the id of an item that T delivered.
     Raises InvalidRequest for an empty transcript, HistoryAmbiguous for messages that could be either.
     """
     if not transcript.segments:
         raise InvalidRequest("the context is empty")
     if prompt.messages is not None:
-        found = _match_messages(transcript, prompt.messages, mode)
+        found = _match_messages(transcript, prompt.messages, mode, has_stored_ids=has_stored_ids)
     elif mode is ContextMode.APPEND:
         found = None
     elif prompt.token_ids is not None:
@@ -74,14 +79,18 @@ def match(transcript: Transcript, prompt: Prompt, *, mode: ContextMode, threshol
     return found or Match(Outcome.APPEND, len(transcript.segments))
 
 
-def _match_messages(transcript: Transcript, messages: Sequence[dict[str, Any]], mode: ContextMode) -> Match | None:
+def _match_messages(
+    transcript: Transcript, messages: Sequence[dict[str, Any]], mode: ContextMode, *, has_stored_ids: bool
+) -> Match | None:
     sent = meanings(messages)
     if mode is ContextMode.APPEND:
         check_append(sent)
         return None
     stored = transcript.meanings
-    if mode is ContextMode.AUTO and not is_resend(stored, sent, is_chat=transcript.is_chat):
-        return None
+    if mode is ContextMode.AUTO:
+        new = find_new(stored, Sent(sent, has_stored_ids=has_stored_ids), is_chat=transcript.is_chat)
+        if new is not None:
+            return Match(Outcome.APPEND, len(transcript.segments), new=new)
     kept = position = 0
     for segment, said in zip(transcript.segments, transcript.messages_by_segment, strict=True):
         end = position + len(said)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -101,6 +101,10 @@ class TurnRequest:
     """What rendering chat messages depends on besides the messages."""
     instructions: str | None = None
     """In the place of the system message the conversation begins with; empty: none. None: that stays."""
+    follows: bool = False
+    """The client named the answer that the messages follow: a response's `previous_response_id`, `conversation`."""
+    item_ids: frozenset[str] = frozenset()
+    """Ids of a response's input items: those that a context delivered are history."""
     said: Mapping[str, Any] = field(default_factory=dict)
     """What the answer repeats: a response's `previous_response_id`, `conversation`."""
 
@@ -136,6 +140,14 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         creates_if_missing=_creates_if_missing(path, body),
         template_fields=_template_fields(body),
     )
+
+
+def with_new_messages(request: TurnRequest, new: Sequence[int] | None) -> TurnRequest:
+    """Return a request with those of its messages alone; None: as it is."""
+    messages = request.prompt.messages
+    if new is None or messages is None or len(new) == len(messages):
+        return request
+    return replace(request, prompt=Prompt(messages=tuple(messages[at] for at in new)))
 
 
 def read_new_session(

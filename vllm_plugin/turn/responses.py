@@ -29,9 +29,16 @@ from vllm_plugin.turn.answer import UNREADABLE, AnswerResult, JsonAnswer, SseAns
 from vllm_plugin.turn.anthropic import refused
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event
-from vllm_plugin.turn.history import is_resend
+from vllm_plugin.turn.history import Sent, find_new
 from vllm_plugin.turn.meaning import meanings
-from vllm_plugin.turn.request import CHAT_PATH, NEVER_FROM_CLIENTS, TurnRequest, read_turn
+from vllm_plugin.turn.request import (
+    CHAT_PATH,
+    NEVER_FROM_CLIENTS,
+    Prompt,
+    TurnRequest,
+    read_turn,
+    with_new_messages,
+)
 from vllm_plugin.turn.settlement import Turn
 
 _RENDERING = ("construct_input_messages", "construct_tool_dicts")
@@ -125,11 +132,13 @@ class Responses:
             engine_fields=fields,
             # Its usage tells the whole prompt, and what of it was read.
             usage=UsageFormat.OPENAI,
-            context_mode=turn.context_mode or (ContextMode.APPEND if _continues(body) else None),
+            context_mode=turn.context_mode or (ContextMode.AUTO if _continues(body) else None),
             commit=asked.commits and turn.commit,
             expected_generation=turn.expected_generation or asked.generation,
             creates_if_missing=asked.creates,
             instructions=parsed.instructions or ("" if _continues(body) else None),
+            follows=_continues(body),
+            item_ids=_item_ids(body.get("input")),
             said={key: body[key] for key in RESPONSE_FIELDS if key in body},
         )
 
@@ -201,6 +210,7 @@ class _Told:
         result.finish_reason = _ENDS.get(response["status"])
         for item in response["output"]:
             _take_item(item, result)
+        result.item_ids = [item["id"] for item in response["output"] if isinstance(item.get("id"), str)]
         usage = response["usage"]
         result.take_usage(
             {
@@ -352,8 +362,13 @@ def _take_item(item: dict[str, Any], result: AnswerResult) -> None:
         result.add_call(item["call_id"], item["name"], json.dumps({"input": item["input"]}, ensure_ascii=False))
 
 
+def _item_ids(items: Any) -> frozenset[str]:
+    named = (item.get("id") for item in items if isinstance(item, dict)) if isinstance(items, list) else ()
+    return frozenset(one for one in named if isinstance(one, str))
+
+
 def _continues(body: Mapping[str, Any]) -> bool:
-    """Return whether the body says in OpenAI's words what it goes on from: the input is then what is new."""
+    """Return whether the body says in OpenAI's words what it goes on from: the input follows that."""
     return body.get("previous_response_id") is not None or body.get("conversation") is not None
 
 
@@ -369,24 +384,31 @@ def _json(event: dict[str, Any]) -> bytes:
     return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def under_instructions(request: TurnRequest, history: Sequence[Mapping[str, Any]], mode: ContextMode) -> TurnRequest:
+def under_instructions(
+    request: TurnRequest, history: Sequence[Mapping[str, Any]], mode: ContextMode, *, has_stored_ids: bool
+) -> TurnRequest:
     """Return a request whose prompt has its instructions in the place of those that the history begins with.
 
     `history`: the messages of the transcript; none of a context that is being created. Instructions are no part of the
-    input: whether that is the conversation again is read without them. Raises HistoryAmbiguous.
+    input: whether that is the conversation again is read without them. What the input repeats of the history is left
+    out. Raises HistoryAmbiguous.
     """
     said, new = request.instructions, request.prompt.messages
     if said is None or new is None:
         return request
     system = ({"role": "system", "content": said},) if said else ()
     if not history:
-        return replace(request, prompt=replace(request.prompt, messages=(*system, *new)))
+        mode = ContextMode.APPEND if request.follows else mode
+        return replace(request, prompt=Prompt(messages=(*system, *new)), context_mode=mode)
     rest = tuple(map(dict, history[1 if history[0]["role"] == "system" else 0 :]))
-    is_again = mode is ContextMode.AUTO and is_resend(meanings(rest), meanings(new), is_chat=True)
-    if is_again or mode is ContextMode.REPLAY:
+    added: Sequence[int] | None = None if mode is ContextMode.REPLAY else range(len(new))
+    if mode is ContextMode.AUTO:
+        sent = Sent(meanings(new), follows=request.follows, has_stored_ids=has_stored_ids)
+        added = find_new(meanings(rest), sent, is_chat=True)
+    if added is None:
         whole = (*system, *new)
     elif [*system] == [*history[: len(history) - len(rest)]]:
-        return replace(request, context_mode=ContextMode.APPEND)
+        return replace(with_new_messages(request, added), context_mode=ContextMode.APPEND)
     else:
-        whole = (*system, *rest, *new)
+        whole = (*system, *rest, *(new[at] for at in added))
     return replace(request, prompt=replace(request.prompt, messages=whole), context_mode=ContextMode.REPLAY)

@@ -58,7 +58,7 @@ from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.patience import Patience
 from vllm_plugin.turn.ports import KVSidecar, SessionDirectory, TokenAddressed
 from vllm_plugin.turn.repeats import Recording, give_again
-from vllm_plugin.turn.request import CHAT_PATH, TurnRequest
+from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, with_new_messages
 from vllm_plugin.turn.responses import Responses, under_instructions
 from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.settlement import Settlement, Turn
@@ -155,7 +155,7 @@ class TurnStory:
             session = await self._manager.reserve(
                 new, lease_id=lease_id, lease_ttl_ms=self._settings.lease_ttl_ms, repeatable=request.repeatable
             )
-        request = under_instructions(request, (), ContextMode.AUTO)
+        request = under_instructions(request, (), ContextMode.AUTO, has_stored_ids=False)
         turn = self._new_turn(request, session, identity, lease_id=lease_id, is_create=True)
         async with self._lease(turn):
             crash_point(BEGUN)
@@ -188,10 +188,13 @@ class TurnStory:
             transcript = Transcript(segments)
             self._read_ahead(session, transcript)
             mode = request.context_mode or identity.context_mode or ContextMode.AUTO
+            has_ids = bool(request.item_ids) and not request.item_ids.isdisjoint(transcript.item_ids)
             if request.instructions is not None:
-                request = turn.request = under_instructions(request, transcript.messages, mode)
+                request = under_instructions(request, transcript.messages, mode, has_stored_ids=has_ids)
                 mode = request.context_mode or mode
-            found = match(transcript, request.prompt, mode=mode, threshold=self._settings.replay_threshold)
+            threshold = self._settings.replay_threshold
+            found = match(transcript, request.prompt, mode=mode, threshold=threshold, has_stored_ids=has_ids)
+            turn.request = request = with_new_messages(request, found.new)
             with child_span("turn compose"):
                 composed = await compose_turn(engine, request, transcript, found)
                 turn.prompt = await cut_to_fit(engine, request, transcript, composed)

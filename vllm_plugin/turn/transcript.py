@@ -14,8 +14,11 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from contextcache.model import Segment
+from contextcache.model import Segment, SegmentKind
 from vllm_plugin.turn.meaning import Meaning, meanings
+
+ITEM_IDS = "item_ids"
+"""Key of a stored answer of `/v1/responses`: ids of its output items. No part of the message that a template gets."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Transcript:
         """What each of the messages says."""
         return meanings(self.messages)
 
+    @cached_property
+    def item_ids(self) -> frozenset[str]:
+        """Ids of all output items that the answers had."""
+        answers = (json.loads(segment.messages_json) for segment in self.segments if ITEM_IDS in segment.messages_json)
+        return frozenset(chain.from_iterable(message.get(ITEM_IDS, ()) for said in answers for message in said))
+
     @property
     def is_chat(self) -> bool:
         """Whether every segment holds chat messages."""
@@ -71,7 +80,11 @@ class Transcript:
 
 def segment_messages(segment: Segment) -> tuple[dict[str, Any], ...]:
     """Return the chat messages of a segment; none for a completion segment."""
-    return tuple(json.loads(segment.messages_json)) if segment.messages_json else ()
+    messages = tuple(json.loads(segment.messages_json)) if segment.messages_json else ()
+    if segment.kind is SegmentKind.ANSWER:
+        for message in messages:
+            message.pop(ITEM_IDS, None)
+    return messages
 
 
 def common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
