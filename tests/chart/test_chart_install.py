@@ -184,18 +184,6 @@ def replicas_of(cluster: ApiServer) -> dict[str, int | None]:
     return {name.removeprefix("cc-context-cache-"): found["spec"].get("replicas") for name, found in made.items()}
 
 
-PARTS = ("gateway", "contextManager", "envoy", "engine", "injector")
-
-
-def test_who_says_that_others_scale_gets_no_line_of_replicas():
-    """Seen to fail with an empty line, which is as good as 1."""
-    values = merged(REDIS, ENGINE, INJECTOR, {part: {"replicas": None} for part in PARTS})
-    made = [document for document in render(Release(values)) if document["kind"] == "Deployment"]
-
-    assert len(made) == len(PARTS)
-    assert [document["metadata"]["name"] for document in made if "replicas" in document["spec"]] == []
-
-
 @pytest.mark.parametrize(
     "scaler", [{"autoscaling": {"enabled": True}}, {"keda": {"enabled": True, "prometheusServer": "http://p:9090"}}]
 )

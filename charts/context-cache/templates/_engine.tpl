@@ -179,8 +179,9 @@ spec:
 {{- end }}
 
 {{/*
-The chart's own engines, a JSON list of component and values: `engine` if it has a model, and one for each of `models`,
-which says what differs. A name that clients use is one model's.
+The chart's own engines, a JSON list of component, values and kind: `engine` if it has a model, and one for each of
+`models`, which says what differs. A name that clients use is one model's. The kind is StatefulSet where a sidecar's disk
+outlives its pod.
 */}}
 {{- define "context-cache.engines" -}}
 {{- $all := list }}
@@ -188,6 +189,11 @@ which says what differs. A name that clients use is one model's.
 {{- range $name, $differs := .Values.models }}
 {{- $values := mergeOverwrite (deepCopy $.Values.engine) (dict "model" "" "servedModelName" "") $differs }}
 {{- $all = append $all (dict "component" (printf "engine-%s" $name) "values" $values) }}
+{{- end }}
+{{- range $all }}
+{{- $sidecar := or (not (dig "lmcacheUrl" "" (.values.turn | default dict))) .values.lmcache.secondTier }}
+{{- $stays := and $sidecar (has $.Values.sidecar.storage.type (list "pvc" "hostPath")) }}
+{{- $_ := set . "kind" (ternary "StatefulSet" "Deployment" $stays) }}
 {{- end }}
 {{- $all | toJson }}
 {{- end }}

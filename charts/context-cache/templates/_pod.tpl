@@ -218,27 +218,6 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/*
-The replicas of a component's Deployment, or no line: replicas null, or an autoscaler has them. But where an autoscaler is
-new, a line that goes away would be 1 until it acts; so an upgrade says what the cluster has, the autoscaler's least at
-least. dict "root" $ "component" "gateway" "values" .Values.gateway
-*/}}
-{{- define "context-cache.replicas" -}}
-{{- $least := 0 }}
-{{- range list "autoscaling" "keda" }}
-{{- with get $.values . }}
-{{- if .enabled }}{{ $least = int .minReplicas }}{{ end }}
-{{- end }}
-{{- end }}
-{{- if $least }}
-{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace (printf "%s-%s" (include "context-cache.fullname" .root) .component) }}
-{{- printf "replicas: %d" (max (int (dig "spec" "replicas" 1 .)) $least) }}
-{{- end }}
-{{- else if hasKey .values "replicas" }}
-{{- printf "replicas: %d" (int .values.replicas) }}
-{{- end }}
-{{- end }}
-
 {{/* The HorizontalPodAutoscaler of a component's Deployment, or nothing. */}}
 {{- define "context-cache.autoscaling" -}}
 {{- if .values.autoscaling.enabled -}}
