@@ -14,11 +14,12 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from benchmarks.front.process_figures import cpu_seconds
 from benchmarks.processes import Processes
@@ -71,8 +72,8 @@ class Way:
     def num_reloads(self) -> int:
         """Return how often Envoy has taken keys over."""
         address = self.processes.address(f"{self.name} admin")
-        with urllib.request.urlopen(f"http://{address}/stats?filter=^{_RELOADS}$", timeout=5) as answer:
-            return int(answer.read().decode().rpartition(":")[2] or 0)
+        answer = httpx.get(f"http://{address}/stats?filter=^{_RELOADS}$", timeout=5, trust_env=False)
+        return int(answer.text.rpartition(":")[2] or 0)
 
 
 def shape(keys_file: Path | None, pod: str, *, port: int, admin_port: int, access_log: Path) -> dict[str, Any]:

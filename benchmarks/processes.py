@@ -13,12 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import httpx
 import yaml
 
 from benchmarks.front.peers import clean_environment
@@ -85,10 +85,9 @@ class Processes:
 
     def set_stub(self, **behaviour: Any) -> dict[str, dict[str, int]]:
         """Say how the pod streams from now on (nothing: as it does); return what it has seen by way."""
-        body = json.dumps(behaviour).encode() if behaviour else None
-        request = urllib.request.Request(f"{self.url('stub')}/stub", body)
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            seen: dict[str, dict[str, int]] = json.load(answer)
+        method = "POST" if behaviour else "GET"
+        answer = httpx.request(method, f"{self.url('stub')}/stub", json=behaviour or None, timeout=5, trust_env=False)
+        seen: dict[str, dict[str, int]] = answer.raise_for_status().json()
         return seen
 
     def start_stub(self) -> None:

@@ -16,6 +16,7 @@ _NAMES = {
     "AsyncContext": "Context",
     "AsyncReplyStream": "ReplyStream",
     "AsyncOpenAI": "OpenAI",
+    "DefaultAsyncHttpxClient": "DefaultHttpxClient",
     "AsyncClient": "Client",
     "AbstractAsyncContextManager": "AbstractContextManager",
     "_async": "_sync",

@@ -9,12 +9,14 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from pydantic import SecretStr
 
+from contextcache.client.proxies import proxy_of
 from doctor.bounded_answer import EndlessAnswer, bounded, lines_of
 
 _ERROR_CHARS = 200
@@ -154,7 +156,15 @@ class Front:
 
     def _unreachable(self, exc: Exception) -> Unreachable:
         where = f"{self.url.host}:{self.url.port or (443 if self.url.scheme == 'https' else 80)}"
-        return explain(exc, where=where, timeout_s=self.timeout_s)
+        found = explain(exc, where=where, timeout_s=self.timeout_s)
+        return Unreachable(found.reason, f"{found.hint}{_unused_proxy(str(self.url))}")
+
+
+def _unused_proxy(url: str) -> str:
+    with suppress(ValueError):  # a proxy that cannot be used
+        if (proxy := proxy_of(url)) is not None:
+            return f" {proxy.variable} names the proxy {proxy.shown}, which the doctor does not use."
+    return ""
 
 
 def explain(exc: Exception, *, where: str, timeout_s: float) -> Unreachable:

@@ -85,7 +85,7 @@ def _client(**options: Any) -> Iterator[ContextCache]:
     try:
         client = ContextCache(url, key, **options)
     except ValueError as exc:
-        raise typer.BadParameter(str(exc)) from exc
+        raise NotConfigured(str(exc)) from exc
     with client:
         yield client
 
@@ -98,7 +98,7 @@ def login(url: Annotated[str, typer.Argument(help="where the server is")]) -> No
         with ContextCache(url, key.strip()) as client:
             names = client.models()
     except ValueError as exc:
-        raise typer.BadParameter(str(exc)) from exc
+        raise NotConfigured(str(exc)) from exc
     file = write_place(url, key.strip())
     output.say(f"{url} serves {', '.join(names) or 'no model yet'}; remembered in {file}")
 

@@ -272,13 +272,16 @@ class StoreUnavailable(ApiError):
 BY_CODE: Mapping[str, type[ApiError]] = {cls.code: cls for cls in ApiError.__subclasses__()}
 
 
-def api_error(status: int, body: object, headers: Mapping[str, str]) -> ApiError:
-    """Return the error that an answer with a bad status is, whatever its body is."""
+def api_error(status: int, body: object, headers: Mapping[str, str], *, way: str = "") -> ApiError:
+    """Return the error that an answer with a bad status is, whatever its body is.
+
+    `way`: how the server was asked, told where the body does not say that the server itself answered.
+    """
     parsed: Mapping[str, Any] = body if isinstance(body, Mapping) else {}
     error = parsed.get("error")
     said: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
     cls = BY_CODE.get(str(said.get("code")), ApiError)
-    message = str(said.get("message") or f"the server answered {status}")
+    message = str(said.get("message") or f"the server answered {status}{way}")
     return cls(message, status=status, body=parsed, headers=headers)
 
 

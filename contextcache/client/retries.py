@@ -28,6 +28,7 @@ from contextcache.client.errors import (
     StoreUnavailable,
     TooManyInFlight,
 )
+from contextcache.client.proxies import Proxy, connection_options, through
 
 T = TypeVar("T")
 _UNTOUCHED = (RateLimitExceeded, TooManyInFlight, EndpointsSaturated, GatewayUnavailable, NoReadyEndpoint, ContextBusy)
@@ -78,6 +79,11 @@ class Place:
         key = api_key or os.environ.get("CONTEXT_CACHE_API_KEY", "")
         if not url.startswith(("http://", "https://")):
             raise ValueError("say where the server is: base_url, or CONTEXT_CACHE_URL=https://…")
+        try:
+            httpx.URL(url)
+        except httpx.InvalidURL as exc:
+            told = "base_url is no URL; an IPv6 address stands in brackets: http://[::1]:8000"
+            raise ValueError(f"{told} ({exc})") from exc
         if "@" in url.partition("://")[2].partition("/")[0]:
             raise ValueError("a URL with a user or a password is told in errors: it must hold none")
         if not key or not key.isascii() or not key.isprintable():
@@ -89,10 +95,14 @@ class Place:
         """Return it without the key."""
         return f"Place({self.base_url!r})"
 
-    def options(self, timeout_s: float) -> dict[str, Any]:
+    def options(self, timeout_s: float, proxy: Proxy | None) -> dict[str, Any]:
         """Return what either of httpx's clients is made with. `timeout_s`: for connecting, and between two bytes."""
-        headers = {"authorization": f"Bearer {self.api_key}", "user-agent": "context-cache-python"}
-        return {"base_url": self.base_url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0)}
+        return {
+            "base_url": self.base_url,
+            "headers": {"authorization": f"Bearer {self.api_key}", "user-agent": "context-cache-python"},
+            "timeout": httpx.Timeout(timeout_s, connect=10.0),
+            **connection_options(proxy),
+        }
 
 
 def request_of(http: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
@@ -121,11 +131,12 @@ def named(response: httpx.Response) -> dict[str, str]:
     return {name.lower(): value for name, value in response.headers.items()}
 
 
-def told(error: ApiError | httpx.RequestError, place: Place) -> ClientError:
+def told(error: ApiError | httpx.RequestError, place: Place, proxy: Proxy | None) -> ClientError:
     """Return the error that the caller sees."""
     if isinstance(error, ApiError):
         return error
-    return ConnectionFailed(f"no answer from {place.base_url}: {type(error).__name__}: {error}")
+    way = through(proxy, place.base_url)
+    return ConnectionFailed(f"no answer from {place.base_url}: {type(error).__name__}: {error}{way}")
 
 
 @contextmanager

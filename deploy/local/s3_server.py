@@ -10,7 +10,8 @@ import os
 import sys
 from http import HTTPStatus
 from pathlib import Path
-from urllib.request import Request, urlopen
+
+import httpx
 
 from deploy.local.environments import made
 from deploy.local.ports import LOOPBACK
@@ -37,12 +38,11 @@ def installed() -> Path:
 
 def has_bucket(port: int) -> bool:
     """Make the bucket, and return whether it is there."""
-    request = Request(f"http://{LOOPBACK}:{port}/{BUCKET}", method="PUT")  # our own loopback
     try:
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return bool(answer.status == HTTPStatus.OK)
-    except OSError:
+        answer = httpx.put(f"http://{LOOPBACK}:{port}/{BUCKET}", timeout=_TIMEOUT_S, trust_env=False)
+    except httpx.HTTPError:
         return False
+    return answer.status_code == HTTPStatus.OK
 
 
 def environment(port: int) -> dict[str, str]:

@@ -20,6 +20,7 @@ from contextcache.client.calls import Call, Page
 from contextcache.client.errors import NotUnderstood
 from contextcache.client.events import Event, Finished, StreamReader
 from contextcache.client.openai_client import openai_options
+from contextcache.client.proxies import connection_options, proxy_of
 from contextcache.client.retries import Place, Retries, named
 from contextcache.client.types import (
     Changes,
@@ -53,6 +54,8 @@ class ContextCache:
         http: httpx.Client | None = None,
     ) -> None:
         """Without `base_url` and `api_key`: `CONTEXT_CACHE_URL`, `CONTEXT_CACHE_API_KEY`; ValueError without either.
+
+        Raises ValueError for a proxy of the environment that cannot be used. A server on loopback is asked directly.
 
         `timeout_s`: the longest silence of the server, a whole answer's time where it does not stream. `http`: a client
         of yours, closed with this one.
@@ -259,7 +262,10 @@ class Context:
         """Return an `openai` client whose calls carry this context. Raises ImportError where `openai` is missing."""
         import openai
 
-        return openai.OpenAI(**openai_options(self._client.transport.place, self.session_id, options))
+        said = openai_options(self._client.transport.place, self.session_id, options)
+        if "http_client" not in said:
+            said["http_client"] = openai.DefaultHttpxClient(**connection_options(proxy_of(said["base_url"])))
+        return openai.OpenAI(**said)
 
     def __enter__(self) -> Self:
         """Delete it at the end of the block, if it was created so."""

@@ -11,6 +11,7 @@ import httpx
 
 from contextcache.client.calls import DONE, Call
 from contextcache.client.errors import ApiError, NotUnderstood, api_error
+from contextcache.client.proxies import proxy_of, through
 from contextcache.client.retries import (
     Place,
     Retries,
@@ -33,9 +34,10 @@ class SyncTransport:
     """Carries calls to one place."""
 
     def __init__(self, place: Place, retries: Retries, timeout_s: float, http: httpx.Client | None = None) -> None:
-        """`http`: a client of yours, with the transport you want; it is closed with this one."""
+        """`http`: a client of yours, with the transport you want; it is closed with this one. Raises ValueError."""
         self.place, self._retries, self._timeout_s = place, retries, timeout_s
-        self._http = http if http is not None else httpx.Client(**place.options(timeout_s))
+        self._proxy = None if http is not None else proxy_of(place.base_url)
+        self._http = http if http is not None else httpx.Client(**place.options(timeout_s, self._proxy))
         if http is not None:
             adopt(http, place)
 
@@ -51,7 +53,8 @@ class SyncTransport:
         try:
             return call.read(json_of(response), named(response))
         except (AttributeError, LookupError, TypeError, ValueError) as exc:
-            raise NotUnderstood(f"something else than context-cache answered at {self.place.base_url}") from exc
+            way = through(self._proxy, self.place.base_url)
+            raise NotUnderstood(f"something else than context-cache answered at {self.place.base_url}{way}") from exc
 
     @contextmanager
     def stream(self, call: Call[Any]) -> Iterator[httpx.Response]:
@@ -77,7 +80,7 @@ class SyncTransport:
                 may_be_done |= not isinstance(error, ApiError) or error.status >= 500  # 429 is before anything is done
                 wait_s = self._retries.wait_s(call, error, sent, time.monotonic() - began_s)
                 if wait_s is None:
-                    raise told(error, self.place) from (None if isinstance(error, ApiError) else error)
+                    raise told(error, self.place, self._proxy) from (None if isinstance(error, ApiError) else error)
             time.sleep(wait_s)
 
     def _sent(self, call: Call[Any], *, is_whole: bool) -> httpx.Response:
@@ -89,7 +92,8 @@ class SyncTransport:
         finally:
             response.close()
         if not whole.is_success:
-            raise api_error(whole.status_code, json_of(whole), named(whole))
+            way = through(self._proxy, self.place.base_url)
+            raise api_error(whole.status_code, json_of(whole), named(whole), way=way)
         return whole
 
     def _whole(self, response: httpx.Response) -> httpx.Response:
