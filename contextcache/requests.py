@@ -53,10 +53,8 @@ class TenantsInHand:
     def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
         """Count bytes. Raises TooManyInFlight, and counts nothing then."""
         if not self._bytes.take(tenant, size_bytes):
-            self._on_refused(BYTES)
-            raise TooManyInFlight(
-                f"this tenant has request bodies of {self._bytes.limit} bytes in hand, as many as it may",
-                retry_after_s=_RETRY_AFTER_S,
+            raise self._refused_bytes(
+                f"this tenant has request bodies of {self._bytes.limit} bytes in hand, as many as it may"
             )
 
     def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
@@ -75,6 +73,10 @@ class TenantsInHand:
     def is_empty(self) -> bool:
         """Return whether nothing is in hand."""
         return self._requests.is_empty() and self._bytes.is_empty()
+
+    def _refused_bytes(self, message: str) -> TooManyInFlight:
+        self._on_refused(BYTES)
+        return TooManyInFlight(message, retry_after_s=_RETRY_AFTER_S)
 
     @contextmanager
     def _counted_request(self, tenant: TenantId) -> Iterator[None]:

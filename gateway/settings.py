@@ -106,7 +106,10 @@ class GatewaySettings(TlsSettings, TracingSettings):
         "0: no limit. Behind Envoy the pod counts (TURN_TENANT_TURNS_MAX)",
     )
     tenant_buffered_bytes_max: int = Field(
-        0, ge=0, description="bytes of one tenant's request bodies held at one time; more is 429; 0: no limit"
+        256 << 20,
+        ge=0,
+        description="bytes of one tenant's request bodies held at one time, here or by Envoy for this process; more is "
+        "429; 0: no limit but a fair share of max_buffered_bytes",
     )
     plain_max: Literal["off", "route", "keep"] = Field(
         "keep",
@@ -153,7 +156,10 @@ class GatewaySettings(TlsSettings, TracingSettings):
     )
     max_body_bytes: int = Field(32 << 20, gt=0, description="bytes of the largest request body; more is 413")
     max_buffered_bytes: int = Field(
-        1 << 30, gt=0, description="bytes of all request bodies held at one time; more is 503, so memory is bounded"
+        1 << 30,
+        gt=0,
+        description="bytes of all request bodies held at one time, so memory is bounded; a tenant may hold as much as "
+        "it leaves free, more is 429, and 503 to a tenant that holds nothing",
     )
     max_in_flight: int = Field(2048, gt=0, description="requests carried at one time; more is 503")
     body_timeout_s: float = Field(

@@ -10,7 +10,7 @@ from typing import Any
 
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
 from gateway.envoy.api_keys import key_filter, refusal_counter
-from gateway.envoy.clusters import LB_NAMESPACE, PLUGIN, clusters, socket_address
+from gateway.envoy.clusters import BUFFER_BYTES, LB_NAMESPACE, PLUGIN, clusters, socket_address
 from gateway.envoy.local_replies import local_reply_config
 from gateway.envoy.probes import admin_cluster, connection_limit, probe_listener
 from gateway.envoy.routes import EXT_PROC, TYPE, routes
@@ -26,6 +26,8 @@ STAT_PREFIX = "front"
 
 CORS = "envoy.filters.http.cors"
 
+_TRACKED_BYTES_LOG2 = 17
+"""Streams that hold 128 KiB or more are told apart by size, in eight steps up to 16 MiB."""
 _RECEIPT_HEADERS = (
     "x-session-id",
     "x-context-cache",
@@ -57,6 +59,7 @@ def _listener(settings: EnvoySettings) -> dict[str, Any]:
     return {
         "name": LISTENER,
         "address": socket_address(_joined(settings.listen_host, settings.listen_port)),
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         # A drain closes listeners of this direction, and those of probes and metrics stay.
         "traffic_direction": "INBOUND",
         "filter_chains": [
@@ -97,6 +100,11 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
         "early_header_mutation_extensions": [_early_header_mutation()],
         "common_http_protocol_options": {"max_headers_count": 200, "idle_timeout": "3600s"},
         "http_protocol_options": {"accept_http_10": False},
+        "http2_protocol_options": {
+            "max_concurrent_streams": 100,
+            "initial_stream_window_size": BUFFER_BYTES,
+            "initial_connection_window_size": 16 * BUFFER_BYTES,
+        },
         "max_request_headers_kb": 60,
         "request_headers_timeout": "10s",
         "request_timeout": duration(settings.upload_timeout_s),
@@ -167,21 +175,11 @@ def _early_header_mutation() -> dict[str, Any]:
 
 def _http_filters(settings: EnvoySettings) -> list[dict[str, Any]]:
     # Browsers ask without a key whether a page may call, so that comes before keys; without a policy the filter does
-    # nothing. Then keys: who has none costs nothing more, neither a buffer nor a look of the plugin.
-    # Then buffering: the plugin is asked when the request is whole, so that a slow upload holds no stream of it, and
-    # the limit holds for bodies that it does not look at too. A request over the limit is refused when so much of it
-    # has been read, not by its content-length: most clients read no answer before they have sent everything. Buffers
-    # of connections stay at Envoy's 1 MiB, so that a client that reads slowly slows the pod and fills no memory here.
+    # nothing. Then keys: who has none costs nothing more, neither a buffer nor a look of the plugin. Nothing buffers
+    # before the plugin has admitted a request by its head and counted its body's size.
     return [
         {"name": CORS, "typed_config": {"@type": f"{TYPE}extensions.filters.http.cors.v3.Cors"}},
         *key_filter(settings),
-        {
-            "name": "envoy.filters.http.buffer",
-            "typed_config": {
-                "@type": f"{TYPE}extensions.filters.http.buffer.v3.Buffer",
-                "max_request_bytes": settings.max_body_bytes,
-            },
-        },
         {"name": EXT_PROC, "typed_config": _ext_proc(settings)},
         {
             "name": "envoy.filters.http.router",
@@ -293,10 +291,16 @@ def _overload_manager(settings: EnvoySettings) -> dict[str, Any]:
                 },
             },
         ],
+        "buffer_factory_config": {"minimum_account_to_track_power_of_two": _TRACKED_BYTES_LOG2},
         "actions": [
             {
                 "name": "envoy.overload_actions.shrink_heap",
                 "triggers": [{"name": heap, "threshold": {"value": 0.85}}],
+            },
+            {
+                # The streams that hold most end first, of HTTP/2 alone (Envoy 1.40): those of HTTP/1.1 are not tracked.
+                "name": "envoy.overload_actions.reset_high_memory_stream",
+                "triggers": [{"name": heap, "scaled": {"scaling_threshold": 0.88, "saturation_threshold": 0.94}}],
             },
             {
                 "name": "envoy.overload_actions.stop_accepting_requests",

@@ -22,6 +22,11 @@ LB_NAMESPACE = "envoy.lb"
 DESTINATION_KEY = "x-gateway-destination-endpoint"
 """Key in the dynamic metadata `envoy.lb` under which the plugin names the pod."""
 
+BUFFER_BYTES = 64 << 10
+"""Bytes that Envoy reads ahead of a connection, or of a stream of HTTP/2: 20 000 connections are 1.3 GB of the heap.
+
+A client that reads slowly slows the pod, and one that uploads slowly fills no more than this.
+"""
 _KEEP_ALIVE_S = 4
 """uvicorn closes an idle connection after 5 s: we let go first, so that no request meets a closing connection."""
 _TCP_USER_TIMEOUT = {"level": 6, "name": 18, "int_value": 15_000, "state": "STATE_PREBIND"}
@@ -61,6 +66,7 @@ def _pods(settings: EnvoySettings) -> dict[str, Any]:
     policy = {"name": "envoy.load_balancing_policies.override_host", "typed_config": override_host}
     return {
         **_cluster(PODS, settings.pods, settings),
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         **_NOTICE_THE_DEAD,
         "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]},
         "health_checks": [_health_check({"http_health_check": {"path": "/health"}})],
@@ -104,6 +110,7 @@ def _gateway_http(settings: EnvoySettings) -> dict[str, Any]:
     addresses = [gateway.http for gateway in settings.gateways]
     return {
         **_cluster(GATEWAY_HTTP, addresses, settings),
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         "lb_policy": "LEAST_REQUEST",
         # Not /healthz: a front that drains must be left before it closes its connections. One that lacks the context
         # manager or a pod is left too while another has them, and asked all the same when none has.

@@ -186,10 +186,12 @@ class EnvoyFront:
         if self._in_flight > self._limits.max_in_flight:
             raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=1)
         self._limits.check_size(head.declared_bytes)
-        forward = await self._route_by_head(call, admission)
-        if forward is not None:
-            await self._send_on(call, forward)
-            return
+        # A proxy that buffers would send on at once, unbounded and uncounted, the body of a head that says enough.
+        if not (head.has_body and call.body_mode == pb.BODY_SEND_MODE_BUFFERED):
+            forward = await self._route_by_head(call, admission)
+            if forward is not None:
+                await self._send_on(call, forward)
+                return
         with self._shown.body(admission.tenant) as shown:
             if head.declared_bytes > LARGE_BYTES:
                 # Once shown, a body has to be answered before the proxy takes us for dead.
@@ -227,15 +229,27 @@ class EnvoyFront:
         await self._send_back(call, request_ended=not (call.head.has_body and call.is_duplex))
 
     async def _answer_whole(self, call: _Call, admission: Admission) -> None:
-        """Ask for the body by letting the head pass, and answer that."""
-        await call.stream.write(messages.head_answer())
-        message = await call.stream.read()
-        if not message.HasField("request_body"):
-            raise InvalidRequest("the request has trailers and no body")
+        """Let the head pass, so that the proxy collects the body, and answer that.
+
+        The tenant's bytes are taken before the proxy collects any, and the proxy holds no body that is not counted. One
+        that does not say its size may be of any.
+        """
+        announced_bytes = call.head.declared_bytes if call.head.says_size else self._limits.max_body_bytes
         with HeldBody(self._tenants, admission.tenant, self._limits) as held:
+            held.reserve(announced_bytes)
+            await call.stream.write(messages.head_answer())
+            # The upload has its own time.
+            call.deadline.reschedule(None)
+            message = await held.wait_for(call.stream.read(), size_bytes=call.head.declared_bytes)
+            call.deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+            if not message.HasField("request_body"):
+                raise InvalidRequest("the request has trailers and no body")
             held.add(message.request_body.body)
             del message  # it has the body once more
-            forward = await self._route(call, admission, held.whole())
+            # Routed now, not at the head: the pod's load and the identity's time are of after the upload.
+            forward = await self._route_by_head(call, admission)
+            if forward is None:
+                forward = await self._route(call, admission, held.whole())
             mutation, metadata = self._changes(call, forward)
             await call.stream.write(messages.body_answer(mutation, metadata=metadata, body=forward.body))
         await self._send_back(call)

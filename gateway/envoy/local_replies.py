@@ -16,14 +16,16 @@ from contextcache.errors import (
     NoReadyEndpoint,
     error_body,
 )
-from gateway.envoy.routes import CONTROL, TYPE
+from gateway.envoy.routes import CONTROL, TYPE, collected_bytes_max
 from gateway.envoy.settings import EnvoySettings
 from gateway.paths import PathNotFound
 
 
 def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
     """Return Envoy's `local_reply_config`; the first rule that matches answers."""
-    too_large = BodyTooLarge(f"the request body is over the limit of {settings.max_body_bytes} bytes")
+    # Of bodies that say their size, and of calls that are known to have one, the gateway says it.
+    bytes_max = collected_bytes_max(settings)
+    too_large = BodyTooLarge(f"without a content-length, this call's body is over the limit of {bytes_max} bytes")
     away = GatewayUnavailable("no gateway is available", retry_after_s=1)
     busy = NoReadyEndpoint("the proxy carries as much as it may", retry_after_s=1)
     slow = InvalidRequest("the rest of the request did not come in time")

@@ -46,6 +46,11 @@ class RequestHead:
     has_body: bool
 
     @property
+    def says_size(self) -> bool:
+        """Whether the client says how large the body is."""
+        return "content-length" in self.headers
+
+    @property
     def declared_bytes(self) -> int:
         """Size of the body as the client says; 0 when it does not."""
         declared = self.headers.get("content-length", "")

@@ -36,10 +36,14 @@ STATELESS = "stateless"
 NOT_FOUND = "not_found"
 PREFLIGHT = "preflight"
 
-SHOWN_BYTES_MAX = 8 << 20
-"""Request bodies from this size on go through the gateways' HTTP fronts, which hold them once; so does what does not
-say its size. A message of the plugin's is held three to four times while it is read, on one event loop. Not asked of
-turns by header, whose body goes on unseen, nor of calls that only this operator lists."""
+SHOWN_BYTES_MAX = 1 << 20
+"""Size from which request bodies pass through the gateways' HTTP fronts, as do bodies that do not say their size.
+
+Envoy holds smaller bodies whole, for the plugin, which has counted their bytes by then. The rest streams through Envoy.
+A message of the plugin's is held three to four times while it is read, on one event loop.
+"""
+
+_INT64_MAX = (1 << 63) - 1
 
 _NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
 _ANY = r"[A-Za-z0-9_~!$&'()*+,;=:@.-]"
@@ -53,33 +57,38 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     to_front = {"cluster": GATEWAY_HTTP, "timeout": "30s", "idle_timeout": "30s", "retry_policy": _RETRIES}
     post = _method("POST")
     fail_open = settings.fail_open_stateless
-    by_header = [*post, {"name": SESSION_HEADER, "string_match": {"prefix": MINTED_PREFIX}}]
+    by_header = {"name": SESSION_HEADER, "string_match": {"prefix": MINTED_PREFIX}}
     # Each path by itself: a regular expression of all of them is larger than Envoy takes.
     with_body = [
-        (CREATE, CONTEXT_PATH, False),
-        *((COMPLETION, path, fail_open) for path in _COMPLETIONS),
-        *((STATELESS, path, fail_open) for path in _POSTED),
+        *((TURN, {**_path(path), "headers": [*post, by_header]}, False) for path in _COMPLETIONS),
+        (CREATE, {**_path(CONTEXT_PATH), "headers": post}, False),
+        *((COMPLETION, {**_path(path), "headers": post}, fail_open) for path in _COMPLETIONS),
+        *((STATELESS, {**_path(path), "headers": post}, fail_open) for path in _POSTED),
     ]
-    unsized = [_call(call) for call in (*_NOT_POSTED, *settings.engine_paths)]
+    listed = (*_NOT_POSTED, *settings.engine_paths)
+    with_body += [(STATELESS, _call(call), fail_open) for call in listed if call.startswith(_METHODS_WITH_BODY)]
+    bodiless = [_call(call) for call in listed if not call.startswith(_METHODS_WITH_BODY)]
+    bytes_max = collected_bytes_max(settings)
+    shown = {"name": "content-length", "range_match": {"start": 0, "end": bytes_max}}
+    large = {**shown, "range_match": {"start": bytes_max, "end": _INT64_MAX}}
+    streamed = {**to_pod, "cluster": GATEWAY_HTTP}
     found = [
         # Envoy's filter answers for the pages it knows, and takes its policy from routes to somewhere alone.
         _public(_route(PREFLIGHT, {"prefix": "/", "headers": _ASKED_FIRST}, to_front, plugin=False)),
-        *(_route(TURN, {**_path(path), "headers": by_header}, to_pod, fail_open=False) for path in _COMPLETIONS),
         *(
-            _route(name, {**_path(path), "headers": [*post, _SHOWN]}, to_pod, fail_open=may_pass)
-            for name, path, may_pass in with_body
+            _collected(_route(name, _also(match, shown), to_pod, fail_open=may_pass), settings)
+            for name, match, may_pass in with_body
         ),
-        *(
-            _route(name, {**_path(path), "headers": post}, {**to_pod, "cluster": GATEWAY_HTTP}, plugin=False)
-            for name, path, _ in with_body
-        ),
+        *(_route(name, match, streamed, plugin=False) for name, match, _ in with_body),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
         *(_public(_route(CONTROL, _path(path), to_front, plugin=False)) for path in FRONT_PATHS),
         _public(_route(CONSOLE, _call(ROOT_CALL), to_front, plugin=False)),
         _public(_route(CONSOLE, _regex(f"{CONSOLE_PATH}/{SEGMENT}"), to_front, plugin=False)),
         # Any other spelling of our own namespace: the pod must not see it either.
         _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
-        *(_route(STATELESS, match, to_pod, fail_open=fail_open) for match in unsized),
+        # As a rule these have no body, and so no size. A body without a size is 413 above what is collected.
+        *(_route(STATELESS, _also(match, large), streamed, plugin=False) for match in bodiless),
+        *(_collected(_route(STATELESS, match, to_pod, fail_open=fail_open), settings) for match in bodiless),
         _not_found({"prefix": ""}),
     ]
     if not settings.api_keys_file:
@@ -87,6 +96,20 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     # Ours end here, also while every gateway is away; the router takes them off, behind the filter that reads them.
     ends = {"request_headers_to_remove": sorted(KEY_HEADERS)}
     return [route | (ends if route.get("route", {}).get("cluster") == PODS else {}) for route in found]
+
+
+def collected_bytes_max(settings: EnvoySettings) -> int:
+    """Return the size from which a body is streamed."""
+    return min(SHOWN_BYTES_MAX, settings.max_body_bytes)
+
+
+def _collected(route: dict[str, Any], settings: EnvoySettings) -> dict[str, Any]:
+    """Have Envoy hold a request's body whole up to this size; more is 413."""
+    return {**route, "request_body_buffer_limit": collected_bytes_max(settings)}
+
+
+def _also(match: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
+    return {**match, "headers": [*match["headers"], header]}
 
 
 def _path(path: str) -> dict[str, Any]:
@@ -107,7 +130,7 @@ def _regex(pattern: str) -> dict[str, Any]:
 
 
 _ASKED_FIRST = [*_method("OPTIONS"), {"name": "access-control-request-method", "present_match": True}]
-_SHOWN = {"name": "content-length", "range_match": {"start": 0, "end": SHOWN_BYTES_MAX}}
+_METHODS_WITH_BODY = ("POST ", "PUT ", "PATCH ")
 _COMPLETIONS = sorted(TURN_PATHS)
 _POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.startswith("POST ")} - TURN_PATHS)
 _NOT_POSTED = sorted(call for call in ENGINE_CALLS if not call.startswith("POST "))

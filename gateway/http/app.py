@@ -157,7 +157,6 @@ class HttpFront(FastAPI):
         with HeldBody(self._tenants, admission.tenant, self._control_limits) as held:
             body = b""
             if exchange.method in {"PATCH", "POST"}:
-                self._control_limits.check_size(exchange.declared_bytes)
                 body = await exchange.read_body(held)
             exchange.scope["state"] = {
                 "tenant": admission.tenant,
@@ -176,7 +175,6 @@ class HttpFront(FastAPI):
             self._tenants.request(admission.tenant),
             HeldBody(self._tenants, admission.tenant, self._limits) as held,
         ):
-            self._limits.check_size(exchange.declared_bytes)
             body = await exchange.read_body(held)
             before_s = time.perf_counter()
             forward = await self.gateway.route(admission, body)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from starlette.types import Message, Receive, Scope, Send
 
-from contextcache.errors import ContextCacheError, error_body
+from contextcache.errors import (
+    BodyTooLarge,
+    ContextCacheError,
+    NoReadyEndpoint,
+    TooManyInFlight,
+    UploadTooSlow,
+    error_body,
+)
 from contextcache.requests import joined_headers
 from gateway.fronts import (
     REFUSED,
@@ -65,13 +73,33 @@ class Exchange:
         Raises BodyTooLarge, UploadTooSlow, NoReadyEndpoint, TooManyInFlight, ClientGone.
         """
         more = True
-        while more:
-            message = await held.wait_for(self.receive())
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            held.add(message.get("body", b""))
-            more = message.get("more_body", False)
+        try:
+            held.reserve(self.declared_bytes)
+            while more:
+                piece, more = await self._piece(held)
+                held.add(piece)
+        except (BodyTooLarge, NoReadyEndpoint, TooManyInFlight):
+            if more:
+                await self._discard_body(held)
+            raise
         return held.whole()
+
+    async def _piece(self, held: HeldBody) -> tuple[bytes, bool]:
+        message = await held.wait_for(self.receive())
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message.get("body", b""), message.get("more_body", False)
+
+    async def _discard_body(self, held: HeldBody) -> None:
+        """Read a refused body as far and as long as any: most clients read no answer before they have sent everything.
+
+        A proxy that is answered before it has passed the whole body on ends the client's connection.
+        """
+        with suppress(BodyTooLarge, UploadTooSlow):
+            more = True
+            while more:
+                piece, more = await self._piece(held)
+                held.came(len(piece))
 
     async def send(self, message: Message) -> None:
         """Send one ASGI message; the first one gets the request id."""

@@ -68,6 +68,8 @@ class TenantLimits(TenantsInHand):
 
         `burst`: requests a tenant that was idle may make at once, 1 or more.
         """
+        # Bytes are counted without a limit of the tenant's too: its part of all of them is what `take_bytes` bounds.
+        bytes_max = min(bytes_max or total_bytes_max, total_bytes_max)
         super().__init__(requests_max=requests_max, bytes_max=bytes_max, on_refused=on_refused)
         self._clock = clock
         self.rate_per_s, self.burst = rate_per_s, burst
@@ -97,8 +99,16 @@ class TenantLimits(TenantsInHand):
 
     @override
     def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
-        """Count bytes of a body as held. Raises NoReadyEndpoint or TooManyInFlight, and counts nothing then."""
-        if self.held_bytes + size_bytes > self._total_bytes_max:
+        """Count bytes of a body as held. Raises TooManyInFlight or NoReadyEndpoint, and counts nothing then.
+
+        No tenant may hold more than it leaves free for others: one may take half of all bytes, two a third each, and a
+        tenant that holds nothing always finds as much room as the largest tenant has (dynamic thresholds, Choudhury and
+        Hahne 1998). So the tenant that holds most is refused first.
+        """
+        _, in_hand_bytes = self.held_by(tenant)
+        if in_hand_bytes + size_bytes > self._total_bytes_max - self.held_bytes:
+            if in_hand_bytes:
+                raise self._refused_bytes("this tenant has as large a share of all request bodies in hand as it may")
             raise NoReadyEndpoint("the gateway holds as many request bodies as it may", retry_after_s=1)
         super().take_bytes(tenant, size_bytes)
         self.held_bytes += size_bytes
@@ -124,10 +134,14 @@ class Upload:
         self._ends_s = self._clock() + limits.body_timeout_s
         self._came_bytes = 0
 
-    async def wait_for(self, piece: Awaitable[T]) -> T:
-        """Return the next piece. Raises UploadTooSlow."""
+    async def wait_for(self, piece: Awaitable[T], *, size_bytes: int = 0) -> T:
+        """Return the next piece. Raises UploadTooSlow.
+
+        `size_bytes`: of a piece that the proxy in front collects; it has the time of that many bytes.
+        """
+        ends_s = min(self._clock() + self._limits.body_timeout_s, self._ends_s) + size_bytes / BYTES_PER_S_MIN
         try:
-            async with asyncio.timeout_at(min(self._clock() + self._limits.body_timeout_s, self._ends_s)):
+            async with asyncio.timeout_at(ends_s):
                 return await piece
         except TimeoutError as exc:
             raise UploadTooSlow("the request body did not come in time") from exc
@@ -148,6 +162,7 @@ class HeldBody(Upload):
         self._tenant = tenant
         self._body = io.BytesIO()
         self._held_bytes = 0
+        """Counted: what was reserved, or what came where that is more."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,17 +174,29 @@ class HeldBody(Upload):
         self._held_bytes = 0
         self._body = io.BytesIO()
 
+    def reserve(self, size_bytes: int) -> None:
+        """Count the bytes that a head announces, before any is there. Raises as `add`.
+
+        So a body is refused at its head, and not when most of it has been sent.
+        """
+        self._limits.check_size(size_bytes)
+        self._take(size_bytes)
+
     def add(self, piece: bytes) -> None:
         """Hold another piece. Raises BodyTooLarge, NoReadyEndpoint, TooManyInFlight."""
         self.came(len(piece))
-        self._tenants.take_bytes(self._tenant, len(piece))
-        if not self._held_bytes:
+        self._take(self._body.tell() + len(piece) - self._held_bytes)
+        if not self._body.tell():
             self._body = io.BytesIO(piece)  # the same bytes: most bodies come in one piece
             self._body.seek(len(piece))
         else:
             self._body.write(piece)
-        self._held_bytes += len(piece)
 
     def whole(self) -> bytes:
         """Return the body. Held once: what the pieces were written to is what is returned, not a copy of it."""
         return self._body.getvalue()
+
+    def _take(self, size_bytes: int) -> None:
+        if size_bytes > 0:
+            self._tenants.take_bytes(self._tenant, size_bytes)
+            self._held_bytes += size_bytes

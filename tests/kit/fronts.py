@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -113,8 +113,10 @@ class StreamingEngine(StubEngine):
 
 
 @asynccontextmanager
-async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int) -> AsyncIterator[Front]:
-    """Serve until the block ends."""
+async def running_front(
+    kind: str, settings: GatewaySettings, *, num_ready: int, envoy_more: Mapping[str, Any] | None = None
+) -> AsyncIterator[Front]:
+    """Serve until the block ends. `envoy_more`: settings of Envoy's own."""
     if kind == "envoy":
         settings = settings.model_copy(update={"ext_proc_listen": "127.0.0.1:0"})
     async with running_gateway(settings, num_ready=num_ready) as gateway:
@@ -131,6 +133,7 @@ async def running_front(kind: str, settings: GatewaySettings, *, num_ready: int)
                 cors_origins=settings.cors_origins,
                 api_keys_file=str(settings.api_keys_file),
                 api_keys_filter_file="/nowhere",
+                **(envoy_more or {}),
             )
         ) as envoy:
             await envoy.until_healthy(PODS, num_ready)

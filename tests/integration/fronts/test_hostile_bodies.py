@@ -26,7 +26,8 @@ async def test_bodies_built_to_be_slow_open_no_door_and_stop_nobody(front, num_b
     assert "keyless" not in seen.reached_pod
     assert seen.loop_share < 0.9
     assert seen.hostile.total() == num_bodies
-    assert seen.hostile.keys() <= {400, 404}, seen.hostile
+    # 429: as many as a tenant may have in hand are being read.
+    assert seen.hostile.keys() <= {400, 404, 429}, seen.hostile
     assert seen.grown_bytes < 1.5 * num_bodies * SIZE_BYTES
 
 

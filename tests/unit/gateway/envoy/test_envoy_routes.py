@@ -19,6 +19,7 @@ SETTINGS = EnvoySettings(
     gateways=["127.0.0.1:1,127.0.0.1:2"], pods=["127.0.0.1:3"], engine_paths=["GET /version", "PUT /v1/a/b"]
 )
 ROUTES = routes(SETTINGS)
+ROUTER = "envoy.filters.http.router"
 ENGINE_PATHS = frozenset(SETTINGS.engine_paths)
 
 PIECES = [
@@ -100,15 +101,44 @@ def test_a_session_in_a_header_makes_a_completion_one_that_needs_the_plugin(path
 
 
 @pytest.mark.parametrize("size_bytes", [-1, SHOWN_BYTES_MAX, 32 << 20])
+@pytest.mark.parametrize("headers", [set(), {"x-session-id"}])
 @pytest.mark.parametrize(
-    "path", ["/v1/context", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"]
+    ("method", "path"),
+    [
+        ("POST", "/v1/context"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/audio/transcriptions"),
+        ("PUT", "/v1/a/b"),
+    ],
 )
-def test_a_large_body_goes_through_a_gateway_that_holds_it_once(path, size_bytes):
+def test_a_large_body_goes_through_a_gateway_that_holds_it_once(method, path, headers, size_bytes):
     """In a message of the plugin's it is held three to four times; so much for what does not say its size."""
-    small, large = (route_of("POST", path, size_bytes=size)["route"] for size in (SHOWN_BYTES_MAX - 1, size_bytes))
+    small, large = (
+        route_of(method, path, headers=headers, size_bytes=size) for size in (SHOWN_BYTES_MAX - 1, size_bytes)
+    )
 
-    assert small["cluster"] == PODS
-    assert large == {**small, "cluster": GATEWAY_HTTP}
+    assert small["route"]["cluster"] == PODS
+    assert large["route"] == {**small["route"], "cluster": GATEWAY_HTTP}
+
+
+def test_envoy_holds_no_body_whole_that_the_plugin_is_not_asked_about_first():
+    for settings in (SETTINGS, SETTINGS.model_copy(update={"max_body_bytes": 1000})):
+        held = [route for route in routes(settings) if "request_body_buffer_limit" in route]
+
+        assert {route["request_body_buffer_limit"] for route in held} == {min(SHOWN_BYTES_MAX, settings.max_body_bytes)}
+        assert all("overrides" in route["typed_per_filter_config"][EXT_PROC] for route in held)
+    filters = bootstrap(SETTINGS)["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    assert [found["name"] for found in filters["http_filters"]] == ["envoy.filters.http.cors", EXT_PROC, ROUTER]
+
+
+def test_a_call_without_a_body_as_a_rule_may_have_one():
+    small, large = (route_of("GET", "/v1/models", size_bytes=size) for size in (SHOWN_BYTES_MAX - 1, SHOWN_BYTES_MAX))
+
+    assert (small["route"]["cluster"], large["route"]["cluster"]) == (PODS, GATEWAY_HTTP)
 
 
 def test_what_asks_for_no_body_goes_to_a_pod():

@@ -72,10 +72,11 @@ def counted(parts, kind, status) -> float:
     return parts.metrics.registry.get_sample_value("contextcache_gateway_requests_total", labels) or 0.0
 
 
-async def test_a_head_that_says_enough_is_answered_without_its_body(parts):
+async def test_a_head_that_says_enough_is_answered_without_its_body_where_the_proxy_does_not_buffer(parts):
     noted = Noted()
     await parts.directory.add("ctx_1", holder="pod-b")
-    stream = await ask(parts, head(headers={**JSON, "x-session-id": "ctx_1"}), body({"prompt": "x"}), noted=noted)
+    first = head(headers={**JSON, "x-session-id": "ctx_1"}, mode=pb.BODY_SEND_MODE_STREAMED)
+    stream = await ask(parts, first, body({"prompt": "x"}), noted=noted)
     answer = stream.answers[0]
 
     assert stream.events == ["<request_headers", ">request_headers"]
@@ -91,9 +92,13 @@ async def test_a_head_that_says_enough_is_answered_without_its_body(parts):
     assert (counted(parts, "turn", "routed"), noted.names) == (1, ["pod-b"])
 
 
-async def test_a_turn_named_in_the_body_is_answered_once_the_body_is_whole(parts):
+@pytest.mark.parametrize("named_in", ["body", "header"])
+async def test_a_turn_is_answered_once_its_body_is_whole(parts, named_in):
+    """Seen failing before for the header: its body went on uncounted, of any size and as slowly as it came."""
     await parts.directory.add("ctx_1", holder="pod-b")
-    stream = await ask(parts, head(headers=JSON), body({"session_id": "ctx_1", "prompt": "x"}))
+    asked = {"prompt": "x"} | ({"session_id": "ctx_1"} if named_in == "body" else {})
+    headers = JSON | ({"x-session-id": "ctx_1"} if named_in == "header" else {})
+    stream = await ask(parts, head(headers=headers), body(asked))
     opened, answer = stream.answers
 
     assert stream.events == ["<request_headers", ">request_headers", "<request_body", ">request_body"]
@@ -126,10 +131,32 @@ async def test_a_create_without_a_body_is_refused_at_its_head(parts):
     assert await error_of(parts, head("/v1/context", ends=True)) == (400, "invalid_request")
 
 
-async def test_an_upload_goes_on_unseen(parts):
-    stream = await ask(parts, head("/v1/audio/transcriptions", headers={"content-type": "multipart/form-data; b=1"}))
+async def test_a_file_goes_on_once_it_is_whole_and_is_not_looked_into(parts):
+    headers = {"content-type": "multipart/form-data; b=1"}
+    stream = await ask(parts, head("/v1/audio/transcriptions", headers=headers), body(b'{"session_id": 1}'))
 
-    assert stream.answers[0].message.HasField("mode_override")
+    assert stream.events == ["<request_headers", ">request_headers", "<request_body", ">request_body"]
+    assert stream.answers[-1].body is None
+
+
+async def test_a_body_s_bytes_are_taken_at_its_head(parts):
+    """Seen failing before: the proxy held it by then, and as many as a client had begun to send."""
+    seen = []
+
+    class Held(ScriptedStream):
+        async def read(self):
+            seen.append(parts.tenants.held_by("demo")[1])
+            return await super().read()
+
+    for headers in ({"content-length": "1000"}, {}):
+        await front_of(parts).process(Held(head(headers=JSON | headers), body({"prompt": "x"})))
+    parts.tenants.take_bytes("demo", 512 << 20)
+    refused = await ask(parts, head(headers=JSON | {"content-length": "1000"}))
+
+    assert seen == [0, 1000, 0, 1 << 18]
+    assert refused.events == ["<request_headers", ">immediate_response"]
+    assert refused.answers[0].error == (429, "too_many_in_flight")
+    assert parts.tenants.held_by("demo")[1] == 512 << 20
 
 
 @pytest.mark.parametrize("mode", [None, 2])
@@ -263,7 +290,7 @@ async def test_a_fault_of_our_own_is_a_typed_500_and_is_logged(parts, caplog):
             raise ZeroDivisionError
 
     parts.gateway._directory = Faulty()
-    found = await error_of(parts, head(headers={**JSON, "x-session-id": "ctx_1"}))
+    found = await error_of(parts, head(headers={**JSON, "x-session-id": "ctx_1"}, ends=True))
 
     assert found == (500, "internal_error")
     assert "request failed" in caplog.messages
@@ -283,8 +310,9 @@ async def test_more_requests_than_it_may_carry_are_503_and_none_is_forgotten(par
 @pytest.mark.parametrize("mode", [2, DUPLEX])
 async def test_bodies_are_held_within_the_budget_and_given_back(parts, mode):
     parts.tenants._total_bytes_max = 100
-    first = head(headers=JSON, mode=mode)
-    too_much = await error_of(parts, first, body(b'{"prompt": "%b"}' % (b"x" * 100)))
+    first = head(headers=JSON | {"content-length": "64"}, mode=mode)
+    large = head(headers=JSON | {"content-length": "114"}, mode=mode)
+    too_much = await error_of(parts, large, body(b'{"prompt": "%b"}' % (b"x" * 100)))
     for _ in range(20):
         stream = await ask(parts, first, body({"prompt": "x" * 50}))
         assert stream.answers[-1].phase == "request_body"
@@ -306,7 +334,7 @@ async def test_bodies_are_held_within_the_budget_and_given_back(parts, mode):
 )
 async def test_the_proxys_subset_is_obeyed(parts, subset, expected):
     await parts.directory.add("ctx_1", holder="pod-a")
-    first = head(headers={"x-session-id": "ctx_1"}, subset=subset)
+    first = head(headers={"x-session-id": "ctx_1"}, subset=subset, ends=True)
     answer = (await ask(parts, first)).answers[0]
 
     assert (answer.set_headers[DESTINATION_HEADER] if answer.phase == "request_headers" else None) == expected
@@ -493,12 +521,15 @@ async def test_a_proxy_that_cancels_once_it_knows_the_pod_is_counted_and_leaves_
 
 
 @pytest.mark.looptime
-async def test_a_body_that_does_not_come_is_503_in_time(parts, looptime):
-    stream = ScriptedStream(head(headers=JSON, mode=2), silent=True)
+@pytest.mark.parametrize(("size", "waited_s"), [({}, 60), ({"content-length": str(1 << 18)}, 68)])
+async def test_a_body_that_does_not_come_is_408_in_time(parts, looptime, size, waited_s):
+    """The proxy shows no piece of it, so it has the time of all its bytes at the slowest rate that is served."""
+    stream = ScriptedStream(head(headers=JSON | size, mode=2), silent=True)
     await front_of(parts, timeout_s=30).process(stream)
 
-    assert stream.answers[-1].error == (503, "deadline_exceeded")
-    assert looptime == 30
+    assert stream.answers[-1].error == (408, "upload_too_slow")
+    assert looptime == waited_s
+    assert parts.tenants.is_empty()
 
 
 class SlowStream(ScriptedStream):
@@ -551,7 +582,7 @@ async def test_a_stream_that_says_nothing_ends_without_an_answer(parts, looptime
 async def test_a_hint_names_the_holder_and_nothing_else(parts):
     await parts.directory.add("ctx_1", holder="pod-b")
     noted = Noted()
-    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}), picker="hint", noted=noted)
+    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}, ends=True), picker="hint", noted=noted)
     answer = stream.answers[0]
 
     assert answer.metadata == {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["pod-b:8001"]}}
@@ -565,7 +596,7 @@ async def test_a_hint_names_the_pod_that_the_kv_moves_to(parts, health):
     await parts.directory.add("ctx_1", holder="pod-b")
     parts.probe.health["pod-b"] = health
     await parts.endpoints.probe_all()
-    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}), picker="hint")
+    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}, ends=True), picker="hint")
 
     assert stream.answers[0].metadata["envoy.lb.subset_hint"] == {
         "x-gateway-destination-endpoint-subset": ["pod-a:8001"]
@@ -598,6 +629,6 @@ async def test_a_store_error_keeps_its_retry_after(parts):
             raise StoreUnavailable("away", retry_after_s=7)
 
     parts.gateway._directory = Away()
-    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}))
+    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}, ends=True))
 
     assert stream.answers[0].set_headers["retry-after"] == "7"

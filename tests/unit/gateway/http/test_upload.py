@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from contextcache.clock import SystemClock
-from contextcache.errors import UploadTooSlow
+from contextcache.errors import ContextCacheError, UploadTooSlow
 from gateway.http.exchange import Exchange
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 
@@ -54,6 +54,23 @@ async def test_the_largest_body_over_a_slow_line_arrives(looptime, every_s):
 
     assert await read(exchange_of(*pieces, every_s=every_s)) == 32 * MIB
     assert looptime == 32 * every_s
+
+
+@pytest.mark.looptime
+async def test_a_body_that_is_refused_is_read_to_its_end_and_no_longer_than_any():
+    """Seen failing before: the proxy broke the connection of a client that was still sending, and it saw no answer."""
+    for pieces, waited_s in (([b"x" * 10] * 4, 20), ([b"x" * 40], 5), ([b"x"] * 10_000, 60)):
+        tenants = TenantLimits(clock=SystemClock(), total_bytes_max=2)
+        started_s = asyncio.get_running_loop().time()
+        with (
+            HeldBody(tenants, "demo", FrontLimits(body_timeout_s=60)) as held,
+            pytest.raises(ContextCacheError) as caught,
+        ):
+            await exchange_of(*pieces, every_s=5).read_body(held)
+
+        assert caught.value.code in {"no_ready_endpoint", "too_many_in_flight"}
+        assert asyncio.get_running_loop().time() - started_s == pytest.approx(waited_s, abs=1)
+        assert tenants.held_bytes == 0
 
 
 @pytest.mark.looptime
