@@ -35,6 +35,10 @@ def _said(message: dict[str, Any]) -> str:
     return message.get("tool_call_id", "") + text + _called(message.get("tool_calls") or ())
 
 
+def _described(tool: dict[str, Any]) -> str:
+    return tool["function"].get("description") or ""
+
+
 def _called(calls: Any) -> str:
     return "".join(f"[{call['id']} {call['function']['name']} {_arguments(call)}]" for call in calls)
 
@@ -66,6 +70,8 @@ class FakeVllm:
     pause: asyncio.Event | None = None
     """Awaited before the last events, so that a test can act in the middle of an answer."""
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    num_tokenized: int = 0
+    """Characters of text that were tokenised."""
     chunk_bytes: int | None = None
     """Cut the stream into pieces of this size."""
     state: SimpleNamespace = field(default_factory=SimpleNamespace)
@@ -103,7 +109,7 @@ class FakeVllm:
         self, messages: list[dict[str, Any]], *, generate: bool, open_end: bool, tools: Any = (), thinks: bool = True
     ) -> list[int]:
         ids = list(self.bos)
-        ids += encode("".join(f"<tool>{tool['function']['name']}" for tool in tools or ()))
+        ids += encode("".join(f"<tool>{tool['function']['name']}{_described(tool)}" for tool in tools or ()))
         for index, message in enumerate(messages):
             ids += encode(f"<{message['role']}>{_said(message)}")
             if not (open_end and index == len(messages) - 1):
@@ -111,6 +117,7 @@ class FakeVllm:
         return ids + (encode(GENERATION + ("" if thinks else "<think></think>")) if generate else [])
 
     async def _tokenize(self, scope: Any, request: dict[str, Any], send: Any) -> None:
+        # As with vLLM 0.32, whatever the length.
         if "messages" in request:
             ids = self.render(
                 request["messages"],
@@ -121,6 +128,7 @@ class FakeVllm:
             )
         else:
             ids = (self.bos if request["add_special_tokens"] else []) + encode(request["prompt"])
+        self.num_tokenized += len(ids)
         await _json(send, 200, {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids})
 
     async def _detokenize(self, scope: Any, request: dict[str, Any], send: Any) -> None:
@@ -132,13 +140,16 @@ class FakeVllm:
         if chat and "prompt_token_ids" in params:
             ids = params["prompt_token_ids"]
         elif chat:
-            ids = self.render(request["messages"], generate=True, open_end=False)
+            ids = self.render(request["messages"], generate=True, open_end=False, tools=request.get("tools"))
         else:
             ids = request["prompt"] if isinstance(request["prompt"], list) else encode(request["prompt"])
+        # A token is a character here: vLLM refuses by the number of characters, and tokenises no text that is too long.
         if len(ids) >= self.max_model_len:
             message = f"This model's maximum context length is {self.max_model_len} tokens."
             await _json(send, 400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
             return
+        if "messages" in request and "prompt_token_ids" not in params:
+            self.num_tokenized += len(ids)
         text = self.answer(ids)[: request.get("max_tokens") or 1000]
         out = [SILENT] * self.invisible + encode(text + (_called(self.calls) if chat else ""))
         out += [EOS] if self.finish_reason == "stop" and self.stop_reason is None else []

@@ -28,7 +28,6 @@ from vllm_plugin.turn.settings import TurnSettings
 from vllm_plugin.turn.story import TurnStory
 
 MODEL = "toy-model"
-_LONG_BYTES = 1 << 20
 
 
 @dataclass
@@ -98,13 +97,5 @@ class _Engine:
             await _json(send, 200, {})
         elif scope["path"] == "/v1/models":
             await _json(send, 200, {"data": [{"id": MODEL}]})
-        elif scope["path"] == "/tokenize" and _length(scope) > _LONG_BYTES:
-            # A tokenizer gives up at the window too; the toy would make a list of millions.
-            window = self._engine.max_model_len
-            await _json(send, 200, {"count": window, "max_model_len": window, "tokens": [120] * window})
         else:
             await self._engine(scope, receive, send)
-
-
-def _length(scope: Any) -> int:
-    return int(dict(scope["headers"]).get(b"content-length", 0))

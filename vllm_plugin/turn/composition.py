@@ -23,6 +23,7 @@ from vllm_plugin.turn.history import Divergence, Why
 from vllm_plugin.turn.matching import Match, Outcome
 from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest, messages_json
 from vllm_plugin.turn.transcript import ITEM_IDS, Transcript, common_prefix, whole_segments
+from vllm_plugin.turn.window import refuse_too_long
 
 _PLACEHOLDER = "Yes."
 _OTHER_PLACEHOLDER = "No."
@@ -50,20 +51,22 @@ class ComposedPrompt:
 
 
 async def compose_first(engine: Engine, request: TurnRequest) -> ComposedPrompt:
-    """Compose the first prompt of a new context."""
+    """Compose the first prompt of a new context. Raises ContextLengthExceeded for one that cannot fit."""
+    await refuse_too_long(engine, request, request.prompt)
     ids = await _ids_of(engine, request, request.prompt, at_start=True)
     segment = await prompt_segment(engine, request, request.prompt, ids)
     return ComposedPrompt(ids, request.prompt.messages or (), 0, 0, (segment,))
 
 
 async def compose_turn(engine: Engine, request: TurnRequest, transcript: Transcript, match: Match) -> ComposedPrompt:
-    """Compose the prompt of a later turn."""
+    """Compose the prompt of a later turn. Raises ContextLengthExceeded for new text that cannot fit."""
     head = transcript.head(match.keep_segments)
     outcome, diverged = match.outcome, match.diverged
     is_append = outcome is Outcome.APPEND
     messages: tuple[dict[str, Any], ...] = ()
     ids: tuple[int, ...]
     if request.prompt.messages is not None:
+        await refuse_too_long(engine, request, request.prompt)
         messages = (transcript.messages if is_append else ()) + request.prompt.messages
         frame = None if is_append else await _frame(engine, request, head)
         if frame and not frame.opens(head.token_ids):
@@ -74,7 +77,11 @@ async def compose_turn(engine: Engine, request: TurnRequest, transcript: Transcr
             head, rest, ids = await _chat_after(engine, request, head, messages)
     else:
         rest = request.prompt if is_append else _after(head, request.prompt)
-        ids = () if rest is None else await _ids_of(engine, request, rest, at_start=not head.segments)
+        if rest is None:
+            ids = ()
+        else:
+            await refuse_too_long(engine, request, rest)
+            ids = await _ids_of(engine, request, rest, at_start=not head.segments)
     whole = head.token_ids + ids
     return ComposedPrompt(
         token_ids=whole,

@@ -53,11 +53,16 @@ class Engine:
         self.max_model_len: int | None = None
         """The model's window in tokens, as the last tokenise call told it."""
 
+    async def window(self, model: str) -> int:
+        """Return the model's window in tokens. Raises ModelNotFound, EngineFailed."""
+        if self.max_model_len is None:
+            await self.tokenize(model, "", add_special_tokens=False)
+        assert self.max_model_len is not None
+        return self.max_model_len
+
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return the ids of a text. Raises InvalidRequest with the engine's words, EngineFailed."""
-        answer = await self._call(
-            "/tokenize", {"model": model, "prompt": text, "add_special_tokens": add_special_tokens}
-        )
+        answer = await self.ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": add_special_tokens})
         return self._tokens(answer)
 
     async def tokenize_chat(
@@ -76,12 +81,12 @@ class Engine:
             "add_generation_prompt": not continue_final_message,
             "continue_final_message": continue_final_message,
         }
-        answer = await self._call("/tokenize", body)
+        answer = await self.ask("/tokenize", body)
         return self._tokens(answer)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """Return the text of ids. Raises InvalidRequest for ids outside the vocabulary, EngineFailed."""
-        answer = await self._call("/detokenize", {"model": model, "tokens": list(token_ids)})
+        answer = await self.ask("/detokenize", {"model": model, "tokens": list(token_ids)})
         return str(answer["prompt"])
 
     async def generate(self, path: str, body: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -92,7 +97,8 @@ class Engine:
         self.max_model_len = answer["max_model_len"]
         return tuple(answer["tokens"])
 
-    async def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Make a short call and return its answer. Raises the engine's error as ours, EngineFailed at the deadline."""
         raw, status, parts = _encode(body), 0, bytearray()
 
         async def send(message: Message) -> None:

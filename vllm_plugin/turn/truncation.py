@@ -33,10 +33,7 @@ async def cut_to_fit(
     said = request.truncation
     if said is None or prompt.outcome is not Outcome.APPEND:
         return prompt
-    if engine.max_model_len is None:
-        await engine.tokenize(request.model, "", add_special_tokens=False)
-    assert engine.max_model_len is not None
-    limit = engine.max_model_len - _answer_tokens(request)
+    limit = await engine.window(request.model) - _answer_tokens(request)
     fits = len(prompt.token_ids) <= limit
     if fits and (said.type is TruncationType.ROLLING or len(transcript.token_ids) <= said.tokens):
         return prompt

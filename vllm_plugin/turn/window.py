@@ -1,0 +1,95 @@
+"""A prompt that cannot fit the model's window is refused before all of it is tokenised (ADR 0099).
+
+Tokenising takes a second per megabyte and holds up every other request of the pod. The beginning of a long prompt is
+enough to refuse it: a text that begins with more tokens than the window has cannot fit, however it goes on. Only what a
+client brings is looked at: `truncation` cuts stored history, never new text.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from contextcache.errors import ContextCacheError, ContextLengthExceeded
+from vllm_plugin.turn.engine import Engine
+from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest
+
+SHORT_TOKENS = 1024
+"""Longer lists of ids are compared with the window first."""
+CHARS_PER_TOKEN = 16
+"""Length of the first beginning, in characters per token of the window: four times that of most text. Denser text, such
+as runs of spaces, has up to 128 characters a token: the beginning is doubled until it is too long, or is all."""
+SHORT_CHARS = CHARS_PER_TOKEN * SHORT_TOKENS
+"""Longer texts are looked at: a shorter one is tokenised in milliseconds."""
+CUT_TOKENS = 64
+"""Tokens by which a beginning may have more than the same part of the whole: a cut changes only those next to it."""
+_SHOWN_ROLES = frozenset({"system", "user"})
+
+
+async def refuse_too_long(engine: Engine, request: TurnRequest, prompt: Prompt) -> None:
+    """Refuse a prompt of which a part alone has more tokens than the window. Raises ContextLengthExceeded."""
+    if prompt.token_ids is not None:
+        if len(prompt.token_ids) > SHORT_TOKENS:
+            window = await engine.window(request.model)
+            if len(prompt.token_ids) >= window:
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(prompt.token_ids)} tokens, the model's window {window}"
+                )
+    elif prompt.messages is not None:
+        await _refuse_long_chat(engine, request, prompt.messages)
+    else:
+        await _refuse_long_text(engine, request.model, prompt.text or "")
+
+
+async def _refuse_long_text(engine: Engine, model: str, text: str) -> None:
+    if len(text) <= SHORT_CHARS:
+        return
+    window = await engine.window(model)
+    num_chars = CHARS_PER_TOKEN * window
+    while num_chars < len(text):
+        beginning = await engine.tokenize(model, text[:num_chars], add_special_tokens=False)
+        if len(beginning) >= window + CUT_TOKENS:
+            raise ContextLengthExceeded(f"the prompt has more than {window} tokens, the model's window")
+        num_chars *= 2
+
+
+async def _refuse_long_chat(engine: Engine, request: TurnRequest, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Look at the text that every template shows first, then at the rest.
+
+    Templates leave out what a model thought, and some leave out tools. Only the engine knows how much of an answer or
+    a tool is shown: it renders the chat and refuses it by its length, as it does without a context.
+    """
+    shown = "".join(_text_of(message).strip() for message in messages if message["role"] in _SHOWN_ROLES)
+    await _refuse_long_text(engine, request.model, shown)
+    num_others = _num_chars([messages, request.template_fields]) - len(shown)
+    if num_others <= SHORT_CHARS or num_others <= CHARS_PER_TOKEN * await engine.window(request.model):
+        return
+    body = {
+        **request.template_fields,
+        "model": request.model,
+        "messages": list(messages),
+        "max_tokens": 1,
+        "cache_salt": secrets.token_hex(16),  # no KV of it is shared with a tenant
+        **({"tool_choice": "none"} if "tools" in request.template_fields else {}),
+    }
+    try:
+        await engine.ask(CHAT_PATH, body)
+    except ContextLengthExceeded:
+        raise
+    except ContextCacheError:
+        return  # another fault, which composing the prompt will meet and tell
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _num_chars(value: Any) -> int:
+    """Return how many characters the texts and names of a JSON value have; a number or a truth value counts as one."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(len, value)) + sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 1
