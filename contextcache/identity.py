@@ -12,7 +12,12 @@ import binascii
 import hashlib
 import hmac
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nlargest
+from operator import itemgetter
 from typing import Any
 
 from contextcache.errors import ForgedIdentity
@@ -24,6 +29,12 @@ UNROUTED_HEADER = "x-context-unrouted"
 fail-open route let the request through. Such a request may be stateless, and nothing else."""
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 """Gateway API Inference Extension, endpoint picker protocol 1.0.0: the pod, as `host:port`."""
+TENANT_HEADER = "x-context-tenant"
+"""The tenant's tag (`tenant_tag`), on every request that the gateway sends to an engine: the pod counts by it."""
+IN_FLIGHT_HEADER = "x-context-in-flight"
+"""Header of a pod's `/health`: requests in flight of the tenants that have most, `tag=number,tag=number`."""
+IN_FLIGHT_TENANTS_MAX = 64
+"""Named in that header: its size is bounded, and a tenant that is not named has less than those."""
 KV_TRANSFER_KEY = "context_cache"
 """Key inside vLLM's `kv_transfer_params` that holds a signed `KVTransfer`."""
 
@@ -31,6 +42,8 @@ _VERSION = "v1"
 _IDENTITY = "identity"
 _KV_TRANSFER = "kv-transfer"
 _MAX_TOKEN_CHARS = 4096
+_COUNT_DIGITS = 6
+_TAG = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +183,33 @@ def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the kv-transfer token lacks a field") from exc
+
+
+@lru_cache(maxsize=4096)
+def tenant_tag(tenant: TenantId, secret: bytes) -> str:
+    """Return what a pod counts a tenant's requests under: 16 hex characters, which do not tell its name."""
+    return _mac("tenant-tag", tenant.encode(), secret)[:16]
+
+
+def read_tag(header: str) -> str:
+    """Return the tag in a `TENANT_HEADER`; empty when it is none."""
+    return header if _TAG.fullmatch(header) else ""
+
+
+def in_flight_header(counts: Mapping[str, int]) -> str:
+    """Return the value of an `IN_FLIGHT_HEADER`."""
+    most = nlargest(IN_FLIGHT_TENANTS_MAX, counts.items(), key=itemgetter(1))
+    return ",".join(f"{tag}={count}" for tag, count in most)
+
+
+def read_in_flight(header: str) -> dict[str, int]:
+    """Return what an `IN_FLIGHT_HEADER` says; what cannot be read in it is left out."""
+    pairs = (one.partition("=") for one in header.split(",", IN_FLIGHT_TENANTS_MAX)[:IN_FLIGHT_TENANTS_MAX])
+    return {
+        tag: int(count)
+        for tag, _, count in pairs
+        if read_tag(tag) and count.isdecimal() and len(count) <= _COUNT_DIGITS
+    }
 
 
 def cache_salt(tenant: TenantId, model_id: ModelId, secret: bytes) -> str:

@@ -2,7 +2,8 @@
 
 *In hand*: requests and bytes of their bodies by tenant; more than it may is refused, which changes nothing. What is
 counted is given back at the end of a `with` block, so on every way out: answered, failed, cancelled. For one event
-loop; with N processes a tenant may have N times as much.
+loop; with N processes a tenant may have N times as much. A limit of all tenants together refuses those that have their
+equal share of it, so one tenant's requests never cost another its own.
 
 *Large bodies* are read beside the event loop, one at a time. A decoder holds the interpreter for as long as it runs, a
 thread of its own or not. So the next large body waits for as long as the last one took, and the loop has at least that
@@ -13,38 +14,61 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
-from contextcache.errors import TooManyInFlight
+from contextcache.errors import NoReadyEndpoint, TooManyInFlight
 from contextcache.model import TenantId
 
 _RETRY_AFTER_S = 1
 REQUESTS = "requests"
 BYTES = "bytes"
+SHARE = "share"
+_TOTAL_OVERLOAD = 2
+"""Times the limit of all tenants together that those below their share may fill it: four tenants at once reach it."""
 LARGE_BYTES = 1 << 20
 """Smaller bodies take a few milliseconds at the worst."""
 
 Read = TypeVar("Read")
 
 
+def fair_share(limit: int, num_tenants: int) -> int:
+    """Return how much of a limit each of so many tenants may have when it is reached; 1 at least.
+
+    At the limit a tenant with its share is refused, and a tenant below it is not. So N tenants never have more than
+    `limit` times 1 + 1/2 + … + 1/N together.
+    """
+    return max(1, limit // num_tenants)
+
+
 class TenantsInHand:
     """Requests and bytes by tenant; only tenants that have something in hand are remembered."""
 
     def __init__(
-        self, *, requests_max: int = 0, bytes_max: int = 0, on_refused: Callable[[str], None] | None = None
+        self,
+        *,
+        requests_max: int = 0,
+        bytes_max: int = 0,
+        total_requests_max: int = 0,
+        on_refused: Callable[[str], None] | None = None,
     ) -> None:
-        """0: no limit, and nothing is counted. `on_refused` is told which limit was met: REQUESTS or BYTES."""
-        self._requests = _Counts(requests_max)
-        self._bytes = _Counts(bytes_max)
-        self._on_refused = on_refused if on_refused is not None else _nobody
+        """0: no limit; bytes are then not counted. `total_requests_max`: of all tenants together.
 
-    def request(self, tenant: TenantId) -> AbstractContextManager[None]:
-        """Count one request for the length of a `with` block. Entering raises TooManyInFlight."""
-        return self._counted_request(tenant) if self._requests.limit else nullcontext()
+        `on_refused` is told which limit was met: REQUESTS, BYTES or SHARE.
+        """
+        self._requests = _Counts(requests_max, total_max=total_requests_max, is_counting=True)
+        self._bytes = _Counts(bytes_max, is_counting=bool(bytes_max))
+        self.refused = on_refused if on_refused is not None else _nobody
+
+    def request(self, tenant: TenantId, *, elsewhere: int = 0) -> AbstractContextManager[None]:
+        """Count one request for the length of a `with` block. Entering raises TooManyInFlight, NoReadyEndpoint.
+
+        `elsewhere`: requests of the tenant in flight that are not counted here.
+        """
+        return self._counted_request(tenant, elsewhere)
 
     def body(self, tenant: TenantId) -> BodyInHand:
         """Return what counts the bytes of one body for the length of a `with` block."""
@@ -70,18 +94,23 @@ class TenantsInHand:
         """Return the requests and bytes a tenant has in hand, as far as they are counted."""
         return self._requests.of(tenant), self._bytes.of(tenant)
 
+    def requests_of_all(self) -> Mapping[TenantId, int]:
+        """Return the requests that each tenant has in hand, as far as they are counted."""
+        return self._requests.of_all
+
     def is_empty(self) -> bool:
         """Return whether nothing is in hand."""
         return self._requests.is_empty() and self._bytes.is_empty()
 
     def _refused_bytes(self, message: str) -> TooManyInFlight:
-        self._on_refused(BYTES)
+        self.refused(BYTES)
         return TooManyInFlight(message, retry_after_s=_RETRY_AFTER_S)
 
     @contextmanager
-    def _counted_request(self, tenant: TenantId) -> Iterator[None]:
-        if not self._requests.take(tenant, 1):
-            self._on_refused(REQUESTS)
+    def _counted_request(self, tenant: TenantId, elsewhere: int) -> Iterator[None]:
+        self._check_total(tenant)
+        if not self._requests.take(tenant, 1, elsewhere=elsewhere):
+            self.refused(REQUESTS)
             raise TooManyInFlight(
                 f"this tenant has {self._requests.limit} requests in flight, as many as it may",
                 retry_after_s=_RETRY_AFTER_S,
@@ -90,6 +119,18 @@ class TenantsInHand:
             yield
         finally:
             self._requests.give_back(tenant, 1)
+
+    def _check_total(self, tenant: TenantId) -> None:
+        limit, taken = self._requests.total_max, self._requests.total
+        if not limit or taken < limit:
+            return
+        if self._requests.of(tenant) >= fair_share(limit, self._requests.num_sharing(tenant)):
+            self.refused(SHARE)
+            raise TooManyInFlight(
+                f"{limit} requests are in flight, and this tenant has its share of them", retry_after_s=_RETRY_AFTER_S
+            )
+        if taken >= _TOTAL_OVERLOAD * limit:
+            raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=_RETRY_AFTER_S)
 
 
 def _nobody(limit: str) -> None:
@@ -122,22 +163,26 @@ class BodyInHand:
 class _Counts:
     """One kind of thing, by tenant."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, *, is_counting: bool, total_max: int = 0) -> None:
+        self.limit, self.total_max, self._is_counting = limit, total_max, is_counting
+        self.total = 0
         self._taken: dict[TenantId, int] = {}
+        self.of_all: Mapping[TenantId, int] = self._taken
 
-    def take(self, tenant: TenantId, amount: int) -> bool:
-        if not self.limit or not amount:
+    def take(self, tenant: TenantId, amount: int, *, elsewhere: int = 0) -> bool:
+        if not self._is_counting or not amount:
             return True
         taken = self._taken.get(tenant, 0) + amount
-        if taken > self.limit:
+        if self.limit and taken + elsewhere > self.limit:
             return False
         self._taken[tenant] = taken
+        self.total += amount
         return True
 
     def give_back(self, tenant: TenantId, amount: int) -> None:
-        if not self.limit or not amount:
+        if not self._is_counting or not amount:
             return
+        self.total -= amount
         left = self._taken[tenant] - amount
         assert left >= 0, "more given back than taken"
         if left:
@@ -147,6 +192,10 @@ class _Counts:
 
     def of(self, tenant: TenantId) -> int:
         return self._taken.get(tenant, 0)
+
+    def num_sharing(self, tenant: TenantId) -> int:
+        """Return the tenants that have something, this one included."""
+        return len(self._taken) + (tenant not in self._taken)
 
     def is_empty(self) -> bool:
         return not self._taken

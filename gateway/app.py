@@ -128,7 +128,6 @@ async def _gateway(
 def _limits(settings: GatewaySettings) -> FrontLimits:
     return FrontLimits(
         max_body_bytes=settings.max_body_bytes,
-        max_in_flight=settings.max_in_flight,
         body_timeout_s=settings.body_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
     )
@@ -245,6 +244,7 @@ def _tenants(settings: GatewaySettings, metrics: Metrics) -> TenantLimits:
         burst=settings.tenant_burst,
         requests_max=settings.tenant_in_flight_max,
         bytes_max=settings.tenant_buffered_bytes_max,
+        total_requests_max=settings.max_in_flight,
         total_bytes_max=settings.max_buffered_bytes,
         on_refused=lambda limit: metrics.tenant_refusals.labels(limit).inc(),
     )

@@ -9,6 +9,7 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -24,14 +25,16 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.clock import Clock
-from contextcache.errors import ContextExpired, ContextNotFound
+from contextcache.errors import ContextExpired, ContextNotFound, TooManyInFlight
 from contextcache.identity import (
     DESTINATION_HEADER,
     IDENTITY_HEADER,
+    TENANT_HEADER,
     UNROUTED_HEADER,
     Identity,
     cache_salt,
     sign_identity,
+    tenant_tag,
 )
 from contextcache.labels import Labels
 from contextcache.model import (
@@ -48,13 +51,13 @@ from contextcache.model import (
     new_session_id,
 )
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
-from contextcache.requests import LargeBodies, TenantsInHand
+from contextcache.requests import SHARE, LargeBodies, TenantsInHand
 from contextcache.responses import RESPONSES_PATH, Continued, response_id
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
 from gateway.metrics import Metrics
-from gateway.paths import Kind, kind_of
+from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
 from gateway.pods.costs import LoadLimits
 from gateway.pods.roster import EndpointDirectory
 from gateway.pods.routing import (
@@ -75,8 +78,10 @@ from gateway.tenants.limits import TenantLimits
 
 TARGET_POD_HEADER = "target-pod"
 """AIBrix's name for `DESTINATION_HEADER`."""
-ROUTING_HEADERS = frozenset({DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER})
-"""Headers that say how a request was routed; a client's own never get through."""
+ROUTING_HEADERS = frozenset(
+    {DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER, TENANT_HEADER}
+)
+"""Headers that say how a request was routed, and for which tenant; a client's own never get through."""
 
 _USAGE_READS_MAX = 4
 """Of one tenant's usage at a time."""
@@ -226,6 +231,15 @@ class Gateway:
             operator=caller.operator,
         )
 
+    def in_flight(self, admission: Admission) -> AbstractContextManager[None]:
+        """Count a request for the length of a `with` block: every kind, before its body is read.
+
+        Entering raises TooManyInFlight, NoReadyEndpoint.
+        """
+        has_limit = self._tenants.limits[0] > 0
+        elsewhere = self._endpoints.num_reported(self._tag(admission)) if has_limit else 0
+        return self._tenants.request(admission.tenant, elsewhere=elsewhere)
+
     async def route_by_head(self, admission: Admission, *, has_body: bool) -> Forward | None:
         """Return where a request goes when its head says enough: a turn named by a header, or nothing to look into.
 
@@ -246,7 +260,8 @@ class Gateway:
     async def route(self, admission: Admission, body: bytes) -> Forward:
         """Return where an admitted create, completion or stateless request goes.
 
-        Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint, EndpointsSaturated.
+        Raises InvalidRequest, ContextNotFound, ContextExpired, StoreUnavailable, NoReadyEndpoint, EndpointsSaturated,
+        TooManyInFlight.
         """
         if admission.kind is Kind.CREATE:
             new = await self._large_bodies.read(read_strict_claims, body)
@@ -272,7 +287,7 @@ class Gateway:
         """Return the same request for another pod, after `unreachable` refused the connection.
 
         Not `certain`: it only did not take it in time; where no other pod is ready, the answer is the same pod again.
-        Nothing was sent. Raises NoReadyEndpoint, EndpointsSaturated.
+        Nothing was sent. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
         """
         self._endpoints.mark_unreachable(unreachable, certain=certain)
         choice = self._choose(forward.query)
@@ -337,6 +352,9 @@ class Gateway:
         """Return whether the context manager answers. Never raises."""
         return await self._directory.is_serving()
 
+    def _tag(self, admission: Admission) -> str:
+        return tenant_tag(admission.tenant, self._rules.secret)
+
     def _stateless_salt(self, admission: Admission) -> str:
         """Return the tenant's salt where one is given; empty: none."""
         if not self._rules.salts_stateless or admission.path not in SALTED_PATHS:
@@ -400,14 +418,14 @@ class Gateway:
             forward = replace(forward, set_headers={**forward.set_headers, SESSION_HEADER: session_id})
         return await self._with_kv(forward)
 
-    @staticmethod
-    def _turn_query(admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
+    def _turn_query(self, admission: Admission, session: CacheSessionMetadata) -> RouteQuery:
         return RouteQuery(
             model=session.model_id,
             holder=session.holder,
             num_tokens=session.num_tokens,
             strategy=strategy_of(admission.headers.get(STRATEGY_HEADER)),
             subset=admission.subset,
+            tenant=self._tag(admission),
         )
 
     def _conversation(self, admission: Admission, claims: Claims) -> Forward:
@@ -474,7 +492,8 @@ class Gateway:
             num_tokens=0 if claims is None else num_tokens_of(claims),
             strategy=strategy,
             subset=admission.subset,
-            light=light,
+            light=light or admission.path in TOKENIZER_PATHS,
+            tenant=self._tag(admission),
         )
 
     def _forward(
@@ -488,11 +507,17 @@ class Gateway:
     ) -> Forward:
         choice = self._choose(query)
         headers = self._signed(identity, choice)
+        if query.counted_tenant is not None:
+            headers[TENANT_HEADER] = query.counted_tenant
         return Forward(choice, kind, headers, self._removed_headers, body, query, session, identity)
 
     def _choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
         """Return a request's pod. Not `is_made`: only to learn whether there is one. Raises as `route`."""
-        choice = choose_endpoint(self._endpoints.roster(), query, limits=self._rules.limits, rng=self._rng)
+        try:
+            choice = choose_endpoint(self._endpoints.roster(), query, limits=self._rules.limits, rng=self._rng)
+        except TooManyInFlight:
+            self._tenants.refused(SHARE)
+            raise
         if self._choices and is_made:
             self._choices[choice.reason].inc()
         return choice

@@ -32,7 +32,8 @@ class Metrics:
         )
         self.tenant_refusals = Counter(
             "contextcache_gateway_tenant_refusals_total",
-            "Requests refused because their tenant has as much in hand as it may, by limit: requests, bytes.",
+            "Requests refused because their tenant has as much in hand as it may, by limit: requests, bytes, share (an "
+            "equal share of what this gateway carries or of a busy pod).",
             ["limit"],
             registry=registry,
         )

@@ -58,6 +58,9 @@ ENGINE_CALLS = frozenset(
 )
 """Inference as vLLM 0.32 serves it, method and path: what any client with a key may ask of the engine."""
 
+TOKENIZER_PATHS = frozenset({"/detokenize", "/tokenize", "/v1/messages/count_tokens"})
+"""Calls that the pod's API server answers alone: the engine has no request of them."""
+
 _PLAIN_PATH = re.compile(r"(/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+")
 
 

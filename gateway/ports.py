@@ -31,6 +31,7 @@ from contextcache.model import (
     UsageReport,
 )
 from gateway.kept import Plain
+from gateway.shares import PodTenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ class EngineLoad:
     """Requests in the engine's queue (`vllm:num_requests_waiting`)."""
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
+    deferred: int = 0
+    """Of `waiting`, those that wait for their KV or an adapter and not for room
+    (`vllm:num_requests_waiting_by_reason`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +112,8 @@ class EndpointState:
     answer."""
     beginnings: int = 0
     """How many beginnings its sidecar told of, of those remembered."""
+    tenants: PodTenants = field(default_factory=PodTenants)
+    """Requests in flight of each tenant."""
     placed: int = 0
     """New contexts that this gateway has sent there lately: later requests follow them."""
 

@@ -102,8 +102,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
     tenant_in_flight_max: int = Field(
         0,
         ge=0,
-        description="requests of one tenant that the HTTP front carries at one time; more is 429 too_many_in_flight; "
-        "0: no limit. Behind Envoy the pod counts (TURN_TENANT_TURNS_MAX)",
+        description="requests of one tenant, control calls too, that may be in flight through this process; more is "
+        "429 too_many_in_flight; 0: no limit. Behind Envoy it counts those that the pods report each second; a "
+        "pod counts its own at once (TURN_TENANT_TURNS_MAX)",
     )
     tenant_buffered_bytes_max: int = Field(
         256 << 20,
@@ -161,7 +162,12 @@ class GatewaySettings(TlsSettings, TracingSettings):
         description="bytes of all request bodies held at one time, so memory is bounded; a tenant may hold as much as "
         "it leaves free, more is 429, and 503 to a tenant that holds nothing",
     )
-    max_in_flight: int = Field(2048, gt=0, description="requests carried at one time; more is 503")
+    max_in_flight: int = Field(
+        2048,
+        gt=0,
+        description="requests of all tenants in flight at one time, control calls too; then a tenant with its equal "
+        "share of them gets 429 too_many_in_flight, and at twice as many every other tenant gets 503",
+    )
     body_timeout_s: float = Field(
         60.0,
         gt=0,

@@ -163,7 +163,8 @@ class World:
 
     def _gateway(self) -> tuple[WatchedEndpoints, Sidecars]:
         metrics = Metrics(CollectorRegistry())
-        endpoints = WatchedEndpoints(list(self._listed.values()), self._health, metrics=metrics)
+        pods = list(self._listed.values())
+        endpoints = WatchedEndpoints(pods, self._health, metrics=metrics, clock_s=lambda: self.now_s)
         return endpoints, Sidecars(endpoints, lambda name: self.pods[self._by_name[name]], clock=self, metrics=metrics)
 
     async def _health(self, endpoint: Endpoint) -> Health:

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal, Protocol
 from google.protobuf.struct_pb2 import Struct
 from opentelemetry.trace import SpanKind, get_current_span
 
-from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint
+from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.requests import LARGE_BYTES, TenantsInHand
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, trace_headers
@@ -133,17 +133,14 @@ class EnvoyFront:
         self._metrics = metrics
         self._picker = picker
         self._timeout_s = timeout_s
-        self._in_flight = 0
         self._shown = TenantsInHand(bytes_max=_LARGE_BODIES_AT_ONCE * limits.max_body_bytes)
 
     async def process(self, stream: Stream) -> None:
         """Answer one request's messages, whatever happens, and return."""
-        self._in_flight += 1
         self._metrics.ext_proc_streams.inc()
         try:
             await self._process(stream)
         finally:
-            self._in_flight -= 1
             self._metrics.ext_proc_streams.dec()
 
     async def _process(self, stream: Stream) -> None:
@@ -183,8 +180,11 @@ class EnvoyFront:
         if kind in {Kind.OWN, Kind.CONTROL}:
             raise PathNotFound("this call is answered by the gateway's HTTP front: the proxy has to route it there")
         admission = self._gateway.admit(kind, head.headers, path=head.path, request_id=call.minted_id, subset=subset)
-        if self._in_flight > self._limits.max_in_flight:
-            raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=1)
+        with self._gateway.in_flight(admission):
+            await self._answer_admitted(call, admission)
+
+    async def _answer_admitted(self, call: _Call, admission: Admission) -> None:
+        head = call.head
         self._limits.check_size(head.declared_bytes)
         # A proxy that buffers would send on at once, unbounded and uncounted, the body of a head that says enough.
         if not (head.has_body and call.body_mode == pb.BODY_SEND_MODE_BUFFERED):
@@ -294,7 +294,7 @@ class EnvoyFront:
         call.kind, call.status = forward.kind.value, _ROUTED
         self._metrics.route_seconds.labels(call.kind).observe(call.routing_s)
         if self._names_pod(forward):
-            self._endpoints.note_routed(forward.endpoint.name)
+            self._endpoints.note_routed(forward.endpoint.name, forward.query.counted_tenant)
             self._gateway.sent(forward)
         describe(get_current_span(), forward)
         return forward

@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 _CONTROL_BYTES_MAX = 256 << 10
 """Of a control call's body: all metadata that there may be, each character escaped, are half of it."""
+_CONTROL_BODY_S = 5.0
+"""Seconds without a byte of a control call's body, and for all of it, with one more for each 32 KiB that came."""
 _LATE_CONNECTS_MAX = 3
 """Times one request waits for a connection: the last pod may only be busy, and so may this gateway's loop."""
 
@@ -85,9 +87,12 @@ class HttpFront(FastAPI):
         self._carrier = carrier
         self._tenants = tenants
         self._limits = limits
-        self._control_limits = replace(limits, max_body_bytes=min(limits.max_body_bytes, _CONTROL_BYTES_MAX))
+        self._control_limits = replace(
+            limits,
+            max_body_bytes=min(limits.max_body_bytes, _CONTROL_BYTES_MAX),
+            body_timeout_s=min(limits.body_timeout_s, _CONTROL_BODY_S),
+        )
         self._tracer = tracer
-        self._in_flight = 0
         self._cors = _Cors(self._serve, cors_origins)
         for router in (routes.contexts, routes.turns, routes.operations, *((console_router(),) if console else ())):
             self.include_router(router)
@@ -105,7 +110,6 @@ class HttpFront(FastAPI):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         started_s = time.monotonic()
-        self._in_flight += 1
         try:
             await self._answer(exchange)
         except ClientGone:
@@ -120,8 +124,6 @@ class HttpFront(FastAPI):
             # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
             log.exception("request failed", extra={"request_id": exchange.request_id})
             await exchange.send_error(ContextCacheError("the gateway failed"))
-        finally:
-            self._in_flight -= 1
         self._ended(exchange, started_s)
 
     def _ended(self, exchange: Exchange, started_s: float) -> None:
@@ -143,10 +145,8 @@ class HttpFront(FastAPI):
         with self._tracer.span(f"gateway {kind.value}", kind=SpanKind.SERVER, parent=parent) as span:
             span.set_attribute("contextcache.request_id", exchange.minted_id)
             admission = self.gateway.admit(kind, exchange.headers, path=exchange.path, request_id=exchange.minted_id)
-            if kind is Kind.CONTROL:
-                await self._control(admission, exchange)
-            else:
-                await self._carry(admission, exchange)
+            with self.gateway.in_flight(admission):
+                await (self._control if kind is Kind.CONTROL else self._carry)(admission, exchange)
             if exchange.status is not None:
                 span.set_attribute("http.response.status_code", exchange.status)
                 if exchange.status >= 500:
@@ -169,12 +169,7 @@ class HttpFront(FastAPI):
 
     async def _carry(self, admission: Admission, exchange: Exchange) -> None:
         """Take the body in, choose the pod, and carry there."""
-        if self._in_flight > self._limits.max_in_flight:
-            raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=1)
-        with (
-            self._tenants.request(admission.tenant),
-            HeldBody(self._tenants, admission.tenant, self._limits) as held,
-        ):
+        with HeldBody(self._tenants, admission.tenant, self._limits) as held:
             body = await exchange.read_body(held)
             before_s = time.perf_counter()
             forward = await self.gateway.route(admission, body)
@@ -189,7 +184,7 @@ class HttpFront(FastAPI):
         while True:
             name = forward.endpoint.name
             try:
-                with self._endpoints.carrying(name):
+                with self._endpoints.carrying(name, forward.query.counted_tenant):
                     forget_sent = self.gateway.sent(forward)
                     try:
                         await self._carrier.carry(forward, body, exchange)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +19,7 @@ from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import Roster
 from gateway.ports import Endpoint, EndpointState, EngineLoad
+from gateway.shares import PodTenants
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class Health:
     models: frozenset[ModelId] = frozenset()
     load: EngineLoad | None = field(default_factory=EngineLoad)
     """Zeros when the pod does not say; None: it would have, and did not in time."""
+    tenants: Mapping[str, int] | None = None
+    """Requests in flight by tenant's tag, of those that have most; None: the pod does not say."""
 
 
 Probe = Callable[[Endpoint], Awaitable[Health]]
@@ -60,8 +64,8 @@ _PLACED_WINDOW = 128
 class _Pod:
     """One pod as requests see it, and what is kept to know that."""
 
-    def __init__(self, endpoint: Endpoint, in_flight_gauge: Gauge) -> None:
-        self.state = EndpointState(endpoint, ready=False, models=frozenset(), in_flight=0, routed_at=0)
+    def __init__(self, endpoint: Endpoint, in_flight_gauge: Gauge, tenants: PodTenants) -> None:
+        self.state = EndpointState(endpoint, ready=False, models=frozenset(), in_flight=0, routed_at=0, tenants=tenants)
         self.in_flight_gauge = in_flight_gauge
         self.beginnings: dict[str, bool] = {}
         """Whether its sidecar told of them; the one heard of last is last."""
@@ -84,6 +88,7 @@ class WatchedEndpoints:
         interval_s: float = 1.0,
         silent_probes_max: int = 3,
         source: Source | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`silent_probes_max` probes in a row without an answer make a ready pod unready; `source`: pods may change.
 
@@ -94,6 +99,7 @@ class WatchedEndpoints:
         self._interval_s = interval_s
         self._silent_probes_max = silent_probes_max
         self._source = source
+        self._clock_s = clock_s
         self.looked = asyncio.Event()
         """Set once `run` has asked every pod."""
         self._num_routed = 0
@@ -127,12 +133,18 @@ class WatchedEndpoints:
         pod = self._pods.get(name)
         return None if pod is None else pod.state.endpoint
 
-    def note_routed(self, name: str) -> None:
-        """Count one request as sent to this pod by somebody else, who will not say when it ends; a pod gone is none."""
+    def note_routed(self, name: str, tenant: str | None = None) -> None:
+        """Count one request as sent to this pod by a proxy that does not report its end; a pod gone counts none."""
         pod = self._pods.get(name)
         if pod is not None:
             self._used(pod)
             pod.state.since_probe += 1
+            if tenant is not None:
+                pod.state.tenants.routed(tenant)
+
+    def num_reported(self, tenant: str) -> int:
+        """Return a tenant's requests that the pods reported and this gateway does not carry itself. O(pods)."""
+        return sum(pod.state.tenants.reported(tenant) for pod in self._pods.values())
 
     def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:
         """Remember what was just sent to a pod, before its reports tell; a pod gone is none. See EndpointDirectory."""
@@ -195,7 +207,7 @@ class WatchedEndpoints:
             self._note_beginning(pod, beginning, at_ms, is_told=True)
 
     @contextmanager
-    def carrying(self, name: str) -> Iterator[None]:
+    def carrying(self, name: str, tenant: str | None = None) -> Iterator[None]:
         """Count one request as in flight to this pod for the length of the `with` block.
 
         A pod that leaves the list meanwhile, and perhaps comes back, keeps its count.
@@ -210,7 +222,8 @@ class WatchedEndpoints:
         pod.state.since_probe += 1
         pod.in_flight_gauge.inc()
         try:
-            yield
+            with nullcontext() if tenant is None else pod.state.tenants.carried(tenant):
+                yield
         finally:
             pod.state.in_flight -= 1
             pod.state.since_probe -= 1
@@ -273,7 +286,7 @@ class WatchedEndpoints:
             if pod.state.models != health.models:
                 pod.state.models = health.models
                 self._roster = None
-            self._note_load(pod, health.load)
+            self._note_load(pod, health)
             pod.unsettled_probes = max(0, pod.unsettled_probes - 1) if self._had_ready else 0
             self._set_ready(pod, ready=pod.unsettled_probes == 0)
         elif health.certain:
@@ -287,20 +300,21 @@ class WatchedEndpoints:
     def _is_last(self, pod: _Pod) -> bool:
         return not any(other.state.ready for other in self._pods.values() if other is not pod)
 
-    def _note_load(self, pod: _Pod, load: EngineLoad | None) -> None:
+    def _note_load(self, pod: _Pod, health: Health) -> None:
         """Take what a probe found; what it should have found and did not is what it was, for a while.
 
         Not for ever: what is counted since the last figures would only grow.
         """
-        pod.probes_without_load = 0 if load is not None else pod.probes_without_load + 1
-        if load is not None:
-            self._set_load(pod, load)
+        pod.probes_without_load = 0 if health.load is not None else pod.probes_without_load + 1
+        if health.load is not None:
+            self._set_load(pod, health.load, health.tenants)
         elif pod.probes_without_load >= self._silent_probes_max:
-            self._set_load(pod, EngineLoad())
+            self._set_load(pod, EngineLoad(), health.tenants)
 
-    def _set_load(self, pod: _Pod, load: EngineLoad) -> None:
+    def _set_load(self, pod: _Pod, load: EngineLoad, tenants: Mapping[str, int] | None) -> None:
         pod.state.load = load
         pod.state.since_probe = 0
+        pod.state.tenants.probed(running=load.running, waiting=load.waiting, deferred=load.deferred, tenants=tenants)
         for state, value in zip(_LOAD_STATES, (load.running, load.waiting), strict=True):
             self._metrics.endpoint_load.labels(pod.state.endpoint.name, state).set(value)
 
@@ -344,7 +358,8 @@ class WatchedEndpoints:
         pod = self._pods.get(endpoint.name) or self._gone.pop(endpoint.name, None)
         if pod is None or pod.state.endpoint.url != endpoint.url:
             # Requests to what had this name before end where they began.
-            pod = _Pod(endpoint, self._metrics.requests_in_flight.labels(endpoint.name))
+            gauge = self._metrics.requests_in_flight.labels(endpoint.name)
+            pod = _Pod(endpoint, gauge, PodTenants(self._clock_s))
             self._metrics.endpoint_ready.labels(endpoint.name).set(0)
         pod.state.endpoint = endpoint
         return pod

@@ -151,12 +151,19 @@ class EndpointDirectory(Protocol):
         """
         ...
 
-    def note_routed(self, name: str) -> None:
-        """Count one request as sent to this pod by somebody else, who will not say when it ends; a pod gone is none."""
+    def note_routed(self, name: str, tenant: str | None = None) -> None:
+        """Count one request as sent to this pod by a proxy that does not report its end; a pod gone counts none.
+
+        `tenant`: its tag; None for a request that asks the engine for no work.
+        """
         ...
 
-    def carrying(self, name: str) -> AbstractContextManager[None]:
-        """Count one request as in flight to this pod for the length of the `with` block."""
+    def num_reported(self, tenant: str) -> int:
+        """Return a tenant's requests that the pods reported and this gateway does not carry itself. O(pods)."""
+        ...
+
+    def carrying(self, name: str, tenant: str | None = None) -> AbstractContextManager[None]:
+        """Count one request as in flight to this pod for the length of the `with` block; `tenant`: see note_routed."""
         ...
 
 

@@ -1,10 +1,12 @@
 """Which pod takes a request. Pure.
 
 In this order: pods that are ready, in the proxy's subset, serve the model and do not drain; of those the ones whose
-queue is not full; of those, unless the client asked for something else, the one where the KV is (a turn's holder, the
-pod that was asked last for a kept conversation), as long as waiting there costs less than having the KV elsewhere;
-else, where requests with the same beginning should meet (a new context), the one that costs least, of those that have
-not been given more than their share of new contexts; else the least loaded.
+queue is not full, and where the tenant has less than its share (`gateway/shares.py`); of those, unless the client
+asked for something else, the one where the KV is (a turn's holder, the pod that was asked last for a kept
+conversation), as long as waiting there costs less than having the KV elsewhere; else, where requests with the same
+beginning should meet (a new context), the one that costs least, of those that have not been given more than their
+share of new contexts; else the least loaded. Where every queue is full, a tenant below its share is sent to one all
+the same.
 
 Of many pods a few are looked at: the holder, those that know the beginning, those that a ring names for it, or some
 taken at random.
@@ -20,7 +22,7 @@ from enum import Enum
 from random import Random
 
 from contextcache.claim import Claims
-from contextcache.errors import EndpointsSaturated
+from contextcache.errors import EndpointsSaturated, TooManyInFlight
 from contextcache.model import ModelId, TenantId
 from gateway.pods.costs import (
     MOVE_GAIN,
@@ -44,6 +46,8 @@ _PREFIX_BYTES = 1024
 """Of a prompt as spelled, that decide: a system prompt's worth. Longer ones would keep near-equal prompts apart."""
 _MESSAGE_BYTES = 64 << 10
 """Within which a first message is looked for."""
+_SHARE_RETRY_S = 1
+"""A probe interval: until then the gateway knows of no room that it does not estimate already."""
 _DIGEST_BYTES = 16
 _TOKEN_BYTES = 4
 _JSON = json.JSONDecoder()
@@ -95,6 +99,13 @@ class RouteQuery:
     """Addresses (`host:port`) that the proxy in front allows; None: all."""
     light: bool = False
     """It asks the engine for no work, so a full queue is no reason to refuse it."""
+    tenant: str = ""
+    """Tag of the tenant whose request it is."""
+
+    @property
+    def counted_tenant(self) -> str | None:
+        """Tag under which a pod counts it as in flight; None: it asks the engine for no work."""
+        return None if self.light else self.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +126,21 @@ def strategy_of(header: str | None) -> Strategy | None:
 
 
 def choose_endpoint(roster: Roster, query: RouteQuery, *, limits: LoadLimits, rng: Random) -> Choice:
-    """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated.
+    """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
 
     Of the pods that serve `query.model`; when no pod does, any ready one may say so in the engine's own words.
     """
     candidates = roster.candidates(query.model, query.subset)
-    if query.light:
-        limits = replace(limits, shed_waiting=0)
     if query.strategy is Strategy.RANDOM or query.strategy is Strategy.LEAST_REQUEST:
         # The client wants another pod more than its KV.
-        free = _not_saturated(_some(candidates, limits, rng), limits)
+        free = _not_saturated(_some(candidates, query, limits, rng), limits)
         chosen = rng.choice(free) if query.strategy is Strategy.RANDOM else least_loaded(free, rng)
         return Choice(chosen.endpoint, Reason.STRATEGY, query.stays or chosen.endpoint.name != query.holder != "")
     if query.holder:
         return _at_holder(candidates, roster.named(query.holder), query, limits, rng)
     if query.affinity:
         return _where_alike(roster, candidates, query, limits, rng)
-    return Choice(least_loaded(_some(candidates, limits, rng), rng).endpoint, Reason.LEAST_LOADED, query.stays)
+    return Choice(least_loaded(_some(candidates, query, limits, rng), rng).endpoint, Reason.LEAST_LOADED, query.stays)
 
 
 def prompt_affinity(tenant: TenantId, claims: Claims) -> str:
@@ -168,13 +177,13 @@ def _at_holder(
     """Return the holder, or the least loaded pod where the holder cannot take it or another one costs less."""
     if holder is None or holder not in candidates:
         reason = Reason.DRAINING if holder is not None and holder.ready and holder.endpoint.draining else Reason.AWAY
-        return _moved(_not_saturated(_some(candidates, limits, rng), limits), holder, reason, rng)
+        return _moved(_not_saturated(_some(candidates, query, limits, rng), limits), holder, reason, rng)
     is_busy = is_saturated(holder, limits)
     most_s = queue_s(holder) - move_s(query.num_tokens) * (1 if is_busy else MOVE_GAIN)
-    if most_s <= 0 and not is_full(holder, limits):
+    if most_s <= 0 and _is_open(holder, query, limits):
         return Choice(holder.endpoint, Reason.HOLDER)
-    others = [state for state in _some(candidates, limits, rng) if state is not holder]
-    if is_full(holder, limits):
+    others = [state for state in _some(candidates, query, limits, rng) if state is not holder]
+    if not _is_open(holder, query, limits):
         better = _not_saturated(others, limits)
     else:
         # Only to where nothing waits: what a move computes, the queue there waits for too, and all would come to move.
@@ -218,7 +227,7 @@ def _cheapest(
     if query.stays:
         share = placed_max(sum(state.placed for state in any_), len(any_), limits)
         looked_at = [state for state in looked_at if state.placed <= share]
-    open_ = [state for state in looked_at if not is_full(state, limits)] or _some(candidates, limits, rng)
+    open_ = [state for state in looked_at if _is_open(state, query, limits)] or _some(candidates, query, limits, rng)
     free = _not_saturated(open_, limits)
     brought_s = move_s(query.num_tokens)
 
@@ -229,12 +238,25 @@ def _cheapest(
     return Choice(min(free, key=cost_s).endpoint, Reason.AFFINITY, query.stays)
 
 
-def _some(candidates: Candidates, limits: LoadLimits, rng: Random) -> Sequence[EndpointState]:
-    """Return pods whose queue is not full: all, or of many some. Raises EndpointsSaturated."""
+def _some(candidates: Candidates, query: RouteQuery, limits: LoadLimits, rng: Random) -> Sequence[EndpointState]:
+    """Return pods that are open to a request: all, or of many some. Raises EndpointsSaturated, TooManyInFlight.
+
+    Where every queue is full, those that others fill are open to a tenant below its share.
+    """
     for some in (some_of(candidates.states, rng), candidates.states):
-        if with_room := [state for state in some if not is_full(state, limits)]:
+        if with_room := [state for state in some if _is_open(state, query, limits)]:
             return with_room
-    raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=RETRY_AFTER_S)
+    if below_share := [state for state in candidates.states if state.tenants.is_below_share(query.tenant)]:
+        return below_share
+    if all(state.tenants.takes(query.tenant) for state in candidates.states):
+        raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=RETRY_AFTER_S)
+    raise TooManyInFlight(
+        "every pod is busy, and this tenant has its share of their requests in flight", retry_after_s=_SHARE_RETRY_S
+    )
+
+
+def _is_open(state: EndpointState, query: RouteQuery, limits: LoadLimits) -> bool:
+    return query.light or (state.tenants.takes(query.tenant) and not is_full(state, limits))
 
 
 def _not_saturated(candidates: Sequence[EndpointState], limits: LoadLimits) -> Sequence[EndpointState]:

@@ -35,7 +35,6 @@ class FrontLimits:
     """What one front takes on."""
 
     max_body_bytes: int = 32 << 20
-    max_in_flight: int = 2048
     body_timeout_s: float = 60.0
     """See Upload."""
     idle_timeout_s: float = 600.0
@@ -53,7 +52,7 @@ class TenantLimits(TenantsInHand):
     The generic cell rate algorithm (ITU-T I.371): one time stamp a tenant.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # every limit, by name
         self,
         *,
         clock: Clock,
@@ -61,16 +60,22 @@ class TenantLimits(TenantsInHand):
         burst: int = 1,
         requests_max: int = 0,
         bytes_max: int = 0,
+        total_requests_max: int = 2048,
         total_bytes_max: int = 1 << 30,
         on_refused: Callable[[str], None] | None = None,
     ) -> None:
-        """Of each tenant, 0: no limit; `total_bytes_max`: bytes of all request bodies held at one time.
+        """Of each tenant, 0: no limit; `total_…`: requests of all, and bytes of their bodies held, at one time.
 
         `burst`: requests a tenant that was idle may make at once, 1 or more.
         """
         # Bytes are counted without a limit of the tenant's too: its part of all of them is what `take_bytes` bounds.
         bytes_max = min(bytes_max or total_bytes_max, total_bytes_max)
-        super().__init__(requests_max=requests_max, bytes_max=bytes_max, on_refused=on_refused)
+        super().__init__(
+            requests_max=requests_max,
+            bytes_max=bytes_max,
+            total_requests_max=total_requests_max,
+            on_refused=on_refused,
+        )
         self._clock = clock
         self.rate_per_s, self.burst = rate_per_s, burst
         self._interval_ms = 1000 / rate_per_s if rate_per_s else 0.0

@@ -39,6 +39,7 @@ STEERING = {
     "target-pod": EVIL,
     "x-envoy-original-dst-host": EVIL,
     "x-context-identity": EVIL,
+    "x-context-tenant": EVIL,
     "x-context-unrouted": EVIL,
     "x-envoy-max-retries": EVIL,
     "x-envoy-upstream-rq-timeout-ms": "1",

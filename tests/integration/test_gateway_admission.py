@@ -75,11 +75,14 @@ async def test_a_third_stream_of_a_tenant_is_429_until_one_has_ended_or_its_clie
     assert await refusals(gateway, "requests") == 1
 
 
-async def test_control_calls_do_not_count_as_requests_in_flight(gateway, manager):
+async def test_control_calls_count_as_requests_in_flight(gateway, manager):
+    """Seen failing before: slow control calls of one tenant were as many as the gateway carries of all."""
     await manager.add("ctx_1")
     streams = [await gateway.post("/v1/completions", STREAM) for _ in range(2)]
     async with gateway.get("/v1/context/ctx_1") as answer:
-        assert answer.status == 200
+        assert await code_of(answer) == (429, "too_many_in_flight")
+    async with gateway.post("/v1/context/ctx_1/fork", {}, headers=OTHER) as answer:
+        assert await code_of(answer) == (404, "context_not_found")
     for stream in streams:
         stream.close()
 

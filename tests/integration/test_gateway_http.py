@@ -93,7 +93,7 @@ async def test_requests_over_the_limit_are_refused_and_the_room_is_given_back(tm
             engine.release()
             await running.content.readany()
             async with gateway.post("/v1/completions", {}) as answer:
-                assert await code_of(answer) == (503, "no_ready_endpoint")
+                assert await code_of(answer) == (429, "too_many_in_flight")
             engine.finish()
             await running.content.read()
         async with gateway.post("/v1/completions", {}) as answer:

@@ -25,7 +25,7 @@ async def test_a_pod_says_what_it_serves_and_how_much_it_has_to_do(engine, probe
     assert found == Health(
         healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(running=3, waiting=2, kv_usage=0.5)
     )
-    assert sum(found.target.count("name[]=vllm") for found in engine.received) == 3
+    assert sum(found.target.count("name[]=vllm") for found in engine.received) == 4
 
 
 async def test_a_pod_without_metrics_is_healthy_and_idle(engine, probe):

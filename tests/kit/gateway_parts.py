@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -102,13 +103,18 @@ class GatewayParts:
 
     def __init__(self, authenticator, *, pods=("pod-a", "pod-b"), limits=None, **rules):
         self.clock = ManualClock()
-        self.tenants = TenantLimits(clock=self.clock, **(limits or {}))
+        self.refusals: Counter[str] = Counter()
+        self.tenants = TenantLimits(
+            clock=self.clock, on_refused=lambda limit: self.refusals.update([limit]), **(limits or {})
+        )
         self.metrics = Metrics(CollectorRegistry())
         self.directory = Directory(self.clock)
         self.probe = Pods()
         self.sidecars = {name: MemorySidecar() for name in pods}
         endpoints = [Endpoint(name, f"http://{name}:8001", name) for name in pods]
-        self.endpoints = WatchedEndpoints(endpoints, self.probe, metrics=self.metrics)
+        self.endpoints = WatchedEndpoints(
+            endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000
+        )
         self.gateway = Gateway(
             authenticator=authenticator,
             directory=self.directory,

@@ -1,4 +1,4 @@
-"""Which turns a pod takes on: no more of one tenant at a time than it may have, no create of one over its KV quota.
+"""Requests that a pod takes on: no more of one tenant at a time than it may have, no create of one over its KV quota.
 
 A sidecar that is silent, or has no quotas, refuses nobody: a fault of the cache is never the client's.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ _UNASKED_MS = 10_000
 
 
 class TurnAdmission:
-    """Counts turns and bodies in hand by tenant, and asks the sidecar before a create. One per API server process."""
+    """Counts requests and bodies by tenant, and asks the sidecar before a create. One per API server process."""
 
     def __init__(
         self, settings: TurnSettings, *, quotas: TenantQuotas | None, clock: Clock, metrics: TurnMetrics | None = None
@@ -47,9 +48,16 @@ class TurnAdmission:
         self._clock = clock
         self._unasked_until_ms = 0
 
-    def turn(self, tenant: TenantId) -> AbstractContextManager[None]:
-        """Count one turn for the length of a `with` block. Entering raises TooManyInFlight."""
-        return self._in_hand.request(tenant)
+    def request(self, tag: str) -> AbstractContextManager[None]:
+        """Count one request for the length of a `with` block, with or without a context.
+
+        `tag`: the tenant's (`identity.tenant_tag`). Entering raises TooManyInFlight.
+        """
+        return self._in_hand.request(tag)
+
+    def in_flight(self) -> Mapping[str, int]:
+        """Return the requests in flight by tenant's tag."""
+        return self._in_hand.requests_of_all()
 
     def body(self, tenant: TenantId) -> BodyInHand:
         """Return what counts the bytes of one body for the length of a `with` block."""

@@ -37,6 +37,7 @@ _NOT_FORWARDED = frozenset(
         b"content-encoding",
         b"transfer-encoding",
         b"x-context-identity",
+        b"x-context-tenant",
         b"if-match",
         b"idempotency-key",
     }

@@ -58,7 +58,7 @@ class TurnMetrics:
         )
         self.refusals = Counter(
             f"{_PREFIX}tenant_refusals_total",
-            "Turns and creates refused because their tenant has as much as it may, by limit: requests, bytes, quota",
+            "Requests refused because their tenant has as much as it may, by limit: requests, bytes, quota",
             ["limit"],
             registry=registry,
         )

@@ -1,14 +1,15 @@
 """The ASGI middleware vLLM loads (`--middleware vllm_plugin.turn.middleware.TurnMiddleware`). Thin.
 
 It acts on requests with a valid `x-context-identity` header, or, in single-tenant mode, on all that could create or
-name a context; and on those that passed a gateway that was away. Everything else passes without being looked at: no
-header of ours, no work.
+name a context; and on those that passed a gateway that was away. Every other request is counted for its tenant and
+passes without being looked at. `/health` tells the gateway's probe the requests in flight of each tenant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +33,22 @@ from contextcache.errors import (
     EngineFailed,
     InvalidRequest,
     NoReadyEndpoint,
+    TooManyInFlight,
     error_body,
     error_headers,
 )
 from contextcache.fields import OUR_FIELDS, refuse_misspelt
-from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, Identity, verify_identity
+from contextcache.identity import (
+    IDENTITY_HEADER,
+    IN_FLIGHT_HEADER,
+    TENANT_HEADER,
+    UNROUTED_HEADER,
+    Identity,
+    in_flight_header,
+    read_tag,
+    tenant_tag,
+    verify_identity,
+)
 from contextcache.model import NewSession, SessionId, TenantId, new_session_id
 from contextcache.process.logs import show_logs_of
 from contextcache.process.settings import read_secret
@@ -67,7 +79,7 @@ from vllm_plugin.turn.unrouted import stateless_body, without_strangers
 log = logging.getLogger(__name__)
 
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
-_UNROUTED = UNROUTED_HEADER.encode()
+_UNROUTED, _TENANT, _IN_FLIGHT = (name.encode() for name in (UNROUTED_HEADER, TENANT_HEADER, IN_FLIGHT_HEADER))
 _HEALTH_PATH = "/health"
 _ITEMS_AT_ONCE = 1000
 """Of a response's body, read between two steps of the loop: vLLM's own types take a tenth of a ms each."""
@@ -112,7 +124,21 @@ class TurnMiddleware:
             ending = NoReadyEndpoint("this pod is about to end", retry_after_s=1)
             await self._refuse(ending, _Started(send))
             return
-        if scope["type"] != "http" or scope["method"] != "POST" or not self._may_concern_us(scope):
+        if scope["type"] == "http" and scope["path"] == _HEALTH_PATH:
+            await self._app(scope, receive, self._telling_in_flight(send))
+            return
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        tag = self._tag_of(scope)
+        try:
+            with self._admission.request(tag) if tag else nullcontext():
+                await self._answer_counted(scope, receive, send, is_counted=bool(tag))
+        except TooManyInFlight as exc:
+            await self._refuse(exc, _Started(send))
+
+    async def _answer_counted(self, scope: Scope, receive: Receive, send: Send, *, is_counted: bool) -> None:
+        if not self._may_concern_us(scope):
             await self._app(scope, receive, send)
             return
         raw = scope["headers"]
@@ -133,7 +159,7 @@ class TurnMiddleware:
             else:
                 parent = headers.get(TRACEPARENT, "")
                 with self._story.tracer.span(f"turn {scope['path']}", kind=SpanKind.SERVER, parent=parent):
-                    await self._turn(scope, headers, token, Client(receive, started))
+                    await self._turn(scope, headers, token, Client(receive, started), is_counted=is_counted)
         except ContextCacheError as exc:
             await self._refuse(exc, started)
         except Exception:
@@ -141,6 +167,24 @@ class TurnMiddleware:
             if started.value:
                 raise  # the server then closes the connection: an answer without its end must not look whole
             await self._refuse(EngineFailed("the turn failed"), started)
+
+    def _tag_of(self, scope: Scope) -> str:
+        """Return the tag of the tenant whose request it is; empty: the gateway did not say."""
+        if self._settings.single_tenant:
+            return tenant_tag(self._settings.single_tenant, self._secret)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        return "" if _UNROUTED in headers else read_tag(headers.get(_TENANT, b"").decode("latin-1"))
+
+    def _telling_in_flight(self, send: Send) -> Send:
+        """Return a `send` that adds the requests in flight by tenant, for the gateway's probe."""
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                counts = in_flight_header(self._admission.in_flight()).encode()
+                message = {**message, "headers": [*message.get("headers", ()), (_IN_FLIGHT, counts)]}
+            await send(message)
+
+        return told
 
     def _may_concern_us(self, scope: Scope) -> bool:
         if scope["path"] in _PATHS or self._settings.single_tenant:
@@ -160,10 +204,14 @@ class TurnMiddleware:
 
         await self._app(scope, receive, told)
 
-    async def _turn(self, scope: Scope, headers: dict[str, str], token: str | None, client: Client) -> None:
+    async def _turn(
+        self, scope: Scope, headers: dict[str, str], token: str | None, client: Client, *, is_counted: bool
+    ) -> None:
         identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
         tenant = self._settings.single_tenant if identity is None else identity.tenant
-        with self._admission.body(tenant) as held:
+        # A gateway that is older than this pod sends no tag.
+        counted = nullcontext() if is_counted else self._admission.request(tenant_tag(tenant, self._secret))
+        with counted, self._admission.body(tenant) as held:
             raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
             await self._answer(scope, headers, identity, raw, client)
 
@@ -218,15 +266,14 @@ class TurnMiddleware:
         client: Client,
     ) -> None:
         """Run a create (`new` alone), a turn (`named` alone), or whichever it turns out to be (both)."""
-        with self._admission.turn(identity.tenant):
-            if named is None:
-                assert new is not None
-                await self._admission.check_quota(identity.tenant)
-                await self._story.create(engine, request, new, identity, client)
-            elif new is None:
-                await self._story.continue_turn(engine, request, named, identity, client)
-            else:
-                await continue_or_create(self._story, self._admission, engine, request, new, identity, client)
+        if named is None:
+            assert new is not None
+            await self._admission.check_quota(identity.tenant)
+            await self._story.create(engine, request, new, identity, client)
+        elif new is None:
+            await self._story.continue_turn(engine, request, named, identity, client)
+        else:
+            await continue_or_create(self._story, self._admission, engine, request, new, identity, client)
 
     def _name_of_repeated(self, tenant: TenantId, body: dict[str, Any], request: TurnRequest) -> SessionId | None:
         """Return the id of what a create makes that names nothing and may come again; None: any."""

@@ -48,7 +48,10 @@ class TurnSettings(TlsSettings, TracingSettings):
     )
     max_body_bytes: int = Field(32 << 20, description="bytes; larger request bodies get 413", gt=0)
     tenant_turns_max: int = Field(
-        0, description="turns of one tenant in flight in this pod; more get 429 too_many_in_flight; 0: no limit", ge=0
+        0,
+        description="requests of one tenant in flight in this pod's API server process, with and without a context; "
+        "more get 429 too_many_in_flight; 0: no limit",
+        ge=0,
     )
     tenant_bytes_max: int = Field(
         0, description="bytes of one tenant's request bodies in hand in this pod; more get 429; 0: no limit", ge=0

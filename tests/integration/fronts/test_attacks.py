@@ -10,9 +10,11 @@ from contextcache.clock import SystemClock
 from contextcache.identity import (
     DESTINATION_HEADER,
     IDENTITY_HEADER,
+    TENANT_HEADER,
     UNROUTED_HEADER,
     Identity,
     sign_identity,
+    tenant_tag,
     verify_identity,
 )
 from gateway.flows import ROUTING_HEADERS, TARGET_POD_HEADER
@@ -45,6 +47,7 @@ def steering(decoy) -> dict[str, str]:
         "X-Forwarded-Host": address,
         "Envoy.lb": address,
         IDENTITY_HEADER: "v1.forged.mac",
+        TENANT_HEADER: tenant_tag("other", SECRET),
         UNROUTED_HEADER: "0",
     }
 
@@ -53,6 +56,16 @@ def arrived(engine) -> list[dict[str, list[str]]]:
     """Return the headers of ours that each request arrived with."""
     ours = ROUTING_HEADERS | {IDENTITY_HEADER}
     return [{name: found.header(name) for name in ours if found.header(name)} for found in engine.turns]
+
+
+def routed_to(engine) -> dict[str, list[str]]:
+    """Return the headers by which a gateway routes a request without a context."""
+    address = f"127.0.0.1:{engine.port}"
+    return {
+        DESTINATION_HEADER: [address],
+        TARGET_POD_HEADER: [address],
+        TENANT_HEADER: [tenant_tag("demo", SECRET)],
+    }
 
 
 async def test_headers_that_steer_steer_nothing(front, engine, manager, decoy):
@@ -66,7 +79,7 @@ async def test_headers_that_steer_steer_nothing(front, engine, manager, decoy):
     ):
         async with front.post(path, {**body, **more}, headers=steering(decoy)) as answer:
             assert answer.status == 200
-    own = {DESTINATION_HEADER: [f"127.0.0.1:{engine.port}"], TARGET_POD_HEADER: [f"127.0.0.1:{engine.port}"]}
+    own = routed_to(engine)
     *stateless, create, turn = arrived(engine)
     now_ms = SystemClock().now_ms()
 
@@ -82,7 +95,8 @@ async def test_headers_that_steer_steer_nothing_without_a_body(front, engine, de
     for _ in range(3):
         async with front.get("/v1/responses/r1", headers=steering(decoy)) as answer:
             assert answer.status == 200
-    own = {DESTINATION_HEADER: [f"127.0.0.1:{engine.port}"], TARGET_POD_HEADER: [f"127.0.0.1:{engine.port}"]}
+    own = routed_to(engine)
+    del own[TENANT_HEADER]  # it asks the engine for no work
 
     assert arrived(engine) == [own] * 3
     assert decoy.received == []

@@ -1,12 +1,14 @@
 """What a tenant has in hand never exceeds what it may have, and all of it comes back."""
 
+from contextlib import ExitStack, suppress
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from contextcache.errors import TooManyInFlight
-from contextcache.requests import BYTES, REQUESTS, TenantsInHand
+from contextcache.errors import NoReadyEndpoint, TooManyInFlight
+from contextcache.requests import BYTES, REQUESTS, SHARE, TenantsInHand
 
 TENANTS = ("a", "b", "c")
 REQUESTS_MAX = 3
@@ -83,13 +85,14 @@ class TestInHand(InHandMachine.TestCase):
     settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_without_limits_nothing_is_counted_or_refused():
+def test_without_limits_requests_are_counted_and_nothing_is_refused():
     in_hand = TenantsInHand()
     with in_hand.request("a"), in_hand.request("a"), in_hand.body("a") as body:
         body.take(1 << 40)
 
-        assert in_hand.held_by("a") == (0, 0)
-        assert in_hand.is_empty()
+        assert in_hand.held_by("a") == (2, 0)
+        assert in_hand.requests_of_all() == {"a": 2}
+    assert in_hand.is_empty()
 
 
 def test_one_tenants_flood_leaves_the_others_their_share():
@@ -102,6 +105,43 @@ def test_one_tenants_flood_leaves_the_others_their_share():
             other.take(10)
 
             assert in_hand.held_by("b") == (1, 10)
+
+
+def test_at_the_limit_of_all_together_only_those_that_have_their_share_are_refused():
+    refused = []
+    in_hand = TenantsInHand(total_requests_max=8, on_refused=refused.append)
+    with ExitStack() as taken:
+
+        def take(tenant, most):
+            for number in range(most):
+                try:
+                    taken.enter_context(in_hand.request(tenant))
+                except TooManyInFlight:
+                    return number
+            return most
+
+        assert [take(tenant, 100) for tenant in ("a", "b", "c", "a")] == [8, 4, 2, 0]
+        assert refused == [SHARE] * 4
+    assert in_hand.is_empty()
+
+
+def test_all_together_never_have_more_than_twice_the_limit():
+    in_hand = TenantsInHand(total_requests_max=8)
+    with ExitStack() as taken:
+        for number in range(20):
+            with suppress(TooManyInFlight, NoReadyEndpoint):
+                for _ in range(8):
+                    taken.enter_context(in_hand.request(f"tenant-{number}"))
+        with pytest.raises(NoReadyEndpoint):
+            taken.enter_context(in_hand.request("late"))
+
+        assert sum(in_hand.held_by(f"tenant-{number}")[0] for number in range(20)) == 16
+
+
+def test_requests_counted_elsewhere_count_for_a_tenants_own_limit():
+    in_hand = TenantsInHand(requests_max=3)
+    with in_hand.request("a", elsewhere=2), pytest.raises(TooManyInFlight), in_hand.request("a", elsewhere=2):
+        pass
 
 
 def test_a_tenant_that_has_nothing_in_hand_is_forgotten():

@@ -25,3 +25,9 @@ async def parts(tmp_path):
 async def salting(tmp_path):
     """As `parts`, with stateless completions salted."""
     return await _ready(tmp_path, salts_stateless=True)
+
+
+@pytest.fixture
+async def limited(tmp_path):
+    """As `parts`, with room for one request of all tenants together."""
+    return await _ready(tmp_path, limits={"total_requests_max": 1})

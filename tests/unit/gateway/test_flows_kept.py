@@ -7,7 +7,7 @@ import pytest
 
 from contextcache.claim import TURN_PATHS
 from contextcache.errors import InvalidRequest
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, verify_identity
 from gateway.app import _rules
 from gateway.kept import LABEL_HEADERS, Plain, _first_messages
 from gateway.paths import Kind
@@ -63,19 +63,19 @@ async def test_a_key_that_keeps_has_a_group_signed_and_its_bytes_untouched_and_n
 async def test_nothing_is_signed_for_a_key_or_a_request_that_does_not_keep(parts, plain, headers):
     says(parts, plain)
     forward = await chat(parts, **headers)
-    assert (forward.set_headers, forward.body) == ({}, None)
+    assert (forward.set_headers.keys(), forward.body) == ({TENANT_HEADER}, None)
 
 
 async def test_a_deployment_may_allow_less_than_a_key_says(parts):
     says(parts, Plain.KEEP)
     object.__setattr__(parts.gateway._rules, "plain_max", Plain.ROUTE)
-    assert (await chat(parts)).set_headers == {}
+    assert (await chat(parts)).set_headers.keys() == {TENANT_HEADER}
 
 
 async def test_other_calls_of_a_key_that_keeps_are_as_before(parts):
     says(parts, Plain.KEEP)
     forward = await route(parts, {"input": "x"}, path="/v1/embeddings")
-    assert forward.set_headers == {}
+    assert forward.set_headers.keys() == {TENANT_HEADER}
 
 
 @pytest.mark.parametrize("label", LABEL_HEADERS)

@@ -13,7 +13,7 @@ from contextcache.errors import (
     StoreUnavailable,
     Unauthorized,
 )
-from contextcache.identity import IDENTITY_HEADER, verify_identity
+from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, tenant_tag, verify_identity
 from contextcache.model import ContextMode, UsageFormat
 from gateway.flows import ROUTING_HEADERS, SALTED_PATHS
 from gateway.kept import Plain
@@ -39,7 +39,8 @@ def identity_of(parts, forward):
 async def test_a_stateless_request_is_untouched_and_costs_no_look_up(parts):
     forward = await route(parts, {"model": "stub-model", "prompt": "hello"})
 
-    assert (forward.kind, forward.body, forward.set_headers) == (Kind.STATELESS, None, {})
+    assert (forward.kind, forward.body) == (Kind.STATELESS, None)
+    assert forward.set_headers == {TENANT_HEADER: tenant_tag("demo", SECRET)}
     assert parts.directory.calls == []
 
 
@@ -99,7 +100,8 @@ async def test_a_label_that_equals_a_context_continues_it(parts, path):
     none = await route(parts, {"prompt": "x"}, path=path, headers={"x-session-id": "chat-43"})
 
     assert (mine.kind, mine.endpoint.name, identity_of(parts, mine).session_id) == (Kind.TURN, "pod-b", "chat-42")
-    assert [(one.kind, one.body, one.set_headers) for one in (foreign, none)] == [(Kind.STATELESS, None, {})] * 2
+    assert [(one.kind, one.body) for one in (foreign, none)] == [(Kind.STATELESS, None)] * 2
+    assert foreign.set_headers.keys() == none.set_headers.keys() == {TENANT_HEADER}
 
 
 async def test_the_context_of_a_label_that_has_expired_is_gone_and_not_forgotten(parts):
@@ -208,7 +210,7 @@ async def test_a_turn_named_in_the_header_is_a_turn(parts):
 async def test_a_header_that_names_nothing_of_ours_is_a_label(parts):
     forward = await route(parts, {"prompt": "x"}, headers={"x-session-id": "agent-run-7"})
 
-    assert (forward.kind, forward.set_headers) == (Kind.STATELESS, {})
+    assert (forward.kind, forward.set_headers.keys()) == (Kind.STATELESS, {TENANT_HEADER})
 
 
 async def test_unknown_and_foreign_ids_in_the_body_are_told_apart_by_nothing(parts):

@@ -24,7 +24,7 @@ from tests.kit.ext_proc import (
     head,
     trailers,
 )
-from tests.kit.gateway_parts import SECRET, as_told
+from tests.kit.gateway_parts import OTHER_KEY, SECRET, as_told
 
 JSON = {"content-type": "application/json"}
 QUEUED = Health(healthy=True, models=frozenset({"stub-model"}), load=EngineLoad(running=4, waiting=20, kv_usage=0.5))
@@ -37,7 +37,7 @@ class Noted:
     def __init__(self):
         self.names = []
 
-    def note_routed(self, name: str) -> None:
+    def note_routed(self, name: str, tenant: str | None) -> None:
         self.names.append(name)
 
 
@@ -297,14 +297,17 @@ async def test_a_fault_of_our_own_is_a_typed_500_and_is_logged(parts, caplog):
     assert counted(parts, "completion", "500") == 1
 
 
-async def test_more_requests_than_it_may_carry_are_503_and_none_is_forgotten(parts):
-    front = front_of(parts, limits=FrontLimits(max_in_flight=0))
-    refused = await error_of(parts, head("/v1/models", method="GET", ends=True), front=front)
-    front._limits = FrontLimits(max_in_flight=1)
-    one = await ask(parts, head("/v1/models", method="GET", ends=True), front=front)
+async def test_more_requests_than_it_may_carry_are_429_and_none_is_forgotten(limited):
+    """Seen failing before, where it was 503 for every tenant, whoever had the requests in flight."""
+    listing = head("/v1/models", method="GET", ends=True)
+    with limited.tenants.request("demo"):
+        refused = await error_of(limited, listing)
+        other = await ask(limited, head("/v1/models", method="GET", key=OTHER_KEY, ends=True))
+    one = await ask(limited, listing)
 
-    assert refused == (503, "no_ready_endpoint")
-    assert one.answers[0].phase == "request_headers"
+    assert refused == (429, "too_many_in_flight")
+    assert other.answers[0].phase == one.answers[0].phase == "request_headers"
+    assert limited.tenants.is_empty()
 
 
 @pytest.mark.parametrize("mode", [2, DUPLEX])

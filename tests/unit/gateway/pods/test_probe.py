@@ -21,6 +21,14 @@ def test_a_page_of_vllm_is_read():
     assert engine_load(PAGE) == EngineLoad(running=3, waiting=2, kv_usage=0.25)
 
 
+def test_requests_that_wait_for_their_kv_are_told_from_those_that_wait_for_room():
+    line = b'vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="deferred"} 1.0\n'
+    pretending = b'vllm:num_requests_waiting_by_reason{model_name="\\",reason=\\"deferred\\"",reason="capacity"} 8.0\n'
+
+    assert engine_load(PAGE + line).deferred == 1
+    assert engine_load(PAGE + line + line.replace(b"1.0", b"2.0") + pretending).deferred == 3
+
+
 def test_requests_of_all_engine_cores_add_up_and_the_fullest_one_counts():
     second = PAGE.replace(b'engine="0"', b'engine="1"').replace(b"0.25", b"0.75")
 

@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from contextcache.claim import TURN_PATHS
 from contextcache.errors import ContextQuotaExceeded, InvalidRequest, SidecarUnavailable
+from contextcache.identity import read_in_flight, tenant_tag
 from contextcache.model import SessionPage
 from tests.kit.fake_vllm import FakeVllm
-from tests.kit.turn_bench import Pod
+from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
 from vllm_plugin.turn.admission import TurnAdmission
 from vllm_plugin.turn.ports import TenantUsage
@@ -51,7 +53,7 @@ def refusal(answer):
 
 
 async def test_a_tenant_with_as_many_turns_as_it_may_gets_429_and_others_do_not(pod):
-    """Seen failing without `self._admission.turn(...)` in the middleware: the third create is 200."""
+    """Seen failing without `self._admission.request(...)` in the middleware: the third create is 200."""
     guard(pod, None)
     pod.engine.pause = asyncio.Event()
     running = [asyncio.create_task(pod.create(prompt="x", stream=True)) for _ in range(2)]
@@ -67,6 +69,46 @@ async def test_a_tenant_with_as_many_turns_as_it_may_gets_429_and_others_do_not(
     assert [answer.status for answer in answers] == [200] * 3
     assert after.status == 200
     assert pod.counted("tenant_refusals", limit="requests") == 1
+
+
+async def hanging(scope, receive, send):
+    """An engine that takes a request and answers none but the probe's."""
+    if scope["path"] != "/health":
+        await receive()
+        await asyncio.Event().wait()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("path", [*sorted(TURN_PATHS), "/v1/embeddings", "/v1/context"])
+@pytest.mark.parametrize("signed", ["", "kept", "tag only"])
+async def test_every_request_that_a_gateway_sends_counts_for_its_tenant(pod, path, signed):
+    """Seen failing before: only turns and creates did, so stateless and kept requests had no limit behind Envoy."""
+    guard(pod, None)
+    pod.app._app = hanging
+    tag, other = ((b"X-Context-Tenant", tenant_tag(name, SECRET).encode()) for name in ("demo", "other"))
+    body = {"model": "m", "prompt": "x"}
+    identity = None if signed == "tag only" else pod.identity(kept="kept_" + "1" * 32 if signed else "")
+    running = [asyncio.create_task(pod.post(path, body, identity, [tag])) for _ in range(2)]
+    running.append(asyncio.create_task(pod.post(path, body, identity, [other])))
+    await until(lambda: len(pod.app._admission.in_flight()) == 2, what="both tenants count", interval_s=0)
+    refused = await pod.post(path, body, identity, [tag])
+    health = await pod.get("/health")
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+    assert refusal(refused) == (429, "too_many_in_flight", "1")
+    assert read_in_flight(health.headers["x-context-in-flight"]) == {tag[1].decode(): 2, other[1].decode(): 1}
+    assert pod.app._admission.in_flight() == {}
+
+
+async def test_a_tag_that_is_none_or_came_around_the_gateway_counts_nothing(pod):
+    guard(pod, None)
+    tag = tenant_tag("demo", SECRET).encode()
+    for headers in ([(b"x-context-tenant", b"demo")], [(b"x-context-tenant", tag), (b"x-context-unrouted", b"1")], []):
+        for _ in range(3):
+            assert pod.app._tag_of({"headers": headers}) == ""
 
 
 async def test_a_tenants_bodies_in_hand_are_bounded_and_given_back(pod):
@@ -101,7 +143,7 @@ async def test_what_was_in_hand_comes_back_on_every_way_out(pod, way_out):
         task = asyncio.create_task(pod.create(stream=True, **body))
         await until_paused(pod, 1)
 
-        assert admission._in_hand.held_by("demo")[0] == 1
+        assert admission.in_flight() == {tenant_tag("demo", SECRET): 1}
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
