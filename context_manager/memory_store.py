@@ -49,6 +49,7 @@ from context_manager.store import (
 )
 from contextcache.clock import SystemClock
 from contextcache.model import (
+    BRANCH_LEASE_ID,
     TURNS_KEPT,
     CacheSessionMetadata,
     HeldCacheRef,
@@ -91,6 +92,8 @@ class MemorySessionStore(SessionStore):
         self._answers = MemoryAnswers()
         self._places: dict[SessionKey, tuple[int, int]] = {}
         """Of those removed: when they were created, and until when that is remembered."""
+        self._used: dict[SessionKey, Usage | None] = {}
+        """What a branch is counted as with its first turn."""
         self._usage: dict[tuple[TenantId, int], dict[str, Counter[str]]] = {}
         self._counted: dict[tuple[TenantId, str], tuple[int, int]] = {}
         """By tenant and who told its usage: the last number, and until when it is known."""
@@ -145,11 +148,13 @@ class MemorySessionStore(SessionStore):
         now_ms: int,
     ) -> BegunTurn:
         self._answers.check(key, repeatable, now_ms)
-        row = self._committed(key, now_ms)
+        row = self._existing(key, now_ms)
+        if not row.is_branch:
+            row = self._committed(key, now_ms)
         if expected_generation is not None and row.session.generation != expected_generation:
             raise refusals.generation_mismatch(row.session.generation)
         takes_lease = not read_only and row.session.mode is SessionMode.SESSION
-        if takes_lease and row.lease_lives(now_ms) and row.lease_id != lease_id:
+        if takes_lease and row.lease_lives(now_ms) and row.lease_id not in (lease_id, BRANCH_LEASE_ID):
             raise refusals.busy(row.lease_until_ms - now_ms)
         transcript = self._whole_transcript(key, row)
         if takes_lease:
@@ -213,9 +218,13 @@ class MemorySessionStore(SessionStore):
         if commit.repeatable is not None:
             more += ANSWER_BYTES + len(commit.answer)
         self._check_room(key.tenant, more, now_ms)
+        is_branch = commit.lease_id == BRANCH_LEASE_ID
+        if is_branch:
+            self._used[key] = commit.usage
+        lease_until_ms = row.lease_until_ms
         session = replace(
             row.session,
-            state=SessionState.READY,
+            state=SessionState.CREATING if is_branch else SessionState.READY,
             cache_ref=commit.cache_ref,
             previous_cache_ref=row.session.cache_ref,
             holder=commit.holder,
@@ -228,8 +237,12 @@ class MemorySessionStore(SessionStore):
         self._answers.keep(key, commit, committed, now_ms)
         turns = () if generation == 1 else self._turns.get(key, ())
         self._turns[key] = (*turns, *([] if commit.receipt is None else [commit.receipt]))[-TURNS_KEPT:]
-        if commit.usage is not None:
-            self._count(key.tenant, commit.usage, now_ms)
+        if is_branch:
+            self._rows[key] = replace(self._rows[key], lease_id=commit.lease_id, lease_until_ms=lease_until_ms)
+            return committed
+        for usage in (self._used.pop(key, None), commit.usage):
+            if usage is not None:
+                self._count(key.tenant, usage, now_ms)
         return committed
 
     def _count(self, tenant: TenantId, usage: Usage, now_ms: int) -> None:
@@ -309,7 +322,7 @@ class MemorySessionStore(SessionStore):
         for position in sorted(rows, reverse=True)[:LIST_ROWS_MAX]:
             row = rows[position]
             live = row.standing(now_ms, self._tombstone_ms) in (Standing.CREATING, Standing.LIVE)
-            if live and model_id in ("", row.session.model_id):
+            if live and row.lease_id != BRANCH_LEASE_ID and model_id in ("", row.session.model_id):
                 if len(found) == limit:
                     return SessionPage(tuple(found), has_more=True, last_id=last_id)
                 found.append(row.metadata_at(now_ms))
@@ -464,6 +477,7 @@ class MemorySessionStore(SessionStore):
             self._places[key] = (row.session.created_at_ms, now_ms + self._tombstone_ms)
         self._transcripts.pop(key, None)
         self._turns.pop(key, None)
+        self._used.pop(key, None)
 
 
 def _size_of(metadata: Mapping[str, str]) -> int:

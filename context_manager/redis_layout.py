@@ -28,6 +28,7 @@ from context_manager.store import (
 )
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
+    BRANCH_LEASE_ID,
     SESSION_ID_PATTERN,
     TENANT_PATTERN,
     TURNS_KEPT,
@@ -208,6 +209,7 @@ def load_scripts(*, grace_ms: int = KEY_GRACE_MS) -> dict[str, Script]:
     numbers += f"local USAGE_KEPT_MS, TURNS_KEPT = {USAGE_KEPT_MS}, {TURNS_KEPT}\n"
     numbers += f"local CONTEXT_BYTES, SEGMENT_BYTES = {CONTEXT_BYTES}, {SEGMENT_BYTES}\n"
     numbers += f"local ANSWER_BYTES, PLACE_BYTES = {ANSWER_BYTES}, {PLACE_BYTES}\n"
+    numbers += f"local BRANCH_LEASE = '{BRANCH_LEASE_ID}'\n"
     rules = numbers + "".join((folder / f"{name}.lua").read_text() for name in _RULES)
     texts = {name: rules + (folder / f"{name}.lua").read_text() for name in _SCRIPTS}
     # SHA-1 is Redis's name for a script, nothing is protected by it.

@@ -63,6 +63,7 @@ from context_manager.store import (
 )
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
+    BRANCH_LEASE_ID,
     CacheSessionMetadata,
     HeldCacheRef,
     KeptAnswer,
@@ -328,6 +329,8 @@ class RedisSessionStore(SessionStore):
                 existing_row(row, now_ms=now_ms, tombstone_ms=self._tombstone_ms)
             except ContextCacheError:
                 return None  # due, and the sweep has not passed yet; or damaged
+            if row.lease_id == BRANCH_LEASE_ID:
+                return None
             return row.metadata_at(now_ms) if model_id in ("", row.session.model_id) else None
 
         return await self._lister.page(tenant, limit=limit, position=position, shown=shown)

@@ -78,6 +78,11 @@ class SessionRow:
         """When the sweep takes the row: the end of the lease while creating, else the end of its life."""
         return self.lease_until_ms if self.session.state is SessionState.CREATING else self.session.expires_at_ms
 
+    @property
+    def is_branch(self) -> bool:
+        """Whether the row is a fork that waits for its first turn to commit (BRANCH_LEASE_ID)."""
+        return self.session.state is SessionState.CREATING and self.session.generation > 0
+
     def lease_lives(self, now_ms: int) -> bool:
         """Return whether a turn holds the row now."""
         return bool(self.lease_id) and self.lease_until_ms > now_ms

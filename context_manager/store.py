@@ -199,10 +199,11 @@ class SessionStore(Protocol):
     ) -> BegunTurn:
         """Take the lease and read the transcript behind what `known_mark` stands for; a sliding life starts again.
 
-        An empty mark, and one that is none of the row's last ones, stands for nothing: the whole transcript is read.
-        `read_only` and sessions of mode PREFIX take no lease. `repeatable` is looked up first, also where there is no
-        session any more, and raises as in `reserve`. Raises GenerationMismatch, ContextBusy. A turn that takes the
-        lease raises ContextQuotaExceeded when the tenant's bytes leave no room for CONTEXT_BYTES.
+        A branch gives its own lease (BRANCH_LEASE_ID) to the first turn. An empty mark, and one that is none of the
+        row's last ones, stands for nothing: the whole transcript is read. `read_only` and sessions of mode PREFIX take
+        no lease. `repeatable` is looked up first, also where there is no session any more, and raises as in `reserve`.
+        Raises GenerationMismatch, ContextBusy. A turn that takes the lease raises ContextQuotaExceeded when the
+        tenant has no room for CONTEXT_BYTES.
         """
         ...
 
@@ -246,8 +247,9 @@ class SessionStore(Protocol):
         """Commit a reserved session with the transcript of another one, as it is, or was at `generation`.
 
         Two steps, in this order: the source is read, as a turn that commits nothing reads it, and the fork committed.
-        `commit` has no segments. Raises as `begin_turn` of the source, GenerationGone, InvalidRequest, and as
-        `commit_turn`.
+        A commit under BRANCH_LEASE_ID leaves the fork CREATING: it ends with its lease or an abort, unless a turn
+        begins on it and commits. `commit` has no segments. Raises as `begin_turn` of the source, GenerationGone,
+        InvalidRequest, and as `commit_turn`.
         """
         ...
 

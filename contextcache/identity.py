@@ -66,6 +66,8 @@ class Identity:
     """Group under which a plain request's KV is kept; empty: it is none, or is not kept."""
     beginning: str = ""
     """What requests with no context to go on with are called that begin like this one; empty: nothing."""
+    is_branch: bool = False
+    """The context was made for this turn and goes with it, unless it commits (BRANCH_LEASE_ID)."""
     prefix_at: str = ""
     """Sidecar (`host:port`) of a pod where such requests were served before; empty: this one, or none is known."""
 
@@ -118,7 +120,7 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
         payload["context_mode"] = identity.context_mode.value
     if identity.usage is not None:
         payload["usage"] = identity.usage.value
-    for name in ("key", "kept", "beginning", "prefix_at"):
+    for name in ("key", "kept", "beginning", "prefix_at", "is_branch"):
         if value := getattr(identity, name):
             payload[name] = value
     return _sign(_IDENTITY, payload, secret)
@@ -139,6 +141,7 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             kept=str(payload.get("kept", "")),
             beginning=str(payload.get("beginning", "")),
             prefix_at=str(payload.get("prefix_at", "")),
+            is_branch=bool(payload.get("is_branch", False)),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the identity header lacks a field") from exc

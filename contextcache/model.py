@@ -418,6 +418,11 @@ class ForkedKV:
     tier: str
 
 
+BRANCH_LEASE_ID = "branch"
+"""Lease of a fork that a turn is about to continue: it stays CREATING until that turn commits, and is in no list before
+the turn has begun. Every part may abort it: no turn has this lease."""
+
+
 def new_session_id() -> SessionId:
     """Mint a session id nobody can guess."""
     return f"ctx_{secrets.token_hex(16)}"

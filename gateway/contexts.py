@@ -23,12 +23,13 @@ from contextcache.errors import (
     StoreUnavailable,
 )
 from contextcache.model import (
-    MIN_TTL_S,
+    BRANCH_LEASE_ID,
     SESSION_ID_PATTERN,
     CacheSessionMetadata,
     ForkedKV,
     NewSession,
     SessionId,
+    SessionState,
     TenantId,
     TtlPolicy,
     TurnCommit,
@@ -47,7 +48,9 @@ log = logging.getLogger(__name__)
 FORKED_GENERATION = 1
 """A fork's own, before its first turn."""
 _LEASE_MS = 10_000
-"""Of a fork on its way: its row dies after so long when this process ends in the middle."""
+"""Lease of a fork on its way: its row dies after so long when this process ends in the middle."""
+_BRANCH_LEASE_MS = 60_000
+"""Lease of a branch until its turn begins: as long as the identity is believed that takes the turn to a pod."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +143,16 @@ class Contexts:
         generation: int,
         *,
         repeat_key: str = "",
-        commits: bool = True,
         key: str = "",
         check: Callable[[CacheSessionMetadata], object] = lambda _source: None,
     ) -> SessionId | None:
         """Return a new context that begins as this one did at `generation`; None: it stands there still.
 
+        The branch is there for one turn. It is removed by `drop_branch`, or when its lease ends, unless that turn has
+        begun, and stays once that turn has committed.
+
         A request that may come again finds the branch it made, and where it was answered before, None: the answer is
-        with the context it asked for, also when that has ended. Of a turn that keeps nothing the branch does not last.
+        with the context it asked for, also when that has ended.
         `key`: name of the API key that it is counted under. `check` is shown what is branched from, before it is.
         Raises as `fork`, and what `check` raises.
         """
@@ -160,8 +165,7 @@ class Contexts:
             if source.generation == generation or await self._is_answered(tenant, session_id, repeat_key):
                 return None
             check(source)
-            terms = Terms() if commits else Terms(ttl_s=MIN_TTL_S)
-            await self._forked(source, NewFork(generation, branch_id, terms, key))
+            await self._forked(source, NewFork(generation, branch_id, key=key), is_branch=True)
         except (ContextNotFound, ContextExpired) as exc:
             if await self._is_answered(tenant, session_id, repeat_key):
                 return None
@@ -175,15 +179,25 @@ class Contexts:
                 raise
         return branch_id
 
+    async def drop_branch(self, tenant: TenantId, branch_id: SessionId) -> None:
+        """Remove a branch whose turn has not begun; harmless for any other context. Raises nothing."""
+        with suppress(ContextCacheError):
+            branch = await self._directory.get_session_metadata(tenant, branch_id)
+            await self._directory.abort_turn(tenant, branch_id, lease_id=BRANCH_LEASE_ID)
+            if branch.state is SessionState.CREATING:
+                await self._holders.delete(branch)
+
     async def _is_answered(self, tenant: TenantId, session_id: SessionId, repeat_key: str) -> bool:
         return bool(repeat_key) and (
             await self._directory.find_answer(tenant, session_id, repeat_key=repeat_key) is not None
         )
 
     async def _forked(
-        self, source: CacheSessionMetadata, fork: NewFork
+        self, source: CacheSessionMetadata, fork: NewFork, *, is_branch: bool = False
     ) -> tuple[CacheSessionMetadata, ForkedKV | None]:
-        terms, lease_id, cache_ref = fork.terms, secrets.token_hex(16), new_cache_ref()
+        terms, cache_ref = fork.terms, new_cache_ref()
+        lease_id = BRANCH_LEASE_ID if is_branch else secrets.token_hex(16)
+        lease_ttl_ms = _BRANCH_LEASE_MS if is_branch else _LEASE_MS
         new = NewSession(
             tenant=source.tenant,
             session_id=fork.session_id or new_session_id(),
@@ -193,7 +207,9 @@ class Contexts:
             ttl_policy=terms.ttl_policy or source.ttl_policy,
             metadata=source.metadata if terms.metadata is None else terms.metadata,
         )
-        reserved = await self._directory.reserve(new, lease_id=lease_id, lease_ttl_ms=_LEASE_MS)
+        reserved = await self._directory.reserve(new, lease_id=lease_id, lease_ttl_ms=lease_ttl_ms)
+        if reserved.generation:
+            return reserved, None  # a branch that this request made before
         kv = await self._holders.fork(source, reserved, cache_ref)
         commit = TurnCommit(
             tenant=source.tenant,

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
+from typing import Any
 
 from contextcache.claim import (
     SESSION_HEADER,
@@ -376,15 +377,17 @@ class Gateway:
                 session_id,
                 asked.generation,
                 repeat_key="" if repeatable is None else repeatable.key,
-                commits=asked.commits,
                 key=admission.key,
                 # A request that no pod takes leaves no branch.
                 check=lambda source: self._choose(self._turn_query(admission, source), is_made=False),
             )
             if branch is not None:
-                return await self._turn_forward(
-                    admission, claims, branch, previous=response_id(branch, FORKED_GENERATION)
-                )
+                try:
+                    previous = response_id(branch, FORKED_GENERATION)
+                    return await self._turn_forward(admission, claims, branch, previous=previous)
+                except BaseException:
+                    await self.contexts.drop_branch(admission.tenant, branch)
+                    raise
         return await self._turn_forward(admission, claims, session_id, creates=asked.creates)
 
     async def _turn_forward(
@@ -411,7 +414,7 @@ class Gateway:
                 raise
             raise not_found() from exc
         query = self._turn_query(admission, session)
-        identity = self._identity(admission, session.session_id)
+        identity = self._identity(admission, session.session_id, is_branch=bool(previous))
         body = None if claims is None else claims.changed(previous=previous, session_id=session_id if previous else "")
         forward = self._forward(Kind.TURN, body, query, identity=identity, session=session)
         if previous and claimed_session(None, admission.headers.get(SESSION_HEADER)) is not None:
@@ -450,7 +453,7 @@ class Gateway:
             await self._holders.start_pull(session, to=forward.endpoint)
         return forward
 
-    def _identity(self, admission: Admission, session_id: SessionId | None, **more: str) -> Identity:
+    def _identity(self, admission: Admission, session_id: SessionId | None, **more: Any) -> Identity:
         return Identity(
             tenant=admission.tenant,
             request_id=admission.request_id,

@@ -11,14 +11,15 @@ local where = standing(row, now_ms, tombstone_ms)
 if not is_there(where) then
   return {where}
 end
-if where == 'creating' then
+if where == 'creating' and row.generation == '0' then
   return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
 end
 if ARGV[8] ~= '' and row.generation ~= ARGV[8] then
   return {'generation', row.generation}
 end
 local takes_lease = ARGV[7] ~= '1' and row.mode ~= 'prefix'
-if takes_lease and lease_lives(row, now_ms) and row.lease_id ~= ARGV[5] then
+local is_free = not lease_lives(row, now_ms) or row.lease_id == ARGV[5] or row.lease_id == BRANCH_LEASE
+if takes_lease and not is_free then
   return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
 end
 if redis.call('LLEN', KEYS[2]) ~= tonumber(row.num_segments) then

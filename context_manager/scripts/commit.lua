@@ -38,8 +38,17 @@ if not has_room(KEYS[5], more, ARGV[18], now_ms) then
 end
 
 advance(row, generation, keep, 19, tonumber(ARGV[10]), ARGV[11], tonumber(ARGV[12]))
+-- A branch waits for its first turn under the lease it was reserved with, and is counted with that turn.
+local is_branch, used = ARGV[5] == BRANCH_LEASE, ARGV[15]
+if is_branch then
+  redis.call('HSET', KEYS[1], 'lease_id', ARGV[5], 'lease_until_ms', row.lease_until_ms, 'used', used)
+  used = ''
+elseif row.used then
+  count_usage(KEYS[#KEYS], row.used)
+  redis.call('HDEL', KEYS[1], 'used')
+end
 redis.call('HSET', KEYS[1],
-  'state', 'ready', 'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
+  'state', is_branch and 'creating' or 'ready', 'cache_ref', ARGV[8], 'previous_cache_ref', row.cache_ref, 'holder', ARGV[9],
   'holders', with_holder(row, ARGV[9]), 'num_turns', integer(tonumber(row.num_turns) + 1),
   'committed_lease_id', ARGV[5])
 if ARGV[13] ~= '' then
@@ -48,6 +57,6 @@ end
 if ARGV[17] ~= '' then
   redis.call('HSET', KEYS[1], 'forked_from', ARGV[17])
 end
-count_usage(KEYS[#KEYS], ARGV[15])
+count_usage(KEYS[#KEYS], used)
 keep_receipt(KEYS[#KEYS - 1], generation, ARGV[16])
 return stored(KEYS[#KEYS - 1])

@@ -1161,7 +1161,7 @@ class ForkSessionResponse(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     @property
     def session(self) -> Global___Session:
-        """State READY, generation 1."""
+        """State READY, or CREATING for a branch; generation 1."""
 
     def __init__(
         self,

@@ -199,7 +199,7 @@ class ContextManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkSession(self, request, context):
-        """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY.
+        """ForkSession is the first commit of a reserved session, with another one's transcript. Under the lease `branch` it stays CREATING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

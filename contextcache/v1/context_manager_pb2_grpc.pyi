@@ -489,7 +489,7 @@ class ContextManagerServiceStub(typing.Generic[_ContextManagerServiceReserveSess
     """RewindSession cuts a session to what it was at an earlier generation, as a new one. ABORTED context_busy while a turn runs."""
 
     ForkSession: _ContextManagerServiceForkSessionType
-    """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY."""
+    """ForkSession is the first commit of a reserved session, with another one's transcript. Under the lease `branch` it stays CREATING."""
 
     AbortTurn: _ContextManagerServiceAbortTurnType
     """AbortTurn releases the lease and changes nothing else. A CREATING row is removed. Idempotent."""
@@ -681,7 +681,7 @@ class ContextManagerServiceServicer(metaclass=abc.ABCMeta):
         request: contextcache.v1.context_manager_pb2.ForkSessionRequest,
         context: _ServicerContext,
     ) -> typing.Union[contextcache.v1.context_manager_pb2.ForkSessionResponse, collections.abc.Awaitable[contextcache.v1.context_manager_pb2.ForkSessionResponse]]:
-        """ForkSession is the first commit of a reserved session, with another one's transcript: CREATING to READY."""
+        """ForkSession is the first commit of a reserved session, with another one's transcript. Under the lease `branch` it stays CREATING."""
 
     @abc.abstractmethod
     def AbortTurn(

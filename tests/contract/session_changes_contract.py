@@ -8,7 +8,16 @@ from random import Random
 
 import pytest
 
-from context_manager.store import ANSWER_KEPT_MS, CONTEXT_BYTES, HOUR_MS, PLACE_BYTES, SessionKey, SessionStore
+from context_manager.store import (
+    ANSWER_KEPT_MS,
+    CONTEXT_BYTES,
+    HOUR_MS,
+    PLACE_BYTES,
+    BegunTurn,
+    SessionKey,
+    SessionStore,
+    day_of,
+)
 from contextcache.errors import (
     AlreadyAnswered,
     ContextBusy,
@@ -23,6 +32,7 @@ from contextcache.errors import (
     LeaseLost,
 )
 from contextcache.model import (
+    BRANCH_LEASE_ID,
     MAX_GENERATION,
     CacheSessionMetadata,
     KeptAnswer,
@@ -32,6 +42,7 @@ from contextcache.model import (
     SessionState,
     TtlPolicy,
     TurnCommit,
+    Usage,
 )
 from tests.contract.session_store_contract import (
     ANSWER,
@@ -327,6 +338,96 @@ class SessionChangesContract(SessionStoreContract):
         await self.reserve(store, replace(NEW, session_id=self.FORK.session_id), lease_id="fork")
         with pytest.raises(ContextNotFound):
             await store.fork(KEY, generation=None, commit=self.first_of_fork(), now_ms=NOW + LEASE_MS)
+
+    # A branch: a fork that is there for one turn.
+
+    BRANCH_MS = 60_000
+
+    async def branch(self, store: SessionStore, *, now_ms: int = NOW) -> CacheSessionMetadata:
+        """Fork KEY's first generation, as a gateway does for a turn on an older response."""
+        new = replace(NEW, session_id=self.FORK.session_id)
+        await store.reserve(new, lease_id=BRANCH_LEASE_ID, lease_ttl_ms=self.BRANCH_MS, now_ms=now_ms)
+        commit = replace(self.first_of_fork(BRANCH_LEASE_ID), usage=Usage("app", {"contexts": 1}))
+        return await store.fork(KEY, generation=1, commit=commit, now_ms=now_ms)
+
+    async def begin_branch(
+        self, store: SessionStore, lease_id: str = "turn", *, read_only: bool = False, now_ms: int = NOW
+    ) -> BegunTurn:
+        return await store.begin_turn(
+            self.FORK,
+            lease_id=lease_id,
+            lease_ttl_ms=LEASE_MS,
+            read_only=read_only,
+            expected_generation=1,
+            now_ms=now_ms,
+        )
+
+    async def names(self, store: SessionStore, *, now_ms: int = NOW) -> list[str]:
+        page = await store.list_sessions(KEY.tenant, limit=10, after="", model_id="", now_ms=now_ms)
+        return [session.session_id for session in page.sessions]
+
+    async def test_a_branch_is_in_no_list_until_a_turn_has_begun_and_stays_once_it_has_committed(
+        self, store: SessionStore
+    ) -> None:
+        at = await self.converse(store, 2)
+        branch = await self.branch(store)
+        assert await self.branch(store) == branch
+        assert (branch.state, branch.generation) == (SessionState.CREATING, 1)
+        assert await self.names(store) == [KEY.session_id]
+        assert (await store.read_usage(KEY.tenant, [day_of(NOW)], now_ms=NOW)).days == {}
+
+        later = NOW + self.BRANCH_MS - 1
+        assert (await self.begin_branch(store, now_ms=later)).transcript() == at[1]
+        await store.renew_lease(self.FORK, lease_id="turn", lease_ttl_ms=LEASE_MS, now_ms=later + LEASE_MS - 1)
+        assert self.FORK.session_id in await self.names(store, now_ms=later + LEASE_MS)
+        commit = replace(turn_commit("turn", keep=2), session_id=self.FORK.session_id, segments=said(7))
+        committed = await store.commit_turn(commit, now_ms=later + LEASE_MS)
+
+        assert (committed.state, committed.generation) == (SessionState.READY, 2)
+        assert committed.forked_from == (KEY.session_id, 1)
+        assert await self.forked_transcript(store) == at[1] + said(7)
+        report = await store.read_usage(KEY.tenant, [day_of(NOW)], now_ms=NOW)
+        assert report.days == {day_of(NOW): [Usage("app", {"contexts": 1})]}
+        await store.abort_turn(self.FORK, lease_id=BRANCH_LEASE_ID, now_ms=later + LEASE_MS)
+        assert (await store.get(self.FORK, now_ms=later + LEASE_MS)).state is SessionState.READY
+
+    @pytest.mark.parametrize("how", ["dropped", "aborted", "left alone", "its turn left alone"])
+    async def test_a_branch_whose_turn_does_not_commit_leaves_nothing(self, store: SessionStore, how: str) -> None:
+        await self.converse(store, 2)
+        await self.branch(store)
+        now_ms = NOW
+        if how == "dropped":
+            await store.abort_turn(self.FORK, lease_id=BRANCH_LEASE_ID, now_ms=NOW)
+        elif how == "aborted":
+            await self.begin_branch(store)
+            await store.abort_turn(self.FORK, lease_id=BRANCH_LEASE_ID, now_ms=NOW)
+            assert (await store.get(self.FORK, now_ms=NOW)).state is SessionState.CREATING
+            await store.abort_turn(self.FORK, lease_id="turn", now_ms=NOW)
+        elif how == "left alone":
+            now_ms = NOW + self.BRANCH_MS
+        else:
+            await self.begin_branch(store)
+            now_ms = NOW + LEASE_MS
+        with pytest.raises(ContextNotFound):
+            await store.get(self.FORK, now_ms=now_ms)
+        with pytest.raises(ContextNotFound):
+            await self.begin_branch(store, now_ms=now_ms)
+
+        await self.sweep(store, now_ms=now_ms)
+        assert await self.names(store, now_ms=now_ms) == [KEY.session_id]
+        assert await store.count_sessions() == 1
+        assert (await store.read_usage(KEY.tenant, [day_of(NOW)], now_ms=NOW)).days == {}
+
+    async def test_a_branch_has_one_turn_at_a_time_and_readers(self, store: SessionStore) -> None:
+        await self.converse(store, 2)
+        await self.branch(store)
+        await self.begin_branch(store, "reader", read_only=True)
+        await self.begin_branch(store)
+        with pytest.raises(ContextBusy):
+            await self.begin_branch(store, "other")
+
+        assert (await self.begin_branch(store, "reader", read_only=True)).session.generation == 1
+        assert (await self.begin_branch(store)).session.generation == 1
 
     async def test_a_long_conversation_is_forked_whole(self, store: SessionStore) -> None:
         """More segments than one commit of a client may bring."""

@@ -211,9 +211,14 @@ class TurnMiddleware:
         tenant = self._settings.single_tenant if identity is None else identity.tenant
         # A gateway that is older than this pod sends no tag.
         counted = nullcontext() if is_counted else self._admission.request(tenant_tag(tenant, self._secret))
-        with counted, self._admission.body(tenant) as held:
-            raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
-            await self._answer(scope, headers, identity, raw, client)
+        branch = identity.session_id if identity is not None and identity.is_branch else None
+        try:
+            with counted, self._admission.body(tenant) as held:
+                raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
+                await self._answer(scope, headers, identity, raw, client)
+        finally:
+            if branch is not None:
+                await self._story.drop_branch(tenant, branch)
 
     async def _answer(
         self, scope: Scope, headers: dict[str, str], identity: Identity | None, raw: bytes, client: Client

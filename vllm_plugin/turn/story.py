@@ -34,6 +34,7 @@ from contextcache.errors import (
 from contextcache.identity import KV_TRANSFER_KEY, Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.labels import Labels
 from contextcache.model import (
+    BRANCH_LEASE_ID,
     CacheSessionMetadata,
     ContextMode,
     NewSession,
@@ -210,6 +211,11 @@ class TurnStory:
         if kept is not None:
             await give_again(kept, said, client.send)
         return kept is not None
+
+    async def drop_branch(self, tenant: TenantId, session_id: SessionId) -> None:
+        """Remove a branch that its turn did not take over; any other context stays. Waits a moment for that."""
+        dropping = self._manager.abort_turn(tenant, session_id, lease_id=BRANCH_LEASE_ID)
+        await self._background.finish(dropping, within_s=_GIVING_BACK_S)
 
     async def start(self) -> None:
         """Begin what runs without a turn, in the running loop."""

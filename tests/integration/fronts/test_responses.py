@@ -10,6 +10,7 @@ from tests.kit.fake_vllm import FakeVllm
 from tests.kit.fronts import code_of, only_envoy
 from tests.kit.gateway_parts import OTHER_KEY
 from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.until import until
 from tests.kit.vllm_words import responses_state
 
 STATE = responses_state()
@@ -54,6 +55,33 @@ async def test_a_stored_response_goes_on_by_its_id_and_an_older_one_branches(fro
     assert ["One" in prompt and "Three" in prompt for prompt in prompts] == [True, True]
     assert ["Two" in prompt for prompt in prompts] == [True, False]
     assert ["Other" in prompt for prompt in prompts] == [False, True]
+
+
+REFUSED = {
+    "what is no item": (400, {"given": [{"type": "nothing"}]}),
+    "another model": (400, {"model": "other"}),
+    "a window that is too short": (400, {"given": "x" * 11_000}),
+    "a failing engine": (502, {}),
+    "another generation": (409, {"headers": {"If-Match": '"7"'}}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_refused_turns_on_an_older_response_leave_nothing_behind(front, pod, manager, what):
+    """Seen to fail: each left a context that lasted as long as the one it was a branch of."""
+    status, said = REFUSED[what]
+    first = await told(front, "One", store=True)
+    await told(front, "Two", previous_response_id=first["id"])
+    if what == "a failing engine":
+        pod.engine.answer = lambda ids: str(1 // 0)
+    for number in range(3):
+        how = {"given": f"Other {number}", **said}
+        async with post(front, previous_response_id=first["id"], **how) as answer:
+            assert answer.status == status, await answer.text()
+
+    async with front.get("/v1/context") as answer:
+        assert [one["session_id"] for one in (await answer.json())["data"]] == [first["session_id"]]
+    await until(manager.manager.count_sessions, is_so=lambda number: number == 1, what="no branch is left")
 
 
 async def test_a_conversation_is_made_by_its_first_response_and_an_answer_is_given_again(front, pod):
