@@ -48,7 +48,7 @@ from contextcache.model import (
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
-from contextcache.wire.rpc import error_from_rpc
+from contextcache.wire.rpc import error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 
@@ -317,7 +317,8 @@ class ContextManagerClient:
         # Spelled out in bytes, because grpcio-health-checking is not installed beside vLLM.
         check: Any = self._connection.channel().unary_unary(_HEALTH_METHOD)
         try:
-            reply = await check(_HEALTH_OF_SERVER, timeout=self._timeout_s, wait_for_ready=False)
+            call = check(_HEALTH_OF_SERVER, timeout=self._timeout_s, wait_for_ready=False)
+            reply = await within(call, self._timeout_s)
         except grpc.RpcError:
             return False
         return bool(reply == _HEALTH_SERVING)
@@ -351,6 +352,7 @@ class ContextManagerClient:
         with child_span(f"{_SERVICE}/{type(message).__name__.removesuffix('Request')}", kind=SpanKind.CLIENT):
             metadata = trace_metadata()
             try:
-                return await method(stub)(message, timeout=self._timeout_s, metadata=metadata, wait_for_ready=False)
+                call = method(stub)(message, timeout=self._timeout_s, metadata=metadata, wait_for_ready=False)
+                return await within(call, self._timeout_s)
             except grpc.RpcError as exc:
                 raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc

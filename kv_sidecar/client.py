@@ -7,9 +7,10 @@ and the arena. Every call has a deadline; every failure is a ContextCacheError.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import grpc
 from opentelemetry.trace import Span, SpanKind
@@ -20,7 +21,7 @@ from contextcache.model import CacheRef, ForkedKV, KeptGroup, KVGroup, Manifest,
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
-from contextcache.wire.rpc import CHANNEL_OPTIONS, error_from_rpc
+from contextcache.wire.rpc import CHANNEL_OPTIONS, GRACE_S, LateCallError, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import child_span, trace_metadata
 from kv_sidecar.format.block_file import (
@@ -75,6 +76,10 @@ _HEALTH_REQUEST = b"\x0a" + bytes([len(SERVICE_NAME)]) + SERVICE_NAME.encode()
 _HEALTH_SERVING = b"\x08\x01"
 
 Answer = TypeVar("Answer")
+_Method: TypeAlias = Callable[
+    [pb_grpc.KVSidecarServiceStub],
+    "grpc.UnaryUnaryMultiCallable[Any, Answer] | grpc.StreamUnaryMultiCallable[Any, Answer]",
+]
 
 
 class KVSidecarClient:
@@ -168,7 +173,7 @@ class KVSidecarClient:
         """Return whether the sidecar says it serves; never raises."""
         check: Any = self._connection.channel().unary_unary(_HEALTH_METHOD)
         try:
-            answer = await check(_HEALTH_REQUEST, timeout=self._timeout_s)
+            answer = await within(check(_HEALTH_REQUEST, timeout=self._timeout_s), self._timeout_s)
         except grpc.RpcError:
             return False
         return bool(answer == _HEALTH_SERVING)
@@ -183,7 +188,7 @@ class KVSidecarClient:
     async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any, timeout_s: float) -> Answer:
         with _client_span(request):
             try:
-                return await method(request, timeout=timeout_s, metadata=trace_metadata())
+                return await within(method(request, timeout=timeout_s, metadata=trace_metadata()), timeout_s)
             except grpc.RpcError as exc:
                 raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
             except asyncio.CancelledError as exc:
@@ -195,20 +200,26 @@ class KVSidecarClient:
 
 
 class EngineSidecarClient:
-    """For the connector's threads; safe to call from several at once."""
+    """For the connector's threads; safe to call from several at once.
+
+    A call that gRPC does not end at its deadline is left to itself, and a new channel serves from then on: one that the
+    sidecar reads nothing from would keep the request of every later call too.
+    """
 
     def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:
         """`address` is `unix:///path` or `host:port`; `timeout_s` bounds calls that name no other deadline."""
+        self._address = address
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = pb_grpc.KVSidecarServiceStub(self._channel)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._line = _Line(address)
 
     def handshake(self, fingerprint: str, fingerprint_json: str, rank: int, world_size: int) -> pb.HandshakeResponse:
         """Introduce one rank. Raises InvalidRequest."""
         request = pb.HandshakeRequest(
             fingerprint=fingerprint, fingerprint_json=fingerprint_json, rank=rank, world_size=world_size
         )
-        return self._call(self._stub.Handshake, request, self._timeout_s)
+        return self._call(lambda stub: stub.Handshake, request, self._timeout_s)
 
     def prepare_save(  # noqa: PLR0913  # the fields of the message, by name
         self,
@@ -244,33 +255,35 @@ class EngineSidecarClient:
             groups=groups_to_pb(groups),
             early=early,
         )
-        return self._call(self._stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
+        return self._call(lambda stub: stub.PrepareSave, request, self._timeout_s if timeout_s is None else timeout_s)
 
     def lend_slots(self, request: pb.LendSlotsRequest, timeout_s: float) -> Sequence[pb.Slot]:
         """Return room in the arena for the first of the files asked for; none when there is none for now.
 
         Raises SaveIncomplete, ContextDeleted, SidecarUnavailable also when the arena is another by now.
         """
-        return self._call(self._stub.LendSlots, request, timeout_s).slots
+        return self._call(lambda stub: stub.LendSlots, request, timeout_s).slots
 
     def return_slots(self, borrower: str, slot_ids: Sequence[int]) -> None:
         """Tell that nobody will write to lent slots any more."""
         request = pb.ReturnSlotsRequest(borrower=borrower, slot_ids=slot_ids)
-        self._call(self._stub.ReturnSlots, request, self._timeout_s)
+        self._call(lambda stub: stub.ReturnSlots, request, self._timeout_s)
 
     def save_blocks(self, requests: Iterator[pb.SaveBlocksRequest], timeout_s: float) -> pb.SaveBlocksResponse:
         """Send block files, in slots or in frames. Raises CorruptBlock, ContextDeleted, StorageFull, SaveIncomplete."""
-        with child_span(f"{SERVICE_NAME}/SaveBlocks", kind=SpanKind.CLIENT), _mapped_errors():
-            return self._stub.SaveBlocks(requests, timeout=timeout_s, metadata=trace_metadata())
+        with child_span(f"{SERVICE_NAME}/SaveBlocks", kind=SpanKind.CLIENT):
+            return self._ended(lambda stub: stub.SaveBlocks, requests, timeout_s)
 
     def seal(self, cache_ref: CacheRef, rank: int) -> bool:
         """End this rank's save; True when the manifest is durable. Raises SaveIncomplete, ContextDeleted."""
-        return self._call(self._stub.Seal, pb.SealRequest(cache_ref=cache_ref, rank=rank), self._timeout_s).sealed
+        return self._call(
+            lambda stub: stub.Seal, pb.SealRequest(cache_ref=cache_ref, rank=rank), self._timeout_s
+        ).sealed
 
     def abandon_save(self, tenant: TenantId, cache_ref: CacheRef, reason: str, *, started_at_ms: int) -> None:
         """Tell that this rank saves nothing under a name, and why, so that nobody waits for it."""
         request = pb.AbandonSaveRequest(tenant=tenant, cache_ref=cache_ref, reason=reason, started_at_ms=started_at_ms)
-        self._call(self._stub.AbandonSave, request, self._timeout_s)
+        self._call(lambda stub: stub.AbandonSave, request, self._timeout_s)
 
     def get_manifest(
         self, tenant: TenantId, cache_ref: CacheRef, timeout_s: float
@@ -288,7 +301,7 @@ class EngineSidecarClient:
         self, request: pb.GetManifestRequest, timeout_s: float
     ) -> tuple[Manifest, pb.GetManifestResponse]:
         """Return the manifest, perhaps a beginning, and what is said of it. Raises as `get_manifest`."""
-        answer = self._call(self._stub.GetManifest, request, timeout_s)
+        answer = self._call(lambda stub: stub.GetManifest, request, timeout_s)
         return with_files(manifest_from_pb(answer.manifest)), answer
 
     def match_prefix(self, request: pb.MatchPrefixRequest, timeout_s: float) -> tuple[pb.PrefixMatch, ...]:
@@ -296,7 +309,7 @@ class EngineSidecarClient:
 
         Raises SidecarUnavailable also when the sidecar is of a release that cannot be asked.
         """
-        return tuple(self._call(self._stub.MatchPrefix, request, timeout_s).matches)
+        return tuple(self._call(lambda stub: stub.MatchPrefix, request, timeout_s).matches)
 
     def load_blocks(self, request: pb.LoadBlocksRequest, timeout_s: float) -> Iterator[pb.LoadBlocksResponse]:
         """Yield blocks in the order asked for; closing the iterator ends the stream, and `end_load` their lease.
@@ -304,7 +317,7 @@ class EngineSidecarClient:
         Raises CacheRefNotFound, FingerprintMismatch, CorruptBlock: each is a miss.
         """
         with _mapped_errors():
-            call: Any = self._stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
+            call: Any = self._line.stub.LoadBlocks(request, timeout=timeout_s, metadata=trace_metadata())
         try:
             with _mapped_errors():
                 for answer in call:
@@ -315,25 +328,73 @@ class EngineSidecarClient:
 
     def end_load(self, lease_id: str) -> None:
         """End a load's lease."""
-        self._call(self._stub.EndLoad, pb.EndLoadRequest(lease_id=lease_id), self._timeout_s)
+        self._call(lambda stub: stub.EndLoad, pb.EndLoadRequest(lease_id=lease_id), self._timeout_s)
 
     def delete_context(self, tenant: TenantId, *, cache_refs: Sequence[CacheRef]) -> int:
         """Delete these in all tiers; return the bytes freed on disk. Later saves under their names are refused."""
         request = pb.DeleteContextRequest(tenant=tenant, cache_refs=cache_refs)
-        return self._call(self._stub.DeleteContext, request, self._timeout_s).freed_bytes
+        return self._call(lambda stub: stub.DeleteContext, request, self._timeout_s).freed_bytes
 
     def report_load(self, report: pb.LoadReport, *, lease_id: str = "") -> None:
         """Leave what was done for a request, for its answer's receipt, and end the load's lease."""
-        self._call(self._stub.ReportLoad, pb.ReportLoadRequest(report=report, lease_id=lease_id), self._timeout_s)
+        self._call(
+            lambda stub: stub.ReportLoad, pb.ReportLoadRequest(report=report, lease_id=lease_id), self._timeout_s
+        )
 
     def close(self) -> None:
         """Close the connection; calls in flight fail."""
-        self._channel.close()
+        with self._lock:
+            self._is_closed = True
+        closing = self._line.close()
+        if closing is not None:
+            closing.join(self._timeout_s)
 
-    @staticmethod
-    def _call(method: Callable[..., Answer], request: Any, timeout_s: float) -> Answer:
-        with _client_span(request), _mapped_errors():
-            return method(request, timeout=timeout_s, metadata=trace_metadata())
+    def _call(self, method: _Method[Answer], request: Any, timeout_s: float) -> Answer:
+        with _client_span(request):
+            return self._ended(method, request, timeout_s)
+
+    def _ended(self, method: _Method[Answer], request: Any, timeout_s: float) -> Answer:
+        """Make a call and return its answer. Raises ContextCacheError, `GRACE_S` after the deadline at the latest."""
+        line = self._line
+        with _mapped_errors():
+            call: Any = method(line.stub).future(request, timeout=timeout_s, metadata=trace_metadata())
+            try:
+                answer: Answer = call.result(timeout=timeout_s + GRACE_S)
+            except grpc.FutureTimeoutError as exc:
+                call.cancel()
+                self._leave(line)
+                raise LateCallError from exc
+            return answer
+
+    def _leave(self, line: _Line) -> None:
+        """Open a new channel unless another thread has done so."""
+        with self._lock:
+            if self._line is not line or self._is_closed:
+                return
+            self._line = _Line(self._address)
+        line.close()
+
+
+class _Line:
+    """A channel and its stub."""
+
+    def __init__(self, address: str) -> None:
+        # Channels to one address share a connection otherwise, and a new one would get that which takes nothing.
+        options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(address, options=options)
+        self.stub = pb_grpc.KVSidecarServiceStub(self._channel)
+
+    def close(self) -> threading.Thread | None:
+        """Close the channel in a thread of its own, which ends when gRPC has ended the channel's calls.
+
+        None: there is no thread to be had, and the channel stays open until the process ends.
+        """
+        closing = threading.Thread(target=self._channel.close, name="sidecar-line-closes", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:
+            return None
+        return closing
 
 
 def _client_span(request: Any) -> AbstractContextManager[Span]:
@@ -348,7 +409,7 @@ class _mapped_errors:  # noqa: N801  # reads as a verb where it is used: with _m
     def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> Literal[False]:
         if isinstance(exc, grpc.RpcError):
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
-        if isinstance(exc, ValueError):
+        if isinstance(exc, ValueError | grpc.FutureCancelledError):
             # What grpc raises for a call on a channel that another thread has closed.
             raise SidecarUnavailable("the connection to the sidecar is closed") from exc
         return False

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -27,7 +27,7 @@ from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, Ses
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
-from contextcache.wire.rpc import cause_of, error_from_rpc
+from contextcache.wire.rpc import Answer, cause_of, error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.sealed.index import ManifestRecord
@@ -158,43 +158,36 @@ class ManagerQuestions:
 
     async def orphans(self, held: Sequence[HeldCacheRef]) -> Sequence[int]:
         """See orphans.Manager. A manager of a release that does not know the question counts as silent."""
-        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         request = pb.CheckCacheRefsRequest(held=[held_to_pb(one) for one in held])
-        try:
-            answer = await stub.CheckCacheRefs(request, timeout=self._timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+        answer = await self._ask(self._stub().CheckCacheRefs, request)
         return tuple(answer.orphans)
 
     async def note_holder(self, tenant: TenantId, session_id: SessionId, *, holder: str, instead_of: str = "") -> None:
         """See leaving.Sessions."""
-        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         request = pb.NoteHolderRequest(tenant=tenant, session_id=session_id, holder=holder, instead_of=instead_of)
-        try:
-            await stub.NoteHolder(request, timeout=self._timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+        await self._ask(self._stub().NoteHolder, request)
 
     async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
         """See warming.Sessions."""
-        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         request = pb.LocateSessionRequest(tenant=tenant, session_id=session_id)
-        try:
-            answer = await stub.LocateSession(request, timeout=self._timeout_s)
-        except grpc.RpcError as exc:
-            raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
+        answer = await self._ask(self._stub().LocateSession, request)
         return session_from_pb(answer.session)
 
     async def add_usage(
         self, tenant: TenantId, batch_id: str, usage: Sequence[Usage], *, sender: str, number: int
     ) -> None:
         """See usage.UsageSink."""
-        stub: pb_grpc.ContextManagerServiceAsyncStub = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         request = pb.AddUsageRequest(
             tenant=tenant, batch_id=batch_id, usage=map(usage_to_pb, usage), sender=sender, number=number
         )
+        await self._ask(self._stub().AddUsage, request)
+
+    def _stub(self) -> pb_grpc.ContextManagerServiceAsyncStub:
+        return pb_grpc.ContextManagerServiceStub(self._connection.channel())
+
+    async def _ask(self, method: Callable[..., Awaitable[Answer]], request: object) -> Answer:
         try:
-            await stub.AddUsage(request, timeout=self._timeout_s)
+            return await within(method(request, timeout=self._timeout_s), self._timeout_s)
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=StoreUnavailable) from exc
 

@@ -6,13 +6,18 @@ both ends raise the same class. Imports grpcio only: it is loaded inside vLLM to
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from typing_extensions import override
 
 from contextcache.errors import ERRORS_BY_CODE, ContextCacheError
+
+Answer = TypeVar("Answer")
 
 CODE_KEY = "contextcache-code"
 DETAIL_KEY = "contextcache-detail-bin"
@@ -65,6 +70,46 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Loopback and pod-to-pod calls never go through an HTTP proxy.
     ("grpc.enable_http_proxy", 0),
 ]
+
+
+GRACE_S = 0.25
+"""Time after a call's deadline until its caller stops waiting for gRPC: long enough that gRPC ends most calls itself.
+
+gRPC 1.85 ends no call while the kernel takes no more of its request. That is the case when the other end is stopped and
+the request is larger than the socket's buffer.
+"""
+
+
+class LateCallError(grpc.RpcError):
+    """A call that gRPC did not end at its deadline, and that its caller left."""
+
+    @override
+    def code(self) -> grpc.StatusCode:
+        """Return the status that gRPC would have ended the call with."""
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    @override
+    def details(self) -> str:
+        """Return the reason."""
+        return "the request was not sent by its deadline"
+
+    @override
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        """Return nothing: the other end sent nothing."""
+        return ()
+
+    @override
+    def __str__(self) -> str:
+        return self.details()
+
+
+async def within(call: Awaitable[Answer], timeout_s: float) -> Answer:
+    """Return a call's answer; `timeout_s` is its deadline. Raises LateCallError `GRACE_S` later."""
+    try:
+        async with asyncio.timeout(timeout_s + GRACE_S):
+            return await call
+    except TimeoutError as exc:
+        raise LateCallError from exc
 
 
 def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) -> ContextCacheError:

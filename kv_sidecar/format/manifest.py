@@ -60,8 +60,10 @@ def check_groups(groups: Sequence[KVGroup], num_tokens: int, *, block_tokens_min
         apart = all(left < right for left, right in pairwise(edges))
         if not 1 <= len(group.runs) <= MAX_RUNS or not apart or edges[0] < 0 or edges[-1] != num_tokens:
             raise InvalidRequest("runs are ascending and apart, and end with the context", param="groups")
-        if not block_tokens_min <= group.block_tokens <= _INT32_MAX or not 0 <= group.window <= _INT32_MAX:
-            raise InvalidRequest("a group's blocks or window have no size that can be", param="groups")
+        if group.block_tokens < block_tokens_min or group.window < 0:
+            raise InvalidRequest("a group's blocks are too small", param="groups")
+        if max(group.block_tokens, group.window) > _INT32_MAX:
+            raise InvalidRequest("a group's blocks are too large", param="groups")
         if (group.kind == "full_attention" and group.runs != ((0, num_tokens),)) or (
             (group.kind == "sliding_window") != (group.window > 0)
         ):

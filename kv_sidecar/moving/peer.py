@@ -20,7 +20,7 @@ from contextcache.model import CacheRef, Manifest, TenantId
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.channels import open_channel
-from contextcache.wire.rpc import error_from_rpc
+from contextcache.wire.rpc import error_from_rpc, within
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_metadata
 from kv_sidecar.format.ids import TOKEN_BYTES, pack_token_ids
@@ -61,7 +61,9 @@ class PeerSidecar:
         """See pulling.Peer."""
         request = pb.GetManifestRequest(tenant=tenant, cache_ref=cache_ref)
         try:
-            answer = await self._stub.GetManifest(request, timeout=self._manifest_timeout_s, metadata=trace_metadata())
+            timeout_s = self._manifest_timeout_s
+            call = self._stub.GetManifest(request, timeout=timeout_s, metadata=trace_metadata())
+            answer = await within(call, timeout_s)
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         try:
@@ -79,7 +81,8 @@ class PeerSidecar:
             tokens_min=tokens_min,
         )
         try:
-            answer = await self._stub.MatchPrefix(request, timeout=self._timeout_s, metadata=trace_metadata())
+            call = self._stub.MatchPrefix(request, timeout=self._timeout_s, metadata=trace_metadata())
+            answer = await within(call, self._timeout_s)
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         return [Found(match.cache_ref, match.num_tokens, is_whole=match.whole) for match in answer.matches]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,16 @@ class SidecarProcess:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """Have the process stand still (SIGSTOP)."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Have a stopped process run again."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def wait_sealed(self, cache_ref: str) -> Manifest:
         """Wait until a context of tenant `demo` is durable; return its manifest."""
