@@ -220,8 +220,8 @@ def test_a_change_of_the_engines_claims_is_refused_before_anything_changes(helm,
 @pytest.mark.parametrize(
     ("storage", "named"),
     [
-        ({"size": "20Gi"}, "valkey.storage: the claim"),
-        ({"storageClassName": "fast"}, "valkey.storage: the claim"),
+        ({"size": "20Gi"}, "valkey.storage: Kubernetes cannot change"),
+        ({"storageClassName": "fast"}, "valkey.storage: Kubernetes cannot change"),
         ({"enabled": False}, "valkey.storage.enabled"),
     ],
 )

@@ -8,15 +8,15 @@ Both containers should run as one user: the sockets are files of one that the ot
 
 {{/*
 Bytes in a Kubernetes quantity, as an integer: dict "name" "sidecar.memoryLimit" "value" "4Gi". Settings of processes are
-plain numbers of bytes.
+plain numbers of bytes. Kubernetes itself may store a quantity with m (0.1Gi is 107374182400m) or Ei.
 */}}
 {{- define "context-cache.bytes" -}}
 {{- $text := ternary .value (.value | toJson) (kindIs "string" .value) }}
-{{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$" $text) }}
+{{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?([eE][0-9]+|m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$" $text) }}
 {{- fail (printf "%s: %s is no amount of bytes such as 4Gi or 500M" .name $text) }}
 {{- end }}
 {{- $unit := regexFind "[A-Za-z]*$" $text }}
-{{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 }}
+{{- $units := dict "m" 1e-3 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
 {{- $number := trimSuffix $unit $text | float64 }}
 {{- if $unit }}{{ $number = mulf $number (get $units $unit) }}{{ end }}
 {{- printf "%.0f" (floor $number) }}
