@@ -94,7 +94,7 @@ def helm_says(release: Release, helm: Helm = HELM_4) -> tuple[int, str, str]:
     key = hashlib.sha256(f"{release.key()} {helm.program_sha256}".encode()).hexdigest()
     folder = kept_folder()
     kept = folder / f"{key}.json.gz"
-    with _one_at_a_time(int(key[:12], 16)):
+    with _one_at_a_time(folder / f"{key}.lock"):
         if not kept.exists():
             said = _helm_says(release, helm)
             if not folder.name.endswith(_chart_digest()):
@@ -133,20 +133,15 @@ def _chart_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.cache
-def _lock() -> int:
-    """Return an open file that stays open: closing one that is open twice would unlock the other."""
-    return os.open(KEPT / ".lock", os.O_RDWR | os.O_CREAT)
-
-
 @contextmanager
-def _one_at_a_time(byte: int) -> Iterator[None]:
-    """Hold one byte of the lock file, and so one rendering, against other processes."""
-    fcntl.lockf(_lock(), fcntl.LOCK_EX, 1, byte)
-    try:
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Hold one rendering against other threads and processes.
+
+    Not `lockf`: the kernel takes threads of two processes that wait for each other's renderings for a deadlock.
+    """
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield
-    finally:
-        fcntl.lockf(_lock(), fcntl.LOCK_UN, 1, byte)
 
 
 def _helm_says(release: Release, helm: Helm) -> tuple[int, str, str]:
