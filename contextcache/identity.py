@@ -70,6 +70,8 @@ class Identity:
     """The context was made for this turn and goes with it, unless it commits (BRANCH_LEASE_ID)."""
     prefix_at: str = ""
     """Sidecar (`host:port`) of a pod where such requests were served before; empty: this one, or none is known."""
+    issued_at_ms: int = 0
+    """Unix time in ms by the gateway's clock; 0: the gateway does not say."""
 
 
 COMPUTED_SOON = "computed_soon"
@@ -120,17 +122,25 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
         payload["context_mode"] = identity.context_mode.value
     if identity.usage is not None:
         payload["usage"] = identity.usage.value
-    for name in ("key", "kept", "beginning", "prefix_at", "is_branch"):
+    for name in ("key", "kept", "beginning", "prefix_at", "is_branch", "issued_at_ms"):
         if value := getattr(identity, name):
             payload[name] = value
     return _sign(_IDENTITY, payload, secret)
 
 
 def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
-    """Return what the gateway signed. Raises ForgedIdentity."""
+    """Return what the gateway signed, while it is good. Raises ForgedIdentity."""
+    identity = read_identity(token, secret)
+    if identity.expires_at_ms <= now_ms:
+        raise ForgedIdentity("the identity header has expired")
+    return identity
+
+
+def read_identity(token: str, secret: bytes) -> Identity:
+    """Return what the gateway signed, however long ago. Raises ForgedIdentity."""
     payload = _verify(_IDENTITY, token, secret)
     try:
-        identity = Identity(
+        return Identity(
             tenant=str(payload["tenant"]),
             request_id=str(payload["request_id"]),
             expires_at_ms=int(payload["expires_at_ms"]),
@@ -142,12 +152,10 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
             beginning=str(payload.get("beginning", "")),
             prefix_at=str(payload.get("prefix_at", "")),
             is_branch=bool(payload.get("is_branch", False)),
+            issued_at_ms=int(payload.get("issued_at_ms", 0)),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ForgedIdentity("the identity header lacks a field") from exc
-    if identity.expires_at_ms <= now_ms:
-        raise ForgedIdentity("the identity header has expired")
-    return identity
 
 
 def sign_kv_transfer(transfer: KVTransfer, secret: bytes) -> str:

@@ -103,9 +103,22 @@ def _pods(endpoints: dict[str, Any]) -> Iterator[Finding]:
     elif len(away) < len(endpoints):
         tiers = sorted({tier for state in endpoints.values() for tier in state.get("tiers") or []})
         yield ok("sidecars", f"answer, with tiers {', '.join(tiers)}", tiers=tiers)
+    yield from _pod_clocks(endpoints)
     if draining:
         hint = "Somebody set the annotation context-cache.io/drain, or the pods are going."
         yield warning("pods", f"draining: {', '.join(draining)}", hint)
+
+
+def _pod_clocks(endpoints: dict[str, Any]) -> Iterator[Finding]:
+    """Compare each pod's clock with the gateway's, as the gateway's probes saw it."""
+    skews = {name: state.get("clock_skew_s") for name, state in endpoints.items()}
+    known = {name: float(skew_s) for name, skew_s in skews.items() if isinstance(skew_s, int | float)}
+    wrong = [f"{name} {skew_s:+.0f} s" for name, skew_s in sorted(known.items()) if abs(skew_s) > _SKEW_S]
+    if wrong:
+        hint = "Look at NTP on the nodes. A pod that is a minute ahead of the gateway answers contexts with 503."
+        yield failed("pod clocks", f"from the gateway's: {', '.join(wrong)}", hint, skew_s=max(known.values(), key=abs))
+    elif known:
+        yield ok("pod clocks", "agree with the gateway's")
 
 
 def keys(front: Front) -> Iterator[Finding]:

@@ -454,10 +454,12 @@ class Gateway:
         return forward
 
     def _identity(self, admission: Admission, session_id: SessionId | None, **more: Any) -> Identity:
+        now_ms = self._clock.now_ms()
         return Identity(
             tenant=admission.tenant,
             request_id=admission.request_id,
-            expires_at_ms=self._clock.now_ms() + self._rules.identity_ttl_ms,
+            expires_at_ms=now_ms + self._rules.identity_ttl_ms,
+            issued_at_ms=now_ms,
             session_id=session_id,
             context_mode=admission.context_mode,
             usage=admission.usage,

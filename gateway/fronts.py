@@ -156,6 +156,7 @@ def _described(state: EndpointState) -> dict[str, Any]:
         "draining": state.endpoint.draining,
         "models": sorted(state.models),
         "in_flight": state.in_flight,
+        "clock_skew_s": state.clock_skew_s,
         "running": state.load.running,
         "waiting": state.load.waiting,
         "kv_usage": round(state.load.kv_usage, 3),

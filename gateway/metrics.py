@@ -55,6 +55,13 @@ class Metrics:
             "Requests whose head or body Envoy is still sending here.",
             registry=registry,
         )
+        self.endpoint_clock_skew = Gauge(
+            "contextcache_gateway_endpoint_clock_skew_seconds",
+            "A pod's clock less this machine's, to a second, by endpoint. An identity is good for "
+            "GATEWAY_IDENTITY_TTL_S by the pod's clock.",
+            ["endpoint"],
+            registry=registry,
+        )
         self.endpoint_load = Gauge(
             "contextcache_gateway_endpoint_load_requests",
             "Requests a pod said it has, by endpoint and state: running, waiting.",

@@ -112,6 +112,8 @@ class EndpointState:
     answer."""
     beginnings: int = 0
     """How many beginnings its sidecar told of, of those remembered."""
+    clock_skew_s: float | None = None
+    """Its clock less this machine's, to a second; None: not known."""
     tenants: PodTenants = field(default_factory=PodTenants)
     """Requests in flight of each tenant."""
     placed: int = 0

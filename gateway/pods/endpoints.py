@@ -40,6 +40,8 @@ class Health:
     """Zeros when the pod does not say; None: it would have, and did not in time."""
     tenants: Mapping[str, int] | None = None
     """Requests in flight by tenant's tag, of those that have most; None: the pod does not say."""
+    clock_skew_s: float | None = field(default=None, compare=False)
+    """The pod's clock less this machine's; None: the pod does not say."""
 
 
 Probe = Callable[[Endpoint], Awaitable[Health]]
@@ -282,6 +284,7 @@ class WatchedEndpoints:
     def _note(self, pod: _Pod, health: Health) -> None:
         if health.healthy:
             pod.silent_probes = 0
+            self._note_clock(pod, health.clock_skew_s)
             self._models_seen.update(dict.fromkeys(health.models, self._num_rounds))
             if pod.state.models != health.models:
                 pod.state.models = health.models
@@ -296,6 +299,11 @@ class WatchedEndpoints:
             patience = self._silent_probes_max * (_LAST_POD_PATIENCE if self._is_last(pod) else 1)
             if pod.silent_probes >= patience:
                 self._set_ready(pod, ready=False)
+
+    def _note_clock(self, pod: _Pod, skew_s: float | None) -> None:
+        pod.state.clock_skew_s = skew_s
+        if skew_s is not None:
+            self._metrics.endpoint_clock_skew.labels(pod.state.endpoint.name).set(skew_s)
 
     def _is_last(self, pod: _Pod) -> bool:
         return not any(other.state.ready for other in self._pods.values() if other is not pod)
@@ -371,7 +379,11 @@ class WatchedEndpoints:
             self._forget_metrics(name)
 
     def _forget_metrics(self, name: str) -> None:
-        for gauge in (self._metrics.endpoint_ready, self._metrics.requests_in_flight):
+        for gauge in (
+            self._metrics.endpoint_ready,
+            self._metrics.requests_in_flight,
+            self._metrics.endpoint_clock_skew,
+        ):
             with suppress(KeyError):
                 gauge.remove(name)
         with suppress(KeyError):

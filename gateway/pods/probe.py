@@ -7,12 +7,14 @@ import json
 import math
 import re
 import ssl
+from email.utils import parsedate_to_datetime
 from typing import Any, TypedDict
 from urllib.parse import quote
 
 import aiohttp
 from yarl import URL
 
+from contextcache.clock import Clock, SystemClock
 from contextcache.identity import IN_FLIGHT_HEADER, read_in_flight
 from contextcache.model import ModelId
 from contextcache.wire.tls import WatchedTls
@@ -34,8 +36,16 @@ _PAGE_BYTES_MAX = 4 << 20
 class HttpProbe:
     """`GET /health`, `/v1/models` and `/metrics` of a vLLM pod."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, timeout_s: float, tls: WatchedTls | None = None) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        timeout_s: float,
+        tls: WatchedTls | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """`tls`: how pods with an https URL are spoken to."""
+        self._clock = SystemClock() if clock is None else clock
         self._session = session
         self._tls = tls
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -48,6 +58,7 @@ class HttpProbe:
                 if answer.status != 200:
                     return Health(healthy=False)
                 in_flight = answer.headers.get(IN_FLIGHT_HEADER)
+                skew_s = clock_skew_s(answer.headers.get("date", ""), now_ms=self._clock.now_ms())
         except (TimeoutError, aiohttp.ServerTimeoutError):
             return Health(healthy=False, certain=False)
         except aiohttp.ClientError:
@@ -62,6 +73,7 @@ class HttpProbe:
             models=model_names(models),
             load=None if load is None else engine_load(load),
             tenants=None if in_flight is None else read_in_flight(in_flight),
+            clock_skew_s=skew_s,
         )
 
     async def _page(self, url: str) -> bytes | None:
@@ -101,6 +113,15 @@ def model_names(body: bytes) -> frozenset[ModelId]:
         return frozenset(str(entry["id"]) for entry in entries)
     except (KeyError, RecursionError, TypeError, ValueError):
         return frozenset()
+
+
+def clock_skew_s(date: str, *, now_ms: int) -> float | None:
+    """Return how far the clock behind a `Date` header, which has whole seconds, is ahead; None: there is none."""
+    try:
+        said_s = parsedate_to_datetime(date).timestamp()
+    except (IndexError, OverflowError, TypeError, ValueError):
+        return None
+    return said_s - now_ms // 1000
 
 
 def engine_load(page: bytes) -> EngineLoad:

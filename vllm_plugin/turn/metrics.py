@@ -100,6 +100,17 @@ class TurnMetrics:
             "Transcripts remembered in this process; 128 MiB at most",
             registry=registry,
         )
+        self.expired_identities = Counter(
+            f"{_PREFIX}expired_identities_total",
+            "Requests whose identity had expired when they came: turns and creates get 503, others pass without being "
+            "kept. The clocks of pod and gateway differ",
+            registry=registry,
+        )
+        self.gateway_clock_skew = Gauge(
+            f"{_PREFIX}gateway_clock_skew_seconds",
+            "This machine's clock less that of the gateway that signed the last request, its way here included",
+            registry=registry,
+        )
         self.lost_spans = Counter(
             f"{_PREFIX}lost_spans_total", "Spans of traces that did not reach the collector", registry=registry
         )

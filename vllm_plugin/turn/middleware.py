@@ -45,9 +45,9 @@ from contextcache.identity import (
     UNROUTED_HEADER,
     Identity,
     in_flight_header,
+    read_identity,
     read_tag,
     tenant_tag,
-    verify_identity,
 )
 from contextcache.model import NewSession, SessionId, TenantId, new_session_id
 from contextcache.process.logs import show_logs_of
@@ -81,6 +81,8 @@ log = logging.getLogger(__name__)
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
 _UNROUTED, _TENANT, _IN_FLIGHT = (name.encode() for name in (UNROUTED_HEADER, TENANT_HEADER, IN_FLIGHT_HEADER))
 _HEALTH_PATH = "/health"
+_SKEW_RETRY_S = 5
+"""Another pod's clock may be right, and NTP takes longer."""
 _ITEMS_AT_ONCE = 1000
 """Of a response's body, read between two steps of the loop: vLLM's own types take a tenth of a ms each."""
 _BODY_IDLE_S = 60.0
@@ -207,7 +209,7 @@ class TurnMiddleware:
     async def _turn(
         self, scope: Scope, headers: dict[str, str], token: str | None, client: Client, *, is_counted: bool
     ) -> None:
-        identity = None if token is None else verify_identity(token, self._secret, now_ms=self._clock.now_ms())
+        identity = None if token is None else self._signed(token, may_create=scope["path"] == CONTEXT_PATH)
         tenant = self._settings.single_tenant if identity is None else identity.tenant
         # A gateway that is older than this pod sends no tag.
         counted = nullcontext() if is_counted else self._admission.request(tenant_tag(tenant, self._secret))
@@ -219,6 +221,30 @@ class TurnMiddleware:
         finally:
             if branch is not None:
                 await self._story.drop_branch(tenant, branch)
+
+    def _signed(self, token: str, *, may_create: bool) -> Identity:
+        """Return what the gateway signed. Raises ForgedIdentity, NoReadyEndpoint.
+
+        An expired identity names no context and keeps nothing: a request that needs neither passes as a plain one.
+        """
+        identity, now_ms = read_identity(token, self._secret), self._clock.now_ms()
+        metrics = self._story.metrics
+        if identity.issued_at_ms:
+            metrics.gateway_clock_skew.set((now_ms - identity.issued_at_ms) / 1000)
+        if now_ms < identity.expires_at_ms:
+            return identity
+        metrics.expired_identities.inc()
+        if not may_create and identity.session_id is None:
+            return replace(identity, kept="")
+        since_ms, event = (
+            identity.issued_at_ms or identity.expires_at_ms,
+            "signed" if identity.issued_at_ms else "ended",
+        )
+        raise NoReadyEndpoint(
+            "the clocks of this pod and of the gateway differ: by this pod's clock the request's identity was "
+            f"{event} {(now_ms - since_ms) / 1000:.0f} s ago",
+            retry_after_s=_SKEW_RETRY_S,
+        )
 
     async def _answer(
         self, scope: Scope, headers: dict[str, str], identity: Identity | None, raw: bytes, client: Client

@@ -106,6 +106,23 @@ def test_a_clock_that_is_wrong_is_found(deployment, skew_s):
 
 
 @pytest.mark.parametrize(
+    ("skews", "level"), [((-90.0, 0.0), Level.FAILED), ((1.0, -1.0), Level.OK), ((None, 0.0), Level.OK)]
+)
+def test_a_pods_clock_that_differs_from_the_gateways_is_found(deployment, skews, level):
+    readyz(deployment, **{name: POD | {"clock_skew_s": skew} for name, skew in zip("ab", skews, strict=True)})
+    found = one(access_checks.details(deployment.front()), "pod clocks")
+
+    assert found.level is level
+    assert ("a -90 s" in found.text) is (level is Level.FAILED)
+
+
+def test_where_no_pod_tells_its_time_nothing_is_said_of_clocks(deployment):
+    readyz(deployment, a=POD)
+
+    assert "pod clocks" not in [found.check for found in access_checks.details(deployment.front())]
+
+
+@pytest.mark.parametrize(
     ("missing", "words"),
     [("context manager", "Redis"), ("ready endpoint", "discovery.port"), ("time: x", "on its way")],
 )

@@ -231,7 +231,8 @@ async def test_health_and_readiness_need_no_key_and_name_nothing(client, parts):
 
 async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, ready_state):
     load = EngineLoad(running=2, waiting=1, kv_usage=0.12345)
-    parts.probe.health["pod-a"] = Health(healthy=True, models=frozenset({"stub-model"}), load=load)
+    models = frozenset({"stub-model"})
+    parts.probe.health["pod-a"] = Health(healthy=True, models=models, load=load, clock_skew_s=-90.0)
     await parts.endpoints.probe_all()
     parts.endpoints.note_sidecar("pod-a", fingerprint="f", tiers={"host": 0.5, "disk": 0.1})
     parts.endpoints.note_beginnings("pod-a", {"x": 1}, 1)
@@ -244,6 +245,7 @@ async def test_the_metrics_port_says_what_is_missing_and_how_each_pod_is(parts, 
         "draining": False,
         "models": ["stub-model"],
         "in_flight": 0,
+        "clock_skew_s": -90.0,
         "running": 2,
         "waiting": 1,
         "kv_usage": 0.123,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.pods.probe import engine_load, model_names
+from gateway.pods.probe import clock_skew_s, engine_load, model_names
 from gateway.ports import EngineLoad
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -65,6 +65,22 @@ def test_no_page_is_an_error(page):
     assert load.waiting >= 0
     assert 0 <= load.kv_usage <= 1
     assert isinstance(model_names(page), frozenset)
+
+
+@pytest.mark.parametrize(
+    ("date", "skew_s"),
+    [
+        ("Sat, 28 Nov 2026 12:00:00 GMT", 0),
+        ("Sat, 28 Nov 2026 12:01:30 GMT", 90),
+        ("Sat, 28 Nov 2026 11:58:30 GMT", -90),
+        ("", None),
+        ("yesterday", None),
+        ("Sat, 99 Nov 2026 12:00:00 GMT", None),
+        ("Sat, 28 Nov 99999 12:00:00 GMT", None),
+    ],
+)
+def test_a_pods_clock_is_compared_with_the_gateways(date, skew_s):
+    assert clock_skew_s(date, now_ms=1_795_867_200_999) == skew_s
 
 
 def test_model_names_are_read():
