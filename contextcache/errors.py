@@ -48,6 +48,12 @@ class HistoryAmbiguous(InvalidRequest):
     code = "history_ambiguous"
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """Nothing is kept of the response that the request goes on from. OpenAI's code: agents recover by it."""
+
+    code = "previous_response_not_found"
+
+
 class TtlOutOfRange(InvalidRequest):
     """The ttl is outside the deployment's bounds; it is never clamped."""
 

@@ -7,11 +7,19 @@ nothing else has to be kept. `conversation` names a context, as `session_id` doe
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from contextcache.claim import Claims, claimed_session
-from contextcache.errors import ContextNotFound, InvalidRequest
+from contextcache.errors import (
+    ContextExpired,
+    ContextNotFound,
+    GenerationGone,
+    InvalidRequest,
+    PreviousResponseNotFound,
+)
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
 from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SessionId
 
@@ -19,6 +27,8 @@ RESPONSES_PATH = "/v1/responses"
 RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
 """What says which context it is."""
 _RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS
+_SHOWN = re.compile(r"[A-Za-z0-9_.-]{1,160}", re.ASCII)
+"""Ids that an error may repeat."""
 _RESPONSE_ID = re.compile(r"resp_([1-9]\d{0,14})_(.{1,128})", re.ASCII)
 
 
@@ -34,6 +44,8 @@ class Continued:
     """It is made where there is none."""
     commits: bool = True
     """The answer stays."""
+    said: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The fields that named it, `previous_response_id` or `conversation`, as the client wrote them."""
 
 
 def response_id(session_id: SessionId, generation: int) -> str:
@@ -47,7 +59,7 @@ def continued_by(
     """Return the context that a call continues, or creates; None: none. `header` is `X-Session-ID`.
 
     `label`: the one in the header, where it is known to be a context's name. Raises InvalidRequest, also for a field
-    that is nearly one that names a context; ContextNotFound for the id of a response that nothing was kept of.
+    that is nearly one that names a context; PreviousResponseNotFound for an id that no response of a context has.
     """
     if claims is not None:
         refuse_misspelt(claims.names, _RESPONSE_HANDLES if path == RESPONSES_PATH else HANDLE_FIELDS)
@@ -72,7 +84,33 @@ def continued_by(
     if named is None:
         return Continued(None, creates=True) if commits else None
     is_made = (said is not None and stays) or claims.creates_if_missing()
-    return Continued(named, generation, creates=is_made and generation is None, commits=stays)
+    creates = is_made and generation is None
+    written = {"previous_response_id": previous, "conversation": said}
+    return Continued(named, generation, creates=creates, commits=stays, said=written)
+
+
+@contextmanager
+def telling_what_is_missing(said: Mapping[str, Any]) -> Iterator[None]:
+    """Raise the error of OpenAI's API when the response or the conversation that `said` names is not found.
+
+    Agents recover by it: they send the whole conversation again.
+    """
+    try:
+        yield
+    except (ContextNotFound, ContextExpired, GenerationGone) as exc:
+        previous, named = said.get("previous_response_id"), said.get("conversation")
+        if previous is not None:
+            raise _no_response(previous) from exc
+        if named is not None:
+            name = named.get("id") if isinstance(named, dict) else named
+            raise ContextNotFound(f"Conversation with id '{name}' not found.", param="conversation") from exc
+        raise
+
+
+def _no_response(response: str) -> PreviousResponseNotFound:
+    """Return OpenAI's own words, by which some clients know the error."""
+    shown = response if _SHOWN.fullmatch(response) else "…"
+    return PreviousResponseNotFound(f"Previous response with id '{shown}' not found.", param="previous_response_id")
 
 
 def _previous(said: Any) -> tuple[int, SessionId]:
@@ -80,7 +118,7 @@ def _previous(said: Any) -> tuple[int, SessionId]:
         raise InvalidRequest("previous_response_id must be a string", param="previous_response_id")
     found = _RESPONSE_ID.fullmatch(said)
     if found is None or not SESSION_ID_PATTERN.fullmatch(found[2]):
-        raise ContextNotFound("nothing is kept of this response: it was not stored", param="previous_response_id")
+        raise _no_response(said)
     return int(found[1]), SessionId(found[2])
 
 

@@ -53,7 +53,7 @@ from contextcache.model import (
 )
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import SHARE, LargeBodies, TenantsInHand
-from contextcache.responses import RESPONSES_PATH, Continued, response_id
+from contextcache.responses import RESPONSES_PATH, Continued, response_id, telling_what_is_missing
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
@@ -276,7 +276,8 @@ class Gateway:
             if asked is not None:
                 if claims is None:  # nothing in it says anything, and a session's request has to be JSON
                     claims = await self._large_bodies.read(read_strict_claims, body)
-                return await self._continued(admission, claims, asked)
+                with telling_what_is_missing(asked.said):
+                    return await self._continued(admission, claims, asked)
         else:
             refuse_session(claims)
         if claims is not None and admission.plain is not Plain.OFF:

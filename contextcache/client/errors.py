@@ -95,6 +95,12 @@ class HistoryAmbiguous(ApiError):
     code = "history_ambiguous"
 
 
+class PreviousResponseNotFound(ApiError):
+    """Nothing is kept of the response to go on from, or no more: send the whole conversation."""
+
+    code = "previous_response_not_found"
+
+
 class ModelMismatch(ApiError):
     """The context belongs to another model."""
 

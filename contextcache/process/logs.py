@@ -6,11 +6,16 @@ import json
 import logging
 import sys
 import time
+import traceback
 from typing import Any
 
 from typing_extensions import override
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+_CAUSES_MAX = 8
+_FRAMES_MAX = 40
+"""Of one exception: the last ones, where it was raised."""
 
 
 class _JsonLines(logging.Formatter):
@@ -33,6 +38,18 @@ def set_up_logs(level: str = "INFO") -> None:
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(_JsonLines())
     logging.basicConfig(level=level, handlers=[stream], force=True)
+
+
+def traceback_without_messages(error: BaseException) -> str:
+    """Return where an exception and its causes were raised, and their types. Messages may quote a request."""
+    parts: list[str] = []
+    shown: BaseException | None = error
+    while shown is not None and len(parts) < _CAUSES_MAX:
+        kind = type(shown)
+        frames = "".join(traceback.format_tb(shown.__traceback__, limit=-_FRAMES_MAX))
+        parts.append(f"{frames}{kind.__module__}.{kind.__qualname__}")
+        shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+    return "\n\n".join(reversed(parts))
 
 
 def show_logs_of(package: str, level: str = "INFO") -> None:

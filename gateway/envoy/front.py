@@ -25,6 +25,7 @@ from opentelemetry.trace import SpanKind, get_current_span
 
 from contextcache.errors import ContextCacheError, InvalidRequest
 from contextcache.extproc.v3 import external_processor_pb2 as pb
+from contextcache.process.logs import traceback_without_messages
 from contextcache.requests import LARGE_BYTES, TenantsInHand
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, trace_headers
 from gateway.envoy import messages
@@ -163,9 +164,11 @@ class EnvoyFront:
             await self._refuse(call, exc)
         except TimeoutError:
             await self._refuse(call, DeadlineExceeded("the request did not arrive in time", retry_after_s=1))
-        except Exception:
+        except Exception as exc:  # noqa: BLE001  # the boundary of a request
             # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
-            log.exception("request failed", extra={"request_id": _id_of(call)})
+            raised = traceback_without_messages(exc)
+            fields = {"request_id": _id_of(call), "exception": raised}
+            log.error("request failed", extra=fields)  # noqa: TRY400  # its message may quote the request
             await self._refuse(call, ContextCacheError("the gateway failed"))
         finally:
             # Envoy cancels a stream that it needs no more, which may be before our last write returns.

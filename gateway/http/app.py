@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, error_body
+from contextcache.process.logs import traceback_without_messages
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
 from gateway.console.pages import console_router
 from gateway.flows import Admission, Forward, Gateway
@@ -120,9 +121,11 @@ class HttpFront(FastAPI):
         except ContextCacheError as exc:
             log_refusal(exc, request_id=exchange.request_id)
             await exchange.send_error(exc)
-        except Exception:
+        except Exception as exc:  # noqa: BLE001  # the boundary of a request
             # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
-            log.exception("request failed", extra={"request_id": exchange.request_id})
+            raised = traceback_without_messages(exc)
+            fields = {"request_id": exchange.request_id, "exception": raised}
+            log.error("request failed", extra=fields)  # noqa: TRY400  # its message may quote the request
             await exchange.send_error(ContextCacheError("the gateway failed"))
         self._ended(exchange, started_s)
 

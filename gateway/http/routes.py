@@ -290,7 +290,7 @@ async def answer_messages(
     """Answer Anthropic's messages; with `session_id`, continue a context."""
 
 
-@turns.post("/v1/responses", operation_id="response", responses=_turn_answers(Answered, "generation_gone"))
+@turns.post("/v1/responses", operation_id="response", responses=_turn_answers(Answered, "previous_response_not_found"))
 async def respond(
     body: NewResponse,
     key: RepeatKey = "",

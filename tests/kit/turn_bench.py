@@ -165,7 +165,8 @@ class Pod:
 
     async def post(self, path: str, body: Any, identity: str | None = None, headers=(), method="POST") -> Answer:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        pairs = [(b"content-type", b"application/json"), *headers]
+        is_declared = any(name == b"content-type" for name, _ in headers)
+        pairs = [*headers] if is_declared else [(b"content-type", b"application/json"), *headers]
         if identity is not None:
             pairs.append((b"x-context-identity", identity.encode()))
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": pairs}

@@ -193,6 +193,6 @@ def test_what_is_not_stored_and_what_is_nobody_s_is_told_to_openai_s_client(talk
     assert talk.ask(ASKS[1]).id.startswith("resp_2_")
     assert not hasattr(plain, "session_id")
     for who, response_id in ((talk.plain, talk.last.id), (talk.client, plain.id), (talk.client, read_only.id)):
-        with pytest.raises(openai.NotFoundError) as refused:
+        with pytest.raises(openai.BadRequestError) as refused:
             who.responses.create(input="x", **talk.fields({"previous_response_id": response_id}))
-        assert refused.value.code == "context_not_found"
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")

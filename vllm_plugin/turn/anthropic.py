@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from contextcache.errors import ContextCacheError, EngineFailed, InvalidRequest, error_object
+from contextcache.errors import EngineFailed, InvalidRequest, error_object
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import UsageFormat
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer
-from vllm_plugin.turn.engine import Scope, engine_error
+from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event, EventSplitter
+from vllm_plugin.turn.refusals import client_errors, engine_error, refused
 from vllm_plugin.turn.request import CHAT_PATH, TurnRequest, read_turn
 from vllm_plugin.turn.settlement import Turn
 
@@ -31,8 +32,6 @@ _CONVERTERS = ("to_chat_completion_request", "messages_full_converter", "message
 _MERGE = "_merge_inline_system"
 _EFFORT = "_get_disabled_thinking_effort"
 """How this engine's template takes system messages, and thinking (vLLM 0.31 and newer): the converters must be told."""
-_ERRORS_MAX = 1000
-"""That a body may have for the first of them to be told."""
 _PARTS_MAX = 1 << 16
 """Messages, tools and parts of them: pydantic takes seconds for a million, while nobody else is served."""
 
@@ -68,7 +67,7 @@ class Anthropic:
         try:
             asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
             chat = self.serving.to_chat_completion_request(asked, **self.told)
-        except ValueError as exc:
+        except client_errors() as exc:
             raise refused(exc) from exc
         except (AttributeError, LookupError, TypeError) as exc:
             # What a tool's result holds has no type of vLLM's own: its converter takes it for what it looks like.
@@ -203,18 +202,6 @@ def _num_parts(items: Any) -> int:
 def _types(serving: Any) -> Any:
     """Return the module of the converters, which has the types that they take."""
     return sys.modules[type(serving).__module__]
-
-
-def refused(error: Any) -> ContextCacheError:
-    """Return vLLM's refusal as ours, without the request's own words."""
-    if not hasattr(error, "errors"):
-        return InvalidRequest(str(error))
-    if (wrong := error.error_count()) > _ERRORS_MAX:
-        # To tell one, pydantic makes them all: seconds, and 2 GiB, for a million, while nobody else is served.
-        return InvalidRequest(f"{wrong} fields are not what a message has")
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"])
-    return InvalidRequest(f"{param}: {first['msg']}", param=param or None)
 
 
 def _usage(usage: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:

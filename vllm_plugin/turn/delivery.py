@@ -14,8 +14,9 @@ from contextcache.errors import ContextCacheError, EngineFailed
 from contextcache.process.crash_points import crash_point
 from vllm_plugin.turn.answer import AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.crash_points import COMMITTED, MID_STREAM
-from vllm_plugin.turn.engine import Message, Send, engine_error
+from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.patience import Patience
+from vllm_plugin.turn.refusals import engine_error
 from vllm_plugin.turn.repeats import Recording
 
 _REFUSAL_BYTES_MAX = 1 << 20

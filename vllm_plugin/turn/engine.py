@@ -12,15 +12,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
-from contextcache.errors import (
-    ContextCacheError,
-    ContextLengthExceeded,
-    EngineFailed,
-    InvalidRequest,
-    ModelNotFound,
-    NoReadyEndpoint,
-)
+from contextcache.errors import EngineFailed
 from contextcache.wire.tracing import TRACEPARENT, trace_headers
+from vllm_plugin.turn.refusals import engine_error
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -139,21 +133,6 @@ class Engine:
             "query_string": b"",
             "headers": headers,
         }
-
-
-def engine_error(status: int, body: bytes) -> ContextCacheError:
-    """Return the engine's own error as ours: its words are kept, 4xx stays the client's."""
-    try:
-        message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = f"the engine answered {status}"
-    if status == 404:
-        return ModelNotFound(message, param="model")
-    if status == 503:
-        return NoReadyEndpoint(message, retry_after_s=1)
-    if 400 <= status < 500:
-        return (ContextLengthExceeded if "maximum context length" in message else InvalidRequest)(message)
-    return EngineFailed(message)
 
 
 def _encode(body: dict[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -50,11 +51,11 @@ from contextcache.identity import (
     tenant_tag,
 )
 from contextcache.model import NewSession, SessionId, TenantId, new_session_id
-from contextcache.process.logs import show_logs_of
+from contextcache.process.logs import show_logs_of, traceback_without_messages
 from contextcache.process.settings import read_secret
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import BodyInHand, LargeBodies, joined_headers
-from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH
+from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, telling_what_is_missing
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
@@ -164,11 +165,15 @@ class TurnMiddleware:
                     await self._turn(scope, headers, token, Client(receive, started), is_counted=is_counted)
         except ContextCacheError as exc:
             await self._refuse(exc, started)
-        except Exception:
-            log.exception("turn failed")
+        except Exception as exc:  # noqa: BLE001  # the boundary of a request
+            raised = traceback_without_messages(exc)
+            log.error("turn failed", extra={"exception": raised})  # noqa: TRY400  # its message may quote the request
+            failed = EngineFailed("the turn failed")
             if started.value:
-                raise  # the server then closes the connection: an answer without its end must not look whole
-            await self._refuse(EngineFailed("the turn failed"), started)
+                # The server then closes the connection: an answer without its end must not look whole. It logs what
+                # is raised: an exception of ours, because another may quote the request.
+                raise failed from None
+            await self._refuse(failed, started)
 
     def _tag_of(self, scope: Scope) -> str:
         """Return the tag of the tenant whose request it is; empty: the gateway did not say."""
@@ -267,6 +272,7 @@ class TurnMiddleware:
         if not create and named is None:
             await self._pass(scope, raw, client)
             return
+        _check_content_type(headers)
         client = replace(client, words=await _words_of(scope))
         words = client.words
         body, request = await self._large_bodies.read(
@@ -279,7 +285,8 @@ class TurnMiddleware:
         if named is None or request.creates_if_missing:
             new = read_new_session(body, tenant=identity.tenant, model=request.model, session_id=named_or_new)
         try:
-            await self._run(Engine(self._app, scope), request, named, new, identity, client)
+            with telling_what_is_missing(request.said):
+                await self._run(Engine(self._app, scope), request, named, new, identity, client)
         except (AlreadyAnswered, ContextQuotaExceeded):  # who is over a quota now was not, perhaps, the first time
             session_id, said = named if new is None else new.session_id, request.repeatable
             if said is None or session_id is None:
@@ -395,6 +402,15 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
     """Return the scope of a request whose body is another now."""
     others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
     return {**scope, "headers": [*others, (b"content-length", str(len(body)).encode())]}
+
+
+def _check_content_type(headers: Mapping[str, str]) -> None:
+    """Raise InvalidRequest for a body that is not declared as JSON: the engine refuses such a body without a context.
+
+    A page of another origin can send no such header without being asked for permission first.
+    """
+    if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise InvalidRequest("Content-Type must be application/json", param="Content-Type")
 
 
 def _needs_engine(scope: Scope) -> bool:

@@ -26,11 +26,11 @@ from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
 from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, continued_by, response_id
 from vllm_plugin.turn.answer import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
-from vllm_plugin.turn.anthropic import refused
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event
 from vllm_plugin.turn.history import Sent, find_new
 from vllm_plugin.turn.meaning import meanings
+from vllm_plugin.turn.refusals import client_errors, refused
 from vllm_plugin.turn.request import (
     CHAT_PATH,
     NEVER_FROM_CLIENTS,
@@ -164,36 +164,39 @@ class Responses:
         for index, tool in enumerate(tools if isinstance(tools, list) else ()):
             if _kind(tool) not in _TOOLS:
                 raise InvalidRequest("a context's tools are the client's own: functions", param=f"tools[{index}]")
-            self._validated({"input": "", "tools": [tool]})
+            self._validated({"input": "", "tools": [tool]}, item=("tools", index))
         if not isinstance(items, list):
             return self._validated(given), items
         parsed: list[Any] = []
         for index, item in enumerate(items):
             if not _is_text_item(item):
                 raise InvalidRequest("a context holds text, and calls with their results", param=f"input[{index}]")
-            parsed += self._validated({"input": [item]}).input
+            parsed += self._validated({"input": [item]}, item=("input", index)).input
         return self._validated({**given, "input": ""}), parsed
 
-    def _validated(self, body: dict[str, Any]) -> Any:
+    def _validated(self, body: dict[str, Any], *, item: tuple[str, int] | None = None) -> Any:
         try:
             return sys.modules[type(self.serving).__module__].ResponsesRequest.model_validate(dict(body))
-        except ValueError as exc:
-            raise refused(exc) from exc
+        except client_errors() as exc:
+            raise refused(exc, item=item) from exc
 
     def _messages(self, items: Any) -> list[dict[str, Any]]:
         try:
             made = self.rendering.construct_input_messages(request_instructions=None, request_input=items)
             return [_message(message) for message in made]
-        except ValueError as exc:
+        except client_errors() as exc:
             raise refused(exc) from exc
         except (AttributeError, LookupError, TypeError) as exc:
             raise InvalidRequest("an item's parts are not what its type says", param="input") from exc
 
     def _tools(self, parsed: Any) -> list[dict[str, Any]] | None:
         leaves_out = self.serving.online_renderer.exclude_tools_when_tool_choice_none
-        tools: list[dict[str, Any]] | None = self.rendering.construct_tool_dicts(
-            parsed.tools, parsed.tool_choice, exclude_tools_when_tool_choice_none=leaves_out
-        )
+        try:
+            tools: list[dict[str, Any]] | None = self.rendering.construct_tool_dicts(
+                parsed.tools, parsed.tool_choice, exclude_tools_when_tool_choice_none=leaves_out
+            )
+        except client_errors() as exc:
+            raise refused(exc) from exc
         return tools
 
 

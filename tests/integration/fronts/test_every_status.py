@@ -107,7 +107,9 @@ def differing(path, code):
         case "context_busy":
             return {}, "ctx_busy"
         case "generation_gone":
-            return {"previous_response_id": "resp_9_ctx_mine"} if path in TURNS else {"generation": 9}, "ctx_mine"
+            return {"generation": 9}, "ctx_mine"
+        case "previous_response_not_found":
+            return {"previous_response_id": "resp_9_ctx_mine"}, "ctx_mine"
         case "body_too_large":
             return {"metadata": {"a": "x" * BODY_BYTES_MAX}}, "ctx_mine"
         case "context_quota_exceeded":

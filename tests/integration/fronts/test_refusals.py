@@ -106,13 +106,10 @@ NOT_RIGHT = [
     ("/v1/messages", {"messages": []}, {"X-Session-ID": "ctx_none"}, (404, "context_not_found")),
     ("/v1/messages", {"messages": [], "session_id": 7}, {}, (400, "invalid_request")),
     *(
-        ("/v1/responses", {"input": "x", **said}, {}, (404, "context_not_found"))
-        for said in (
-            {"previous_response_id": "resp_0a"},
-            {"previous_response_id": "resp_1_none"},
-            {"conversation": "none", "store": False},
-        )
+        ("/v1/responses", {"input": "x", "previous_response_id": said}, {}, (400, "previous_response_not_found"))
+        for said in ("resp_0a", "resp_1_none")
     ),
+    ("/v1/responses", {"input": "x", "conversation": "none", "store": False}, {}, (404, "context_not_found")),
     *(
         ("/v1/responses", {"input": "x", **said}, {}, (400, "invalid_request"))
         for said in (

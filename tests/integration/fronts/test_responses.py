@@ -116,7 +116,7 @@ async def test_another_tenant_finds_nothing_of_it(front, pod):
     before = len(pod.engine.generations())
     headers = {"authorization": f"Bearer {OTHER_KEY}"}
     async with post(front, previous_response_id=first["id"], headers=headers) as answer:
-        assert await code_of(answer) == (404, "context_not_found")
+        assert await code_of(answer) == (400, "previous_response_not_found")
 
     assert len(pod.engine.generations()) == before
 

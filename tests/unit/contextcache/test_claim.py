@@ -20,7 +20,7 @@ from contextcache.claim import (
     read_strict_claims,
     refuse_session,
 )
-from contextcache.errors import ContextNotFound, InvalidRequest
+from contextcache.errors import InvalidRequest, PreviousResponseNotFound
 from contextcache.requests import LARGE_BYTES
 from contextcache.responses import RESPONSES_PATH, Continued, continued_by
 from tests.kit.hostile_bodies import SHAPES, hostile_body
@@ -352,7 +352,7 @@ def test_a_call_that_cannot_carry_a_context_refuses_one(named):
 def test_a_response_that_the_engine_keeps_is_nobodys_to_name():
     """Its store knows no tenants, and clients may choose the ids in it."""
     for said in ("resp_1", "resp_0123abc", "resp_01_mine", "resp_1_../etc", "resp_1_"):
-        with pytest.raises(ContextNotFound):
+        with pytest.raises(PreviousResponseNotFound, match=r"^Previous response with id '.*' not found"):
             continued_by(RESPONSES_PATH, claims({"previous_response_id": said}), None)
 
 

@@ -8,12 +8,11 @@ import pytest
 from context_manager.store import NUM_SHARDS
 from contextcache.claim import read_strict_claims
 from contextcache.errors import (
-    ContextExpired,
     ContextNotFound,
     EndpointsSaturated,
-    GenerationGone,
     InvalidRequest,
     NoReadyEndpoint,
+    PreviousResponseNotFound,
     StoreUnavailable,
 )
 from contextcache.model import Segment, SegmentKind, TurnCommit
@@ -232,20 +231,23 @@ async def test_an_answer_is_given_again_when_the_context_has_ended_since(parts, 
     again = await ask(parts, previous_response_id="resp_1_mine", headers=AGAIN)
 
     assert identity_of(parts, again).session_id == ("mine" if where == "the context" else branch)
-    with pytest.raises(ContextExpired if how == "expired" else ContextNotFound):
+    with pytest.raises(PreviousResponseNotFound):
         await ask(parts, previous_response_id="resp_1_mine", headers={"idempotency-key": "other"})
 
 
 async def test_what_is_not_there_cannot_be_continued_and_nobody_else_s_is_not_there(parts):
     await parts.directory.add("mine")
-    for said in ({"previous_response_id": "resp_1_none"}, {"conversation": "none", "store": False}):
-        with pytest.raises(ContextNotFound):
-            await ask(parts, **said)
+    with pytest.raises(PreviousResponseNotFound) as response:
+        await ask(parts, previous_response_id="resp_1_none")
+    for said in ("none", {"id": "none"}):
+        with pytest.raises(ContextNotFound, match=r"^Conversation with id 'none' not found") as conversation:
+            await ask(parts, conversation=said, store=False)
+    assert (response.value.param, conversation.value.param) == ("previous_response_id", "conversation")
     for generation in (1, 7):
         body = {"model": "stub-model", "input": "x", "previous_response_id": f"resp_{generation}_mine"}
-        with pytest.raises(ContextNotFound):
+        with pytest.raises(PreviousResponseNotFound):
             await route(parts, body, path=PATH, key=OTHER_KEY)
-    with pytest.raises(GenerationGone):
+    with pytest.raises(PreviousResponseNotFound):
         await ask(parts, previous_response_id="resp_7_mine")
     with pytest.raises(InvalidRequest):
         await route(parts, json.dumps({"previous_response_id": "resp_1_mine", "session_id": "b"}).encode(), path=PATH)

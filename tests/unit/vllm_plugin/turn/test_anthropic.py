@@ -185,9 +185,9 @@ ODD = {"type": "image", "source": "x"}
     ("body", "param"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": [{"role": "judge", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0].role"),
         ({"messages": []}, "messages"),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"context_mode": "guess"}, "context_mode"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"data": "x"}}]}]},

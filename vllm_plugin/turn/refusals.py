@@ -1,0 +1,109 @@
+"""vLLM's refusals of a turn, told in one sentence with the field at fault. Pure.
+
+Two forms reach us: exceptions of its types and converters, which we call, and the bodies of its own error answers. Both
+may show Python values of the request. Errors of requests without a context pass as vLLM wrote them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from typing import Any
+
+from contextcache.errors import (
+    ContextCacheError,
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NoReadyEndpoint,
+)
+
+_ERRORS_MAX = 1000
+"""Errors of one body from which the first is told: pydantic makes them all, and a million take seconds and 2 GiB."""
+_SENTENCE_CHARS_MAX = 1000
+_PARAM_CHARS_MAX = 200
+_LISTED = re.compile(r"^\d+ validation errors?:")
+"""How vLLM 0.32 begins the message of a body with wrong fields; the errors follow as Python dictionaries."""
+_MESSAGE = re.compile(r"""'msg': ('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
+_DETAILS = " (parameter="
+"""Where vLLM 0.32 adds the field and its value to a message (exceptions.py VLLMValidationError)."""
+_SHOULD_BE = re.compile(r"^(?:Input|Value) should (be|have|match) (.*?)(?:, unable to .*)?$", re.DOTALL)
+_POSITION = re.compile(r"\.(\d+)(?=\.|$)", re.ASCII)
+_BRANCH = re.compile(r"[\[\](){}]|^(?:str|int|float|bool|list|dict|none|function-\w+|constrained-\w+)$")
+"""Parts of pydantic's location that name a type, not a field."""
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions by which vLLM says that a request is wrong."""
+    told = getattr(sys.modules.get("vllm.exceptions"), "VLLMClientError", None)
+    return (ValueError,) if told is None else (ValueError, told)
+
+
+def refused(error: Any, *, item: tuple[str, int] | None = None) -> ContextCacheError:
+    """Return one of `client_errors()` as ours, without the request's own words.
+
+    `item`: list and position of the item that was read alone, as the first one of its list.
+    """
+    if not hasattr(error, "errors"):
+        return InvalidRequest(_sentence(str(error)), param=_param(getattr(error, "parameter", None)))
+    if (wrong := error.error_count()) > _ERRORS_MAX:
+        return InvalidRequest(f"{wrong} fields are not what a message has")
+    first = error.errors()[0]
+    fields, fault = _fields(first["loc"]), first["msg"]
+    if item is not None and fields == [item[0]]:
+        # The list may be a text too: that it is none is the first error, and says nothing of the item.
+        fields, fault = [*item], "is not what its type says"
+    elif item is not None and fields[:2] == [item[0], 0]:
+        fields[1] = item[1]
+    return _field_error(_param(".".join(map(str, fields))), fault)
+
+
+def engine_error(status: int, body: bytes) -> ContextCacheError:
+    """Return the engine's own error as ours: 4xx stays the client's."""
+    try:
+        told = json.loads(body)["error"]
+        message, param = str(told["message"]), _param(told.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, param = f"the engine answered {status}", None
+    if status == 404:
+        return ModelNotFound(_sentence(message), param="model")
+    if status == 503:
+        return NoReadyEndpoint(_sentence(message), retry_after_s=1)
+    if not 400 <= status < 500:
+        return EngineFailed(_sentence(message))
+    if _LISTED.match(message):
+        found = _MESSAGE.search(message)
+        return _field_error(param, ast.literal_eval(found[1]) if found else "is not what the engine takes")
+    kind = ContextLengthExceeded if "maximum context length" in message else InvalidRequest
+    return kind(_sentence(message), param=param)
+
+
+def _field_error(param: str | None, fault: str) -> InvalidRequest:
+    """Return the error of one field, from pydantic's message."""
+    if found := _SHOULD_BE.match(fault):
+        fault = f"must {found[1]} {found[2]}"
+    else:
+        fault = fault.removeprefix("Value error, ").replace("Field required", "is required")
+    fault = _sentence(fault)
+    return InvalidRequest(fault if param is None else f"`{param}`: {fault}", param=param)
+
+
+def _sentence(message: str) -> str:
+    """Return the first paragraph of a message in one line, without what vLLM adds for its logs."""
+    first = message.split("\n\n", maxsplit=1)[0].rsplit(_DETAILS, 1)[0]
+    return " ".join(first.split())[:_SENTENCE_CHARS_MAX]
+
+
+def _param(said: Any) -> str | None:
+    """Return a field as OpenAI writes it: `input[3].content`."""
+    if not isinstance(said, str):
+        return None
+    return _POSITION.sub(r"[\1]", said.removeprefix("body.")[:_PARAM_CHARS_MAX]) or None
+
+
+def _fields(location: tuple[Any, ...]) -> list[Any]:
+    named = [part for part in location if not _BRANCH.search(str(part))]
+    return named or list(location)
