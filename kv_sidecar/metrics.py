@@ -122,6 +122,12 @@ class SidecarMetrics:
         self.lent_bytes = Gauge(
             "contextcache_sidecar_lent_bytes", "Bytes of slots that engines may be writing to.", registry=registry
         )
+        self.free_inodes = Gauge(
+            "contextcache_sidecar_free_inodes",
+            "Files that the filesystem of the data directory still takes; `+Inf` where it does not say. KV is evicted "
+            "below 1 024, or below 5 % of all on a small filesystem.",
+            registry=registry,
+        )
         self.lost_spans = counter("lost_spans", "Spans of traces that did not reach the collector.")
         self.tenant_bytes = TenantBytes(
             "contextcache_sidecar_tenant_bytes",

@@ -1,4 +1,4 @@
-"""What leaves the disk: what nobody can reach any more, and, when it is nearly full, what was used longest ago.
+"""What leaves the disk: what nobody can reach any more, and, when bytes or inodes run out, what was used longest ago.
 
 Between two marks: from the upper one on contexts go until the lower one is reached, so that not every save waits for a
 removal; nobody's guarantee goes for others. Kept KV goes before any context, and makes room for none: it is refused
@@ -22,7 +22,7 @@ from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import SealedManifests
-from kv_sidecar.tiers.disk_store import DiskStore
+from kv_sidecar.tiers.disk_store import DiskStore, Shortage
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class Retention:
         `for_kept`: only kept KV goes. Raises StorageFull when that is too little.
         """
         await self.make_share(tenant, size_bytes, for_kept=for_kept)
-        await self._make(lambda: self._disk.missing_bytes(size_bytes), self._kept if for_kept else self._all, tenant)
-        if for_kept and self._disk.missing_bytes(size_bytes) > 0:
+        await self._make(lambda: self._disk.shortage(size_bytes), self._kept if for_kept else self._all, tenant)
+        if for_kept and not self._disk.shortage(size_bytes).is_over:
             raise StorageFull("contexts have all the room there is")
 
     async def make_share(self, tenant: TenantId, size_bytes: int, *, for_kept: bool = False) -> None:
@@ -86,19 +86,19 @@ class Retention:
             return
         candidates = self._kept if for_kept else self._all
         await self._make(
-            lambda: self._over_limit(tenant, size_bytes),
+            lambda: Shortage(self._over_limit(tenant, size_bytes)),
             lambda: [record for record in candidates() if record.tenant == tenant and record.is_kept],
             tenant,
         )
 
     async def _make(
-        self, missing_bytes: Callable[[], int], records: Callable[[], list[ManifestRecord]], tenant: TenantId
+        self, shortage: Callable[[], Shortage], records: Callable[[], list[ManifestRecord]], tenant: TenantId
     ) -> None:
-        if missing_bytes() <= 0:
+        if shortage().is_over:
             return
         async with self._evicting:
-            missing = missing_bytes()
-            if missing <= 0:
+            missing = shortage()
+            if missing.is_over:
                 return
             victims = await self._manifests.sweep(lambda: self._victims(missing, records(), tenant))
             if not victims:
@@ -119,13 +119,13 @@ class Retention:
         records = self._manifests.index.records()
         return sorted(records, key=lambda record: (not record.is_kept, self._is_named(record)))
 
-    def _victims(self, missing_bytes: int, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
+    def _victims(self, missing: Shortage, records: Sequence[ManifestRecord], tenant: TenantId) -> list[ManifestRecord]:
         """Return which of these to remove, the first ones first."""
         index, used = self._manifests.index, Counter(self._disk.bytes_by_tenant())
         gone: Counter[BlockKey] = Counter()
         victims: list[ManifestRecord] = []
         for record in records:
-            if missing_bytes <= 0:
+            if missing.is_over:
                 break
             is_guaranteed = record.tenant != tenant and used[record.tenant] <= self._guarantee_bytes
             if is_guaranteed or self._is_leased(record):
@@ -135,7 +135,7 @@ class Retention:
             free = [key for key in record.keys if gone[key] == index.num_holders(key)]
             freed = sum(self._disk.size_bytes(key) or 0 for key in free)
             used[record.tenant] -= freed
-            missing_bytes -= freed
+            missing = Shortage(missing.size_bytes - freed, missing.num_files - len(free) - 1)  # and its manifest
         return victims
 
 

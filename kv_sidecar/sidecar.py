@@ -149,8 +149,13 @@ class Sidecar:
         self.collector = Collector(
             self.collect, self.collect_shared, interval_s=settings.collect_interval_s, metrics=self.metrics
         )
+
+        self._show_room()
+
+    def _show_room(self) -> None:
         self.metrics.watch({"host": self.memory.usage, "disk": self.disk.usage}, lambda: self.catalog.num_contexts)
         self.metrics.lent_bytes.set_function(lambda: self.memory.lent_bytes)
+        self.metrics.free_inodes.set_function(self.disk.free_inodes)
 
     async def open(self) -> None:
         """Open the stores and rebuild the index. Raises OSError when the data directory is taken."""

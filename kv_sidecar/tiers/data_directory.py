@@ -40,8 +40,11 @@ _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 class DataDirectory:
     """`blocks/`, `tails/`, `manifests/`, `quarantine/` and `tmp/` under one root, owned by one process."""
 
-    def __init__(self, root: Path, *, step: Step = at_step) -> None:
+    def __init__(
+        self, root: Path, *, step: Step = at_step, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+    ) -> None:
         self.root = root
+        self._statvfs = statvfs
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"
         self._step = step
@@ -65,6 +68,14 @@ class DataDirectory:
         make_real_directory(self.quarantine)
         for entry in entries(self.tmp):
             remove_whatever(Path(entry.path))
+
+    def inodes(self) -> tuple[int, int] | None:
+        """Return how many files the filesystem still takes, and how many it has in all; None: it does not say."""
+        try:
+            found = self._statvfs(self.root)
+        except OSError:
+            return None
+        return (found.f_favail, found.f_files) if found.f_files else None
 
     def close(self) -> None:
         """Give the lock back."""

@@ -7,9 +7,11 @@ catalog knows what they must be.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,25 @@ log = logging.getLogger(__name__)
 
 _UPPER_MARK, _LOWER_MARK = 0.95, 0.9
 """Shares of the limit between which contexts go: what several saves write at once fits above."""
+_INODES_LOW, _INODES_ENOUGH = 1024, 2048
+"""Free inodes below which contexts are evicted, and up to which: a save of 128 000 tokens has some 500 files.
+
+On a small filesystem the same shares count as of bytes.
+"""
 _DIRECTORIES = {"block": "blocks", "tail": "tails"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What has to leave the disk before a file should come; 0 or less: nothing."""
+
+    size_bytes: int
+    num_files: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing has to leave."""
+        return self.size_bytes <= 0 and self.num_files <= 0
 
 
 class _Scratch(threading.local):
@@ -56,6 +76,8 @@ class DiskStore(BlockStore):
         """Bytes of all files and of those being written."""
         self._tenants = TenantQuota(tenant_limit_bytes)
         self._scratch = _Scratch()
+        self._inodes: tuple[int, int] | None = None
+        """Free ones and all of the filesystem, as of the last block file written or removed."""
 
     def open(self) -> None:
         """Rebuild the index. Files that are no block files are left alone and logged."""
@@ -72,6 +94,7 @@ class DiskStore(BlockStore):
         with self._lock:
             self._sizes = sizes
             self._used_bytes = self._stored_bytes = sum(sizes.values())
+        self._inodes = self._directory.inodes()
         log.info("disk index rebuilt", extra={"num_blocks": len(sizes), "num_unknown_files": strangers})
 
     def own(self, key: BlockKey, tenant: TenantId) -> None:
@@ -149,13 +172,28 @@ class DiskStore(BlockStore):
         with self._lock:
             return self._tenants.used_bytes(tenant), self._tenants.limit_bytes
 
-    def missing_bytes(self, size_bytes: int) -> int:
-        """Return how many bytes have to go before a file of this size should come; 0 or less: none."""
+    def shortage(self, size_bytes: int) -> Shortage:
+        """Return which bytes and how many files have to leave before a file of this size should come."""
+        return Shortage(self._missing_bytes(size_bytes), self._missing_files())
+
+    def _missing_bytes(self, size_bytes: int) -> int:
         with self._lock:
             wanted = self._used_bytes + size_bytes
         if not self._limit_bytes or wanted <= self._limit_bytes * _UPPER_MARK:
             return 0
         return wanted - int(self._limit_bytes * _LOWER_MARK)
+
+    def _missing_files(self) -> int:
+        if self._inodes is None:
+            return 0
+        free, inodes = self._inodes
+        if free >= min(_INODES_LOW, inodes - int(inodes * _UPPER_MARK)):
+            return 0
+        return min(_INODES_ENOUGH, inodes - int(inodes * _LOWER_MARK)) - free
+
+    def free_inodes(self) -> float:
+        """Return how many files the filesystem took at the last change; infinite: it does not say."""
+        return math.inf if self._inodes is None else self._inodes[0]
 
     def check_tenant(self, tenant: TenantId) -> None:
         """Raise ContextQuotaExceeded when the tenant may not have another byte."""
@@ -198,6 +236,7 @@ class DiskStore(BlockStore):
                 self._used_bytes -= freed
                 self._stored_bytes -= freed
                 self._tenants.settle(key, before, now or 0, owner=owner)
+            self._inodes = self._directory.inodes()
         return max(freed, 0)
 
     def _give_back(self, tenant: TenantId, size_bytes: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -92,6 +94,7 @@ class SidecarUnderTest:
         clock: Clock | None = None,
         slots: bool = True,
         step: Step | None = None,
+        statvfs: Callable[[Path], os.statvfs_result] = os.statvfs,
         connect_peer: ConnectPeer | None = None,
         manager: Manager | None = None,
         **settings: object,
@@ -111,7 +114,7 @@ class SidecarUnderTest:
             **{**defaults, **settings},  # type: ignore[arg-type]  # fields
         )
         self.slots = slots and self.settings.memory_limit_bytes != 0
-        directory = DataDirectory(self.settings.data_dir, **({"step": step} if step else {}))
+        directory = DataDirectory(self.settings.data_dir, statvfs=statvfs, **({"step": step} if step else {}))
         self.registry = CollectorRegistry()
         self.sidecar = Sidecar(
             self.settings,
