@@ -228,9 +228,9 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _scaled(self, key: Key, subresource: str, body: Object) -> Object:
         live = self.cluster.objects.get(key)
-        if live is None or subresource != "scale" or self.command not in {"GET", "PUT"}:
+        if live is None or subresource != "scale" or self.command not in {"GET", "PUT", "PATCH"}:
             raise _Refusal(404, "NotFound", f'{key[0]} "{key[1]}" has no {subresource} to {self.command}')
-        if self.command == "PUT":
+        if self.command != "GET":
             new = copy.deepcopy(live)
             new["spec"]["replicas"] = body["spec"]["replicas"]
             live = self.cluster.write(key, (new, updated(live, new, self._manager("scale"))))

@@ -126,6 +126,18 @@ def test_an_autoscaler_that_a_later_revision_brings_starts_from_the_live_number(
         assert cluster.replicas("gateway") == 10
 
 
+def test_a_tool_that_contains_helm_is_no_other_manager(cluster):
+    """Flux writes as `helm-controller`."""
+    cluster.helm(HELM_3, "install", values=BASE)
+    path = cluster.path("Deployment", "cc-context-cache-engine")
+    found = cluster.call("GET", path)
+    for entry in found["metadata"]["managedFields"]:
+        entry["manager"] = entry["manager"].replace("helm", "helm-controller")
+    cluster.call("PUT", f"{path}?fieldManager=helm-controller", found)
+    cluster.helm(HELM_3, "upgrade", values=merged(BASE, {"engine": {"replicas": 2}}))
+    assert cluster.replicas("engine") == 2
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("born_fixed", [True, False])
 def test_a_release_of_helm_3_keeps_its_number_under_helm_4(cluster, born_fixed):
