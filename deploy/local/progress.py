@@ -16,6 +16,8 @@ from types import TracebackType
 HEARTBEAT_S = 10.0
 """Silence longer than this looks like a hang."""
 LOG_TAIL_LINES = 20
+_RUN_BEGINS = "==== run begins at "
+"""Begins the line that parts a run's lines in a log from those of the runs before."""
 _POLL_S = 0.1
 _TAIL_BYTES = 64 << 10
 _LINE_CHARS = 100
@@ -65,15 +67,25 @@ class Step:
         self._say(f"    {self.what}: {self.elapsed_s:.0f} s{f' · {detail}' if detail else ''}")
 
 
+def begin_run(log: Path) -> None:
+    """Mark the end of a log as the beginning of a run: excerpts show nothing from before it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        # On a line of its own: the run before may have ended in the middle of one.
+        output.write(f"\n{_RUN_BEGINS}{time.strftime('%Y-%m-%dT%H:%M:%S%z')} ====\n")
+
+
 def last_lines(path: Path, count: int = LOG_TAIL_LINES) -> list[str]:
-    """Return the last non-empty lines of a log file, oldest first; none when there is no file."""
+    """Return the last non-empty lines of the last run in a log file, oldest first; none when there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    begins = max((number for number, line in enumerate(lines, 1) if line.startswith(_RUN_BEGINS)), default=0)
+    return lines[begins:][-count:]
 
 
 def last_line(path: Path) -> str:
@@ -93,7 +105,7 @@ def run_logged(command: Sequence[str], *, what: str, log: Path, env: dict[str, s
 
     The command dies with this process's Ctrl-C. Raises StepFailed with the end of the log.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
+    begin_run(log)
     with Step(what) as step, log.open("ab") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
         try:

@@ -15,7 +15,7 @@ from deploy.local.model import ROOT
 from deploy.local.parts import Part
 from deploy.local.paths import StackPaths
 from deploy.local.processes import is_alive, kill_session, name_of, session_members, start_process, stop_session
-from deploy.local.progress import Step, StepFailed, last_line, log_excerpt, say
+from deploy.local.progress import Step, StepFailed, begin_run, last_line, log_excerpt, say
 from deploy.local.state import RunningPart, read_state, write_part
 
 POLL_S = 0.2
@@ -78,6 +78,7 @@ class PartProcesses:
             child.wait()
 
     def _launch(self, part: Part) -> subprocess.Popen[bytes]:
+        begin_run(self._paths.log(part.name))
         child = start_process(part.command, env=part.env, cwd=ROOT, log=self._paths.log(part.name))
         self._children[part.name] = child
         name = name_of(child.pid)
