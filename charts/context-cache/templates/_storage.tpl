@@ -54,7 +54,7 @@ StatefulSet. dict "root" $ and what context-cache.engines has of the engine.
 {{- $is = include "context-cache.otherClaim" (dict "name" "sidecar.storage" "claim" $claim "asked" $storage) }}
 {{- end }}
 {{- if $is }}
-{{- fail (printf "sidecar.storage: Kubernetes cannot change the volumes of StatefulSet %s (%s). Put these values back, or remove the StatefulSet without its pods (kubectl delete statefulset %s -n %s --cascade=orphan) and upgrade. Existing claims keep their size until it is changed in each (kubectl patch pvc)" $name $is $name $namespace) }}
+{{- fail (printf "sidecar.storage: Kubernetes cannot change the volumes of StatefulSet %s (%s). Put these values back, or remove the StatefulSet without its pods (kubectl delete statefulset %s -n %s --cascade=orphan) and upgrade with replicas: %d, its number today. Existing claims keep their size until it is changed in each (kubectl patch pvc)" $name $is $name $namespace (dig "spec" "replicas" 1 $live | int)) }}
 {{- end }}
 {{- end }}
 {{- end }}
