@@ -16,6 +16,7 @@ from doctor.front import Front, Unreachable
 
 _METRIC = "contextcache_gateway_requests_total"
 _REVIEWS = re.compile(r'^contextcache_injector_reviews_total\{outcome="([a-z-]+)"\} ([0-9.e+]+)$', re.MULTILINE)
+_RUST_FRONT_END = "rust-frontend"
 _NOT_SKIPPED = {"injected", "present", "opted-out"}
 
 
@@ -48,7 +49,9 @@ def injector(front: Front) -> Iterator[Finding]:
     skips = {reason: number for reason, number in sorted(outcomes.items()) if reason not in _NOT_SKIPPED and number}
     if skips:
         told = ", ".join(f"{reason} {number}" for reason, number in skips.items())
-        hint = "Events of their ReplicaSets and docs/injector.md say why; the pods run without context-cache."
+        hint = "Events of their owners and docs/injector.md say why; the pods run without context-cache."
+        if _RUST_FRONT_END in skips:
+            hint += " vLLM's Rust front end loads no middleware: take VLLM_USE_RUST_FRONTEND out of those pods."
         yield warning("injector", f"pods left alone since it started: {told}", hint)
     else:
         yield ok("injector", f"{outcomes.get('injected', 0)} pods injected since it started, none left alone")

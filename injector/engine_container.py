@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from injector.command_line import looks_like_vllm
+from injector.engine_options import expanded
 from injector.not_injected import NotInjected, Reason
 
 CONTAINER_ANNOTATION = "context-cache.io/container"
@@ -14,6 +15,9 @@ CONTAINER_ANNOTATION = "context-cache.io/container"
 
 OLDEST_VLLM, NEWEST_VLLM = (0, 29), (0, 32)
 """Of those the contract was tested with: `make test-vllm VLLM=…`, the README's table."""
+_RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
+_RUST_IN_SCRIPT = re.compile(rf"{_RUST_FRONT_END}=[\"']?([^\s\"';&|]*)")
+"""As a script or `env` sets it."""
 _RELEASE = re.compile(r"vllm[\w.-]*:v?(\d+)\.(\d+)")
 
 
@@ -55,6 +59,31 @@ def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[
             "set securityContext.runAsUser to a user other than root",
         )
     return None
+
+
+def check_front_end(container: Mapping[str, Any]) -> None:
+    """Raise NotInjected where vLLM's Rust front end is asked for: with our `--middleware` vLLM would not start.
+
+    vLLM 0.32 envs.py reads the variable as `bool(int(value))`. `envFrom` cannot be seen here.
+    """
+    env = container.get("env") or []
+    known = {item["name"]: str(item.get("value", "")) for item in env if "valueFrom" not in item}
+    asked = [item for item in env if item["name"] == _RUST_FRONT_END][-1:]  # the last of a name counts
+    values = [*expanded((str(item.get("value", "")) for item in asked if "valueFrom" not in item), known)]
+    words = [*(container.get("command") or []), *(container.get("args") or [])]
+    values += (found[1] for word in words for found in _RUST_IN_SCRIPT.finditer(str(word)))
+    if any("valueFrom" in item for item in asked) or not all(map(_is_off, values)):
+        raise NotInjected(
+            Reason.RUST_FRONTEND,
+            f"vLLM's Rust front end takes no --middleware, which context-cache needs; take {_RUST_FRONT_END} away",
+        )
+
+
+def _is_off(value: str) -> bool:
+    try:
+        return not value.strip() or int(value) == 0
+    except ValueError:
+        return False
 
 
 def version_warning(container: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ class Reason(StrEnum):
     KV_CONNECTOR = "kv-connector"
     PORT = "port"
     SERVER = "server"
+    RUST_FRONTEND = "rust-frontend"
     NAME_TAKEN = "name-taken"
     USER = "user"
     RESOURCES = "resources"

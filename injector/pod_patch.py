@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from injector.command_line import find_engine
-from injector.engine_container import engine_index, sidecar_user, version_warning
+from injector.engine_container import check_front_end, engine_index, sidecar_user, version_warning
 from injector.engine_options import EngineOptions
 from injector.json_patch import json_patch
 from injector.not_injected import NotInjected, Reason
@@ -101,6 +101,7 @@ def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
     engine = spec["containers"][index]
     version_warning(engine)
     command = find_engine(engine)
+    check_front_end(engine)
     annotations = pod["metadata"].get("annotations") or {}
     EngineOptions(command.options).check(
         port=parts.port, https=parts.https, trusts_config_file=annotations.get(CONFIG_FILE_ANNOTATION) == "trusted"

@@ -410,6 +410,18 @@ def test_pods_that_an_injector_left_alone_are_counted_by_reason(sample, level, s
     assert said in finding.text
 
 
+def test_the_doctor_says_what_to_do_about_the_rust_front_end():
+    deployment = Deployment()
+    text = 'contextcache_injector_reviews_total{outcome="rust-frontend"} 2.0\n'
+    deployment.answers["GET", "/metrics"] = (200, text)
+
+    (finding,) = part_checks.injector(deployment.front())
+
+    assert finding.level is Level.WARNING
+    assert "rust-frontend 2" in finding.text
+    assert "VLLM_USE_RUST_FRONTEND" in finding.hint
+
+
 def test_metrics_of_something_else_are_no_injector_s():
     deployment = Deployment()
     deployment.answers["GET", "/metrics"] = (200, "contextcache_gateway_requests_total 1\n")

@@ -154,6 +154,42 @@ def test_a_pod_that_cannot_be_injected_has_a_reason(pod, reason):
     assert reason_of(pod) is reason
 
 
+RUST = "VLLM_USE_RUST_FRONTEND"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"env": [{"name": RUST, "value": value}]} for value in ("1", " 1 ", "01", "2", "-1", "true", "True", "yes")),
+        {"env": [{"name": RUST, "value": "0"}, {"name": RUST, "value": "1"}]},
+        {"env": [{"name": "FLAG", "value": "1"}, {"name": RUST, "value": "$(FLAG)"}]},
+        {"env": [{"name": RUST, "value": "$(FROM_ELSEWHERE)"}]},
+        {"env": [{"name": RUST, "valueFrom": {"configMapKeyRef": {"name": "vllm", "key": "rust"}}}]},
+        {"command": ["env", f"{RUST}=1", "vllm", "serve", "m"], "args": None},
+        {"command": ["sh", "-c", f"export {RUST}=1; exec vllm serve m"], "args": None},
+        {"command": ["sh", "-c", f"{RUST}='1' exec vllm serve m"], "args": None},
+    ],
+)
+def test_an_engine_with_the_rust_front_end_is_left_alone(changes):
+    """Seen failing: the pod was injected, and vLLM refused `--middleware` at its start."""
+    assert reason_of(make_pod(make_engine(**changes))) is Reason.RUST_FRONTEND
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"env": [{"name": RUST, "value": value}]} for value in ("0", " 0 ", "00", "")),
+        {"env": [{"name": RUST}]},
+        {"env": [{"name": RUST, "value": "1"}, {"name": RUST, "value": "0"}]},
+        {"env": [{"name": "VLLM_USE_RUST_BENCH", "value": "1"}]},
+        {"envFrom": [{"configMapRef": {"name": "vllm"}}]},
+        {"command": ["env", f"{RUST}=0", "vllm", "serve", "m"], "args": None},
+    ],
+)
+def test_an_engine_without_the_rust_front_end_is_injected(changes):
+    assert sidecar_of(injected(make_pod(make_engine(**changes))))
+
+
 def test_a_pod_of_another_release_is_left_to_it():
     pod = make_pod()
     pod["metadata"]["labels"]["context-cache.io/engines"] = "other"
