@@ -50,6 +50,14 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
         merged(LMCACHE, INJECTOR),
         ("engine.turn.lmcacheUrl", "injector.enabled"),
     ),
+    "vLLM's Rust front end": (
+        merged(ENGINE, {"engine": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "1"}]}}),
+        ("engine.extraEnv", "VLLM_USE_RUST_FRONTEND", "--middleware"),
+    ),
+    "vLLM's Rust front end of one of the models": (
+        merged(ENGINE, {"models": {"small": {"extraEnv": [{"name": "VLLM_USE_RUST_FRONTEND", "value": "true"}]}}}),
+        ("models.small.extraEnv", "VLLM_USE_RUST_FRONTEND"),
+    ),
     "a second connector": (
         merged(ENGINE, {"engine": {"extraArgs": ["--kv-offloading-size=8"]}}),
         ("engine.extraArgs", "--kv-offloading-size"),
