@@ -6,6 +6,7 @@ ttl, a policy or metadata at all is refused here, before anybody is asked.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ from contextcache.model import (
     MAX_METADATA_VALUE_CHARS,
     SESSION_ID_PATTERN,
     SessionId,
+    SessionMode,
     TtlPolicy,
 )
 
@@ -27,6 +29,10 @@ _MAX_INTEGER = 2**53
 """Integers beyond it are not exact in JSON implementations, and no field needs them."""
 
 _MAX_DIGITS = 15
+_TTL_TEXT = re.compile(r"([1-9][0-9]{0,14})s", re.ASCII)
+"""A life as Gemini's API writes it."""
+_PREFIX_NAMES = ("common_prefix",)
+"""Names that other APIs (Volcengine's) have for the mode `prefix`."""
 
 ChoiceT = TypeVar("ChoiceT", bound=Enum)
 
@@ -88,6 +94,13 @@ def read_choice(body: Mapping[str, Any], key: str, choices: type[ChoiceT]) -> Ch
         raise InvalidRequest(f"{key} must be one of {names}", param=key) from None
 
 
+def read_mode(body: Mapping[str, Any]) -> SessionMode | None:
+    """Return the mode that a body names; None: it names none. Raises InvalidRequest."""
+    if body.get("mode") in _PREFIX_NAMES:
+        return SessionMode.PREFIX
+    return read_choice(body, "mode", SessionMode)
+
+
 def whole(value: Any) -> int | None:
     """Return a whole number, which JSON may write as 5.0 too, or None. `true` is none."""
     if isinstance(value, float) and value.is_integer():
@@ -98,9 +111,11 @@ def whole(value: Any) -> int | None:
 def _ttl_s(body: Mapping[str, Any]) -> int | None:
     if "ttl" not in body:
         return None
-    ttl_s = whole(body["ttl"])
+    said = body["ttl"]
+    text = _TTL_TEXT.fullmatch(said) if isinstance(said, str) else None
+    ttl_s = whole(said) if text is None else int(text[1])
     if ttl_s is None:
-        raise InvalidRequest("ttl must be a whole number of seconds", param="ttl")
+        raise InvalidRequest('ttl must be a whole number of seconds: 3600, or "3600s"', param="ttl")
     if not 0 < ttl_s <= _MAX_INTEGER:
         raise TtlOutOfRange("ttl is out of range", param="ttl")
     return ttl_s

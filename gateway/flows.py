@@ -26,7 +26,7 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.clock import Clock
-from contextcache.errors import ContextExpired, ContextNotFound, TooManyInFlight
+from contextcache.errors import ContextExpired, ContextNotFound, ModelNotFound, TooManyInFlight
 from contextcache.identity import (
     DESTINATION_HEADER,
     IDENTITY_HEADER,
@@ -329,6 +329,12 @@ class Gateway:
         """
         assert 1 <= limit <= MAX_LIST_LIMIT
         return await self._directory.list_sessions(tenant, limit=limit, after=after, model_id=model)
+
+    def model_seen_s(self, model: ModelId) -> int:
+        """Return the `created` of a model that a pod serves: now, as in vLLM's list. Raises ModelNotFound."""
+        if not self._endpoints.roster().serves(model):
+            raise ModelNotFound(f"the model `{model}` does not exist", param="model")
+        return self._clock.now_ms() // 1000
 
     async def usage(self, tenant: TenantId, *, first_day: int | None, last_day: int | None) -> UsageReport:
         """Return what a tenant used, from one day since 1970-01-01 to another; None: today.

@@ -1,7 +1,8 @@
 """Which call a method and a path mean. Pure, and strict: what is not plainly spelled is refused, not repaired.
 
-The pod classifies by the same decoded path, so a request that slipped past as `/v1//context` or `/v1/context/`
-could only meet a route there that we did not mean. Our own namespace is never passed on unsigned.
+The pod classifies by the same decoded path, so a request that slipped past as `/v1//context` could only meet a route
+there that we did not mean. Our own namespace is never passed on unsigned. One slash at the end of a path of ours is
+taken off (`own_path`), also from what a pod gets. A path that is not found is told the nearest one that is.
 
 Of the engine's own calls those pass that compute something for their caller from what the caller sent. Not passed:
 what steers the engine (adapters, weights, caches, profiles, its load and settings), what it keeps by id for anybody
@@ -12,15 +13,19 @@ in parts (`render`, `derender`, `/inference/v1/…`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import Enum
 from typing import ClassVar
 
 from contextcache.claim import TURN_PATHS
 from contextcache.errors import ContextCacheError
+from contextcache.spelling import nearest
 
 CONTEXT_PATH = "/v1/context"
 READ_PATHS = frozenset({"/v1/usage", "/v1/deployment"})
 """Reports that the gateway gives, beside contexts."""
+MODEL_PATH = "/v1/models"
+"""One model is below it, its name with slashes or without: the engine has the list alone."""
 CONTEXT_CHANGES = ("fork", "rewind")
 """What can be done to one context: the last segment of the path."""
 CONSOLE_PATH = "/console"
@@ -29,6 +34,8 @@ ROOT_CALL = "GET /"
 """Leads to the page, where there is one."""
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", CONSOLE_PATH})
 """Answered here, without a key."""
+METRICS_PATH = "/metrics"
+"""Of these, the one that a proxy in front does not show."""
 
 ENGINE_CALLS = frozenset(
     {
@@ -57,7 +64,13 @@ ENGINE_CALLS = frozenset(
     }
 )
 """Inference as vLLM 0.32 serves it, method and path: what any client with a key may ask of the engine."""
+_KNOWN_PATHS = frozenset(
+    {CONTEXT_PATH, *READ_PATHS, *OWN_PATHS - {METRICS_PATH}, *(call.partition(" ")[2] for call in ENGINE_CALLS)}
+)
 
+_ENDS_BARE = frozenset({CONTEXT_PATH, *READ_PATHS, *OWN_PATHS}) - {METRICS_PATH}
+_NAMED_PATH = f"{CONTEXT_PATH}/{{session_id}}"
+"""A context's path, as errors name it."""
 TOKENIZER_PATHS = frozenset({"/detokenize", "/tokenize", "/v1/messages/count_tokens"})
 """Calls that the pod's API server answers alone: the engine has no request of them."""
 
@@ -95,6 +108,13 @@ class MethodNotAllowed(ContextCacheError):
         self.allow = allow
 
 
+def own_path(path: str) -> str:
+    """Return a path of ours without the one slash at its end; any other path as it is."""
+    bare = path.removesuffix("/")
+    is_ours = bare in _ENDS_BARE or bare.startswith((f"{CONTEXT_PATH}/", f"{MODEL_PATH}/"))
+    return bare if is_ours and not bare.endswith("/") else path
+
+
 def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
     """Return what `method` on the decoded `path` is. Raises PathNotFound, MethodNotAllowed.
 
@@ -102,19 +122,45 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
     """
     if f"{method} {path}" == ROOT_CALL:
         return Kind.OWN
+    asked, path = path, own_path(path)
     segments = path.split("/")
     if not _PLAIN_PATH.fullmatch(path) or "." in segments or ".." in segments:
-        raise PathNotFound("no such path")
+        raise _no_such_path(asked)
     if path in OWN_PATHS or (path.startswith(CONSOLE_PATH + "/") and path.count("/") == 2):
         return _allowed(Kind.OWN, method, "GET")
-    if path in READ_PATHS:
+    if path in READ_PATHS or path.startswith(MODEL_PATH + "/"):
         return _allowed(Kind.CONTROL, method, "GET")
     if path.casefold() == CONTEXT_PATH or path.casefold().startswith(CONTEXT_PATH + "/"):
         return _context_kind(method, path)
     call = f"{method} {path}"
     if call not in ENGINE_CALLS and call not in engine_paths:
-        raise PathNotFound("no such path")
+        if allow := methods_of(path, engine_paths):
+            return _allowed(Kind.STATELESS, method, ", ".join(allow))
+        raise _no_such_path(asked)
     return Kind.COMPLETION if method == "POST" and path in TURN_PATHS else Kind.STATELESS
+
+
+def methods_of(path: str, engine_paths: Iterable[str]) -> list[str]:
+    """Return the methods with which a path of the engine's is passed on."""
+    return sorted({call.partition(" ")[0] for call in (*ENGINE_CALLS, *engine_paths) if call.partition(" ")[2] == path})
+
+
+def nearest_path(path: str) -> str | None:
+    """Return the path that one that is not found most likely means; None if none is near."""
+    for spelled in (path, f"/v1{path}", path.removeprefix("/v1")):
+        bare = spelled.rstrip("/")
+        if (found := bare if bare in _KNOWN_PATHS else nearest(bare, _KNOWN_PATHS)) is not None:
+            return found
+        parts = bare.split("/", 4)[2:]
+        if len(parts) > 1 and nearest(f"/v1/{parts[0]}", (CONTEXT_PATH,)) is not None and bare.startswith("/v1/"):
+            change = nearest(parts[2], CONTEXT_CHANGES) if len(parts) > 2 else None
+            return _NAMED_PATH if change is None else f"{_NAMED_PATH}/{change}"
+    return None
+
+
+def _no_such_path(path: str) -> PathNotFound:
+    meant = nearest_path(path)
+    return PathNotFound("no such path" if meant is None else f"no such path: did you mean {meant}?")
 
 
 def _context_kind(method: str, path: str) -> Kind:
@@ -122,7 +168,7 @@ def _context_kind(method: str, path: str) -> Kind:
         return Kind.CREATE if method == "POST" else _allowed(Kind.CONTROL, method, "GET, POST")
     _, _, change = path.removeprefix(CONTEXT_PATH + "/").partition("/")
     if not path.startswith(CONTEXT_PATH + "/") or change not in {"", *CONTEXT_CHANGES} or path.endswith("/"):
-        raise PathNotFound("no such path")
+        raise _no_such_path(path)
     return _allowed(Kind.CONTROL, method, "POST" if change else "GET, PATCH, DELETE")
 
 

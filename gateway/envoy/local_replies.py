@@ -16,7 +16,7 @@ from contextcache.errors import (
     NoReadyEndpoint,
     error_body,
 )
-from gateway.envoy.routes import CONTROL, TYPE, collected_bytes_max
+from gateway.envoy.routes import CONTROL, NOT_FOUND, TYPE, collected_bytes_max
 from gateway.envoy.settings import EnvoySettings
 from gateway.paths import PathNotFound
 
@@ -35,6 +35,8 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
         "mappers": [
             _mapper(_details("request_payload_too_large"), too_large),
             _mapper(_details("direct_response", "route_not_found"), PathNotFound("no such path")),
+            # The front would name the nearest path; without it, the path is no less unknown.
+            _mapper(f"xds.route_name == '{NOT_FOUND}' && ({_UNREACHED} || {_BROKEN})", PathNotFound("no such path")),
             _mapper(_details("ext_proc_error*"), away),
             _mapper(f"xds.route_name == '{CONTROL}' && ({_UNREACHED} || {_BROKEN})", away),
             _mapper(_UNREACHED, NoReadyEndpoint("no pod can be reached", retry_after_s=1)),

@@ -1,7 +1,8 @@
 """Which way a request takes through Envoy: by method and path as spelled, and whether a header names a context.
 
 `gateway.paths.kind_of` in Envoy's words, a test holds the two together. Envoy normalises nothing: what is not plainly
-spelled, a percent sign included, matches no route of ours and is not found.
+spelled, a percent sign included, matches no route of ours and is not found. What is plainly spelled and not found is
+answered by the HTTP front, which names the nearest path.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import Any
 
 from contextcache.claim import MINTED_PREFIX, SESSION_HEADER, TURN_PATHS
 from gateway.envoy.settings import EnvoySettings, duration
-from gateway.paths import CONSOLE_PATH, CONTEXT_CHANGES, CONTEXT_PATH, ENGINE_CALLS, READ_PATHS, ROOT_CALL
+from gateway.paths import (
+    CONSOLE_PATH,
+    CONTEXT_CHANGES,
+    CONTEXT_PATH,
+    ENGINE_CALLS,
+    METRICS_PATH,
+    MODEL_PATH,
+    READ_PATHS,
+    ROOT_CALL,
+)
 from gateway.tenants.keys import KEY_HEADERS
 
 PODS = "pods"
@@ -49,6 +59,8 @@ _NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
 _ANY = r"[A-Za-z0-9_~!$&'()*+,;=:@.-]"
 SEGMENT = rf"(?:\.?\.?{_NOT_DOT}{_ANY}*|\.\.\.{_ANY}*)"
 """A path segment in plain characters that is neither `.` nor `..`; RE2 has no look-ahead."""
+_SLASH = "(?:/|%2[Ff])"
+"""Between the parts of a model's name: OpenAI's client escapes it."""
 
 
 def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
@@ -61,7 +73,7 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     # Each path by itself: a regular expression of all of them is larger than Envoy takes.
     with_body = [
         *((TURN, {**_path(path), "headers": [*post, by_header]}, False) for path in _COMPLETIONS),
-        (CREATE, {**_path(CONTEXT_PATH), "headers": post}, False),
+        *((CREATE, {**match, "headers": post}, False) for match in _either(CONTEXT_PATH)),
         *((COMPLETION, {**_path(path), "headers": post}, fail_open) for path in _COMPLETIONS),
         *((STATELESS, {**_path(path), "headers": post}, fail_open) for path in _POSTED),
     ]
@@ -76,19 +88,22 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
         # Envoy's filter answers for the pages it knows, and takes its policy from routes to somewhere alone.
         _public(_route(PREFLIGHT, {"prefix": "/", "headers": _ASKED_FIRST}, to_front, plugin=False)),
         *(
-            _collected(_route(name, _also(match, shown), to_pod, fail_open=may_pass), settings)
+            _collected(_route(name, _also(match, shown), to_pod | _rewritten(match), fail_open=may_pass), settings)
             for name, match, may_pass in with_body
         ),
-        *(_route(name, match, streamed, plugin=False) for name, match, _ in with_body),
+        *(_route(name, match, streamed | _rewritten(match), plugin=False) for name, match, _ in with_body),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
-        *(_public(_route(CONTROL, _path(path), to_front, plugin=False)) for path in FRONT_PATHS),
+        *(_public(_route(CONTROL, match, to_front, plugin=False)) for path in FRONT_PATHS for match in _either(path)),
         _public(_route(CONSOLE, _call(ROOT_CALL), to_front, plugin=False)),
         _public(_route(CONSOLE, _regex(f"{CONSOLE_PATH}/{SEGMENT}"), to_front, plugin=False)),
+        *(_not_found(_path(path)) for path in (METRICS_PATH, f"{METRICS_PATH}/")),
+        _public(_route(NOT_FOUND, _regex(rf"(?i){re.escape(CONTEXT_PATH)}(?:/{SEGMENT})*/?"), to_front, plugin=False)),
         # Any other spelling of our own namespace: the pod must not see it either.
         _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
         # As a rule these have no body, and so no size. A body without a size is 413 above what is collected.
         *(_route(STATELESS, _also(match, large), streamed, plugin=False) for match in bodiless),
         *(_collected(_route(STATELESS, match, to_pod, fail_open=fail_open), settings) for match in bodiless),
+        _public(_route(NOT_FOUND, _regex(f"(?:/{SEGMENT})+/?"), to_front, plugin=False)),
         _not_found({"prefix": ""}),
     ]
     if not settings.api_keys_file:
@@ -116,6 +131,17 @@ def _path(path: str) -> dict[str, Any]:
     return {"path": path}
 
 
+def _either(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Match a path of ours with and without a slash at its end."""
+    return _path(path), _path(f"{path}/")
+
+
+def _rewritten(match: dict[str, Any]) -> dict[str, str]:
+    """Take the slash off for the pod: it knows the bare path alone."""
+    path = str(match["path"])
+    return {"prefix_rewrite": path.removesuffix("/")} if path.endswith("/") else {}
+
+
 def _method(name: str) -> list[dict[str, Any]]:
     return [{"name": ":method", "string_match": {"exact": name}}]
 
@@ -135,9 +161,9 @@ _COMPLETIONS = sorted(TURN_PATHS)
 _POSTED = sorted({call.removeprefix("POST ") for call in ENGINE_CALLS if call.startswith("POST ")} - TURN_PATHS)
 _NOT_POSTED = sorted(call for call in ENGINE_CALLS if not call.startswith("POST "))
 _CONTROL_MATCHES = [
-    _path(CONTEXT_PATH),
-    *map(_path, sorted(READ_PATHS)),
-    _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}(?:/(?:{'|'.join(CONTEXT_CHANGES)}))?"),
+    *(match for path in (CONTEXT_PATH, *sorted(READ_PATHS)) for match in _either(path)),
+    _regex(rf"{re.escape(CONTEXT_PATH)}/{SEGMENT}(?:/(?:{'|'.join(CONTEXT_CHANGES)}))?/?"),
+    _regex(rf"{re.escape(MODEL_PATH)}/{SEGMENT}(?:{_SLASH}{SEGMENT})*/?"),
 ]
 _RETRIES = {
     # Only what no server has begun to work on: a completion is never sent twice.

@@ -46,7 +46,7 @@ from gateway.http import routes
 from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
-from gateway.paths import Kind, PathNotFound
+from gateway.paths import Kind, PathNotFound, own_path
 from gateway.pods.roster import EndpointDirectory
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 
@@ -109,7 +109,7 @@ class HttpFront(FastAPI):
             await self._cors(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(_with_own_path(scope), receive, send)
         started_s = time.monotonic()
         try:
             await self._answer(exchange)
@@ -260,6 +260,12 @@ class _Cors(CORSMiddleware):
         answer = super().preflight_response(request_headers)
         answer.headers[REQUEST_ID_HEADER] = plain_request_id(request_headers) or mint_request_id()
         return answer
+
+
+def _with_own_path(scope: Scope) -> Scope:
+    """Return a request for a path of ours without the slash at its end, so that routes and pods know it."""
+    path = own_path(scope["path"])
+    return scope if path == scope["path"] else {**scope, "path": path, "raw_path": path.encode()}
 
 
 async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:

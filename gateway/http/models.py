@@ -39,6 +39,9 @@ _KEYS_SHOWN = 100
 
 SESSION_ID_SCHEMA = {"pattern": f"^{SESSION_ID_PATTERN.pattern}$"}
 
+_TTL_TEXT = r"^([6-9][0-9]|[1-9][0-9]{2,4}|[1-5][0-9]{5}|60[0-3][0-9]{3}|604[0-7][0-9]{2}|604800)s$"
+"""The seconds from MIN_TTL_S to MAX_TTL_S and an `s`; a test holds the three together."""
+Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)] | Annotated[str, Field(pattern=_TTL_TEXT)]
 Model = Annotated[str, Field(min_length=1, max_length=256)]
 SessionId = Annotated[str, Field(json_schema_extra=SESSION_ID_SCHEMA)]
 Text = Annotated[str, Field(min_length=1)]
@@ -80,9 +83,11 @@ class _Answered(BaseModel):
 class _Termed(_Answered):
     """What a create says of the life of a context."""
 
-    ttl: int = Field(DEFAULT_TTL_S, ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")
+    ttl: Ttl = Field(DEFAULT_TTL_S, description="Life in seconds, 3600 or `3600s`; never clamped.")
     ttl_policy: Literal["fixed", "sliding"] | None = "fixed"
-    mode: Literal["session", "prefix"] | None = "session"
+    mode: Literal["session", "prefix", "common_prefix"] | None = Field(
+        "session", description="`common_prefix` is another name for `prefix`."
+    )
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA_KEYS)
 
 
@@ -108,7 +113,7 @@ class ContextPatch(TypedDict, total=False):
     """What is to change of a context; what is not there stays. null is as if a field were not there, but for `ttl`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
-    ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="A new life from now, in seconds.")]
+    ttl: Annotated[Ttl, Field(description="A new life from now, in seconds.")]
     ttl_policy: Literal["fixed", "sliding"] | None
     metadata: Annotated[
         dict[MetadataKey, MetadataValue] | None,
@@ -124,7 +129,7 @@ class ContextFork(TypedDict, total=False):
         int | None, Field(ge=1, le=MAX_GENERATION, description="Where it begins; the newest when absent.")
     ]
     session_id: Annotated[SessionId | None, Field(description="The client's own name for it; minted when absent.")]
-    ttl: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="Life in seconds; never clamped.")]
+    ttl: Annotated[Ttl, Field(description="Life in seconds; never clamped.")]
     ttl_policy: Literal["fixed", "sliding"] | None
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=MAX_METADATA_KEYS)]
 
@@ -592,6 +597,16 @@ class DeploymentObject(TypedDict):
     has_more: bool
     """Whether there are more tenants, after `last_tenant`."""
     last_tenant: str | None
+
+
+class ModelObject(TypedDict):
+    """A model, as OpenAI's clients know it."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    """The time of the answer, as in the engine's own list."""
+    owned_by: str
 
 
 class ContextDeleted(TypedDict):

@@ -44,6 +44,7 @@ from gateway.http.models import (
     Error,
     KeptList,
     KeptObject,
+    ModelObject,
     NewResponse,
     ReadContext,
     UsageOfTenant,
@@ -327,7 +328,9 @@ async def list_contexts(
 
 
 @contexts.get(
-    "/v1/context/{session_id}", operation_id="read_context", responses=_answers(*_KEPT_BY_MANAGER, *_NAMED_CONTEXT)
+    "/v1/context/{session_id}",
+    operation_id="read_context",
+    responses=_answers(*_KEPT_BY_MANAGER, "invalid_request", *_NAMED_CONTEXT),
 )
 async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ReadContext | KeptObject:
     """Describe one context, or one kept conversation, its KV included."""
@@ -387,6 +390,18 @@ async def rewind_context(
 
 
 @contexts.get(
+    "/v1/models/{model:path}",
+    operation_id="read_model",
+    responses=_answers(*_ALWAYS, "invalid_request", "model_not_found"),
+)
+async def read_model(
+    gateway: AskedGateway, model: Annotated[str, Path(json_schema_extra={"pattern": r"^[A-Za-z0-9_.:@-]{1,256}$"})]
+) -> ModelObject:
+    """Describe one model that a pod serves, as OpenAI does."""
+    return {"id": model, "object": "model", "created": gateway.model_seen_s(model), "owned_by": "vllm"}
+
+
+@contexts.get(
     "/v1/usage",
     operation_id="read_usage",
     responses=_answers(*_KEPT_BY_MANAGER, "invalid_request", "operator_only", "too_many_in_flight"),
@@ -429,7 +444,9 @@ def _check_operator(request: Request, refusal: str) -> None:
 
 
 @contexts.delete(
-    "/v1/context/{session_id}", operation_id="delete_context", responses=_answers(*_KEPT_BY_MANAGER, *_NAMED_CONTEXT)
+    "/v1/context/{session_id}",
+    operation_id="delete_context",
+    responses=_answers(*_KEPT_BY_MANAGER, "invalid_request", *_NAMED_CONTEXT),
 )
 async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath) -> ContextDeleted:
     """Delete a context, or a kept conversation, and its KV."""

@@ -93,6 +93,10 @@ class Roster:
         """Return the pod of this name, ready or not."""
         return self._by_name.get(name)
 
+    def serves(self, model: ModelId) -> bool:
+        """Return whether a pod says that it serves a model, or said so a moment ago."""
+        return model in self._served
+
     def knowing(self, beginning: str) -> Mapping[str, int]:
         """Return the pods where what begins so was asked for: the last ones, not all.
 

@@ -263,23 +263,14 @@ async def test_control_calls_go_to_the_http_front_whatever_the_plugin_does(dead_
 SPELLINGS = [
     "//v1/context",
     "/v1//context",
-    "/v1/context/",
-    "/v1/Context",
-    "/V1/context",
+    "/v1/context//",
     "/v1/%63ontext",
     "/v1/context%2f",
 ]
-SPELLINGS += ["/v1/./context", "/v1/x/../context", "/v1/context;/", "/v1/context/a/b", "/v1\\context", "/v1/co%6Etext"]
-SPELLINGS += [
-    "/v1/completions/",
-    "/v1/completions%00",
-    "/v1",
-    "/",
-    "/metrics",
-    "/admin",
-    "/stats",
-    "/v1/%2e%2e/metrics",
-]
+SPELLINGS += ["/v1/./context", "/v1/x/../context", "/v1/context//;", "/v1\\context", "/v1/co%6Etext", "/v1/models/%2e"]
+SPELLINGS += ["/v1/completions%00", "/", "/metrics", "/metrics/", "/v1/%2e%2e/metrics"]
+PLAIN_SPELLINGS = ["/v1/Context", "/V1/context", "/v1/context;/", "/v1/context/a/b", "/v1/completions/", "/v1/contexts"]
+PLAIN_SPELLINGS += ["/v1", "/admin", "/stats", "/v1/context/ctx_1/forks"]
 
 
 async def test_what_is_not_spelled_plainly_is_not_found(either_bench):
@@ -290,6 +281,14 @@ async def test_what_is_not_spelled_plainly_is_not_found(either_bench):
 
     assert bench.arrived() == []
     assert bench.plugin.heads == []
+
+
+async def test_a_plain_path_that_is_not_found_is_the_fronts_to_name(dead_bench):
+    for path in PLAIN_SPELLINGS:
+        await dead_bench.status_of("POST", path, data=b"{}")
+
+    assert dead_bench.asked_of_front() == PLAIN_SPELLINGS
+    assert dead_bench.arrived() == []
 
 
 async def test_what_claims_a_context_is_refused_while_the_plugin_is_dead_and_the_rest_is_served(own_bench):

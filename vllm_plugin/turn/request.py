@@ -23,7 +23,7 @@ from contextcache.model import (
     UsageFormat,
     new_session_id,
 )
-from contextcache.terms import read_choice, read_if_match, read_session_id, read_terms, whole
+from contextcache.terms import read_choice, read_if_match, read_mode, read_session_id, read_terms, whole
 
 CONTEXT_PATH = "/v1/context"
 COMPLETIONS_PATH = "/v1/completions"
@@ -162,7 +162,7 @@ def read_new_session(
         tenant=tenant,
         session_id=session_id or read_session_id(body.get("session_id")) or new_session_id(),
         model_id=model,
-        mode=read_choice(body, "mode", SessionMode) or SessionMode.SESSION,
+        mode=read_mode(body) or SessionMode.SESSION,
         ttl_s=DEFAULT_TTL_S if terms.ttl_s is None else terms.ttl_s,
         ttl_policy=terms.ttl_policy or TtlPolicy.FIXED,
         metadata=terms.metadata or {},

@@ -163,7 +163,7 @@ async def test_two_lengths_or_a_length_and_chunks_are_refused_or_one_request(fro
 
 
 SPELLINGS = (
-    "//v1/context", "/v1//context", "/v1/context/", "/v1/%63ontext/", "/v1/context%2F", "/v1/%2e/context",
+    "//v1/context", "/v1//context", "/v1/%63ontext//", "/v1/context%2F%2F", "/v1/%2e/context",
     "/V1/CONTEXT", "/v1/x/%2e%2e/context", "/v1/x/../context", "/v1/context%00", "/v1/./context", "/v1/../v1/context",
     "/v1/Context", "/v1/context%3F", "/./v1/context", "http://g/v1//context", "/v1/%2563ontext", "\\v1\\context",
     "/v1\\context", "/v1/context%5c", "/v1/context//", "/v1/context/a/b/c", "/v1/context%20",

@@ -77,7 +77,7 @@ async def test_a_browser_is_not_told_that_other_pages_may_call(browsed, page):
         status, seen = called.status, origins(called.headers)
 
     assert origins(answer.headers) == []
-    assert answer.status == 404
+    assert answer.status == 405
     assert (status, seen) == (200, [])
 
 
@@ -86,7 +86,7 @@ async def test_without_the_setting_nothing_is_said_of_origins(front):
     async with front.post("/v1/completions", {"prompt": "x"}, headers={"origin": PAGE}) as called:
         named = {name.lower() for name in (*called.headers, *answer.headers)}
 
-    assert answer.status == 404
+    assert answer.status == 405
     assert not [name for name in named if name.startswith("access-control-")]
 
 

@@ -128,10 +128,14 @@ async def asked(front, method, path, code):
         body = (CHANGES.get(path) or TURNS.get(path) or {}) | ({"session_id": name} if names_it else {}) | more
         data, headers = json.dumps(body).encode(), headers | {"content-type": "application/json"}
     queries = {"invalid_request": "?limit=0&from=yesterday", "operator_only": "?tenant=another"}
-    query = queries.get(code, "") if method == "GET" else ""
+    query = queries.get(code, "") if method in {"GET", "DELETE"} else ""
+    if path == "/v1/deployment" and code == "operator_only":
+        query = ""
     if path == "/v1/deployment" and code == "invalid_request":
         headers["authorization"] = f"Bearer {OPERATOR_KEY}"
-    async with front.request(method, path.format(session_id=name) + query, data=data, headers=headers) as answer:
+    async with front.request(
+        method, path.format(session_id=name, model="nobodys") + query, data=data, headers=headers
+    ) as answer:
         return await code_of(answer)
 
 

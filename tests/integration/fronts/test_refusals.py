@@ -68,6 +68,48 @@ async def test_a_misspelt_handle_reaches_no_pod(front, engine, path):
     assert engine.turns == []
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/contexts", "/v1/context"),
+        ("/v1/context/ctx_1/forks", "/v1/context/{session_id}/fork"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/models/", "/v1/models"),
+    ],
+)
+async def test_a_path_that_is_not_found_names_the_nearest(front, engine, path, meant):
+    """Seen to fail: `no such path`, and nothing else, through either front."""
+    async with front.post(path, {"prompt": "x"}) as answer:
+        assert await code_of(answer) == (404, "not_found")
+        assert (await answer.json())["detail"] == f"no such path: did you mean {meant}?"
+    assert engine.turns == []
+
+
+async def test_a_slash_at_the_end_of_a_path_of_ours_changes_nothing(front, engine, manager):
+    """Seen to fail: 404, through either front. The pod gets the bare path."""
+    await manager.add("ctx_1")
+    for body in ({"prompt": "x"}, {"prompt": "x" * (9 << 20)}):
+        async with front.post("/v1/context/", body) as answer:
+            assert answer.status == 200
+    for path in ("/v1/context/", "/v1/context/ctx_1/", "/v1/usage/", "/v1/models/stub-model/"):
+        async with front.get(path) as answer:
+            assert answer.status == 200, path
+    async with front.get("/healthz/", headers={"authorization": ""}) as answer:
+        assert answer.status == 200
+
+    assert [found.target for found in engine.turns] == ["/v1/context"] * 2
+
+
+async def test_a_model_is_described_through_either_front(front, engine):
+    """Seen to fail: 404 `not_found`."""
+    async with front.get("/v1/models/stub-model") as answer:
+        assert (answer.status, (await answer.json())["id"]) == (200, "stub-model")
+    async with front.get("/v1/models/org%2Fmodel") as answer:
+        assert await code_of(answer) == (404, "model_not_found")
+    async with front.get("/v1/models/stub-model", headers={"authorization": "Bearer nobodys"}) as answer:
+        assert await code_of(answer) == (401, "invalid_api_key")
+
+
 @only_http
 async def test_a_header_that_names_nobodys_context_is_not_found(front, engine, manager):
     await manager.add("ctx_foreign", tenant="other")

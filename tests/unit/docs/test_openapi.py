@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from contextcache.fields import OUR_FIELDS
+from contextcache.model import MAX_TTL_S, MIN_TTL_S
 from gateway.fronts import CORS_EXPOSED_HEADERS
 from gateway.http import routes
 
@@ -133,3 +134,12 @@ def test_the_fields_that_are_ours_are_the_same(document):
     assert schemas["ContextUsage"]["properties"].keys() == rows
     assert turn >= OUR_FIELDS
     assert all(f"`{name}`" in DOC for name in turn)
+
+
+def test_a_life_as_text_has_the_bounds_of_one_as_a_number(document):
+    """Seen to fail with `604[0-7]` written `60[0-4]`."""
+    _, text = document["components"]["schemas"]["CreateFromPrompt"]["properties"]["ttl"]["anyOf"]
+
+    allowed = {life for life in range(2 * MAX_TTL_S) if re.search(text["pattern"], f"{life}s")}
+    assert allowed == set(range(MIN_TTL_S, MAX_TTL_S + 1))
+    assert not any(re.search(text["pattern"], odd) for odd in ("90", "090s", "90s ", "x90s", "90ss"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.envoy.bootstrap import bootstrap
 from gateway.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, GATEWAY_HTTP, PODS, SHOWN_BYTES_MAX, routes
 from gateway.envoy.settings import EnvoySettings
-from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of
+from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of, methods_of
 from gateway.settings import GatewaySettings
 from tests.kit.engine_calls import known_calls
 
@@ -26,6 +26,7 @@ PIECES = [
     "/v1",
     "/V1",
     "/context",
+    "/contexts",
     "/Context",
     "/completions",
     "/chat",
@@ -71,15 +72,37 @@ def route_of(method: str, path: str, *, headers: set[str] = frozenset(), size_by
 def expected(method: str, path: str) -> str:
     if path == "/metrics":
         return "not_found"
+    if path.startswith("/v1/models/"):
+        path = re.sub("%2f", "/", path, flags=re.IGNORECASE)  # as the front reads it
     try:
         kind = kind_of(method, path, ENGINE_PATHS)
     except PathNotFound:
         return "not_found"
     except MethodNotAllowed:
-        return "control"
+        return "not_found" if methods_of(path, ENGINE_PATHS) else "control"
     if kind is Kind.OWN:
-        return "console" if path == "/" or path.startswith("/console/") else "control"
+        return "console" if path == "/" or path.removesuffix("/").startswith("/console/") else "control"
     return kind.value
+
+
+@given(method=st.sampled_from(["GET", "POST", "DELETE"]), path=paths)
+@example(method="GET", path="/metrics")
+@example(method="GET", path="/metrics/")
+@example(method="GET", path="/v1/%63ontext")
+def test_what_is_not_found_here_reaches_nothing_in_the_front_that_answers_for_it(method, path):
+    """The front would read `%63`, and it has metrics that are not for everybody: such paths end at Envoy."""
+    route = route_of(method, path)
+    if route["name"] == "not_found" and "route" in route:
+        assert route["route"]["cluster"] == GATEWAY_HTTP
+        assert "%" not in path
+        with pytest.raises((PathNotFound, MethodNotAllowed)):
+            kind_of(method, path, ENGINE_PATHS)
+
+
+@pytest.mark.parametrize("size_bytes", [10, 32 << 20])
+def test_a_slash_at_the_end_of_a_create_reaches_no_pod(size_bytes):
+    assert route_of("POST", "/v1/context/", size_bytes=size_bytes)["route"]["prefix_rewrite"] == "/v1/context"
+    assert "prefix_rewrite" not in route_of("POST", "/v1/context", size_bytes=size_bytes)["route"]
 
 
 @given(method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]), path=paths)
@@ -90,6 +113,10 @@ def expected(method: str, path: str) -> str:
 @example(method="GET", path="/")
 @example(method="POST", path="/")
 @example(method="POST", path="/v1/chat/completions\n")
+@example(method="POST", path="/v1/context/")
+@example(method="GET", path="/v1/models/org%2Fmodel/")
+@example(method="GET", path="/v1/models/org/model")
+@example(method="GET", path="/console/")
 def test_a_request_takes_the_way_that_the_gateway_says_it_has(method, path):
     assert route_of(method, path)["name"] == expected(method, path)
 
@@ -189,4 +216,5 @@ def test_a_key_is_asked_for_wherever_the_gateway_asks_for_one():
     public = [route for route in ROUTES if API_KEYS in route["typed_per_filter_config"]]
 
     assert {route["name"] for route in public} == {"preflight", "control", "console", "not_found"}
-    assert [route["match"]["path"] for route in public if route["name"] == "control"] == list(FRONT_PATHS)
+    paths = [route["match"]["path"] for route in public if route["name"] == "control"]
+    assert paths == [f"{path}{end}" for path in FRONT_PATHS for end in ("", "/")]

@@ -242,7 +242,7 @@ async def test_the_identity_never_carries_the_clients_request_id(parts):
         (head("/v1/context", method="PUT"), (405, "method_not_allowed")),
         (head("/v1/%63ontext"), (404, "not_found")),
         (head("//v1/context"), (404, "not_found")),
-        (head("/v1/context/"), (404, "not_found")),
+        (head("/v1/context//"), (404, "not_found")),
         (head("/V1/CONTEXT"), (404, "not_found")),
         (head("*", method="OPTIONS"), (404, "not_found")),
         (head(key="wrong"), (401, "invalid_api_key")),

@@ -153,14 +153,13 @@ async def test_a_wrong_method_is_typed_and_names_the_right_ones(client, method, 
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/context/",
+        "/v1/context//",
         "//v1/context",
         "/v1/%2e/context",
-        "/v1/context%2F",
         "/V1/context",
         "/nowhere",
         "/v1/context/ctx_1/forks",
-        "/v1/context/ctx_1/rewind/",
+        "/v1/context/ctx_1/rewind//",
     ],
 )
 async def test_tricks_and_unknown_paths_are_typed(client, path):
@@ -287,7 +286,8 @@ async def test_the_openapi_document_has_every_call(client):
         *((method, "/v1/context/{session_id}") for method in ("get", "patch", "delete")),
         *(("post", f"/v1/context/{{session_id}}/{change}") for change in ("fork", "rewind")),
         *(("post", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")),
-        *(("get", path) for path in ("/v1/usage", "/v1/deployment", "/healthz", "/readyz", "/metrics")),
+        *(("get", path) for path in ("/v1/usage", "/v1/deployment", "/v1/models/{model}")),
+        *(("get", path) for path in ("/healthz", "/readyz", "/metrics")),
     }
     assert "HTTPValidationError" not in json.dumps(document)
 
@@ -345,3 +345,64 @@ async def test_what_a_control_call_does_not_know_is_named_with_what_it_may_mean(
     assert answer.json()["error"]["param"] == param
     assert told in answer.json()["error"]["message"]
     assert (await parts.directory.get_session_metadata("demo", "mine")).ttl_s == 600
+
+
+async def test_a_slash_at_the_end_of_a_path_of_ours_changes_nothing(client, parts):
+    """Seen to fail: 404."""
+    await parts.directory.add("mine")
+    for path in ("/v1/context", "/v1/context/mine", "/v1/usage", "/v1/models/stub-model", "/healthz", "/readyz"):
+        bare, slashed = [await client.get(path + end, headers=AUTH) for end in ("", "/")]
+        assert (slashed.status_code, slashed.content) == (bare.status_code, bare.content), path
+        assert bare.status_code == 200, path
+    forked = await client.post("/v1/context/mine/fork/", headers=AUTH)
+    assert forked.status_code == 201
+
+
+async def test_a_model_is_described_as_openai_does(client, parts):
+    """Seen to fail: 404 `not_found`."""
+    parts.probe.health["pod-b"] = Health(healthy=True, models=frozenset({"org/model:tag"}))
+    await parts.endpoints.probe_all()
+    for model in ("stub-model", "org/model:tag"):
+        answer = await client.get(f"/v1/models/{model}", headers=AUTH)
+        assert (answer.status_code, answer.json()["id"], answer.json()["object"]) == (200, model, "model")
+        assert answer.json()["created"] == parts.clock.now_ms() // 1000
+    escaped = await client.get("/v1/models/org%2Fmodel:tag", headers=AUTH)
+    assert (escaped.status_code, escaped.json()["id"]) == (200, "org/model:tag")
+
+    missing = await client.get("/v1/models/nobody", headers=AUTH)
+    assert error_of(missing) == (404, "model_not_found")
+    assert (missing.json()["error"]["message"], missing.json()["error"]["param"]) == (
+        "the model `nobody` does not exist",
+        "model",
+    )
+    assert error_of(await client.get("/v1/models/stub-model")) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(("said", "ttl_s"), [(90, 90), (90.0, 90), ("90s", 90), ("604800s", 604_800)])
+async def test_a_life_may_be_written_as_a_number_or_as_text(client, parts, said, ttl_s):
+    """Seen to fail: 400 for `90s`."""
+    await parts.directory.add("mine")
+    changed = await client.patch("/v1/context/mine", json={"ttl": said}, headers=AUTH)
+    forked = await client.post("/v1/context/mine/fork", json={"ttl": said}, headers=AUTH)
+
+    assert (changed.json()["ttl"], forked.json()["ttl"]) == (ttl_s, ttl_s)
+
+
+@pytest.mark.parametrize(
+    "said", ["90", "90 s", " 90s", "90S", "1m", "1.5s", "-90s", "090s", "s", "90ss", "\u0669\u0660s", "90s\n", "", True]
+)
+async def test_any_other_text_is_no_life(client, parts, said):
+    await parts.directory.add("mine")
+    answer = await client.patch("/v1/context/mine", json={"ttl": said}, headers=AUTH)
+
+    assert (*error_of(answer), answer.json()["error"]["param"]) == (400, "invalid_request", "ttl")
+
+
+@pytest.mark.parametrize("said", ["59s", "604801s", "999999999999999s"])
+async def test_a_life_as_text_keeps_to_the_same_bounds(client, parts, said):
+    await parts.directory.add("mine")
+
+    assert error_of(await client.patch("/v1/context/mine", json={"ttl": said}, headers=AUTH)) == (
+        400,
+        "ttl_out_of_range",
+    )

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from contextcache.model import SessionMode
 from contextcache.errors import ContextNotFound, LeaseLost, SidecarUnavailable, StoreUnavailable
 from contextcache.identity import Identity, sign_identity, verify_kv_transfer
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
@@ -577,6 +578,14 @@ async def test_single_tenant_mode_finds_the_context_that_a_label_names(tmp_path,
 
     assert named.json["usage"]["context"]["context_tokens"] == 6
     assert (other.status, "x-context-cache" in other.headers) == (200, False)
+
+
+async def test_a_create_takes_the_words_of_other_apis(pod):
+    """Seen to fail: 400 for `3600s` (Gemini) and `common_prefix` (Volcengine)."""
+    await created(pod, session_id="mine", ttl="7200s", mode="common_prefix")
+    session, _ = await pod.transcript("mine")
+
+    assert (session.ttl_s, session.mode) == (7200, SessionMode.PREFIX)
 
 
 MISSPELT = [("tll", "ttl"), ("sesion_id", "session_id"), ("contextmode", "context_mode"), ("meta_data", "metadata")]
