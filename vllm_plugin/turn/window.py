@@ -18,12 +18,12 @@ from vllm_plugin.turn.request import CHAT_PATH, Prompt, TurnRequest
 SHORT_TOKENS = 1024
 """Longer lists of ids are compared with the window first."""
 CHARS_PER_TOKEN = 16
-"""Length of the first beginning, in characters per token of the window: four times that of most text. Denser text, such
-as runs of spaces, has up to 128 characters a token: the beginning is doubled until it is too long, or is all."""
+"""Length of a piece, in characters per token of the window. Most text has four characters a token, so its first piece
+is too long already. Runs of spaces have up to 128, and take several."""
 SHORT_CHARS = CHARS_PER_TOKEN * SHORT_TOKENS
 """Longer texts are looked at: a shorter one is tokenised in milliseconds."""
 CUT_TOKENS = 64
-"""Tokens by which a beginning may have more than the same part of the whole: a cut changes only those next to it."""
+"""Tokens by which two pieces may have more than both together: a cut changes only the tokens next to it."""
 _SHOWN_ROLES = frozenset({"system", "user"})
 
 
@@ -46,12 +46,12 @@ async def _refuse_long_text(engine: Engine, model: str, text: str) -> None:
     if len(text) <= SHORT_CHARS:
         return
     window = await engine.window(model)
-    num_chars = CHARS_PER_TOKEN * window
-    while num_chars < len(text):
-        beginning = await engine.tokenize(model, text[:num_chars], add_special_tokens=False)
-        if len(beginning) >= window + CUT_TOKENS:
+    num_chars, num_tokens = CHARS_PER_TOKEN * window, 0
+    for start in range(0, len(text), num_chars) if len(text) > num_chars else ():
+        piece = await engine.tokenize(model, text[start : start + num_chars], add_special_tokens=False)
+        num_tokens += len(piece) - CUT_TOKENS
+        if num_tokens >= window:
             raise ContextLengthExceeded(f"the prompt has more than {window} tokens, the model's window")
-        num_chars *= 2
 
 
 async def _refuse_long_chat(engine: Engine, request: TurnRequest, messages: Sequence[Mapping[str, Any]]) -> None:

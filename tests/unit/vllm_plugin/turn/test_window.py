@@ -12,7 +12,7 @@ from tests.kit.fake_vllm import FakeVllm, encode
 from tests.kit.turn_bench import Pod
 from tests.kit.vllm_words import anthropic_state, responses_state
 from vllm_plugin.turn.request import read_turn
-from vllm_plugin.turn.window import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_CHARS, SHORT_TOKENS, refuse_too_long
+from vllm_plugin.turn.window import CHARS_PER_TOKEN, CUT_TOKENS, SHORT_TOKENS, refuse_too_long
 
 STATE = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
 WINDOW = 2048
@@ -215,7 +215,7 @@ async def test_what_is_refused_has_more_tokens_than_the_window(runs, window, tim
 
     num_tokens = len(engine.encode(text))
     assert not refused or num_tokens > window
-    # What fits not, by more than a cut changes, is refused unless it is so short that it costs nothing.
-    is_long = len(text) > max(SHORT_CHARS, 2 * 128 * (window + CUT_TOKENS))
-    assert refused or not is_long or num_tokens < window + CUT_TOKENS
-    assert engine.asked <= 4 * 128 * (window + CUT_TOKENS)
+    # A token has 128 letters at most, and a piece loses CUT_TOKENS: no text of that length fits.
+    no_more_chars = 2 * 128 * (window + CUT_TOKENS)
+    assert refused or len(text) <= no_more_chars or num_tokens < window + CUT_TOKENS
+    assert engine.asked <= no_more_chars + CHARS_PER_TOKEN * window
