@@ -227,6 +227,15 @@ UsageHeader = Annotated[
         "the endpoint decides.",
     ),
 ]
+KeepAliveHeader = Annotated[
+    str | None,
+    WithJsonSchema({"type": "string", "pattern": "^([1-9]|[1-5][0-9]|60)$"}),
+    Header(
+        alias="X-Keep-Alive-Comments",
+        description="Seconds of silence, 1 to 60, after which a stream gets its head and a comment. Receipt headers "
+        "are not known by then, and an error that follows is an event.",
+    ),
+]
 SessionHeader = Annotated[
     str | None,
     WithJsonSchema({"type": "string", "pattern": "^[!-~]{1,128}$"}),
@@ -251,7 +260,10 @@ operations = APIRouter(tags=["operations"])
     "/v1/context", operation_id="create_context", responses=_carried(Created, *_CREATES, headers=_REQUIRED_RECEIPT)
 )
 async def create_context(
-    body: CreateFromPrompt | CreateFromMessages, key: RepeatKey = "", usage: UsageHeader = None
+    body: CreateFromPrompt | CreateFromMessages,
+    key: RepeatKey = "",
+    usage: UsageHeader = None,
+    keep_alive: KeepAliveHeader = None,
 ) -> None:
     """Create a context and answer its first prompt."""
 
@@ -263,6 +275,7 @@ async def complete(
     usage: UsageHeader = None,
     session: SessionHeader = None,
     keep: KeepHeader = None,
+    keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
     """Complete a prompt; with `session_id`, continue a context."""
@@ -275,6 +288,7 @@ async def complete_chat(
     usage: UsageHeader = None,
     session: SessionHeader = None,
     keep: KeepHeader = None,
+    keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
     """Answer messages; with `session_id`, continue a context."""
@@ -286,6 +300,7 @@ async def answer_messages(
     key: RepeatKey = "",
     session: SessionHeader = None,
     keep: KeepHeader = None,
+    keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
     """Answer Anthropic's messages; with `session_id`, continue a context."""
@@ -297,6 +312,7 @@ async def respond(
     key: RepeatKey = "",
     session: SessionHeader = None,
     keep: KeepHeader = None,
+    keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
     """Give a response; go on from one that was stored, or in a conversation."""

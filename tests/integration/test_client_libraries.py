@@ -1,4 +1,7 @@
-"""Client libraries count the cached tokens of a context as we do: each reads the usage of its own API."""
+"""Client libraries count the cached tokens of a context as we do: each reads the usage of its own API.
+
+Each stream begins with the comments that keep it open (`X-Keep-Alive-Comments`): every library skips them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ CONTEXT = {"session_id": "mine", "context_create": "if_missing"}
 @pytest.fixture
 async def pod(tmp_path, manager):
     state = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
-    engine = FakeVllm(state=state)
+    engine = FakeVllm(state=state, comment=b": keep-alive\n\n" * 2)
     async with running_turn_pod(tmp_path, manager_port=manager.port, engine=engine, single_tenant="demo") as pod:
         yield pod
 

@@ -72,6 +72,8 @@ class FakeVllm:
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     num_tokenized: int = 0
     """Characters of text that were tokenised."""
+    comment: bytes = b""
+    """Sent before the first event of a stream, as a keep-alive is."""
     chunk_bytes: int | None = None
     """Cut the stream into pieces of this size."""
     state: SimpleNamespace = field(default_factory=SimpleNamespace)
@@ -223,6 +225,8 @@ class FakeVllm:
         told.append({"type": "response.completed", "response": whole})
         stream = [f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in told]
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        if self.comment:
+            await send({"type": "http.response.body", "body": self.comment, "more_body": True})
         for index, event in enumerate(stream):
             if self.break_off_after is not None and index >= self.break_off_after:
                 return
@@ -233,6 +237,8 @@ class FakeVllm:
 
     async def _stream(self, send: Any, request: Any, chat: bool, ids: Any, text: str, out: Any, usage: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        if self.comment:
+            await send({"type": "http.response.body", "body": self.comment, "more_body": True})
         kind = "chat.completion.chunk" if chat else "text_completion"
         frame = {"id": "cmpl-1", "object": kind, "created": 1, "model": request["model"]}
         events: list[Any] = []

@@ -64,6 +64,7 @@ from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.if_missing import continue_or_create
+from vllm_plugin.turn.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.kept import KeptRequests
 from vllm_plugin.turn.request import (
     CONTEXT_PATH,
@@ -155,14 +156,15 @@ class TurnMiddleware:
             return
         started = _Started(send)
         try:
+            client = _client_of(scope["path"], headers, receive, started)
             if is_unrouted:
-                await self._pass_unrouted(scope, headers, Client(receive, started))
+                await self._pass_unrouted(scope, headers, client)
             elif not may_be_turn:
-                await self._pass_without_context(scope, headers, Client(receive, started))
+                await self._pass_without_context(scope, headers, client)
             else:
                 parent = headers.get(TRACEPARENT, "")
                 with self._story.tracer.span(f"turn {scope['path']}", kind=SpanKind.SERVER, parent=parent):
-                    await self._turn(scope, headers, token, Client(receive, started), is_counted=is_counted)
+                    await self._turn(scope, headers, token, client, is_counted=is_counted)
         except ContextCacheError as exc:
             await self._refuse(exc, started)
         except Exception as exc:  # noqa: BLE001  # the boundary of a request
@@ -356,7 +358,7 @@ class TurnMiddleware:
             await self._pass(scope, raw, client)
             return
         body, send = self._kept.begin(scope["path"], identity, claims, client.send)
-        await self._pass(_with_length(scope, body), body, Client(client.receive, send))
+        await self._pass(_with_length(scope, body), body, replace(client, send=send))
 
     async def _pass(self, scope: Scope, raw: bytes, client: Client) -> None:
         """Give the engine the request with its whole body."""
@@ -369,7 +371,9 @@ class TurnMiddleware:
             sent = True
             return {"type": "http.request", "body": raw, "more_body": False}
 
-        await self._app(scope, receive, client.send)
+        is_stream = client.keep_alive is not None and await self._large_bodies.read(_asks_for_stream, raw)
+        async with client.filling(stream=is_stream):
+            await self._app(scope, receive, client.send)
 
     async def _refuse(self, error: ContextCacheError, started: _Started) -> None:
         self._story.metrics.refused_requests.labels(code=error.code).inc()
@@ -390,12 +394,28 @@ class _Started:
     """The client's send, remembering whether an answer has begun."""
 
     def __init__(self, send: Send) -> None:
-        self._send = send
+        self.send = send
         self.value = False
 
     async def __call__(self, message: Message) -> None:
         self.value = self.value or message["type"] == "http.response.start"
-        await self._send(message)
+        await self.send(message)
+
+
+def _client_of(path: str, headers: dict[str, str], receive: Receive, started: _Started) -> Client:
+    """Return the client's connection, kept alive where it asks for that. Raises InvalidRequest."""
+    silence_s = read_keep_alive(headers)
+    if silence_s is None:
+        return Client(receive, started)
+    started.send = keep_alive = KeepAlive(started.send, path, silence_s)
+    return Client(receive, started, keep_alive=keep_alive)
+
+
+def _asks_for_stream(raw: bytes) -> bool:
+    try:
+        return read_object(raw).get("stream") is True
+    except InvalidRequest:
+        return False  # the engine says what is wrong with it
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:

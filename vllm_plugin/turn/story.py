@@ -16,7 +16,7 @@ import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -54,6 +54,7 @@ from vllm_plugin.turn.composition import compose_first, compose_turn
 from vllm_plugin.turn.crash_points import BEFORE_ENGINE, BEGUN
 from vllm_plugin.turn.delivery import Delivery
 from vllm_plugin.turn.engine import Engine, Receive, Send
+from vllm_plugin.turn.keep_alive import KeepAlive
 from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.patience import Patience
@@ -86,6 +87,12 @@ class Client:
     send: Send
     words: Words | None = None
     """None: a completion's or a chat's, which the engine's are."""
+    keep_alive: KeepAlive | None = None
+    """Its `send`, where it wants comments in the silences of a stream."""
+
+    def filling(self, *, stream: bool) -> AbstractAsyncContextManager[None]:
+        """Keep a stream open that is answered inside the block."""
+        return nullcontext() if self.keep_alive is None or not stream else self.keep_alive.filling()
 
     def asking(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return what the engine is asked, from what a completion or a chat would ask."""
@@ -281,7 +288,7 @@ class TurnStory:
         crash_point(BEFORE_ENGINE)
         self._patiences.add(patience)
         try:
-            async with patience.watching():
+            async with patience.watching(), client.filling(stream=turn.request.stream):
                 receive = patience.receive(client.receive)
                 path, body = client.asking(turn.request.path, self._engine_body(turn))
                 await engine.generate(path, body, receive, delivery.take)

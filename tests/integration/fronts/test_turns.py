@@ -91,6 +91,33 @@ async def test_a_streamed_create_and_turn_end_with_usage_session_and_done(front)
     assert (receipt["x-context-mode"], receipt["content-type"]) == ("append", "text/event-stream")
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["turn", "kept"])
+async def test_a_silent_stream_begins_with_a_comment_where_its_client_asks_for_it(
+    front_kind, tmp_path, pod, manager, kept
+):
+    settings = settings_for(tmp_path, {"pod-a": pod}, manager_port=manager.port)
+    settings.api_keys_file.write_text(
+        json.dumps({"keys": [{"sha256": hash_key(KEY), "tenant": "demo", "plain": "keep"}]})
+    )
+    answering, complete = asyncio.Event(), pod.engine._complete
+
+    async def silent(*arguments):
+        await answering.wait()
+        await complete(*arguments)
+
+    async with running_front(front_kind, settings, num_ready=1) as front:
+        context = {} if kept else {"session_id": await created(front)}
+        pod.engine._complete = silent
+        body = {"model": MODEL, "prompt": " more", "stream": True, **context}
+        async with front.post("/v1/completions", body, headers={"X-Keep-Alive-Comments": "1"}) as answer:
+            head = await answer.content.readuntil(b"\n\n")
+            answering.set()
+            events = events_of(await answer.read())
+
+    assert (answer.status, answer.headers["content-type"][:17], head) == (200, "text/event-stream", b": keep-alive\n\n")
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == "!"
+
+
 @only_http
 async def test_a_streamed_turn_arrives_while_the_engine_is_still_at_work(front, pod):
     session_id = await created(front)

@@ -1,0 +1,136 @@
+"""Comments that keep a silent stream open: proxies cut connections on which no byte comes for a while.
+
+A cold prompt is silent until its first token. A client that asks for it gets the head of its stream after some seconds
+of silence, and a comment then and whenever it has been silent for as long again. Readers of server-sent events skip
+comments. An error that follows is an event, since the status has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from contextcache.errors import EngineFailed, InvalidRequest, error_object
+from contextcache.responses import RESPONSES_PATH
+from vllm_plugin.turn.engine import Message, Send
+from vllm_plugin.turn.request import MESSAGES_PATH
+
+HEADER = "x-keep-alive-comments"
+_SECONDS = frozenset(map(str, range(1, 61)))
+"""The usual limits of proxies are 60 s (nginx, AWS load balancers) and more."""
+_COMMENT = b": keep-alive\n\n"
+_HEAD: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+_ERROR_BYTES_MAX = 1 << 20
+"""A longer body is no error of the engine's."""
+
+
+def read_keep_alive(headers: Mapping[str, str]) -> int | None:
+    """Return the seconds of silence after which a client wants a comment; None: never. Raises InvalidRequest."""
+    said = headers.get(HEADER)
+    if said is None:
+        return None
+    if said not in _SECONDS:
+        raise InvalidRequest(f"X-Keep-Alive-Comments must be a number of seconds, 1 to {len(_SECONDS)}", param=HEADER)
+    return int(said)
+
+
+class KeepAlive:
+    """A client's `send` that puts comments into silences while the engine answers (`filling`)."""
+
+    def __init__(self, send: Send, path: str, silence_s: float) -> None:
+        """`path`: of the request, whose API says how errors look."""
+        self._send = send
+        self._path = path
+        self._silence_s = silence_s
+        self._sending = asyncio.Lock()
+        self._heard = asyncio.Event()
+        self._has_begun = False
+        """A head has been sent."""
+        self._is_ours = False
+        """That head came from here, before the application's."""
+        self._is_stream = True
+        """More events may be sent."""
+        self._ends_event = True
+        """The client has whole events only: a comment would be part of none."""
+        self._failed: bytearray | None = None
+        """Body of an error whose status came too late."""
+
+    async def __call__(self, message: Message) -> None:
+        """Send a message of the application's."""
+        async with self._sending:
+            self._heard.set()
+            if message["type"] == "http.response.start":
+                await self._start(message)
+            elif message["type"] == "http.response.body" and self._failed is not None:
+                await self._fail(self._failed, message)
+            else:
+                if body := message.get("body", b""):
+                    self._ends_event = body.endswith((b"\n\n", b"\n\r\n"))
+                self._is_stream = self._is_stream and message.get("more_body", False)
+                await self._send(message)
+
+    async def _start(self, message: Message) -> None:
+        if not self._is_ours:
+            kinds = (value for name, value in message.get("headers", ()) if name.lower() == b"content-type")
+            is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+            self._has_begun, self._is_stream = True, is_stream and message["status"] == 200
+            await self._send(message)
+        elif message["status"] != 200:
+            self._failed = bytearray()
+
+    async def _fail(self, body: bytearray, message: Message) -> None:
+        body += message.get("body", b"")[: _ERROR_BYTES_MAX - len(body)]
+        if not message.get("more_body"):
+            event = _error_event(self._path, bytes(body))
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    @asynccontextmanager
+    async def filling(self) -> AsyncIterator[None]:
+        """Send comments into silences inside the block, which a stream is answered in."""
+        task = asyncio.create_task(self._fill())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _fill(self) -> None:
+        while True:
+            self._heard.clear()
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    await self._heard.wait()
+            except TimeoutError:
+                async with self._sending:
+                    await self._comment()
+
+    async def _comment(self) -> None:
+        if self._heard.is_set() or self._failed is not None or not (self._is_stream and self._ends_event):
+            return
+        if not self._has_begun:
+            self._has_begun = self._is_ours = True
+            await self._send(_HEAD)
+        await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+
+def _error_event(path: str, body: bytes) -> bytes:
+    """Return an error's body as the last events of a stream, as the API of the path has them."""
+    try:
+        said = json.loads(body)["error"]
+        message = str(said["message"])
+    except (ValueError, LookupError, TypeError):
+        said = error_object(EngineFailed("the engine's error cannot be read"))
+        message = str(said["message"])
+    if path == MESSAGES_PATH:
+        return b"event: error\ndata: %b\n\n" % json.dumps({"type": "error", "error": said}).encode()
+    if path == RESPONSES_PATH:
+        code, param = said.get("code"), said.get("param")
+        told = {"type": "error", "code": code, "message": message, "param": param, "sequence_number": 0}
+        return b"event: error\ndata: %b\n\n" % json.dumps(told).encode()
+    return b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"error": said}).encode()
