@@ -20,7 +20,7 @@ import msgspec
 
 from contextcache.errors import InvalidRequest
 from contextcache.identity import KV_TRANSFER_KEY
-from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SessionId
+from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE, SessionId
 from contextcache.requests import LARGE_BYTES
 
 SESSION_HEADER = "x-session-id"
@@ -75,6 +75,8 @@ class _Fields(msgspec.Struct, gc=False):
     vllm_xargs: msgspec.Raw = _UNSET
     """vLLM puts this object's keys where `kv_transfer_params` ends up too."""
     context_create: msgspec.Raw = _UNSET
+    request_id: msgspec.Raw = _UNSET
+    """The client's name for the request, by which vLLM names the answer."""
     previous_response_id: msgspec.Raw = _UNSET
     conversation: msgspec.Raw = _UNSET
     store: msgspec.Raw = _UNSET
@@ -113,7 +115,7 @@ class Claims:
             return None
         named = _name(spelled)
         if named is None or not SESSION_ID_PATTERN.fullmatch(named):
-            raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+            raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
         if named.startswith(KEPT_PREFIX):
             raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
         return named

@@ -21,7 +21,7 @@ from contextcache.errors import (
     PreviousResponseNotFound,
 )
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
-from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SessionId
+from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE, SessionId
 
 RESPONSES_PATH = "/v1/responses"
 RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
@@ -125,7 +125,7 @@ def _previous(said: Any) -> tuple[int, SessionId]:
 def _conversation(said: Any) -> SessionId:
     name = said.get("id") if isinstance(said, dict) else said
     if not isinstance(name, str) or not SESSION_ID_PATTERN.fullmatch(name) or name.startswith(KEPT_PREFIX):
-        told = "conversation must be a name, or an object with its id: 1 to 128 letters, digits, '_', '-' or '.'"
+        told = f"conversation must be a name, or an object with its id: {SESSION_ID_RULE}"
         raise InvalidRequest(told, param="conversation")
     return SessionId(name)
 

@@ -20,6 +20,7 @@ from contextcache.model import (
     MAX_METADATA_KEYS,
     MAX_METADATA_VALUE_CHARS,
     SESSION_ID_PATTERN,
+    SESSION_ID_RULE,
     SessionId,
     SessionMode,
     TtlPolicy,
@@ -28,7 +29,7 @@ from contextcache.model import (
 _MAX_INTEGER = 2**53
 """Integers beyond it are not exact in JSON implementations, and no field needs them."""
 
-_MAX_DIGITS = 15
+_GENERATION_TAG = re.compile(r'([0-9]{1,15})|(?:W/)?"([0-9]{1,15})"', re.ASCII)
 _TTL_TEXT = re.compile(r"([1-9][0-9]{0,14})s", re.ASCII)
 """A life as Gemini's API writes it."""
 _PREFIX_NAMES = ("common_prefix",)
@@ -56,7 +57,7 @@ def read_session_id(named: Any) -> SessionId | None:
     if named is None:
         return None
     if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
-        raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+        raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
     if named.startswith(KEPT_PREFIX):
         raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
     return named
@@ -73,13 +74,22 @@ def read_generation(body: Mapping[str, Any]) -> int | None:
 
 
 def read_if_match(header: str | None) -> int | None:
-    """Return the generation that a request is for; None: any. Raises InvalidRequest."""
-    if header is None:
+    """Return the generation that a request is for; None: any, as also for `*`. Raises InvalidRequest.
+
+    A generation may stand alone or as an entity tag. A weak tag is equal to the strong one: an answer to a generation
+    is the same in every byte.
+    """
+    if header is None or names_any(header):
         return None
-    digits = header.strip().strip('"')
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
-        raise InvalidRequest("If-Match must hold a generation number", param="If-Match")
-    return int(digits)
+    found = _GENERATION_TAG.fullmatch(header.strip())
+    if found is None:
+        raise InvalidRequest('If-Match must be one generation, as 3, "3" or W/"3", or *', param="If-Match")
+    return int(found[1] or found[2])
+
+
+def names_any(if_match: str | None) -> bool:
+    """Return whether `If-Match` asks for a context that is there, at whatever generation."""
+    return if_match is not None and if_match.strip() == "*"
 
 
 def read_choice(body: Mapping[str, Any], key: str, choices: type[ChoiceT]) -> ChoiceT | None:

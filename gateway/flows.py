@@ -8,6 +8,7 @@ Nothing is kept between calls, so the gateway can die at any moment without harm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,9 @@ from gateway.pods.sidecars import Holders, KVState
 from gateway.ports import Authenticator, Endpoint, SessionDirectory
 from gateway.tenants.limits import TenantLimits
 
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
+"""Names of requests that a client may choose."""
 TARGET_POD_HEADER = "target-pod"
 """AIBrix's name for `DESTINATION_HEADER`."""
 ROUTING_HEADERS = frozenset(
@@ -280,10 +284,13 @@ class Gateway:
                     return await self._continued(admission, claims, asked)
         else:
             refuse_session(claims)
-        if claims is not None and admission.plain is not Plain.OFF:
-            return self._conversation(admission, claims)
-        changed = None if claims is None else claims.changed(salt=self._stateless_salt(admission))
-        return self._forward(Kind.STATELESS, changed, self._query(admission, claims, light=not body))
+        if claims is None:
+            return self._forward(Kind.STATELESS, None, self._query(admission, None, light=not body))
+        if admission.plain is not Plain.OFF:
+            return _under_own_name(self._conversation(admission, claims), claims)
+        changed = claims.changed(salt=self._stateless_salt(admission))
+        forward = self._forward(Kind.STATELESS, changed, self._query(admission, claims, light=not body))
+        return _under_own_name(forward, claims)
 
     async def reroute(self, forward: Forward, *, unreachable: str, certain: bool = True) -> Forward:
         """Return the same request for another pod, after `unreachable` refused the connection.
@@ -533,3 +540,14 @@ class Gateway:
         if self._choices and is_made:
             self._choices[choice.reason].inc()
         return choice
+
+
+def _under_own_name(forward: Forward, claims: Claims) -> Forward:
+    """Return a request without a context under the `request_id` of its body.
+
+    vLLM names the answer by the header, and a front always gives one: the body's name would be lost.
+    """
+    name = claims.text("request_id")
+    if name is None or not REQUEST_ID_PATTERN.fullmatch(name):
+        return forward
+    return replace(forward, set_headers={**forward.set_headers, REQUEST_ID_HEADER: name})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from opentelemetry.trace import Span
 
 from contextcache.errors import ContextCacheError, error_headers
 from contextcache.wire.rpc import cause_of
-from gateway.flows import Forward, Gateway
+from gateway.flows import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Forward, Gateway
 from gateway.metrics import Metrics
 from gateway.paths import MethodNotAllowed
 from gateway.pods.roster import EndpointDirectory
@@ -26,7 +25,6 @@ from gateway.tenants.keys import AUTHENTICATE
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID_HEADER = "x-request-id"
 CORS_METHODS = ("GET", "POST", "PATCH", "DELETE")
 CORS_HEADERS = ("authorization", "*")
 """That a page may send: its key, which no wildcard covers, and whatever else its client library adds."""
@@ -54,7 +52,6 @@ REFUSED = "refused"
 """Kind under which requests are counted that never got as far as having one."""
 MANAGER_WAIT_S = 1.0
 """How long `/readyz` waits for a manager that hangs: less than Envoy (2 s) and a kubelet (5 s) wait for `/readyz`."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class ClientGone(Exception):
@@ -69,7 +66,7 @@ def mint_request_id() -> str:
 def plain_request_id(headers: Mapping[str, str]) -> str:
     """Return the client's own name for a request; empty when there is none, or not a plain one."""
     asked = headers.get(REQUEST_ID_HEADER, "")
-    return asked if _REQUEST_ID.fullmatch(asked) else ""
+    return asked if REQUEST_ID_PATTERN.fullmatch(asked) else ""
 
 
 def header_text(value: bytes) -> str:

@@ -30,10 +30,9 @@ from contextcache.requests import LARGE_BYTES, TenantsInHand
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, trace_headers
 from gateway.envoy import messages
 from gateway.envoy.messages import RequestHead
-from gateway.flows import Admission, Forward, Gateway
+from gateway.flows import REQUEST_ID_HEADER, Admission, Forward, Gateway
 from gateway.fronts import (
     REFUSED,
-    REQUEST_ID_HEADER,
     ClientGone,
     describe,
     log_refusal,
@@ -316,7 +315,7 @@ class EnvoyFront:
         elif self._names_pod(forward):
             metadata = messages.hint_metadata(forward.endpoint.address)
         if call.head.headers.get(REQUEST_ID_HEADER) != call.request_id:
-            headers[REQUEST_ID_HEADER] = call.request_id
+            headers.setdefault(REQUEST_ID_HEADER, call.request_id)
         if forward.body is not None:
             # Envoy refuses a changed body of another length than the head says.
             headers["content-length"] = str(len(forward.body))

@@ -15,7 +15,8 @@ from contextcache.errors import ContextCacheError, error_body
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import DESTINATION_HEADER
 from contextcache.requests import joined_headers
-from gateway.fronts import REQUEST_ID_HEADER, answer_headers, header_text
+from gateway.flows import REQUEST_ID_HEADER
+from gateway.fronts import answer_headers, header_text
 
 LOAD_BALANCING_NAMESPACE = "envoy.lb"
 """Dynamic metadata that Envoy's load balancers read."""

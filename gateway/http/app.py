@@ -26,14 +26,13 @@ from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoi
 from contextcache.process.logs import traceback_without_messages
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
 from gateway.console.pages import console_router
-from gateway.flows import Admission, Forward, Gateway
+from gateway.flows import REQUEST_ID_HEADER, Admission, Forward, Gateway
 from gateway.fronts import (
     CORS_EXPOSED_HEADERS,
     CORS_HEADERS,
     CORS_MAX_AGE_S,
     CORS_METHODS,
     CORS_POD_HEADERS,
-    REQUEST_ID_HEADER,
     ClientGone,
     ReadyState,
     answer_headers,

@@ -20,8 +20,8 @@ from yarl import URL
 from contextcache.errors import ContextCacheError, EngineFailed
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import trace_headers
-from gateway.flows import Forward
-from gateway.fronts import REQUEST_ID_HEADER, ClientGone
+from gateway.flows import REQUEST_ID_HEADER, Forward
+from gateway.fronts import ClientGone
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.pods.probe import tls_arguments

@@ -16,9 +16,9 @@ from contextcache.errors import (
     error_body,
 )
 from contextcache.requests import joined_headers
+from gateway.flows import REQUEST_ID_HEADER
 from gateway.fronts import (
     REFUSED,
-    REQUEST_ID_HEADER,
     ClientGone,
     answer_headers,
     header_text,

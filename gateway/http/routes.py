@@ -207,8 +207,8 @@ Fields = Annotated[dict[str, Any], Depends(_fields)]
 FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 IfMatch = Annotated[
     str | None,
-    WithJsonSchema({"type": "string", "pattern": r'^"?[0-9]{1,15}"?$'}),
-    Header(description="A generation: nothing happens on another."),
+    WithJsonSchema({"type": "string", "pattern": r'^([0-9]{1,15}|(W/)?"[0-9]{1,15}"|\*)$'}),
+    Header(description="A generation: nothing happens on another. `*`: any, of a context that is there."),
 ]
 RepeatKey = Annotated[
     str,

@@ -322,6 +322,28 @@ def test_bad_input_is_a_typed_error_and_nothing_is_stored(client, stored):
     assert client.complete(prompt="alive?")["choices"]
 
 
+MISTAKES = [
+    ("/v1/context", {"prompt": "x", "max_tokens": "a"}, "max_tokens"),
+    ("/v1/completions", {"prompt": "x", "temperature": 9}, "temperature"),
+    ("/v1/completions", {"prompt": "x", "top_p": [1]}, "top_p"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logit_bias": "x"}, "logit_bias"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": "a"}, "max_tokens"),
+    ("/v1/responses", {"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ("/v1/responses", {"input": "x", "top_logprobs": "a"}, "top_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong", "param"), MISTAKES)
+def test_a_refusal_by_the_engine_is_one_sentence_with_the_field(client, path, wrong, param):
+    """Seen to fail: `1 validation error:` and a Python dictionary, `param: null`, and 502 on responses."""
+    named = {"session_id": f"refused-{param}"} | ({} if path == "/v1/context" else {"context_create": "if_missing"})
+    response = client.http.post(path, json={"model": MODEL, "max_tokens": 2} | named | wrong)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param), error
+    assert not [word for word in ("\n", "{'", "validation error", "parameter=") if word in error["message"]]
+
+
 @http_front_too
 def test_invalid_json_is_refused_with_line_and_column(client):
     create = b'{\n  "model": "m",\n  "prompt": "Say this is a test",\n  "ttl": 3600,\n}'

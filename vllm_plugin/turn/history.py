@@ -69,13 +69,13 @@ def find_new(stored: Sequence[Meaning], sent: Sent, *, is_chat: bool) -> tuple[i
 
     `is_chat`: the stored messages are all that the context holds. Raises HistoryAmbiguous.
     """
-    told = sent.meanings
+    told, known = sent.meanings, _Stored(stored)
     if sent.follows and not _head_length(told):
-        return _find_following(_Stored(stored), sent)
-    if sent.follows and not sent.has_stored_ids and not any(map(_Stored(stored).has, told)):
+        return _find_following(known, sent)
+    if sent.follows and not sent.has_stored_ids and not any(map(known.has, told)):
         raise _ambiguous("these messages have a system message of their own and nothing of the context")
-    results = _find_results(_Stored(stored), told)
-    if results and not _answers_again(_calls(stored), [told[at] for at in results]):
+    results = _find_results(known, told)
+    if results and not _answers_again(known.calls, [told[at] for at in results]):
         return results
     if is_resend(stored, told, is_chat=is_chat) or sent.has_stored_ids:
         return None
@@ -89,7 +89,7 @@ class _Stored:
         self.messages = stored
         self.first = next((message for message in stored if message.role != SYSTEM), None)
         self._last = stored[-1] if stored and stored[-1].role == ASSISTANT else None
-        self._calls = _calls(stored)
+        self.calls = _calls(stored)
         self._answers = {message.text for message in stored if message.role == ASSISTANT and message.text}
 
     def has(self, message: Meaning) -> bool:
@@ -98,8 +98,8 @@ class _Stored:
         User messages are no sign: users repeat themselves.
         """
         if message.role == ASSISTANT:
-            return message.text in self._answers or any(call.id in self._calls for call in message.calls)
-        return self._calls.get(message.answers) is False
+            return message.text in self._answers or any(call.id in self.calls for call in message.calls)
+        return self.calls.get(message.answers) is False
 
     def is_last_answer(self, message: Meaning) -> bool:
         """Return whether a message is the last answer, or a part of it: its text or some of its calls."""
@@ -138,7 +138,7 @@ def _find_following(stored: _Stored, sent: Sent) -> tuple[int, ...] | None:
     if not new or any(stored.has(told[at]) or (sent.has_stored_ids and told[at].role == ASSISTANT) for at in new):
         raise HistoryAmbiguous(
             f"some of these messages are in the context already: send only the new ones, or set {_WHAT_TO_SET}",
-            param="input",
+            param="messages",
         )
     return new
 

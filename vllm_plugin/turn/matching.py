@@ -96,18 +96,23 @@ def _match_messages(
         end = position + len(said)
         if not segment.messages_json or sent[position:end] != stored[position:end]:
             break
-        if segment.kind is SegmentKind.PROMPT and not _is_shown_alike(said, messages[position:end]):
-            return Match(Outcome.DIVERGE, kept, Divergence(position, Why.RESPELLED))
+        # An answer's ids are the model's own, however the template would show it.
+        num_alike = len(said)
+        if segment.kind is SegmentKind.PROMPT:
+            num_alike = _count_shown_alike(said, messages[position:end])
+        if num_alike < len(said):
+            return Match(Outcome.DIVERGE, kept, Divergence(position + num_alike, Why.RESPELLED))
         kept, position = kept + 1, end
     if kept < len(transcript.segments):
         return Match(Outcome.DIVERGE, kept, divergence(stored, sent))
     return Match(Outcome.EXACT if position == len(sent) else Outcome.EXTEND, kept)
 
 
-def _is_shown_alike(stored: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> bool:
-    """Return whether messages that mean the same give the template the same. An answer's ids are the model's own."""
+def _count_shown_alike(stored: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> int:
+    """Return how many leading messages of those that mean the same also give the template the same."""
     pairs = zip(stored, sent, strict=True)
-    return all(ours == theirs or rendering(ours) == rendering(theirs) for ours, theirs in pairs)
+    alike = (ours == theirs or rendering(ours) == rendering(theirs) for ours, theirs in pairs)
+    return next((at for at, is_alike in enumerate(alike) if not is_alike), len(stored))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from contextcache.model import (
     UsageFormat,
     new_session_id,
 )
-from contextcache.terms import read_choice, read_if_match, read_mode, read_session_id, read_terms, whole
+from contextcache.terms import names_any, read_choice, read_if_match, read_mode, read_session_id, read_terms, whole
 
 CONTEXT_PATH = "/v1/context"
 COMPLETIONS_PATH = "/v1/completions"
@@ -137,7 +137,7 @@ def read_turn(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> Tu
         commit=_flag(body, "context_commit", default=True),
         expected_generation=read_if_match(headers.get("if-match")),
         truncation=_truncation(path, body),
-        creates_if_missing=_creates_if_missing(path, body),
+        creates_if_missing=_creates_if_missing(path, body) and not names_any(headers.get("if-match")),
         template_fields=_template_fields(body),
     )
 

@@ -35,6 +35,16 @@ async def test_a_stateless_request_arrives_byte_for_byte(front, engine):
     assert answer.headers.getall("server", []) == []
 
 
+async def test_the_name_in_a_plain_request_s_body_is_the_engine_s(front, engine):
+    """Seen to fail: the engine named the answer by the id that the front had made."""
+    body = {"model": "stub-model", "prompt": "x", "request_id": "mine-1"}
+    async with front.post("/v1/completions", body) as answer:
+        assert answer.status == 200
+    received = engine.turns[0]
+
+    assert (received.header("x-request-id"), received.json()) == (["mine-1"], body)
+
+
 async def test_a_key_counts_in_either_header_and_reaches_no_pod_in_any(front, engine):
     """Seen failing before: `X-Api-Key` alone was 401, and beside a bearer key it went on to the pod."""
     call = "POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-length: 2\r\nconnection: close\r\n{keys}\r\n{{}}"

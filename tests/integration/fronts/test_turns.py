@@ -66,6 +66,26 @@ async def test_a_context_is_created_continued_read_and_deleted(front, pod):
     ]
 
 
+@pytest.mark.parametrize("name", ["_", "-x", "--help", "__proto__", "_..a"])
+async def test_a_context_of_any_name_goes_through_every_call(front, name):
+    """Seen to fail: 400 for the first `_` or `-`."""
+    assert await created(front, session_id=name) == name
+    await asked(front, "/v1/completions", prompt=" more", session_id=name)
+    async with front.get(f"/v1/context/{name}") as answer:
+        assert (await answer.json())["generation"] == 2
+    async with front.request("PATCH", f"/v1/context/{name}", data=b'{"ttl": 120}') as answer:
+        assert (await answer.json())["ttl"] == 120
+    async with front.post(f"/v1/context/{name}/fork", {"session_id": f"{name}-2"}) as answer:
+        assert (answer.status, (await answer.json())["session_id"]) == (201, f"{name}-2")
+    async with front.post(f"/v1/context/{name}/rewind", {"generation": 1}, headers={"If-Match": 'W/"2"'}) as answer:
+        assert (answer.status, (await answer.json())["generation"]) == (200, 3)
+    async with front.get(f"/v1/context?limit=1&after={name}-2") as answer:
+        assert [one["session_id"] for one in (await answer.json())["data"]] == [name]
+    for one in (name, f"{name}-2"):
+        async with front.delete(f"/v1/context/{one}") as answer:
+            assert answer.status == 200
+
+
 @only_http
 async def test_a_chat_context_is_continued(front):
     session_id = (await asked(front, "/v1/context", messages=CHAT))["session_id"]

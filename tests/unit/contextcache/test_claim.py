@@ -22,7 +22,8 @@ from contextcache.claim import (
 )
 from contextcache.errors import InvalidRequest, PreviousResponseNotFound
 from contextcache.requests import LARGE_BYTES
-from contextcache.responses import RESPONSES_PATH, Continued, continued_by
+from contextcache.responses import RESPONSES_PATH, Continued, continued_by, response_id
+from contextcache.terms import read_session_id
 from tests.kit.hostile_bodies import SHAPES, hostile_body
 from tests.kit.process_memory import memory_bytes
 
@@ -389,3 +390,23 @@ def test_what_a_response_goes_on_from_is_short_or_refused():
 def test_the_last_of_two_keys_is_the_one_that_counts():
     assert claimed_session(read_claims(b'{"session_id":"a","session\\u005fid":"b"}'), None) == "b"
     assert claimed_session(read_claims(b'{"session_id":"a","session_id":null}'), None) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["_", "-", "_V1StGXR8_Z5jdHi6B-myT", "-x", "--help", "__proto__", "a.b", "_..", "x" * 128]
+)
+def test_a_context_may_have_any_name_that_the_documentation_allows(name):
+    """Seen to fail: a first `_` or `-` was refused, as one nanoid in 32 has it."""
+    body = claims({"session_id": name})
+
+    assert body.session_id() == read_session_id(name) == name
+    assert continued_by(RESPONSES_PATH, claims({"conversation": name}), None).session_id == name
+    previous = claims({"previous_response_id": response_id(name, 3)})
+    assert continued_by(RESPONSES_PATH, previous, None) == Continued(name, 3)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "a%2fb", "ä", "_\n", "x" * 129])
+def test_a_name_that_cannot_stand_in_a_path_is_refused_with_the_rule(name):
+    for read in (lambda: claims({"session_id": name}).session_id(), lambda: read_session_id(name)):
+        with pytest.raises(InvalidRequest, match="and must not begin with"):
+            read()

@@ -332,3 +332,22 @@ async def test_nobody_gets_in_without_a_key(parts):
         await route(parts, {"session_id": "ctx_1"}, key="wrong")
 
     assert parts.directory.calls == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"])
+@pytest.mark.parametrize("header", [{}, {"x-request-id": "of-the-proxy"}])
+async def test_a_plain_request_keeps_the_name_that_its_body_gives_it(parts, path, header):
+    """Seen to fail: vLLM names the answer by the header, which the gateway, or Envoy before it, always sets."""
+    named = await route(parts, {"model": "stub-model", "request_id": "mine-1"}, path=path, headers=header)
+    odd = await route(parts, {"model": "stub-model", "request_id": "mine\n1"}, path=path, headers=header)
+    none = await route(parts, {"model": "stub-model"}, path=path, headers=header)
+
+    assert (named.kind, named.body) == (Kind.STATELESS, None)
+    assert [forward.set_headers.get("x-request-id") for forward in (named, odd, none)] == ["mine-1", None, None]
+
+
+async def test_a_turn_is_known_by_the_name_of_its_head_alone(parts):
+    await parts.directory.add("mine")
+    forward = await route(parts, {"model": "stub-model", "session_id": "mine", "request_id": "mine-1"})
+
+    assert "x-request-id" not in forward.set_headers

@@ -48,9 +48,12 @@ async def test_a_rewind_happens_on_the_generation_it_is_for_only(client, three):
     late = await client.post(three, json={"generation": 1}, headers={"if-match": '"2"'})
     odd = await client.post(three, json={"generation": 1}, headers={"if-match": "two"})
     empty = await client.post(three, json={"generation": 1}, headers={"if-match": ""})
-    done = await client.post(three, json={"generation": 1}, headers={"if-match": '"3"'})
+    weak = await client.post(three, json={"generation": 1}, headers={"if-match": 'W/"2"'})
+    done = await client.post(three, json={"generation": 1}, headers={"if-match": 'W/"3"'})
+    any_one = await client.post(three, json={"generation": 1}, headers={"if-match": "*"})
 
-    assert error_of(late)[:2] == (409, "generation_mismatch")
+    assert error_of(late)[:2] == error_of(weak)[:2] == (409, "generation_mismatch")
+    assert any_one.json()["generation"] == 4
     assert error_of(odd) == error_of(empty) == (400, "invalid_request", "If-Match")
     assert done.json()["generation"] == 4
 

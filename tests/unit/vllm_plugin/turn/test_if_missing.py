@@ -99,10 +99,16 @@ async def test_a_turn_that_commits_nothing_creates_nothing(pod):
     assert (there.status, there.headers["x-context-generation"]) == (200, "1")
 
 
-async def test_a_turn_for_one_generation_creates_none(pod):
-    answer = await pod.ask("mine", prompt="x", headers=[(b"if-match", b"1")], **IF_MISSING)
+@pytest.mark.parametrize("generation", [b"1", b'W/"1"', b"*"])
+async def test_a_turn_for_a_generation_creates_none(pod, generation):
+    """`*` stands for any that is there."""
+    headers = [(b"if-match", generation)]
+    missing = await pod.ask("mine", prompt="x", headers=headers, **IF_MISSING)
+    await pod.ask("mine", prompt="Hello", **IF_MISSING)
+    there = await pod.ask("mine", prompt=" more", headers=headers, **IF_MISSING)
 
-    assert code(answer) == (404, "context_not_found")
+    assert code(missing) == (404, "context_not_found")
+    assert (there.status, there.headers["x-context-generation"]) == (200, "2")
 
 
 async def test_on_a_create_it_means_nothing_and_is_refused(pod):

@@ -102,7 +102,7 @@ MISTAKES = [
     ({"input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f"}]}, "input[1]"),
     ({"input": [{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": SECRET_WORDS}]}, "input"),
     ({"input": [{"type": "function_call_output", "call_id": 7, "output": SECRET_WORDS}]}, "input[0]"),
-    ({"input": []}, None),
+    ({"input": []}, "input"),
     ({"reasoning": SECRET_WORDS}, "reasoning"),
     ({"reasoning": {"effort": SECRET_WORDS}}, "reasoning.effort"),
     ({"truncation": SECRET_WORDS}, "truncation"),

@@ -373,6 +373,18 @@ async def test_what_the_template_shows_in_another_way_is_shown_as_it_was_sent(po
     assert seen.context.get("diverged", {}).get("why") == (None if alike else "respelled")
 
 
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+async def test_a_respelled_message_is_told_by_its_own_position(pod, at):
+    """Seen to fail: the position of the first message that came in the same request."""
+    first = [SYSTEM, user("One."), assistant("Two."), user("Three.")]
+    stored = Stored(pod, (await pod.create(messages=first)).json["session_id"], first)
+    sent = edited(first, at, content=[{"type": "text", "text": text} for text in (first[at]["content"], "")])
+
+    seen = await stored.send([*sent, assistant("!"), NEW])
+
+    assert (seen.context["diverged"]["message"], seen.context["diverged"]["why"]) == (at, "respelled")
+
+
 async def test_a_call_of_a_name_that_came_before_is_answered_by_a_new_result(pod):
     """Names of calls come again where the engine counts them from nought."""
     stored = await after_a_tool_call(pod)

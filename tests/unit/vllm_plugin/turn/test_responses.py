@@ -152,6 +152,7 @@ async def test_a_turn_that_is_refused_by_its_messages_leaves_no_lease(pod):
     after = await ask(pod, "And", previous_response_id="resp_1_mine", instructions="Be brief")
 
     assert (refused.status, refused.json["error"]["code"]) == (400, "history_ambiguous")
+    assert refused.json["error"]["param"] == "input"
     assert after.status == 200
 
 

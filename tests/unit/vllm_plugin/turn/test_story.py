@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from contextcache.model import SessionMode
 from contextcache.errors import ContextNotFound, LeaseLost, SidecarUnavailable, StoreUnavailable
 from contextcache.identity import Identity, sign_identity, verify_kv_transfer
+from contextcache.model import SessionMode
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
