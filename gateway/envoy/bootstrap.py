@@ -10,7 +10,15 @@ from typing import Any
 
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER
 from gateway.envoy.api_keys import key_filter, refusal_counter
-from gateway.envoy.clusters import BUFFER_BYTES, LB_NAMESPACE, PLUGIN, clusters, socket_address
+from gateway.envoy.clusters import (
+    BUFFER_BYTES,
+    LB_NAMESPACE,
+    PLUGIN,
+    clusters,
+    internal_listeners,
+    socket_address,
+    streams_listener,
+)
 from gateway.envoy.local_replies import local_reply_config
 from gateway.envoy.probes import admin_cluster, connection_limit, probe_listener
 from gateway.envoy.routes import EXT_PROC, TYPE, routes
@@ -43,9 +51,10 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
         "node": {"id": "context-cache", "cluster": "context-cache"},
         "admin": {"address": socket_address(settings.admin_address)},
         "static_resources": {
-            "listeners": [_listener(settings), *probe_listener(settings)],
+            "listeners": [_listener(settings), streams_listener(), *probe_listener(settings)],
             "clusters": [*clusters(settings), *admin_cluster(settings)],
         },
+        "bootstrap_extensions": [internal_listeners()],
         **connection_limit(settings),
         "overload_manager": _overload_manager(settings),
     }

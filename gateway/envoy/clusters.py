@@ -2,6 +2,10 @@
 
 Rule: one late answer takes nobody away, and the last one is never taken away. Two health checks in a row must fail;
 with all of a cluster ill, requests go there anyway and are answered, or refused at once.
+
+HTTP fronts are the exception: a front that leaves two checks in a row without an answer is hung. What it carries ends,
+and new requests are refused, so that no client waits for it. A front that answers that it is not ready is *degraded*:
+it is asked only while no front is ready, and what it carries goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.envoy.routes import GATEWAY_HTTP, PODS, TYPE
+from gateway.envoy.routes import GATEWAY_HTTP, GATEWAY_STREAMS, PODS, TYPE
 from gateway.envoy.settings import EnvoySettings, duration, split_address
 from gateway.envoy.tls import upstream_tls
 from gateway.envoy.traces import traces_cluster
@@ -51,8 +55,54 @@ _LEAST_REQUEST = {
 
 
 def clusters(settings: EnvoySettings) -> list[dict[str, Any]]:
-    """Return the three clusters, and the trace collector's when there is one."""
-    return [_pods(settings), _plugin(settings), _gateway_http(settings), *traces_cluster(settings)]
+    """Return the clusters of the parts, the way of large bodies, and the trace collector's when there is one."""
+    parts = [_pods(settings), _plugin(settings), _gateway_http(settings)]
+    return [*parts, _gateway_streams(settings), *traces_cluster(settings)]
+
+
+def streams_listener() -> dict[str, Any]:
+    """Return the listener inside Envoy through which large bodies reach a front, as bytes of a TCP connection.
+
+    Their answers may take long, so no time limit of a request ends one that a hung front has. Envoy ends the TCP
+    connections to a member that fails its health checks, but only the idle ones of HTTP (1.40,
+    `close_connections_on_host_health_failure`).
+    """
+    proxy = {
+        "@type": f"{TYPE}extensions.filters.network.tcp_proxy.v3.TcpProxy",
+        "stat_prefix": GATEWAY_STREAMS,
+        "cluster": GATEWAY_HTTP,
+        "max_connect_attempts": 3,
+        # Silence is the HTTP route's to bound.
+        "idle_timeout": "0s",
+    }
+    return {
+        "name": GATEWAY_STREAMS,
+        "internal_listener": {},
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
+        "ignore_global_conn_limit": True,
+        "filter_chains": [{"filters": [{"name": "envoy.filters.network.tcp_proxy", "typed_config": proxy}]}],
+    }
+
+
+def internal_listeners() -> dict[str, Any]:
+    """Return the extension of a bootstrap that has listeners inside Envoy."""
+    name = "envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
+    config = {"@type": f"{TYPE}extensions.bootstrap.internal_listener.v3.InternalListener", "buffer_size_kb": 64}
+    return {"name": name, "typed_config": config}
+
+
+def _gateway_streams(settings: EnvoySettings) -> dict[str, Any]:
+    endpoint = {"endpoint": {"address": {"envoy_internal_address": {"server_listener_name": GATEWAY_STREAMS}}}}
+    return {
+        "name": GATEWAY_STREAMS,
+        "type": "STATIC",
+        "connect_timeout": duration(settings.connect_timeout_s),
+        "per_connection_buffer_limit_bytes": BUFFER_BYTES,
+        "load_assignment": {"cluster_name": GATEWAY_STREAMS, "endpoints": [{"lb_endpoints": [endpoint]}]},
+        "circuit_breakers": _circuit_breakers(settings),
+        # A request each: a connection stays at the front it was made to, also when that one drains.
+        "typed_extension_protocol_options": http_1(max_requests_per_connection=1),
+    }
 
 
 def _pods(settings: EnvoySettings) -> dict[str, Any]:
@@ -113,8 +163,20 @@ def _gateway_http(settings: EnvoySettings) -> dict[str, Any]:
         "per_connection_buffer_limit_bytes": BUFFER_BYTES,
         "lb_policy": "LEAST_REQUEST",
         # Not /healthz: a front that drains must be left before it closes its connections. One that lacks the context
-        # manager or a pod is left too while another has them, and asked all the same when none has.
-        "health_checks": [_health_check({"http_health_check": {"path": "/readyz"}})],
+        # manager or a pod is left too while another has them, and asked all the same when none has. Both answer 503,
+        # with a header that makes them degraded and not failed.
+        "health_checks": [
+            _health_check(
+                {
+                    "http_health_check": {
+                        "path": "/readyz",
+                        "expected_statuses": [{"start": 200, "end": 201}, {"start": 503, "end": 504}],
+                    }
+                }
+            )
+        ],
+        "close_connections_on_host_health_failure": True,
+        "common_lb_config": {**_LOAD_BALANCING, "healthy_panic_threshold": {"value": 0.0}},
         "typed_extension_protocol_options": http_1(),
         **upstream_tls(settings, "http/1.1"),
     }
@@ -131,18 +193,19 @@ def _cluster(name: str, addresses: Sequence[str], settings: EnvoySettings) -> di
         **dns,
         "connect_timeout": duration(settings.connect_timeout_s),
         "common_lb_config": _LOAD_BALANCING,
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
-        "circuit_breakers": {
-            "thresholds": [
-                {
-                    "max_connections": settings.max_requests,
-                    "max_pending_requests": settings.max_requests,
-                    "max_requests": settings.max_requests,
-                    "max_retries": settings.max_requests,
-                }
-            ]
+        "load_assignment": {
+            "cluster_name": name,
+            "endpoints": [{"lb_endpoints": endpoints}],
+            # A degraded member is asked while there is no healthy one, not as soon as some are missing.
+            "policy": {"overprovisioning_factor": 100_000},
         },
+        "circuit_breakers": _circuit_breakers(settings),
     }
+
+
+def _circuit_breakers(settings: EnvoySettings) -> dict[str, Any]:
+    limits = ("max_connections", "max_pending_requests", "max_requests", "max_retries")
+    return {"thresholds": [dict.fromkeys(limits, settings.max_requests)]}
 
 
 def socket_address(address: str) -> dict[str, Any]:
@@ -171,11 +234,11 @@ def _health_check(how: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def http_1() -> dict[str, Any]:
-    """Return the options of a cluster that speaks HTTP/1.1."""
+def http_1(**common: int) -> dict[str, Any]:
+    """Return the options of a cluster that speaks HTTP/1.1. `common`: more of its HttpProtocolOptions."""
     return _protocol(
         {
-            "common_http_protocol_options": {"idle_timeout": f"{_KEEP_ALIVE_S}s"},
+            "common_http_protocol_options": {"idle_timeout": f"{_KEEP_ALIVE_S}s", **common},
             "explicit_http_config": {"http_protocol_options": {}},
         }
     )

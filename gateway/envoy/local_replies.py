@@ -16,7 +16,7 @@ from contextcache.errors import (
     NoReadyEndpoint,
     error_body,
 )
-from gateway.envoy.routes import CONTROL, NOT_FOUND, TYPE, collected_bytes_max
+from gateway.envoy.routes import GATEWAY_HTTP, GATEWAY_STREAMS, NOT_FOUND, TYPE, collected_bytes_max
 from gateway.envoy.settings import EnvoySettings
 from gateway.paths import PathNotFound
 
@@ -38,7 +38,9 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
             # The front would name the nearest path; without it, the path is no less unknown.
             _mapper(f"xds.route_name == '{NOT_FOUND}' && ({_UNREACHED} || {_BROKEN})", PathNotFound("no such path")),
             _mapper(_details("ext_proc_error*"), away),
-            _mapper(f"xds.route_name == '{CONTROL}' && ({_UNREACHED} || {_BROKEN})", away),
+            _mapper(
+                f"xds.cluster_name in ['{GATEWAY_HTTP}', '{GATEWAY_STREAMS}'] && ({_UNREACHED} || {_BROKEN})", away
+            ),
             _mapper(_UNREACHED, NoReadyEndpoint("no pod can be reached", retry_after_s=1)),
             _mapper(_BROKEN, EngineFailed("the engine broke off")),
             _mapper(_details("overload*"), busy),

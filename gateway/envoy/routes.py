@@ -28,6 +28,8 @@ PODS = "pods"
 """Cluster of the vLLM pods."""
 GATEWAY_HTTP = "gateway_http"
 """Cluster of the gateways' HTTP fronts."""
+GATEWAY_STREAMS = "gateway_streams"
+"""Cluster of the same, for requests whose body streams there and whose answer may take long."""
 EXT_PROC = "envoy.filters.http.ext_proc"
 API_KEYS = "api-keys"
 """The filter that checks keys, where there are any; see `api_keys`."""
@@ -53,6 +55,8 @@ Envoy holds smaller bodies whole, for the plugin, which has counted their bytes 
 A message of the plugin's is held three to four times while it is read, on one event loop.
 """
 
+_CONTROL_TIMEOUT_S = 9.0
+"""For a control call's answer, or a silence of its upload. A manager (2 s) and sidecars (5 s, of a delete) fit in."""
 _INT64_MAX = (1 << 63) - 1
 
 _NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
@@ -66,7 +70,12 @@ _SLASH = "(?:/|%2[Ff])"
 def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     """Return the routes in the order in which Envoy tries them; the last one takes everything."""
     to_pod = _to_pod(settings)
-    to_front = {"cluster": GATEWAY_HTTP, "timeout": "30s", "idle_timeout": "30s", "retry_policy": _RETRIES}
+    to_front = {
+        "cluster": GATEWAY_HTTP,
+        "timeout": duration(_CONTROL_TIMEOUT_S),
+        "idle_timeout": duration(_CONTROL_TIMEOUT_S),
+        "retry_policy": _RETRIES,
+    }
     post = _method("POST")
     fail_open = settings.fail_open_stateless
     by_header = {"name": SESSION_HEADER, "string_match": {"prefix": MINTED_PREFIX}}
@@ -83,7 +92,7 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
     bytes_max = collected_bytes_max(settings)
     shown = {"name": "content-length", "range_match": {"start": 0, "end": bytes_max}}
     large = {**shown, "range_match": {"start": bytes_max, "end": _INT64_MAX}}
-    streamed = {**to_pod, "cluster": GATEWAY_HTTP}
+    streamed = {**to_pod, "cluster": GATEWAY_STREAMS}
     found = [
         # Envoy's filter answers for the pages it knows, and takes its policy from routes to somewhere alone.
         _public(_route(PREFLIGHT, {"prefix": "/", "headers": _ASKED_FIRST}, to_front, plugin=False)),

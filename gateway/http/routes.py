@@ -488,7 +488,11 @@ async def readyz(request: Request) -> Response:
     """Say whether requests can be served. What is missing, and how each pod is, the metrics port says."""
     ready_state: ReadyState = request.app.ready_state
     ready = (await ready_state.describe())["ready"]
-    return Response(json.dumps({"ready": ready}), 200 if ready else 503, media_type="application/json")
+    answer = Response(json.dumps({"ready": ready}), 200 if ready else 503, media_type="application/json")
+    if not ready:
+        # Envoy's health check: to be left while another one is ready, not to be taken for dead.
+        answer.headers["x-envoy-degraded"] = "1"
+    return answer
 
 
 @operations.get(

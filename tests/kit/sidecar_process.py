@@ -55,6 +55,11 @@ class SidecarProcess:
         finally:
             client.close()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         assert self._process is not None
         self._process.kill()

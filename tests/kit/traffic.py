@@ -26,6 +26,7 @@ class Call:
     path: str
     body: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    chunked: bool = False
 
 
 STATELESS = Call("stateless", "POST", "/v1/completions", b'{"prompt": "x"}')
@@ -33,6 +34,8 @@ BODILESS = Call("bodiless", "GET", "/v1/responses/r1")
 TURN_BY_BODY = Call("turn by body", "POST", "/v1/completions", b'{"prompt": "x", "session_id": "ctx_1"}')
 TURN_BY_HEADER = Call("turn by header", "POST", "/v1/completions", b'{"prompt": "x"}', {"x-session-id": "ctx_1"})
 CREATE = Call("create", "POST", "/v1/context", b'{"prompt": "x"}')
+STREAMED = Call("streamed", "POST", "/v1/completions", b'{"prompt": "x"}', chunked=True)
+"""Through the HTTP front, as any large body."""
 READ = Call("read", "GET", "/v1/context/ctx_1")
 
 
@@ -82,7 +85,9 @@ async def traffic(url: str, calls: Sequence[Call], *, num_clients: int) -> Async
 async def _asked(http: aiohttp.ClientSession, url: str, call: Call) -> object:
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **call.headers}
     try:
-        async with http.request(call.method, url + call.path, data=call.body, headers=headers) as answer:
+        async with http.request(
+            call.method, url + call.path, data=call.body, headers=headers, chunked=call.chunked or None
+        ) as answer:
             body = await answer.read()
             return answer.status if answer.status == 200 else f"{answer.status} {body[:300]!r}"
     except (aiohttp.ClientError, TimeoutError) as exc:

@@ -13,7 +13,7 @@ from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Client, StreamingEngine, code_of, until_answered
 from tests.kit.gateway_process import GatewayProcess
 from tests.kit.gateway_server import settings_for
-from tests.kit.traffic import BODILESS, CREATE, READ, STATELESS, TURN_BY_BODY, TURN_BY_HEADER, traffic
+from tests.kit.traffic import BODILESS, CREATE, READ, STATELESS, STREAMED, TURN_BY_BODY, TURN_BY_HEADER, traffic
 
 NUM_STREAMS = 56
 pytestmark = pytest.mark.timeout(300)
@@ -83,7 +83,7 @@ async def test_a_killed_plugin_breaks_no_stream_and_no_stateless_request_and_ref
 
 @pytest.mark.thorough
 async def test_two_plugins_restarted_one_after_the_other_cost_no_request(open_envoy):
-    calls = [STATELESS, TURN_BY_BODY, BODILESS, TURN_BY_HEADER, CREATE, READ]
+    calls = [STATELESS, TURN_BY_BODY, BODILESS, TURN_BY_HEADER, CREATE, READ, STREAMED]
     # Longer than Envoy's health check needs to notice.
     async with (
         open_envoy(2, drain_delay_s=6) as (envoy, _, gateways),

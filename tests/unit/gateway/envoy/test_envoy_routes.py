@@ -9,7 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.envoy.bootstrap import bootstrap
-from gateway.envoy.routes import API_KEYS, EXT_PROC, FRONT_PATHS, GATEWAY_HTTP, PODS, SHOWN_BYTES_MAX, routes
+from gateway.envoy.routes import (
+    API_KEYS,
+    EXT_PROC,
+    FRONT_PATHS,
+    GATEWAY_HTTP,
+    GATEWAY_STREAMS,
+    PODS,
+    SHOWN_BYTES_MAX,
+    routes,
+)
 from gateway.envoy.settings import EnvoySettings
 from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of, methods_of
 from gateway.settings import GatewaySettings
@@ -149,7 +158,7 @@ def test_a_large_body_goes_through_a_gateway_that_holds_it_once(method, path, he
     )
 
     assert small["route"]["cluster"] == PODS
-    assert large["route"] == {**small["route"], "cluster": GATEWAY_HTTP}
+    assert large["route"] == {**small["route"], "cluster": GATEWAY_STREAMS}
 
 
 def test_envoy_holds_no_body_whole_that_the_plugin_is_not_asked_about_first():
@@ -165,7 +174,7 @@ def test_envoy_holds_no_body_whole_that_the_plugin_is_not_asked_about_first():
 def test_a_call_without_a_body_as_a_rule_may_have_one():
     small, large = (route_of("GET", "/v1/models", size_bytes=size) for size in (SHOWN_BYTES_MAX - 1, SHOWN_BYTES_MAX))
 
-    assert (small["route"]["cluster"], large["route"]["cluster"]) == (PODS, GATEWAY_HTTP)
+    assert (small["route"]["cluster"], large["route"]["cluster"]) == (PODS, GATEWAY_STREAMS)
 
 
 def test_what_asks_for_no_body_goes_to_a_pod():
