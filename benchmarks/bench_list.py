@@ -26,9 +26,10 @@ from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import expiry_key, member, session_key, tenant_key
 from context_manager.redis_store import RedisSessionStore
 from context_manager.session_row import new_row, row_to_fields
-from context_manager.store import SessionKey, shard_of
+from context_manager.store import SessionKey
 from contextcache.errors import StoreUnavailable
 from contextcache.model import NewSession, SessionState
+from contextcache.shards import shard_of
 from deploy.local.progress import say
 from deploy.local.table import render
 

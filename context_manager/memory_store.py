@@ -45,7 +45,6 @@ from context_manager.store import (
     Swept,
     day_of,
     last_page,
-    shard_of,
 )
 from contextcache.clock import SystemClock
 from contextcache.model import (
@@ -67,6 +66,7 @@ from contextcache.model import (
     Usage,
     UsageReport,
 )
+from contextcache.shards import shard_of
 
 
 class MemorySessionStore(SessionStore):
@@ -188,6 +188,9 @@ class MemorySessionStore(SessionStore):
     async def fork(
         self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
     ) -> CacheSessionMetadata:
+        child = self._existing(SessionKey(commit.tenant, commit.session_id), now_ms)
+        if child.committed_lease_id == commit.lease_id:
+            return child.metadata_at(now_ms)
         row = self._committed(source, now_ms)
         packed = self._whole_transcript(source, row)[: row.segments_at(generation)]
         self._rows[source] = _life_restarted_if_sliding(row, now_ms)
@@ -437,12 +440,15 @@ class MemorySessionStore(SessionStore):
         return sum(other != key for other in of_tenant)
 
     def _check_room(self, tenant: TenantId, more: int, now_ms: int) -> None:
-        """Raise ContextQuotaExceeded for more bytes than the tenant has left. A fork shares its source's segments."""
-        bytes_max, hour = self._tenant_bytes_max, now_ms // HOUR_MS
-        if not bytes_max or not more:
-            return
+        """Raise ContextQuotaExceeded for more bytes than the tenant has left."""
+        if self._tenant_bytes_max and more and self.bytes_of(tenant, now_ms) + more > self._tenant_bytes_max:
+            raise refusals.too_many_bytes(self._tenant_bytes_max)
+
+    def bytes_of(self, tenant: TenantId, now_ms: int) -> int:
+        """Return the bytes that count of a tenant; a segment that forks share counts once."""
+        hour = now_ms // HOUR_MS
         segments: dict[int, int] = {}
-        sum_bytes = more + self._answers.bytes_of(tenant, now_ms)
+        sum_bytes = self._answers.bytes_of(tenant, now_ms)
         for key, row in self._rows.items():
             if key.tenant != tenant:
                 continue
@@ -452,9 +458,9 @@ class MemorySessionStore(SessionStore):
                 sum_bytes += CONTEXT_BYTES + _size_of(row.session.metadata)
                 segments |= {id(segment): SEGMENT_BYTES + len(segment) for segment in self._transcripts[key]}
         remembered = (until_ms for key, (_, until_ms) in self._places.items() if key.tenant == tenant)
-        sum_bytes += sum(PLACE_BYTES for until_ms in remembered if until_ms // HOUR_MS >= hour)
-        if sum_bytes + sum(segments.values()) > bytes_max:
-            raise refusals.too_many_bytes(bytes_max)
+        return sum_bytes + sum(
+            (PLACE_BYTES for until_ms in remembered if until_ms // HOUR_MS >= hour), start=sum(segments.values())
+        )
 
     def _existing(self, key: SessionKey, now_ms: int) -> SessionRow:
         return existing_row(self._rows.get(key), now_ms=now_ms, tombstone_ms=self._tombstone_ms)

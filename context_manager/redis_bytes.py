@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import ledger_key
-from context_manager.store import HOUR_MS, NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import HOUR_MS, SessionKey
 from contextcache.model import TenantId
+from contextcache.shards import NUM_SHARDS, shard_of
 
 _SUMS_KNOWN_MS = 1000
 """Time for which a Cluster's sums are believed: one round trip a second for each tenant that writes."""

@@ -259,7 +259,8 @@ def _mapped(exc: Exception) -> ContextCacheError:
     if isinstance(exc, TooFewReplicas):
         log.warning("too few replicas took a write in time", extra=fields)
         return refusals.unavailable()
-    passing = isinstance(exc, _PASSING_ERRORS) or code in _PASSING_CODES
+    # A script met a trunk that a Cluster is moving to another node.
+    passing = isinstance(exc, _PASSING_ERRORS) or code in _PASSING_CODES or "non local key" in str(exc)
     if isinstance(exc, ResponseError) and not passing:
         log.error("redis refused a command", extra=fields)
         return ContextCacheError("the session store refused a command")

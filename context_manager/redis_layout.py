@@ -24,7 +24,6 @@ from context_manager.store import (
     SEGMENT_BYTES,
     USAGE_KEPT_MS,
     SessionKey,
-    shard_of,
 )
 from contextcache.errors import InvalidRequest
 from contextcache.model import (
@@ -37,6 +36,7 @@ from contextcache.model import (
     TurnReceipt,
     Usage,
 )
+from contextcache.shards import shard_of
 
 NAMING_FIELDS = (
     *("state", "created_at_ms", "expires_at_ms", "lease_id", "lease_until_ms"),
@@ -48,9 +48,9 @@ SWEEPER_KEY = "cc:sweeper"
 """There while one manager sweeps for all."""
 _SUM_DIGITS_MAX = 17
 """Of what a shard counted on a day: beyond any use, and what all shards have together still fits into 64 bits."""
-_RULES = ("bytes", "row", "transcript", "answers", "usage")
+_RULES = ("bytes", "trunks", "row", "transcript", "answers", "usage")
 _SCRIPTS = (
-    *("reserve", "admit", "begin", "note_holder", "renew", "commit", "rewind", "abort", "touch", "unregister"),
+    *("reserve", "admit", "begin", "note_holder", "renew", "commit", "share", "rewind", "abort", "touch", "unregister"),
     *("sweep", "claim", "count"),
 )
 CRASH_POINTS = tuple(f"manager.{script}.{when}" for script in _SCRIPTS for when in ("before", "after"))

@@ -7,6 +7,7 @@ Cluster. Connections are opened in redis_connection.py. What the rules are: stor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from context_manager.redis_layout import (
     script_keys,
     session_key,
     tenant_key,
+    transcript_key,
     turns_key,
     usage_key,
     usage_of_replies,
@@ -52,14 +54,12 @@ from context_manager.store import (
     CONTEXT_BYTES,
     DAY_MS,
     KEY_GRACE_MS,
-    NUM_SHARDS,
     TENANT_BYTES_MAX,
     BegunTurn,
     SessionKey,
     SessionStore,
     Swept,
     day_of,
-    shard_of,
 )
 from contextcache.errors import ContextCacheError
 from contextcache.model import (
@@ -79,6 +79,10 @@ from contextcache.model import (
     UsageReport,
 )
 from contextcache.process.crash_points import crash_point
+from contextcache.shards import NUM_SHARDS, shard_of
+
+TRUNKS_MAX = 16
+"""Trunks that one row names at most. A fork of a deeper one copies its transcript, and begins with none."""
 
 
 class RedisSessionStore(SessionStore):
@@ -199,6 +203,22 @@ class RedisSessionStore(SessionStore):
     async def fork(
         self, source: SessionKey, *, generation: int | None, commit: TurnCommit, now_ms: int
     ) -> CacheSessionMetadata:
+        child = SessionKey(commit.tenant, commit.session_id)
+        if shard_of(source.tenant, source.session_id) == shard_of(child.tenant, child.session_id):
+            answer = await self._change(
+                "share",
+                child,
+                now_ms,
+                commit.lease_id,
+                "" if generation is None else generation,
+                member(source),
+                source.session_id,
+                new_mark(),
+                TRUNKS_MAX,
+                more_keys=[session_key(source), transcript_key(source), turns_key(source)],
+            )
+            if answer[0] == b"ok":
+                return await self._commit(replace(commit, keep_segments=int(answer[2])), [], now_ms=now_ms)
         _, flat, _, packed = await self._change(
             "begin", source, now_ms, commit.lease_id, 0, 1, "", "", "", "", more_keys=[turns_key(source)]
         )
@@ -441,7 +461,7 @@ class RedisSessionStore(SessionStore):
         crash_point(f"manager.{script}.after")
         if answer[0] == b"bytes":
             raise refusals.too_many_bytes(self._bytes.bytes_max)
-        if answer[0] != b"ok":
+        if answer[0] not in (b"ok", b"copy"):
             raise _refusal(answer[0].decode(), int(answer[1]) if len(answer) > 1 else 0)
         return answer
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from hashlib import blake2b
 from typing import Protocol
 
 from context_manager.segments import unpack_transcript
@@ -26,8 +25,6 @@ from contextcache.model import (
     UsageReport,
 )
 
-NUM_SHARDS = 64
-"""Fixed for the life of a deployment's data: the shard is part of every key."""
 SWEEP_BATCH = 100
 """Sessions one script call takes at most, so that no call keeps Redis busy for longer than a few ms."""
 LIST_ROWS_MAX = 400
@@ -50,14 +47,6 @@ USAGE_KEPT_MS = 400 * 86_400_000
 KEY_GRACE_MS = 86_400_000
 """A day: how long Redis keeps a key after the end of what is in it and the time of its tombstone, in case all managers
 are away. Then it goes by itself (ADR 0029)."""
-
-
-def shard_of(tenant: TenantId, session_id: SessionId) -> int:
-    """Return the shard of a session, 0 to 63; the same on every machine and in every version."""
-    digest = blake2b(f"{tenant}:{session_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % NUM_SHARDS
-
-
 HOUR_MS = 3_600_000
 """Bytes count until the hour in which they end is over."""
 DAY_MS = 86_400_000
@@ -129,6 +118,7 @@ class SessionStore(Protocol):
     | --------------------------------- | --------------------------- | ------------------------------------------ |
     | cc:{s17}:session:<tenant>:<id>    | hash                        | the row (session_row.py)                   |
     | cc:{s17}:transcript:<tenant>:<id> | list                        | segments, oldest first (segments.py)       |
+    | cc:{s17}:trunk:<tenant>:<name>    | list                        | segments that forks share (trunks.lua)     |
     | cc:{s17}:expiry                   | sorted set of <tenant>:<id> | score: when the sweep may take the session |
     | cc:{s17}:tenant:<tenant>          | sorted set of <id>          | score: created_at_ms; for list and quota   |
     | cc:sweeper                        | hash                        | there while one manager sweeps for all     |
@@ -246,6 +236,7 @@ class SessionStore(Protocol):
     ) -> CacheSessionMetadata:
         """Commit a reserved session with the transcript of another one, as it is, or was at `generation`.
 
+        In the shard of its source a fork shares the segments; in another one it copies them, and they count anew.
         Two steps, in this order: the source is read, as a turn that commits nothing reads it, and the fork committed.
         A commit under BRANCH_LEASE_ID leaves the fork CREATING: it ends with its lease or an abort, unless a turn
         begins on it and commits. `commit` has no segments. Raises as `begin_turn` of the source, GenerationGone,

@@ -14,8 +14,8 @@ from functools import partial
 
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
-from context_manager.store import NUM_SHARDS
 from contextcache.errors import ContextCacheError
+from contextcache.shards import NUM_SHARDS
 
 log = logging.getLogger(__name__)
 

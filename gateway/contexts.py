@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 
 from contextcache.errors import (
     ContextCacheError,
@@ -38,6 +40,7 @@ from contextcache.model import (
     new_session_id,
 )
 from contextcache.repeats import session_id_of
+from contextcache.shards import shard_of
 from contextcache.terms import Terms
 from gateway.kept import KeptConversation, KeptPage, page_of
 from gateway.pods.sidecars import Holders, KVState, sealed_state
@@ -159,7 +162,8 @@ class Contexts:
         check_id(session_id)
         # Under the same key something else may be asked, of another response.
         again = f"{repeat_key}\0{session_id}\0{generation}" if repeat_key else ""
-        branch_id = session_id_of(tenant, again, self._secret) if again else new_session_id()
+        minted = partial(_keyed_id, tenant, again, self._secret) if again else _random_id
+        branch_id = _id_beside(tenant, session_id, minted)
         try:
             source = await self._directory.get_session_metadata(tenant, session_id)
             if source.generation == generation or await self._is_answered(tenant, session_id, repeat_key):
@@ -200,7 +204,7 @@ class Contexts:
         lease_ttl_ms = _BRANCH_LEASE_MS if is_branch else _LEASE_MS
         new = NewSession(
             tenant=source.tenant,
-            session_id=fork.session_id or new_session_id(),
+            session_id=fork.session_id or _id_beside(source.tenant, source.session_id, _random_id),
             model_id=source.model_id,
             mode=source.mode,
             ttl_s=source.ttl_s if terms.ttl_s is None else terms.ttl_s,
@@ -276,6 +280,20 @@ class KeptConversations:
         if not any(found.values()) and not silent and not unreachable:
             raise not_found()
         return unreachable
+
+
+def _id_beside(tenant: TenantId, source_id: SessionId, minted: Callable[[int], SessionId]) -> SessionId:
+    """Return the first id in the shard of a source, where a fork shares its segments: some 64 are minted for that."""
+    shard = shard_of(tenant, source_id)
+    return next(one for one in map(minted, count()) if shard_of(tenant, one) == shard)
+
+
+def _random_id(_number: int) -> SessionId:
+    return new_session_id()
+
+
+def _keyed_id(tenant: TenantId, again: str, secret: bytes, number: int) -> SessionId:
+    return session_id_of(tenant, f"{again}\0{number}", secret)
 
 
 def check_id(session_id: SessionId) -> None:

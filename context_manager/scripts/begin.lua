@@ -22,7 +22,7 @@ local is_free = not lease_lives(row, now_ms) or row.lease_id == ARGV[5] or row.l
 if takes_lease and not is_free then
   return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
 end
-if redis.call('LLEN', KEYS[2]) ~= tonumber(row.num_segments) then
+if not segments_of(row, KEYS[2]) then
   return {'damaged'}
 end
 if takes_lease and not has_room(KEYS[5], CONTEXT_BYTES, ARGV[11], now_ms) then
@@ -41,5 +41,5 @@ end
 -- A reader of a fixed life has changed nothing that would have to be replicated.
 local answer = (takes_lease or row.ttl_policy == 'sliding') and stored(KEYS[#KEYS]) or {'ok', redis.call('HGETALL', KEYS[1])}
 answer[3] = known
-answer[4] = redis.call('LRANGE', KEYS[2], known, -1)
+answer[4] = segments_from(row, KEYS[2], known)
 return answer

@@ -22,8 +22,8 @@ end
 if row.generation ~= ARGV[6] then
   return {'generation', row.generation}
 end
-local keep, num_segments = tonumber(ARGV[7]), redis.call('LLEN', KEYS[2])
-if num_segments ~= tonumber(row.num_segments) then
+local keep, num_segments = tonumber(ARGV[7]), segments_of(row, KEYS[2])
+if not num_segments then
   return {'damaged'}
 end
 if keep > num_segments then

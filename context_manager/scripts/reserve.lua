@@ -33,6 +33,7 @@ if not has_room(KEYS[5], CONTEXT_BYTES, ARGV[8], now_ms) then
   return {'bytes'}
 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[#KEYS])
+release_trunks(KEYS[2], KEYS[5], row or {}, now_ms)
 uncount_row(KEYS[5], row or {}, now_ms)
 redis.call('HSET', KEYS[1], unpack(ARGV, 9))
 return stored()

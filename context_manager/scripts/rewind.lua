@@ -24,8 +24,8 @@ end
 if where == 'creating' or lease_lives(row, now_ms) then
   return {'busy', integer(tonumber(row.lease_until_ms) - now_ms)}
 end
-local num_segments = redis.call('LLEN', KEYS[2])
-if num_segments ~= tonumber(row.num_segments) then
+local num_segments = segments_of(row, KEYS[2])
+if not num_segments then
   return {'damaged'}
 end
 local keep = segments_at(row, tonumber(ARGV[5]))

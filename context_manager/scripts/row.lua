@@ -1,4 +1,4 @@
--- Put behind bytes.lua: the rules of session_row.py for Redis.
+-- Put behind trunks.lua: the rules of session_row.py for Redis.
 --
 -- Scripts about one session get KEYS = session hash, transcript list, expiry set, tenant set, tenant's ledger (in a
 -- Cluster one slot) and ARGV = member of the expiry set, session id, now_ms, tombstone_ms, then their own arguments.
@@ -144,45 +144,55 @@ local function enter(keys, member, id, row, now_ms, tombstone_ms)
 end
 
 -- Counts a row's bytes where they end, again when either has changed. Its field `counted`: bytes@hour.
-local function count_row(session, ledger, row, now_ms, ms)
+local function count_row(session, transcript, ledger, row, now_ms, ms)
   local bytes = CONTEXT_BYTES + #(row.metadata or '') + (tonumber(row.segment_bytes) or 0)
   local counted = integer(bytes) .. '@' .. integer(hour_of(due_at_ms(row)))
   if row.counted ~= counted then
     uncount_row(ledger, row, now_ms)
     add_bytes(ledger, due_at_ms(row), bytes, now_ms)
     redis.call('HSET', session, 'counted', counted)
+    if string.match(row.counted or '', '@(%d+)$') ~= string.match(counted, '@(%d+)$') then
+      keep_trunks(transcript, ledger, row, due_at_ms(row), ms, now_ms)
+    end
   end
   keep_ledger(ledger, ms)
 end
 
--- Lets the life of a sliding row start again.
-local function restart_if_sliding(row, now_ms)
+-- Lets the life of a sliding row start again. `session`: its key, where that is not KEYS[1].
+local function restart_if_sliding(row, now_ms, session)
   if row.ttl_policy == 'sliding' then
-    redis.call('HSET', KEYS[1], 'expires_at_ms', integer(now_ms + tonumber(row.ttl_s) * 1000))
+    redis.call('HSET', session or KEYS[1], 'expires_at_ms', integer(now_ms + tonumber(row.ttl_s) * 1000))
   end
 end
 
--- The end of every script that has written a row and leaves it: its answer. `turns`: the key of its last turns, where
--- they shall live as long.
-local function stored(turns)
+-- Enters, counts and dates a row that was written, and returns it as a flat list. `turns`: the key of its last turns,
+-- where they shall live as long.
+local function kept(session, transcript, member, id, turns)
   local now_ms, tombstone_ms = tonumber(ARGV[3]), tonumber(ARGV[4])
-  local flat = redis.call('HGETALL', KEYS[1])
+  local flat = redis.call('HGETALL', session)
   local row = row_of(flat)
-  enter({KEYS[1], KEYS[2], KEYS[3], KEYS[4]}, ARGV[1], ARGV[2], row, now_ms, tombstone_ms)
-  count_row(KEYS[1], KEYS[5], row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
+  enter({session, transcript, KEYS[3], KEYS[4]}, member, id, row, now_ms, tombstone_ms)
+  count_row(session, transcript, KEYS[5], row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
   if turns then
-    redis.call('PEXPIRE', turns, redis.call('PTTL', KEYS[1]))
+    redis.call('PEXPIRE', turns, redis.call('PTTL', session))
   end
-  return {'ok', flat}
+  return flat
+end
+
+-- The end of every script that has written a row and leaves it: its answer.
+local function stored(turns)
+  return {'ok', kept(KEYS[1], KEYS[2], ARGV[1], ARGV[2], turns)}
 end
 
 -- Remembers where in the lists a row was that is gone: a client goes on behind it, page by page.
 local function remember_place(place, ledger, created_at_ms, now_ms, tombstone_ms)
   if tombstone_ms > 0 then
+    if redis.call('EXISTS', place) == 0 then
+      add_bytes(ledger, now_ms + tombstone_ms, PLACE_BYTES, now_ms)
+    end
     -- A spoilt one costs a client its page, not a sweep.
     redis.pcall('HSET', place, 'created_at_ms', created_at_ms)
     redis.call('PEXPIRE', place, integer(tombstone_ms))
-    add_bytes(ledger, now_ms + tombstone_ms, PLACE_BYTES, now_ms)
     keep_ledger(ledger, tombstone_ms)
   end
 end
@@ -194,6 +204,7 @@ local function removed(row)
   redis.call('UNLINK', KEYS[1], KEYS[2], KEYS[7] or KEYS[2])
   redis.call('ZREM', KEYS[3], ARGV[1])
   redis.pcall('ZREM', KEYS[4], ARGV[2])
+  release_trunks(KEYS[2], KEYS[5], row, tonumber(ARGV[3]))
   uncount_row(KEYS[5], row, tonumber(ARGV[3]))
   if KEYS[6] then
     remember_place(KEYS[6], KEYS[5], row.created_at_ms, tonumber(ARGV[3]), tonumber(ARGV[4]))

@@ -31,6 +31,7 @@ end
 
 local function bury(session, transcript, ledger, turns, place, row)
   redis.call('UNLINK', session, transcript, turns)
+  release_trunks(transcript, ledger, row, now_ms)
   uncount_row(ledger, row, now_ms)
   if row.state == 'creating' then
     remember_place(place, ledger, row.created_at_ms, now_ms, tombstone_ms)
@@ -51,7 +52,7 @@ local function take(session, transcript, tenant, ledger, turns, place, member, i
   local row = row_to_judge(session)
   if row and row.state ~= 'tombstone' and due_at_ms(row) > now_ms then
     enter({session, transcript, expiry, tenant}, member, id, row, now_ms, tombstone_ms)
-    count_row(session, ledger, row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
+    count_row(session, transcript, ledger, row, now_ms, keep_ms(due_at_ms(row), now_ms, tombstone_ms))
     return
   end
   redis.call('ZREM', expiry, member)

@@ -68,22 +68,45 @@ local function bytes_of_segments(first)
   return bytes
 end
 
+-- Cuts the transcript to `keep` segments. Returns what is left of its tokens and of the bytes of its own list.
+local function cut(row, keep, num_tokens, segment_bytes)
+  local trunks, shared = read_trunks(row)
+  for _, dropped in ipairs(redis.call('LRANGE', KEYS[2], math.max(keep - shared, 0), -1)) do
+    local _, dropped_tokens = cmsgpack.unpack_one(dropped)
+    num_tokens = num_tokens - dropped_tokens
+    segment_bytes = segment_bytes - SEGMENT_BYTES - #dropped
+  end
+  if keep > shared then
+    redis.call('LTRIM', KEYS[2], 0, keep - shared - 1)
+    return num_tokens, segment_bytes
+  end
+  redis.call('DEL', KEYS[2])
+  local left, before = {}, 0
+  for _, trunk in ipairs(trunks) do
+    local segments = math.max(math.min(keep - before, trunk[2]), 0)
+    before = before + trunk[2]
+    local tokens = tokens_at(KEYS[2], trunk, segments)
+    if segments < trunk[2] then
+      use_trunk(KEYS[2], KEYS[5], trunk[1], trunk[2], segments, tokens, tonumber(ARGV[3]))
+    end
+    if segments > 0 then
+      left[#left + 1] = {trunk[1], segments, tokens}
+    end
+    num_tokens = num_tokens - trunk[3] + tokens
+  end
+  if #trunks > 0 then
+    write_trunks(KEYS[1], left)
+  end
+  return num_tokens, segment_bytes
+end
+
 -- Cuts the transcript to `keep` segments, adds those in ARGV from `first` on, which have `added_tokens`, and writes what
 -- every new generation changes: the lease is free, a sliding life starts again.
 local function advance(row, generation, keep, first, added_tokens, mark, marks_chars_max)
   local num_tokens = tonumber(row.num_tokens) + added_tokens
   local segment_bytes = (tonumber(row.segment_bytes) or 0) + bytes_of_segments(first)
   if keep < tonumber(row.num_segments) then
-    for _, dropped in ipairs(redis.call('LRANGE', KEYS[2], keep, -1)) do
-      local _, dropped_tokens = cmsgpack.unpack_one(dropped)
-      num_tokens = num_tokens - dropped_tokens
-      segment_bytes = segment_bytes - SEGMENT_BYTES - #dropped
-    end
-    if keep == 0 then
-      redis.call('DEL', KEYS[2])
-    else
-      redis.call('LTRIM', KEYS[2], 0, keep - 1)
-    end
+    num_tokens, segment_bytes = cut(row, keep, num_tokens, segment_bytes)
   end
   for i = first, #ARGV do
     redis.call('RPUSH', KEYS[2], ARGV[i])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import astuple, replace
 from random import Random
 
 import pytest
@@ -44,6 +44,7 @@ from contextcache.model import (
     TurnCommit,
     Usage,
 )
+from contextcache.shards import shard_of
 from tests.contract.session_store_contract import (
     ANSWER,
     KEY,
@@ -68,6 +69,13 @@ def said(number: int) -> tuple[Segment, Segment]:
         Segment(SegmentKind.PROMPT, (number, number), text=f"question {number}"),
         Segment(SegmentKind.ANSWER, (number,), text=f"answer {number}"),
     )
+
+
+def beside(key: SessionKey, number: int) -> list[str]:
+    """Return so many ids in the shard of a session."""
+    shard = shard_of(key.tenant, key.session_id)
+    names = (name for count in range(100_000) if shard_of(key.tenant, name := f"ctx_fork_{count}") == shard)
+    return [next(names) for _ in range(number)]
 
 
 class SessionChangesContract(SessionStoreContract):
@@ -240,7 +248,7 @@ class SessionChangesContract(SessionStoreContract):
 
     # Forking.
 
-    FORK = SessionKey(KEY.tenant, "ctx_fork")
+    FORK = SessionKey(KEY.tenant, beside(KEY, 1)[0])
 
     async def fork(
         self, store: SessionStore, generation: int | None = None, *, lease_id: str = "fork", now_ms: int = NOW
@@ -276,6 +284,25 @@ class SessionChangesContract(SessionStoreContract):
             await store.unregister(self.FORK, now_ms=NOW)
         assert await store.get(KEY, now_ms=NOW) == source
         assert await self.transcript(store) == at[4]
+
+    async def test_a_fork_in_another_shard_is_the_same(self, store: SessionStore) -> None:
+        at = await self.converse(store, 2)
+        far = next(f"far_{n}" for n in range(999) if shard_of(KEY.tenant, f"far_{n}") != shard_of(*astuple(KEY)))
+        await self.reserve(store, replace(NEW, session_id=far), lease_id="fork")
+        commit = replace(self.first_of_fork(), session_id=far)
+        forked = await store.fork(KEY, generation=2, commit=commit, now_ms=NOW)
+
+        assert forked.forked_from == (KEY.session_id, 2)
+        await store.unregister(KEY, now_ms=NOW)
+        begun = await store.begin_turn(
+            SessionKey(KEY.tenant, far),
+            lease_id="l",
+            lease_ttl_ms=1000,
+            read_only=True,
+            expected_generation=1,
+            now_ms=NOW,
+        )
+        assert begun.transcript() == at[2]
 
     async def test_a_fork_and_its_source_go_on_apart(self, store: SessionStore) -> None:
         at = await self.converse(store, 1)
@@ -597,6 +624,16 @@ class SessionChangesContract(SessionStoreContract):
         assert await self.transcript(frugal) == (PROMPT, ANSWER)
         session, _ = await self.begin(frugal, "next")
         assert session.generation == 1
+
+    async def test_forks_cost_a_context_and_no_segments_however_many_there_are(self, frugal: SessionStore) -> None:
+        """Seen to fail: each fork was a copy, and some hundred of them filled Redis."""
+        half = Segment(SegmentKind.PROMPT, (), text="x" * (3 * CONTEXT_BYTES // 4))
+        await self.create(frugal)
+        await self.begin(frugal)
+        await frugal.commit_turn(replace(turn_commit("turn"), segments=(half,)), now_ms=NOW)
+        await self.fork(frugal)
+
+        assert await self.forked_transcript(frugal) == (PROMPT, ANSWER, half)
 
     async def test_what_a_turn_replaces_or_a_rewind_cuts_is_free_again(self, frugal: SessionStore) -> None:
         await self.create(frugal)

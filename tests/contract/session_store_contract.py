@@ -12,13 +12,11 @@ from context_manager.store import (
     BATCH_KNOWN_MS,
     DAY_MS,
     LIST_ROWS_MAX,
-    NUM_SHARDS,
     Fate,
     SessionKey,
     SessionStore,
     Swept,
     day_of,
-    shard_of,
 )
 from contextcache.errors import (
     ContextBusy,
@@ -46,6 +44,7 @@ from contextcache.model import (
     TurnReceipt,
     Usage,
 )
+from contextcache.shards import NUM_SHARDS, shard_of
 
 NOW = 1_700_000_000_000
 LEASE_MS = 30_000

@@ -16,11 +16,12 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import counted_key, expiry_key, place_key, script_keys, usage_key
 from context_manager.redis_store import RedisSessionStore
-from context_manager.store import DAY_MS, LIST_ROWS_MAX, NUM_SHARDS, SessionKey, day_of, shard_of
+from context_manager.store import DAY_MS, LIST_ROWS_MAX, SessionKey, day_of
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
 from contextcache.model import HeldCacheRef, SessionPage, Usage
+from contextcache.shards import NUM_SHARDS, shard_of
 from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS, first_commit
 from tests.kit.valkey import ValkeyServer
 

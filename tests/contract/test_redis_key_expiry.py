@@ -15,9 +15,11 @@ import redis
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import script_keys, turns_key
 from context_manager.redis_store import RedisSessionStore
-from context_manager.store import HOUR_MS, KEY_GRACE_MS, NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import HOUR_MS, KEY_GRACE_MS, SessionKey
 from contextcache.errors import ContextCacheError
 from contextcache.model import NewSession, SessionMode, TtlPolicy
+from contextcache.shards import NUM_SHARDS, shard_of
+from tests.contract.session_changes_contract import beside
 from tests.contract.session_store_contract import (
     LEASE_MS,
     NEW,
@@ -33,6 +35,7 @@ from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
 
 KEY = SessionKey(NEW.tenant, NEW.session_id)
+NAMES = [KEY.session_id, *beside(KEY, 2), *[f"other_{number}" for number in range(2)]]
 _SLACK_MS = 60_000
 """Time that a test may take between a write and a look at what is left."""
 
@@ -75,8 +78,8 @@ class RandomWork:
     async def step(self) -> str:
         pick = self._random
         self.now_ms += pick.choice((*[0, 1, 500] * 3, 40_000, 700_000))
-        key = SessionKey(pick.choice(("demo", "other")), f"ctx_{pick.randrange(3)}")
-        names = "reserve create create begin turn turn commit rewind renew abort touch touch remove sweep"
+        key = SessionKey(pick.choice(("demo", "other")), pick.choice(NAMES))
+        names = "reserve create create fork fork begin turn turn commit rewind renew abort touch touch remove sweep"
         name = pick.choice(names.split())
         with suppress(ContextCacheError):
             await getattr(self, f"_{name}")(key)
@@ -117,6 +120,14 @@ class RandomWork:
     async def _create(self, key: SessionKey) -> None:
         await self._reserve(key)
         await self._commit(key)
+
+    async def _fork(self, key: SessionKey) -> None:
+        """Into a context of the same shard, or of another one."""
+        child = SessionKey(key.tenant, self._random.choice([name for name in NAMES if name != key.session_id]))
+        await self._reserve(child)
+        commit = replace(first_commit(child, self._lease()), segments=())
+        generation = self._random.choice((None, 1))
+        await self._store.fork(key, generation=generation, commit=commit, now_ms=self.now_ms)
 
     async def _turn(self, key: SessionKey) -> None:
         await self._begin(key)
@@ -166,6 +177,10 @@ def what_is_wrong(raw: redis.Redis, now_ms: int) -> list[str]:
         due_ms = int(row["lease_until_ms" if row["state"] == "creating" else "expires_at_ms"])
         wanted_ms = max(due_ms - now_ms, 0) + TOMBSTONE_MS + KEY_GRACE_MS
         _, transcript, *sets = script_keys(key)
+        tag = row_key.partition(":session:")[0]
+        for name in (named.split(":")[0] for named in row.get("trunks", "").split()):
+            trunk = f"{tag}:trunk:{key.tenant}:{name}"
+            wrong += [f"{trunk} ends before {row_key}"] * (left.get(trunk, 0) < wanted_ms - _SLACK_MS)
         # The clock of the test went on since the row's last change, Redis's own did not.
         kept = [one for one in (row_key, transcript, turns) if one in left]
         wrong += [f"{one} ends too early" for one in kept if left[one] < wanted_ms - _SLACK_MS]

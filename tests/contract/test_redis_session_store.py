@@ -23,7 +23,7 @@ from context_manager.redis_layout import (
 )
 from context_manager.redis_store import RedisSessionStore
 from context_manager.segments import pack_segment
-from context_manager.store import ANSWER_KEPT_MS, CONTEXT_BYTES, NUM_SHARDS, SessionKey, shard_of
+from context_manager.store import ANSWER_KEPT_MS, CONTEXT_BYTES, SessionKey
 from contextcache.errors import (
     AlreadyAnswered,
     ContextCacheError,
@@ -33,6 +33,7 @@ from contextcache.errors import (
     LeaseLost,
 )
 from contextcache.model import TtlPolicy
+from contextcache.shards import NUM_SHARDS, shard_of
 from tests.contract.session_changes_contract import SessionChangesContract
 from tests.contract.session_store_contract import (
     ANSWER,

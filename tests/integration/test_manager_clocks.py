@@ -24,11 +24,11 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_store import RedisSessionStore
 from context_manager.settings import ManagerSettings
-from context_manager.store import shard_of
 from context_manager.store_clock import StoreClock
 from contextcache.clock import ManualClock, SystemClock
 from contextcache.errors import ContextBusy, ContextCacheError, LeaseLost, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, SessionState, TurnCommit
+from contextcache.shards import shard_of
 from tests.kit.valkey import ValkeyServer
 
 HOUR_MS = 3_600_000

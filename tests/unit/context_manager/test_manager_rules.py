@@ -12,7 +12,6 @@ from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
 from context_manager.memory_store import MemorySessionStore
 from context_manager.metrics import ManagerMetrics
-from context_manager.store import NUM_SHARDS
 from contextcache.clock import ManualClock
 from contextcache.errors import (
     ContextBusy,
@@ -33,6 +32,7 @@ from contextcache.model import (
     TurnCommit,
     new_cache_ref,
 )
+from contextcache.shards import NUM_SHARDS
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2), text="hello")
 ANSWER = Segment(SegmentKind.ANSWER, (3,), text=" you")

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from context_manager.store import NUM_SHARDS
 from contextcache.claim import read_strict_claims
 from contextcache.errors import (
     ContextNotFound,
@@ -18,6 +17,7 @@ from contextcache.errors import (
 from contextcache.model import Segment, SegmentKind, TurnCommit
 from contextcache.repeats import read_repeatable
 from contextcache.responses import Continued, continued_by
+from contextcache.shards import NUM_SHARDS, shard_of
 from gateway.paths import Kind
 from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, as_told
 from tests.unit.gateway.test_flows_route import identity_of, route
@@ -72,6 +72,8 @@ async def test_an_older_response_is_continued_in_a_branch_of_its_own(parts):
 
     names = [identity_of(parts, forward).session_id for forward in branches]
     assert len({*names, "mine"}) == 3
+    # Where the store can share what both have.
+    assert len({shard_of("demo", name) for name in (*names, "mine")}) == 1
     for name, forward in zip(names, branches, strict=True):
         assert as_told(forward.body)["previous_response_id"] == f"resp_1_{name}"
         branch = await parts.directory.begin_turn("demo", name, lease_id="r", lease_ttl_ms=1000, read_only=True)

@@ -1,0 +1,248 @@
+"""Forks share their source's segments in Redis: a random family of contexts is what it is in memory, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+
+import pytest
+import redis
+
+from context_manager.memory_store import MemorySessionStore
+from context_manager.redis_connection import RedisConnection
+from context_manager.redis_layout import session_key, transcript_key
+from context_manager.redis_store import TRUNKS_MAX, RedisSessionStore
+from context_manager.store import SessionKey, SessionStore
+from contextcache.errors import ContextCacheError
+from contextcache.model import BRANCH_LEASE_ID, Segment, SegmentKind, TtlPolicy, TurnCommit
+from contextcache.shards import shard_of
+from tests.contract.session_changes_contract import beside
+from tests.contract.session_store_contract import KEY, LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS
+from tests.kit.seed import SEED
+from tests.kit.valkey import ValkeyServer
+
+
+@pytest.fixture
+def raw(server: ValkeyServer) -> Iterator[redis.Redis]:
+    with redis.Redis(port=server.port, decode_responses=True) as raw:
+        raw.flushall()
+        yield raw
+
+
+@pytest.fixture
+async def store(server: ValkeyServer, raw: redis.Redis) -> AsyncIterator[RedisSessionStore]:
+    connection = RedisConnection(server.url, timeout_s=30.0, max_connections=8)
+    store = RedisSessionStore(connection, tombstone_s=TOMBSTONE_S)
+    yield store
+    await store.close()
+
+
+def said(number: int) -> tuple[Segment, ...]:
+    """Return one to three segments that are told from all others."""
+    text = f"{number} " * (1 + number % 90)
+    return tuple(
+        Segment(SegmentKind.PROMPT, tuple(range(number, number + 1 + part)), text=text)
+        for part in range(1 + number % 3)
+    )
+
+
+async def transcript_of(store: SessionStore, key: SessionKey, now_ms: int = NOW) -> tuple[Segment, ...]:
+    begun = await store.begin_turn(
+        key, lease_id="reader", lease_ttl_ms=LEASE_MS, read_only=True, expected_generation=None, now_ms=now_ms
+    )
+    return begun.transcript()
+
+
+class Family:
+    """The same operations on several stores, on contexts of one shard."""
+
+    def __init__(self, *stores: SessionStore, seed: int, num_names: int = 8) -> None:
+        self.stores = stores
+        self.random = Random(seed)
+        self.keys = [KEY, *(SessionKey(KEY.tenant, name) for name in beside(KEY, num_names - 1))]
+        self.number = 0
+
+    async def create(self, key: SessionKey) -> None:
+        self.number += 1
+        for store in self.stores:
+            policy = TtlPolicy.SLIDING if self.number % 2 else TtlPolicy.FIXED
+            new = replace(NEW, session_id=key.session_id, ttl_policy=policy)
+            await store.reserve(new, lease_id=f"l{self.number}", lease_ttl_ms=LEASE_MS, now_ms=NOW)
+            await store.commit_turn(self._commit(key, 0, 0), now_ms=NOW)
+
+    def _commit(
+        self, key: SessionKey, generation: int, keep: int, segments: tuple[Segment, ...] | None = None
+    ) -> TurnCommit:
+        given = said(self.number) if segments is None else segments
+        return TurnCommit(key.tenant, key.session_id, f"l{self.number}", generation, keep, given, REF_1, "pod")
+
+    async def turn(self, key: SessionKey) -> None:
+        self.number += 1
+        size = len(await transcript_of(self.stores[0], key))
+        keep = self.random.choice((size, size, self.random.randint(0, size)))
+        for store in self.stores:
+            generation = (await store.get(key, now_ms=NOW)).generation
+            await store.begin_turn(
+                key,
+                lease_id=f"l{self.number}",
+                lease_ttl_ms=LEASE_MS,
+                read_only=False,
+                expected_generation=None,
+                now_ms=NOW,
+            )
+            await store.commit_turn(self._commit(key, generation, keep), now_ms=NOW)
+
+    async def fork(self, source: SessionKey, key: SessionKey, *, generation: int | None = None) -> None:
+        self.number += 1
+        is_branch = self.random.random() < 0.3
+        for store in self.stores:
+            lease_id = BRANCH_LEASE_ID if is_branch else f"l{self.number}"
+            new = replace(NEW, session_id=key.session_id)
+            await store.reserve(new, lease_id=lease_id, lease_ttl_ms=LEASE_MS, now_ms=NOW)
+            commit = replace(self._commit(key, 0, 0, ()), lease_id=lease_id)
+            try:
+                for _ in range(self.random.choice((1, 1, 2))):
+                    await store.fork(source, generation=generation, commit=commit, now_ms=NOW)
+            except ContextCacheError:
+                await store.abort_turn(key, lease_id=lease_id, now_ms=NOW)
+                raise
+
+    async def rewind(self, key: SessionKey) -> None:
+        now = (await self.stores[0].get(key, now_ms=NOW)).generation
+        generation = self.random.randint(1, now)
+        for store in self.stores:
+            await store.rewind(key, generation=generation, expected_generation=None, now_ms=NOW)
+
+    async def delete(self, key: SessionKey) -> None:
+        for store in self.stores:
+            await store.unregister(key, now_ms=NOW)
+
+    async def step(self, raw: redis.Redis) -> str:
+        pick, key, other = self.random.random(), *self.random.sample(self.keys, 2)
+        state = self.random.getstate()
+        told = []
+        for store in self.stores:  # each in its own turn, with the same choices
+            self.random.setstate(state)
+            alone, self.stores = self.stores, (store,)
+            before = self.number
+            try:
+                if pick < 0.2:
+                    await self.create(key)
+                elif pick < 0.5:
+                    await self.turn(key)
+                elif pick < 0.75:
+                    if len(str(raw.hget(session_key(key), "trunks") or "").split()) < TRUNKS_MAX:
+                        generation = self.random.choice((None, None, self.random.randint(1, 6)))
+                        await self.fork(key, other, generation=generation)
+                elif pick < 0.85:
+                    await self.rewind(key)
+                else:
+                    await self.delete(key)
+                told.append("ok")
+            except ContextCacheError as exc:
+                told.append(exc.code)
+            finally:
+                self.stores, self.number = alone, before
+        self.number += 1
+        assert len(set(told)) == 1, (told, pick, key, other)
+        return f"{pick:.2f} {key.session_id} {other.session_id}: {told[0]}"
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 4))
+async def test_a_random_family_is_what_it_is_in_memory_to_the_byte(
+    store: RedisSessionStore, raw: redis.Redis, seed: int
+) -> None:
+    memory = MemorySessionStore(tombstone_s=TOMBSTONE_S)
+    family = Family(memory, store, seed=seed)
+    ledger = store._bytes.ledger(KEY)
+    done: list[str] = []
+    for _ in range(150):
+        done.append(await family.step(raw))
+        for key in family.keys:
+            found: list[object] = []
+            for one in (memory, store):
+                with suppress(ContextCacheError):
+                    session = await one.get(key, now_ms=NOW)
+                    found.append((replace(session, mark=""), session.num_tokens))
+                    found.append(await transcript_of(one, key))
+            assert found[: len(found) // 2] == found[len(found) // 2 :], done
+        assert int(raw.hget(ledger, "sum") or 0) == memory.bytes_of(KEY.tenant, NOW), done
+
+    for key in family.keys:
+        with suppress(ContextCacheError):
+            await store.unregister(key, now_ms=NOW)
+    left = [key for key in raw.scan_iter(count=1000) if ":place:" not in key and ":usage:" not in key]
+    assert left == [ledger], done
+
+
+async def test_a_fork_of_a_deep_family_copies_and_begins_a_new_one(store: RedisSessionStore, raw: redis.Redis) -> None:
+    family = Family(store, seed=1, num_names=TRUNKS_MAX + 4)
+    family.random.random = lambda: 1.0  # type: ignore[method-assign]
+    await family.create(KEY)
+    transcripts = []
+    for source, key in zip(family.keys, family.keys[1:], strict=False):
+        await family.fork(source, key)
+        family.number += 1
+        for one in family.stores:
+            await one.begin_turn(
+                key,
+                lease_id=f"l{family.number}",
+                lease_ttl_ms=LEASE_MS,
+                read_only=False,
+                expected_generation=None,
+                now_ms=NOW,
+            )
+            keep = len(await transcript_of(one, key))
+            await one.commit_turn(family._commit(key, 1, keep), now_ms=NOW)
+        transcripts.append(await transcript_of(store, key))
+    depths = [len(str(raw.hget(session_key(key), "trunks") or "").split()) for key in family.keys]
+
+    assert max(depths) == TRUNKS_MAX
+    assert depths[-1] < TRUNKS_MAX
+    assert [len(one) for one in transcripts] == sorted(len(one) for one in transcripts)
+    for key, expected in zip(family.keys[1:], transcripts, strict=True):
+        assert await transcript_of(store, key) == expected
+
+
+async def test_what_is_left_of_a_family_lives_as_long_as_it_and_ends_by_itself(
+    store: RedisSessionStore, raw: redis.Redis
+) -> None:
+    """The source ends long before its fork, by delete or by its time; the fork is touched again and again."""
+    family = Family(store, seed=1)
+    await family.create(KEY)
+    expected = await transcript_of(store, KEY)
+    child = family.keys[1]
+    family.random.random = lambda: 1.0  # type: ignore[method-assign]
+    await family.fork(KEY, child)
+    long_ms = 20 * TTL_MS
+    await store.touch(child, ttl_s=long_ms // 1000, ttl_policy=None, metadata=None, now_ms=NOW)
+    later = NOW + TTL_MS
+    await store.review(now_ms=later)
+    assert len(await store.take_expired(shard_of(KEY.tenant, KEY.session_id), now_ms=later, limit=10)) == 1
+    (trunk,) = raw.scan_iter("*:trunk:*")
+    assert raw.pttl(trunk) >= raw.pttl(session_key(child)) - 400
+    assert raw.exists(transcript_key(KEY)) == 0
+
+    assert await transcript_of(store, child, NOW + long_ms - 1) == expected
+    assert all(raw.pttl(key) > 0 for key in raw.scan_iter())
+
+
+async def test_a_trunk_that_is_gone_or_cut_is_damage_and_never_a_shorter_conversation(
+    store: RedisSessionStore, raw: redis.Redis
+) -> None:
+    family = Family(store, seed=1)
+    family.random.random = lambda: 1.0  # type: ignore[method-assign]
+    await family.create(KEY)
+    await family.fork(KEY, family.keys[1])
+    (trunk,) = raw.scan_iter("*:trunk:*")
+    raw.ltrim(trunk, 0, -2)
+    for key in (KEY, family.keys[1]):
+        with pytest.raises(ContextCacheError, match="damaged"):
+            await transcript_of(store, key)
+    raw.delete(trunk)
+    for key in (KEY, family.keys[1]):
+        with pytest.raises(ContextCacheError, match="damaged"):
+            await transcript_of(store, key)
+        await store.unregister(key, now_ms=NOW)
