@@ -26,6 +26,8 @@ _HEAD: Message = {
     "status": 200,
     "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
 }
+_COMMENT_DEADLINE_S = 1.0
+"""Wait at the end of an answer for a comment on its way, which a client that reads nothing holds up."""
 _ERROR_BYTES_MAX = 1 << 20
 """A longer body is no error of the engine's."""
 
@@ -58,6 +60,8 @@ class KeepAlive:
         """More events may be sent."""
         self._ends_event = True
         """The client has whole events only: a comment would be part of none."""
+        self._is_over = False
+        """The engine has answered: no more comments."""
         self._failed: bytearray | None = None
         """Body of an error whose status came too late."""
 
@@ -97,11 +101,15 @@ class KeepAlive:
         try:
             yield
         finally:
+            self._is_over = True
+            self._heard.set()
+            # A head that is cancelled on its way may have been sent or not.
+            await asyncio.wait([task], timeout=_COMMENT_DEADLINE_S)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _fill(self) -> None:
-        while True:
+        while not self._is_over:
             self._heard.clear()
             try:
                 async with asyncio.timeout(self._silence_s):

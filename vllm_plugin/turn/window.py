@@ -62,8 +62,10 @@ async def _refuse_long_chat(engine: Engine, request: TurnRequest, messages: Sequ
     """
     shown = "".join(_text_of(message).strip() for message in messages if message["role"] in _SHOWN_ROLES)
     await _refuse_long_text(engine, request.model, shown)
-    num_others = _num_chars([messages, request.template_fields]) - len(shown)
-    if num_others <= SHORT_CHARS or num_others <= CHARS_PER_TOKEN * await engine.window(request.model):
+    whole = [*messages, request.template_fields]
+    if not _is_longer(whole, len(shown) + SHORT_CHARS):
+        return
+    if not _is_longer(whole, len(shown) + CHARS_PER_TOKEN * await engine.window(request.model)):
         return
     body = {
         **request.template_fields,
@@ -86,10 +88,16 @@ def _text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _num_chars(value: Any) -> int:
-    """Return how many characters the texts and names of a JSON value have; a number or a truth value counts as one."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(len, value)) + sum(map(_num_chars, value.values()))
-    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 1
+def _is_longer(values: Sequence[Any], num_chars: int) -> bool:
+    """Return whether texts and names in JSON values have more characters; a number or a truth value counts as one."""
+    left, waiting = num_chars, [*values]
+    while waiting and left >= 0:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            left -= sum(map(len, value))
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        else:
+            left -= len(value) if isinstance(value, str) else 1
+    return left < 0

@@ -190,3 +190,29 @@ async def test_an_answer_that_is_no_stream_is_left_alone():
         await keep_alive({"type": "http.response.body", "body": b"{}"})
 
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
+async def test_a_head_on_its_way_is_sent_before_the_answer_s_end_is_told():
+    """Seen failing: the head was cancelled on its way, and the error went out without one."""
+    sent = []
+
+    async def send(message):
+        await asyncio.sleep(0.2)
+        sent.append(message.get("status") or message["body"])
+
+    keep_alive = KeepAlive(send, "/v1/completions", 10)
+    async with keep_alive.filling():
+        await asyncio.sleep(10.1)
+    await keep_alive({"type": "http.response.start", "status": 503, "headers": []})
+    await keep_alive({"type": "http.response.body", "body": b'{"error": {"message": "busy"}}'})
+
+    assert sent == [200, COMMENT, b'data: {"error": {"message": "busy"}}\n\ndata: [DONE]\n\n']
+
+
+async def test_a_client_that_reads_nothing_holds_up_no_end():
+    async def send(message):
+        await asyncio.get_running_loop().create_future()
+
+    async with asyncio.timeout(20):
+        async with KeepAlive(send, "/v1/completions", 10).filling():
+            await asyncio.sleep(15)

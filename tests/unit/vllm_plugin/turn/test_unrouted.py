@@ -97,8 +97,8 @@ async def test_a_second_header_hides_neither_the_first_ones_claim_nor_its_type(p
     labels = await pod.post(
         PATHS[0], body_for(PATHS[0]), headers=[UNROUTED, (b"x-session-id", b"ctx_1"), (b"x-session-id", named)]
     )
-    second_type = (b"content-type", b"multipart/form-data")
-    claim = await pod.post(PATHS[0], body_for(PATHS[0], session_id="s-1"), headers=[UNROUTED, second_type])
+    types = [(b"content-type", b"application/json"), (b"content-type", b"multipart/form-data")]
+    claim = await pod.post(PATHS[0], body_for(PATHS[0], session_id="s-1"), headers=[UNROUTED, *types])
 
     assert labels.status == (503 if named == b"ctx_1" else 400)
     assert is_away(claim)
