@@ -47,7 +47,7 @@ def test_the_sidecar_takes_what_the_chart_says(monkeypatch):
     assert settings.peers == ("10.0.0.0/8",)
     assert settings.io_threads == 8
     assert settings.memory_limit_bytes == 4 << 30
-    assert settings.disk_limit_bytes == 90 << 30
+    assert settings.disk_limit_bytes == 18 << 30
 
 
 def test_sidecar_engine_and_connector_meet_at_the_same_socket():
@@ -223,7 +223,7 @@ def test_a_node_is_asked_for_the_disk_that_blocks_and_models_take_of_it():
     vllm = next(one for one in pod.containers if one["name"] == "vllm")
     [models] = [volume for volume in pod.spec["volumes"] if volume["name"] == "models"]
 
-    assert requests_of("engine", "kv-sidecar")["ephemeral-storage"] == "100Gi"
+    assert requests_of("engine", "kv-sidecar")["ephemeral-storage"] == "20Gi"
     assert "ephemeral-storage" not in requests_of("sidecar on ephemeral volumes", "kv-sidecar")
     assert "ephemeral-storage" not in requests_of("sidecar on a claim", "kv-sidecar")
     assert vllm["resources"]["requests"]["ephemeral-storage"] == "60Gi"

@@ -137,6 +137,8 @@ def test_what_is_installed_is_what_is_rendered(helm):
         ("inference pool", ["llm.example.org"]),
         ("existing secrets", ["keys"]),
         ("valkey", ["valkey"]),
+        ("engine", ["kv-sidecar", '"ephemeral-storage":"20Gi"', '"nvidia.com/gpu":1']),
+        ("injector", ["kv-sidecar", '"ephemeral-storage":"20Gi"']),
     ],
 )
 def test_the_notes_tell_the_story_in_three_calls(helm, name, words):

@@ -346,7 +346,7 @@ def test_the_disk_of_the_sidecar_is_what_the_values_say():
         return next(volume for volume in pod.spec["volumes"] if volume["name"] == name)
 
     ephemeral = volume("sidecar on ephemeral volumes")["ephemeral"]["volumeClaimTemplate"]["spec"]
-    assert volume("engine")["emptyDir"]["sizeLimit"] == "100Gi"
+    assert volume("engine")["emptyDir"]["sizeLimit"] == "20Gi"
     assert volume("sidecar before an object store")["emptyDir"]["sizeLimit"] == "20Gi"
     assert ephemeral["storageClassName"] == "local-nvme"
     assert ephemeral["resources"]["requests"]["storage"] == "1Ti"
@@ -372,7 +372,7 @@ def test_a_pod_whose_disk_stays_keeps_its_name_and_finds_it_again():
     assert claim["spec"] == {
         "accessModes": ["ReadWriteOnce"],
         "storageClassName": "ssd",
-        "resources": {"requests": {"storage": "100Gi"}},
+        "resources": {"requests": {"storage": "20Gi"}},
     }
     assert claimed["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Delete", "whenScaled": "Delete"}
     assert not [v for v in claimed["template"]["spec"]["volumes"] if v["name"] == "kv-blocks"]
