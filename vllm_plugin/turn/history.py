@@ -5,8 +5,8 @@ insert, edit. A resend taken for new messages would double the conversation, so 
 and what could be either is refused (docs/adr/0026). `is_resend` is the rule, line by line.
 
 A client that names the answer it goes on from (`previous_response_id`, `conversation`) says that X follows T. Then X
-is T again only if it begins as T does. T's last messages at the beginning of X, and T's open tool calls, are left out.
-Other messages of T are refused (docs/adr/0092).
+is T again only if it begins as T does, or holds all of T. T's last messages at the beginning of X, and T's open tool
+calls, are left out. Other messages of T are refused (docs/adr/0092).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_plugin.turn.meaning import ASSISTANT, SYSTEM, Meaning
 from vllm_plugin.turn.transcript import common_prefix
 
 _REPEATS_TRIED_MAX = 16
-"""Places where the context's end may lie in the messages sent, the longest first. Bounds the work."""
+"""Places where the context's first or last message may stand among those sent. Bounds the work."""
 _WHAT_TO_SET = 'context_mode "replay" if the messages are the whole conversation'
 
 
@@ -86,8 +86,8 @@ class _Stored:
     """The stored messages, asked whether others are theirs."""
 
     def __init__(self, stored: Sequence[Meaning]) -> None:
-        self.messages = stored
-        self.first = next((message for message in stored if message.role != SYSTEM), None)
+        self._messages = tuple(stored)
+        self._body = tuple(message for message in stored if message.role != SYSTEM)
         self._last = stored[-1] if stored and stored[-1].role == ASSISTANT else None
         self.calls = _calls(stored)
         self._answers = {message.text for message in stored if message.role == ASSISTANT and message.text}
@@ -100,6 +100,12 @@ class _Stored:
         if message.role == ASSISTANT:
             return message.text in self._answers or any(call.id in self.calls for call in message.calls)
         return self.calls.get(message.answers) is False
+
+    def begins(self, sent: Sequence[Meaning]) -> bool:
+        """Return whether `sent` begins as the context does, or holds all of it: some insert a message before it."""
+        starts = [at for at, message in enumerate(sent) if message == self._body[0]] if self._body else []
+        ends = ((at, at + len(self._body)) for at in starts[:_REPEATS_TRIED_MAX])
+        return starts[:1] == [0] or any(tuple(sent[start:end]) == self._body for start, end in ends)
 
     def is_last_answer(self, message: Meaning) -> bool:
         """Return whether a message is the last answer, or a part of it: its text or some of its calls."""
@@ -114,7 +120,7 @@ class _Stored:
             return 0
         ends = [at + 1 for at, message in enumerate(sent) if message == self._last]
         for length in reversed(ends[-_REPEATS_TRIED_MAX:]):
-            if tuple(sent[:length]) == tuple(self.messages[-length:]):
+            if tuple(sent[:length]) == self._messages[-length:]:
                 return length
         return next((at for at, message in enumerate(sent) if not self.is_last_answer(message)), len(sent))
 
@@ -127,7 +133,7 @@ def _find_following(stored: _Stored, sent: Sent) -> tuple[int, ...] | None:
     told = sent.meanings
     if not sent.has_stored_ids and not any(map(stored.has, told)):
         return tuple(range(len(told)))
-    if told[0] == stored.first:
+    if stored.begins(told):
         return None
     num_repeated = stored.count_repeated(told)
     new = tuple(

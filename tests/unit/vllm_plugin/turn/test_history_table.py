@@ -180,6 +180,29 @@ async def test_a_full_resend_is_the_conversation_and_what_is_new(talk):
 
 
 @everywhere
+async def test_a_full_resend_with_a_reminder_before_it_is_what_was_sent(talk):
+    history = await converse(talk)
+    sent = [user("Reminder: nothing."), *history, NEW]
+
+    await talk.ask(sent)
+
+    assert received(talk.pod) == rendered(talk.pod, sent)
+
+
+@everywhere
+async def test_a_full_resend_of_a_context_that_was_cut_is_what_was_sent(talk):
+    """Then the context begins later than what is sent."""
+    history = await converse(talk)
+    talk.pod.engine.answer = lambda _ids: "Done."
+    await talk.pod.chat("mine", messages=[*history[4:], NEW], context_mode="replay")
+    talk.generation += 1
+
+    await talk.ask([*history, NEW, assistant("Done."), user("More?")])
+
+    assert received(talk.pod) == rendered(talk.pod, [*history, NEW, assistant("Done."), user("More?")])
+
+
+@everywhere
 async def test_a_full_resend_without_anything_new_is_answered_again(talk):
     history = await converse(talk)
 

@@ -20,6 +20,7 @@ from contextcache.errors import HistoryAmbiguous
 from contextcache.model import ContextMode, Segment, SegmentKind
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from vllm_plugin.turn.composition import compose_first, compose_turn
+from vllm_plugin.turn.history import Sent, find_new
 from vllm_plugin.turn.matching import match
 from vllm_plugin.turn.meaning import meanings
 from vllm_plugin.turn.request import CHAT_PATH, messages_json, read_turn
@@ -223,6 +224,46 @@ def take_steps(random: Random, num_steps: int) -> Counter[str]:
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_the_engine_sees_what_was_sent_however_a_conversation_is_resent(random, num_steps):
     take_steps(random, num_steps)
+
+
+def _message(random: Random, number: int) -> Messages:
+    """Return the messages of one exchange: a question, now and then calls and their results, an answer."""
+    calls = [
+        {"id": f"call_{number}_{at}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for at in range(random.choice((0, 0, 1, 2)))
+    ]
+    asked = [{"role": "user", "content": random.choice(SMALL_TALK)}]
+    if calls:
+        asked.append({"role": "assistant", "content": None, "tool_calls": calls})
+        asked += [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in calls]
+    return [*asked, {"role": "assistant", "content": f"Answer {number}"}]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_whatever_is_sent_after_a_named_answer_no_answer_call_or_result_is_there_twice(random):
+    """Seen to fail with an append of everything, as it was for responses that named what they go on from."""
+    whole = [message for number in range(random.randint(1, 4)) for message in _message(random, number)]
+    ends = [at + 1 for at, message in enumerate(whole) if message["role"] == "assistant"]
+    stored = whole[: random.choice(ends)]
+    new = [{"role": "user", "content": "Something new"}, {"role": "tool", "tool_call_id": "other", "content": "x"}]
+    pool = [*whole, *new]
+    start = random.randrange(len(whole))
+    sent = random.choice([random.sample(pool, random.randint(1, len(pool))), [*whole[start:], new[0]]])
+    told = meanings(sent)
+    known = meanings(stored)
+
+    try:
+        added = find_new(known, Sent(told, follows=True), is_chat=True)
+    except HistoryAmbiguous:
+        return
+    seen = told if added is None else (*known, *(told[at] for at in added))
+
+    said = [message for message in seen if message.role == "assistant" and message.text]
+    calls = [call.id for message in seen for call in message.calls]
+    results = [message.answers for message in seen if message.answers]
+    for one_kind in (said, calls, results):
+        assert len(one_kind) == len(set(one_kind)), (stored, sent)
 
 
 if __name__ == "__main__":
