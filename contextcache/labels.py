@@ -1,7 +1,7 @@
 """Contexts that are named by a label: an `X-Session-ID` that does not begin with `ctx_` (ADR 0094).
 
-Agents send such labels with plain requests too, so a look-up must cost them little. It waits a quarter of a second at
-most. After a failed look-up, labels name nothing for a few seconds, and requests pass as plain ones.
+Agents send such labels with plain requests too, so a look-up must cost them little. It waits half a second at most.
+After a look-up that the store did not answer, labels name nothing for a second, and requests pass as plain ones.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Final
 
 from contextcache.claim import Claims, label_of
 from contextcache.clock import Clock
-from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound
+from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound, StoreUnavailable
 from contextcache.model import SessionId, TenantId
 from contextcache.responses import Continued, continued_by
 
 log = logging.getLogger(__name__)
 
-LOOK_UP_S: Final = 0.25
-"""Longest wait of a plain request for its label: a look-up takes a millisecond or two."""
-PAUSE_MS: Final = 5_000
-"""Time without look-ups after one failed: a store that is away costs one wait in that time."""
+LOOK_UP_S: Final = 0.5
+"""Longest wait of a plain request for its label: a look-up takes a millisecond or two, more on a busy machine."""
+PAUSE_MS: Final = 1_000
+"""Time without look-ups after one that the store did not answer: longer, and more turns would run without their
+context."""
 
 
 class Labels:
@@ -57,8 +58,11 @@ class Labels:
             return False
         except ContextExpired:
             return True
-        except (ContextCacheError, TimeoutError):
+        except (StoreUnavailable, TimeoutError):
             self._paused_until_ms = self._clock.now_ms() + PAUSE_MS
-            log.warning("labels are not looked up for a while: the context manager does not answer")
+            log.warning("labels are not looked up for a second: the context manager does not answer")
+            return False
+        except ContextCacheError as exc:  # of this context: others are looked up
+            log.warning("a label was not looked up", extra={"code": exc.code})
             return False
         return True

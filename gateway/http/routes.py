@@ -408,7 +408,7 @@ async def rewind_context(
 @contexts.get(
     "/v1/models/{model:path}",
     operation_id="read_model",
-    responses=_answers(*_ALWAYS, "invalid_request", "model_not_found"),
+    responses=_answers(*_ALWAYS, "invalid_request", "model_not_found", "not_found"),
 )
 async def read_model(
     gateway: AskedGateway, model: Annotated[str, Path(json_schema_extra={"pattern": r"^[A-Za-z0-9_.:@-]{1,256}$"})]

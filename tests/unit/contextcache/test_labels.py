@@ -7,7 +7,7 @@ import pytest
 from contextcache import labels
 from contextcache.claim import label_of, read_strict_claims
 from contextcache.clock import ManualClock
-from contextcache.errors import ContextExpired, ContextNotFound, InvalidRequest, StoreUnavailable
+from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound, StoreUnavailable
 from contextcache.labels import PAUSE_MS, Labels
 from contextcache.responses import RESPONSES_PATH, Continued
 
@@ -89,7 +89,7 @@ async def test_an_expired_context_is_named_so_that_its_client_is_told(ask, store
     assert await ask("chat-42") == Continued("chat-42")
 
 
-@pytest.mark.parametrize("fault", [StoreUnavailable("away"), InvalidRequest("odd"), TimeoutError()])
+@pytest.mark.parametrize("fault", [StoreUnavailable("away"), TimeoutError()])
 async def test_a_store_that_is_away_costs_one_look_up_in_a_while_and_no_request(ask, store, clock, fault):
     store.fault = fault
     assert [await ask("chat-42") for _ in range(3)] == [None] * 3
@@ -97,6 +97,15 @@ async def test_a_store_that_is_away_costs_one_look_up_in_a_while_and_no_request(
 
     store.fault = None
     clock.advance(ms=PAUSE_MS)
+    assert await ask("chat-42") == Continued("chat-42")
+
+
+async def test_a_context_that_cannot_be_read_hides_no_other(ask, store):
+    """A tenant with a damaged row must not take the labels of all others away."""
+    store.fault = ContextCacheError("the row cannot be read")
+    assert await ask("chat-42") is None
+
+    store.fault = None
     assert await ask("chat-42") == Continued("chat-42")
 
 
