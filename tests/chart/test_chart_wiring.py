@@ -108,6 +108,16 @@ def test_services_lead_to_ports_that_their_pods_have(documents):
 
 
 @in_each_release
+def test_every_port_of_a_service_says_its_protocol(documents):
+    """A mesh takes a port without one for TCP, and then balances no gRPC call."""
+    for service in of_kind(documents, "Service"):
+        for port in service["spec"]["ports"]:
+            named = port["name"].partition("-")[0]
+
+            assert "appProtocol" in port or named in {"http", "https", "grpc", "redis"}, (identity(service), port)
+
+
+@in_each_release
 def test_no_two_containers_of_a_pod_want_the_same_port_or_port_name(documents):
     for pod in pods(documents):
         wanted = [port for container in pod.running for port in container.get("ports", [])]

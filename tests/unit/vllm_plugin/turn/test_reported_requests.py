@@ -1,4 +1,4 @@
-"""Requests that users of similar systems reported as broken (tests/README.md): they mean here what they mean to vLLM."""
+"""Requests that users of similar systems reported as broken (tests/README.md): they mean what they mean to vLLM."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def pod(tmp_path):
     return Pod(tmp_path, FakeVllm())
 
 
-@pytest.mark.parametrize("fields", ENGINES_OWN, ids=lambda fields: "+".join(fields))
+@pytest.mark.parametrize("fields", ENGINES_OWN, ids="+".join)
 async def test_fields_of_the_engine_reach_it_as_they_came_in_creates_and_turns(pod, fields):
     create = await pod.create(prompt="Hello", session_id="mine", **fields)
     turn = await pod.ask("mine", prompt=" more", **fields)
