@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from context_manager.limits import TtlBounds
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
+from context_manager.preconditions import StoreWatch
 from context_manager.redis_address import redis_tls
 from context_manager.redis_connection import RedisConnection, ReplicaWait
 from context_manager.redis_store import RedisSessionStore
@@ -67,6 +68,14 @@ async def serve(
         await clock.measure()
         clock.start()
         stack.push_async_callback(clock.stop)
+        watch = StoreWatch(
+            store.read_info,
+            metrics=metrics,
+            tenant_bytes_max=settings.tenant_bytes_max,
+            wait_replicas=settings.redis_wait_replicas,
+        )
+        watch.start()
+        stack.push_async_callback(watch.stop)
         bounds = TtlBounds(settings.min_ttl_s, settings.max_ttl_s)
         manager = ContextCacheManager(store, clock=clock, metrics=metrics, ttl_bounds=bounds)
         server = manager_server(

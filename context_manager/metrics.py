@@ -53,6 +53,17 @@ class ManagerMetrics:
             "replicas took a commit in time",
             ("error",),
         )
+        self.redis_evicted_keys = Gauge(
+            "contextcache_manager_redis_evicted_keys",
+            "Keys that Redis evicted since its start, all primaries together: contexts that are lost. NaN: unknown",
+            registry=registry,
+        )
+        self.redis_preconditions = Gauge(
+            "contextcache_manager_redis_precondition",
+            "Whether Redis is set as it must be (docs/operations/preconditions.md). 1: yes, 0: no, NaN: unknown",
+            ("name",),
+            registry=registry,
+        )
         self.clock_skew = Gauge(
             "contextcache_manager_clock_skew_seconds",
             "This machine's clock less Redis's, which is the one that counts",

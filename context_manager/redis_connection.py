@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -103,6 +103,19 @@ class RedisConnection:
     async def call(self, *command: Any) -> Any:
         """Run one reading command; it is repeated once after a broken connection."""
         return await self._within_deadline(lambda: self._send(command, repeatable=True))
+
+    async def info(self) -> list[Mapping[str, Any]]:
+        """Return what INFO answers, of every primary."""
+        if not self.is_cluster:
+            return [await self.call("INFO")]
+
+        async def run() -> Any:
+            return await self._client().execute_command("INFO", target_nodes="primaries")
+
+        told = await self._within_deadline(lambda: self._repeated_once(run))
+        # The client answers by node where there are several, else as that node does.
+        by_node = all(isinstance(one, dict) for one in told.values())
+        return list(told.values()) if by_node else [told]
 
     async def script(
         self,

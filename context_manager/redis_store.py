@@ -423,6 +423,13 @@ class RedisSessionStore(SessionStore):
         seconds, microseconds = times[len(times) // 2]
         return int(seconds) * 1000 + int(microseconds) // 1000
 
+    async def read_info(self) -> Sequence[Mapping[str, Any]]:
+        """Return what INFO answers, of each primary.
+
+        Raises StoreUnavailable, and ContextCacheError where an ACL forbids it.
+        """
+        return await self._redis.info()
+
     @override
     async def close(self) -> None:
         await self._redis.close()

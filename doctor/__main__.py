@@ -64,6 +64,7 @@ def _plan(parsed: argparse.Namespace, known_key: str | None) -> Plan:
         timeout_s=parsed.timeout_s,
         metrics_url=parsed.gateway_metrics,
         injector_url=parsed.injector_metrics,
+        manager_url=parsed.manager_metrics,
         manager=parsed.manager,
         sidecar=parsed.sidecar,
         ca_file=parsed.ca_file,
@@ -109,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gateway-metrics", default="", help="URL of a gateway's metrics port, http://10.0.0.7:9090")
     parser.add_argument(
         "--injector-metrics", default="", help="URL of an injector's: which pods were left alone, and why"
+    )
+    parser.add_argument(
+        "--manager-metrics", default="", help="URL of a context-manager's metrics port: how its Redis is set"
     )
     parser.add_argument("--manager", default="", help="host:port of a context-manager")
     parser.add_argument("--sidecar", default="", help="host:port of a kv-sidecar")

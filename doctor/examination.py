@@ -41,6 +41,8 @@ class Plan:
     """Of a gateway."""
     injector_url: str = ""
     """Of an injector's metrics."""
+    manager_url: str = ""
+    """Of a context-manager's metrics."""
     manager: str = ""
     sidecar: str = ""
     ca_file: Path | None = None
@@ -148,6 +150,10 @@ def _parts(plan: Plan, context: ssl.SSLContext) -> Iterator[Finding]:
     if plan.injector_url:
         front = Front(plan.injector_url, key=None, timeout_s=plan.timeout_s, tls=context)
         yield from part_checks.injector(front)
+        front.close()
+    if plan.manager_url:
+        front = Front(plan.manager_url, key=None, timeout_s=plan.timeout_s, tls=context)
+        yield from part_checks.manager(front)
         front.close()
     tls = None if plan.parts_dir is None else _watched(plan.parts_dir, plan.server_name or "context-cache")
     for part, address in (("context-manager", plan.manager), ("kv-sidecar", plan.sidecar)):

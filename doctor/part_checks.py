@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Iterator
 
@@ -11,11 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contextcache.wire.channels import open_channel
 from contextcache.wire.tls import WatchedTls
-from doctor.finding import Finding, failed, ok, warning
+from doctor.finding import Finding, failed, ok, skipped, warning
 from doctor.front import Front, Unreachable
 
 _METRIC = "contextcache_gateway_requests_total"
 _REVIEWS = re.compile(r'^contextcache_injector_reviews_total\{outcome="([a-z-]+)"\} ([0-9.e+]+)$', re.MULTILINE)
+_PRECONDITIONS = re.compile(r'^contextcache_manager_redis_precondition\{name="([a-z_]+)"\} (\S+)$', re.MULTILINE)
+_EVICTED = re.compile(r"^contextcache_manager_redis_evicted_keys (\S+)$", re.MULTILINE)
 _RUST_FRONT_END = "rust-frontend"
 _NOT_SKIPPED = {"injected", "present", "opted-out"}
 
@@ -55,6 +58,32 @@ def injector(front: Front) -> Iterator[Finding]:
         yield warning("injector", f"pods left alone since it started: {told}", hint)
     else:
         yield ok("injector", f"{outcomes.get('injected', 0)} pods injected since it started, none left alone")
+
+
+def manager(front: Front) -> Iterator[Finding]:
+    """Say how the Redis of a context-manager is set, by the manager's metrics."""
+    try:
+        text = front.call("GET", "/metrics", with_key=False).text
+    except Unreachable as exc:
+        yield failed("redis", exc.reason, exc.hint)
+        return
+    found = {name: float(number) for name, number in _PRECONDITIONS.findall(text)}
+    if not found:
+        hint = "Expected the port MANAGER_METRICS_PORT of a context-manager, 9090 in the chart."
+        yield failed("redis", f"{front.url}/metrics is not a context-manager's", hint)
+        return
+    evicted = _EVICTED.search(text)
+    if evicted and float(evicted[1]) > 0:
+        hint = "Contexts disappear. Set maxmemory-policy to noeviction, and give Redis more memory."
+        yield failed("redis", f"it evicted {float(evicted[1]):.0f} keys since its start", hint)
+    unmet = sorted(name for name, value in found.items() if value == 0)
+    if unmet:
+        hint = "The manager's log says what to change; docs/operations/preconditions.md says why."
+        yield warning("redis", f"not as it must be: {', '.join(unmet)}", hint)
+    elif all(math.isnan(value) for value in found.values()):
+        yield skipped("redis", "it does not tell how it is set (is it away, or does its ACL user lack +info?)")
+    else:
+        yield ok("redis", "is set as it must be")
 
 
 def grpc_health(part: str, address: str, *, tls: WatchedTls | None, timeout_s: float) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from contextcache.process.metrics import health_page, metrics_server
 from contextcache.process.run import run_part, settings_or_exit, wants_help
 from contextcache.wire.servers import GrpcServer
 from contextcache.wire.tracing import tracer_of
+from kv_sidecar.preconditions import unmet
 from kv_sidecar.server import serve
 from kv_sidecar.settings import SidecarSettings
 from kv_sidecar.sidecar import Sidecar
@@ -29,6 +30,9 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
     tracer = tracer_of(settings, part="sidecar", on_lost=sidecar.metrics.lost_spans.inc)
     await sidecar.open()
     sidecar.collector.start()
+    limits = (settings.memory_bytes(), settings.disk_limit_bytes)
+    for told in unmet(memory_bytes=limits[0], disk_limit_bytes=limits[1], data_dir=settings.data_dir):
+        log.warning(told)
     try:
         if settings.unix_socket is not None:
             remove_stale_socket(settings.unix_socket)

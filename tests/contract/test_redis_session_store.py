@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from context_manager.preconditions import NAMES, judged
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import (
     SWEEPER_KEY,
@@ -358,6 +359,32 @@ class RedisContract(SessionChangesContract, UsageContract):
 
         assert (await store.commit_turn(turn_commit("turn"), now_ms=NOW)).generation == 2
         await store.unregister(KEY, now_ms=NOW)
+
+    async def test_redis_tells_how_it_is_set(self, store: RedisSessionStore, server: ValkeyServer) -> None:
+        server.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        try:
+            (info,) = await store.read_info()
+        finally:
+            server.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        found = {one.name: one.is_met for one in judged(info, tenant_bytes_max=1, wait_replicas=1)}
+
+        assert set(found) == set(NAMES)
+        assert (found["eviction_policy"], found["version"], found["replicas"]) == (False, True, False)
+        assert info["evicted_keys"] == 0
+        (info,) = await store.read_info()
+        assert info["maxmemory_policy"] == "noeviction"
+
+    async def test_an_acl_that_forbids_info_is_a_refusal_and_no_outage(
+        self, store: RedisSessionStore, server: ValkeyServer
+    ) -> None:
+        server.command("ACL", "SETUSER", "default", "-info")
+        try:
+            with pytest.raises(ContextCacheError) as refused:
+                await store.read_info()
+        finally:
+            server.command("ACL", "SETUSER", "default", "+info")
+
+        assert refused.value.code == "internal_error"
 
     async def test_a_row_stays_in_one_compact_piece(self, store: RedisSessionStore, raw: RedisConnection) -> None:
         """Seen to fail with marks of more than 64 characters: the encoding became hashtable, twice the memory."""

@@ -422,6 +422,37 @@ def test_the_doctor_says_what_to_do_about_the_rust_front_end():
     assert "VLLM_USE_RUST_FRONTEND" in finding.hint
 
 
+REDIS = "contextcache_manager_redis_precondition"
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "said"),
+    [
+        (f'{REDIS}{{name="eviction_policy"}} 1.0\n{REDIS}{{name="replicas"}} NaN\n', Level.OK, "as it must be"),
+        (f'{REDIS}{{name="eviction_policy"}} 0.0\n{REDIS}{{name="version"}} 1.0\n', Level.WARNING, "eviction_policy"),
+        (f'{REDIS}{{name="eviction_policy"}} NaN\n', Level.SKIPPED, "+info"),
+        ("contextcache_injector_reviews_total 1.0\n", Level.FAILED, "not a context-manager's"),
+    ],
+)
+def test_how_a_manager_s_redis_is_set_is_told(text, level, said):
+    deployment = Deployment()
+    deployment.answers["GET", "/metrics"] = (200, text)
+
+    (finding,) = part_checks.manager(deployment.front())
+    assert finding.level is level
+    assert said in finding.text
+
+
+def test_keys_that_redis_evicted_are_a_failure_whatever_its_policy_is_by_now():
+    deployment = Deployment()
+    text = f'contextcache_manager_redis_evicted_keys 7.0\n{REDIS}{{name="eviction_policy"}} 1.0\n'
+    deployment.answers["GET", "/metrics"] = (200, text)
+
+    evicted, policy = part_checks.manager(deployment.front())
+    assert (evicted.level, policy.level) == (Level.FAILED, Level.OK)
+    assert "7 keys" in evicted.text
+
+
 def test_metrics_of_something_else_are_no_injector_s():
     deployment = Deployment()
     deployment.answers["GET", "/metrics"] = (200, "contextcache_gateway_requests_total 1\n")

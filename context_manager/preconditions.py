@@ -1,0 +1,152 @@
+"""What Redis must be set to, so that no context is lost or refused unseen: `judged` says, `StoreWatch` asks and tells.
+
+Redis may be set anew, or be another one after a failover: it is asked at the start and every minute. Nothing is
+refused: turns are right as long as contexts are there, and an operator can set Redis while it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from context_manager.metrics import ManagerMetrics
+from contextcache.errors import ContextCacheError, StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+Info = Mapping[str, Any]
+"""The fields that INFO answers, of one primary."""
+_VERSION_MIN = (6, 2)
+_TENANTS_MIN = 2
+"""Tenants at their limit that Redis must have room for: one must not fill it."""
+_INTERVAL_S = 60.0
+_AWAY_INTERVAL_S = 1.0
+"""Redis that comes back may be another one."""
+_REFUSED_INTERVAL_S = 600.0
+"""Each refused question is an error in the log, until the ACL is right."""
+NAMES = ("eviction_policy", "version", "append_only_file", "memory", "replicas")
+
+
+@dataclass(frozen=True, slots=True)
+class Precondition:
+    """A setting of Redis that a promise depends on."""
+
+    name: str
+    is_met: bool
+    told: str
+    """What follows when it is not met, and what to change."""
+
+
+def judged(info: Info, *, tenant_bytes_max: int, wait_replicas: int) -> list[Precondition]:
+    """Return each precondition of one primary, met or not; those whose fields are missing are left out."""
+    found = []
+    if policy := str(info.get("maxmemory_policy", "")):
+        told = f"redis may evict contexts: maxmemory-policy is {policy}, it must be noeviction"
+        found.append(Precondition("eviction_policy", policy == "noeviction", told))
+    if version := re.match(r"(\d+)\.(\d+)", str(info.get("redis_version", ""))):
+        told = f"redis is {version[0]}, 6.2 or newer is needed"
+        found.append(Precondition("version", (int(version[1]), int(version[2])) >= _VERSION_MIN, told))
+    if "aof_enabled" in info:
+        told = "redis writes no append-only file: a crash loses contexts (appendonly yes)"
+        found.append(Precondition("append_only_file", bool(info["aof_enabled"]), told))
+    if "maxmemory" in info:
+        maxmemory, wanted = int(info["maxmemory"]), _TENANTS_MIN * tenant_bytes_max
+        told = f"one tenant may fill redis: MANAGER_TENANT_BYTES_MAX is {tenant_bytes_max}, maxmemory {maxmemory}"
+        is_met = not maxmemory or 0 < wanted <= maxmemory
+        found.append(Precondition("memory", is_met, told))
+    if "connected_slaves" in info and wait_replicas:
+        num_replicas = int(info["connected_slaves"])
+        told = f"commits wait for {wait_replicas} replicas (MANAGER_REDIS_WAIT_REPLICAS), redis has {num_replicas}"
+        found.append(Precondition("replicas", num_replicas >= wait_replicas, told))
+    return found
+
+
+class StoreWatch:
+    """Follows what Redis is set to. Owns its task: `start` begins it, `stop` cancels and awaits it."""
+
+    def __init__(
+        self,
+        read_info: Callable[[], Awaitable[Sequence[Info]]],
+        *,
+        metrics: ManagerMetrics,
+        tenant_bytes_max: int,
+        wait_replicas: int,
+    ) -> None:
+        """`read_info` asks every primary."""
+        self._read_info = read_info
+        self._metrics = metrics
+        self._tenant_bytes_max = tenant_bytes_max
+        self._wait_replicas = wait_replicas
+        self._unmet: dict[str, str] = {}
+        """What was told last."""
+        self._num_evicted = 0
+        self._was_refused = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def look(self) -> float:
+        """Ask once, tell what has changed, and return the seconds until the next look."""
+        try:
+            infos = await self._read_info()
+        except StoreUnavailable:
+            self._forget()
+            return _AWAY_INTERVAL_S
+        except ContextCacheError:
+            self._forget()
+            if not self._was_refused:
+                log.warning("redis does not tell how it is set; the ACL user needs +info")
+            self._was_refused = True
+            return _REFUSED_INTERVAL_S
+        self._was_refused = False
+        self._take(infos)
+        return _INTERVAL_S
+
+    def start(self) -> None:
+        """Begin to look, at once and then again and again."""
+        assert self._task is None, "a watch is started once"
+        self._task = asyncio.create_task(self._follow(), name="store-watch")
+
+    async def stop(self) -> None:
+        """End the task and wait for its end; harmless when it never began."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _forget(self) -> None:
+        for name in NAMES:
+            self._metrics.redis_preconditions.labels(name).set(math.nan)
+        self._metrics.redis_evicted_keys.set(math.nan)
+
+    def _take(self, infos: Sequence[Info]) -> None:
+        found: dict[str, list[Precondition]] = {name: [] for name in NAMES}
+        for info in infos:
+            for one in judged(info, tenant_bytes_max=self._tenant_bytes_max, wait_replicas=self._wait_replicas):
+                found[one.name].append(one)
+        unmet = {one.name: one.told for group in found.values() for one in group if not one.is_met}
+        for name, group in found.items():
+            is_met = float(name not in unmet) if group else math.nan
+            self._metrics.redis_preconditions.labels(name).set(is_met)
+        for name, told in unmet.items():
+            if self._unmet.get(name) != told:
+                log.warning(told, extra={"precondition": name})
+        self._unmet = unmet
+        num_evicted = sum(int(info.get("evicted_keys", 0)) for info in infos)
+        self._metrics.redis_evicted_keys.set(num_evicted)
+        if num_evicted > self._num_evicted:
+            log.error("redis evicted keys: contexts are lost", extra={"evicted_keys": num_evicted})
+        self._num_evicted = num_evicted
+
+    async def _follow(self) -> None:
+        while True:
+            wait_s = _INTERVAL_S
+            try:
+                wait_s = await self.look()
+            except Exception:
+                # A gauge is no reason to end; the next look tries again.
+                log.exception("what redis is set to was not read by a fault of our own")
+            await asyncio.sleep(wait_s)
