@@ -30,8 +30,10 @@ CONTEXT_CHANGES = ("fork", "rewind")
 """What can be done to one context: the last segment of the path."""
 CONSOLE_PATH = "/console"
 """The page for people; its files are one segment below."""
-ROOT_CALL = "GET /"
+ROOT_PATH = "/"
 """Leads to the page, where there is one."""
+READ_METHODS = ("GET", "HEAD")
+"""With which what needs no key is read."""
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", CONSOLE_PATH})
 """Answered here, without a key."""
 METRICS_PATH = "/metrics"
@@ -120,14 +122,14 @@ def kind_of(method: str, path: str, engine_paths: frozenset[str]) -> Kind:
 
     `engine_paths` are calls, method and path, that reach the engine beside ENGINE_CALLS.
     """
-    if f"{method} {path}" == ROOT_CALL:
+    if path == ROOT_PATH and method in READ_METHODS:
         return Kind.OWN
     asked, path = path, own_path(path)
     segments = path.split("/")
     if not _PLAIN_PATH.fullmatch(path) or "." in segments or ".." in segments:
         raise _no_such_path(asked)
     if path in OWN_PATHS or (path.startswith(CONSOLE_PATH + "/") and path.count("/") == 2):
-        return _allowed(Kind.OWN, method, "GET")
+        return _allowed(Kind.OWN, method, ", ".join(READ_METHODS))
     if path in READ_PATHS or path.startswith(MODEL_PATH + "/"):
         return _allowed(Kind.CONTROL, method, "GET")
     if path.casefold() == CONTEXT_PATH or path.casefold().startswith(CONTEXT_PATH + "/"):

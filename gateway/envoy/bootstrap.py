@@ -108,7 +108,9 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
         },
         "early_header_mutation_extensions": [_early_header_mutation()],
         "common_http_protocol_options": {"max_headers_count": 200, "idle_timeout": "3600s"},
-        "http_protocol_options": {"accept_http_10": False},
+        # Checks of load balancers, and nginx as it comes; they may name no host. An answer that announces no size ends
+        # with the connection.
+        "http_protocol_options": {"accept_http_10": True, "default_host_for_http_10": "context-cache"},
         "http2_protocol_options": {
             "max_concurrent_streams": 100,
             "initial_stream_window_size": BUFFER_BYTES,

@@ -19,8 +19,9 @@ from gateway.paths import (
     ENGINE_CALLS,
     METRICS_PATH,
     MODEL_PATH,
+    READ_METHODS,
     READ_PATHS,
-    ROOT_CALL,
+    ROOT_PATH,
 )
 from gateway.tenants.keys import KEY_HEADERS
 
@@ -103,7 +104,7 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
         *(_route(name, match, streamed | _rewritten(match), plugin=False) for name, match, _ in with_body),
         *(_route(CONTROL, match, to_front, plugin=False) for match in _CONTROL_MATCHES),
         *(_public(_route(CONTROL, match, to_front, plugin=False)) for path in FRONT_PATHS for match in _either(path)),
-        _public(_route(CONSOLE, _call(ROOT_CALL), to_front, plugin=False)),
+        *(_public(_route(CONSOLE, _call(f"{method} {ROOT_PATH}"), to_front, plugin=False)) for method in READ_METHODS),
         _public(_route(CONSOLE, _regex(f"{CONSOLE_PATH}/{SEGMENT}"), to_front, plugin=False)),
         *(_not_found(_path(path)) for path in (METRICS_PATH, f"{METRICS_PATH}/")),
         _public(_route(NOT_FOUND, _regex(rf"(?i){re.escape(CONTEXT_PATH)}(?:/{SEGMENT})*/?"), to_front, plugin=False)),

@@ -1,4 +1,4 @@
-"""The HTTP front's listener: uvicorn, with what it leaves unbounded bounded, TLS whose files may change, known clients.
+"""The HTTP front's listener: uvicorn, with what it leaves unbounded bounded, HTTP/1.0, TLS whose files may change.
 
 How long and how large a request's head may be uvicorn does not say, and nobody needs a key to send one. Rules: a
 connection that is not in the middle of a request has HEAD_TIMEOUT_S to show the whole head of the next one (one that
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from contextcache.wire.connections import HttpsListener
@@ -88,7 +88,7 @@ def bounded(protocol: Any, *, timeout_s: float = HEAD_TIMEOUT_S, client_name: st
     `client_name`: only clients with it in their certificate are served: a CA may sign for others too.
     """
     if hasattr(protocol, "on_header"):
-        protocol = _sized(_told_of_the_end(protocol))
+        protocol = _sized(_unchunked(_told_of_the_end(protocol)))
     protocol = _timed(protocol, timeout_s)
     return protocol if client_name is None else _named(protocol, client_name)
 
@@ -150,6 +150,38 @@ def _told_of_the_end(protocol: Any) -> Any:
                 self._answered.message_event.set()
 
     return ToldOfTheEnd
+
+
+def _unchunked(protocol: Any) -> Any:
+    """Return uvicorn's httptools protocol with answers that HTTP/1.0 can read.
+
+    uvicorn (0.54, protocols/http/httptools_impl.py, `RequestResponseCycle.send`) sends chunks to clients of HTTP/1.0
+    too. For them an answer that announces no size ends with the connection. h11 does that itself.
+    """
+
+    class Unchunked(protocol):  # type: ignore[misc]  # a class known at run time
+        def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:
+            super()._start_asgi_task(cycle, _until_closed(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
+    return Unchunked
+
+
+def _until_closed(cycle: Any, app: ASGIApp) -> ASGIApp:
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        is_sized = True
+
+        async def sent(message: Message) -> None:
+            nonlocal is_sized
+            if message["type"] == "http.response.start":
+                is_sized = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = None if is_sized else False
+            elif not is_sized:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sent)
+
+    return answered
 
 
 def _sized(protocol: Any) -> Any:

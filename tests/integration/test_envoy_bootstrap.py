@@ -468,7 +468,6 @@ async def test_a_running_answer_does_not_notice_that_the_plugin_dies(own_bench):
 @pytest.mark.parametrize(
     ("status", "request_bytes"),
     [
-        (b"426", b"GET /v1/models HTTP/1.0\r\n\r\n"),
         (b"400", b"NONSENSE\r\n\r\n"),
         (b"400", b"POST /v1/models HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n"),
         (b"400", b"GET /v1/models#/v1/context HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"),

@@ -7,8 +7,9 @@ on as it came, byte for byte.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from contextcache.errors import EngineFailed
 
@@ -33,6 +34,12 @@ class Event:
     def with_data(self, data: bytes) -> bytes:
         """Return the event's bytes with other data; `data` has no line feed."""
         return b"".join(line + b"\n" for line in self.others) + _FIELD + b" " + data + b"\n\n"
+
+
+def begins_stream(head: Mapping[str, Any]) -> bool:
+    """Return whether an ASGI head of an answer announces server-sent events."""
+    kinds = [value for name, value in head.get("headers", ()) if name.lower() == b"content-type"]
+    return any(kind.startswith(b"text/event-stream") for kind in kinds)
 
 
 class EventSplitter:

@@ -17,6 +17,7 @@ from contextcache.errors import ContextCacheError
 from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
 from contextcache.model import ModelId, new_cache_ref
 from vllm_plugin.turn.engine import Message, Send
+from vllm_plugin.turn.event_stream import begins_stream
 from vllm_plugin.turn.metrics import TurnMetrics
 from vllm_plugin.turn.ports import KVSidecar
 from vllm_plugin.turn.settings import TurnSettings
@@ -100,22 +101,17 @@ class _Receipt:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == 200:  # OK
-            if not (self._comes_first and _is_stream(message)):
+            if not (self._comes_first and begins_stream(message)):
                 self._head = message
                 return
             self._is_counted_late = True
         head, self._head = self._head, None
         if head is not None:
-            receipt = await self._kept.receipt(self._request_id, is_whole=not _is_stream(head))
+            receipt = await self._kept.receipt(self._request_id, is_whole=not begins_stream(head))
             await self._send({**head, "headers": [*head.get("headers", ()), *receipt]})
         await self._send(message)
         if self._is_counted_late and message["type"] == "http.response.body" and not message.get("more_body"):
             await self._kept.receipt(self._request_id, is_whole=True)
-
-
-def _is_stream(head: Message) -> bool:
-    kinds = [value for name, value in head.get("headers", ()) if name.lower() == b"content-type"]
-    return any(kind.startswith(b"text/event-stream") for kind in kinds)
 
 
 def _verdict(report: LoadedKV) -> tuple[str, int, str]:

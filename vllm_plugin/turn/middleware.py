@@ -63,6 +63,7 @@ from vllm_plugin.turn.anthropic import Anthropic
 from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
+from vllm_plugin.turn.event_stream import begins_stream
 from vllm_plugin.turn.if_missing import continue_or_create
 from vllm_plugin.turn.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.kept import KeptRequests
@@ -82,6 +83,8 @@ log = logging.getLogger(__name__)
 
 _PATHS = TURN_PATHS | {CONTEXT_PATH}
 _UNROUTED, _TENANT, _IN_FLIGHT = (name.encode() for name in (UNROUTED_HEADER, TENANT_HEADER, IN_FLIGHT_HEADER))
+_UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Headers of a stream by which caches do not store it, and nginx passes each event on as it comes."""
 _HEALTH_PATH = "/health"
 _SKEW_RETRY_S = 5
 """Another pod's clock may be right, and NTP takes longer."""
@@ -135,6 +138,7 @@ class TurnMiddleware:
             await self._app(scope, receive, send)
             return
         tag = self._tag_of(scope)
+        send = _unbuffered(send)
         try:
             with self._admission.request(tag) if tag else nullcontext():
                 await self._answer_counted(scope, receive, send, is_counted=bool(tag))
@@ -390,6 +394,19 @@ class TurnMiddleware:
         headers.append((b"content-length", str(len(body)).encode()))
         await started({"type": "http.response.start", "status": error.http_status, "headers": headers})
         await started({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _unbuffered(send: Send) -> Send:
+    """Return a `send` that tells proxies not to hold a stream back, be it a turn's or the engine's own."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start" and begins_stream(message):
+            headers = list(message["headers"])
+            said = {name.lower() for name, _ in headers}
+            message = {**message, "headers": headers + [told for told in _UNBUFFERED if told[0] not in said]}
+        await send(message)
+
+    return told
 
 
 class _Started:

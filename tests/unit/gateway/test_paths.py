@@ -71,8 +71,8 @@ def test_tricks_and_unknown_paths_are_not_found(path):
             kind_of(method, path, ENGINE_PATHS)
 
 
-def test_what_leads_to_the_page_is_a_get_and_nothing_that_looks_like_it():
-    for method, path in (("POST", "/"), ("HEAD", "/"), ("GET", "//"), ("GET", "/."), ("GET", "/.."), ("GET", "/?")):
+def test_what_leads_to_the_page_is_read_and_nothing_that_looks_like_it():
+    for method, path in (("POST", "/"), ("PUT", "/"), ("GET", "//"), ("GET", "/."), ("GET", "/.."), ("GET", "/?")):
         with pytest.raises(PathNotFound):
             kind_of(method, path, ENGINE_PATHS)
 
@@ -84,7 +84,7 @@ def test_what_leads_to_the_page_is_a_get_and_nothing_that_looks_like_it():
         ("POST", "/v1/context/ctx_1", "GET, PATCH, DELETE"),
         ("GET", "/v1/context/ctx_1/rewind", "POST"),
         ("DELETE", "/v1/context", "GET, POST"),
-        ("POST", "/readyz", "GET"),
+        ("POST", "/readyz", "GET, HEAD"),
         ("GET", "/v1/completions", "POST"),
         ("PUT", "/v1/models", "GET"),
         ("DELETE", "/v1/models/a", "GET"),
