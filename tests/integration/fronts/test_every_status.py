@@ -43,7 +43,7 @@ WRONG = {CREATE: {"prompt": 5}, ONE: {"colour": 1}, FORK: {"generation": "x"}, R
 CODES = (
     "invalid_request", "model_mismatch", "ttl_out_of_range", "context_length_exceeded", "invalid_api_key",
     "context_not_found", "context_exists", "context_busy", "generation_mismatch", "generation_gone", "context_expired",
-    "body_too_large", "context_quota_exceeded", "store_unavailable", "operator_only",
+    "body_too_large", "context_quota_exceeded", "store_unavailable", "operator_only", "previous_response_not_found",
 )  # fmt: skip
 RACES = {(path, "context_exists") for path in TURNS} | {(CREATE, code) for code in ("context_busy", "context_expired")}
 """Of two that create one context at once, and of creates that come again: test_changes.py and test_repeats.py."""
