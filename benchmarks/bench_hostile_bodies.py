@@ -27,6 +27,7 @@ import aiohttp
 from benchmarks.front.envoy_bootstrap import with_plugin
 from benchmarks.processes import ROOT, Processes
 from benchmarks.result import RESULTS, write_result
+from contextcache.claim import CONTAINERS_MAX, DEPTH_MAX, OTHER_VALUES_MAX, STRINGS_MAX, VALUES_MAX
 from deploy.local.ports import LOOPBACK
 from deploy.local.progress import say
 from deploy.local.table import render
@@ -52,6 +53,14 @@ _SHAPES = (
     (b'"\\ud800":"', rb"\ud800", b'"}'),
 )
 """What comes before, again and again, and behind."""
+_ACCEPTED = (
+    (b'"x":{', b'"a":0,', b'"b":0}}', STRINGS_MAX - 16),
+    (b'"x":[', b"{},", b"{}]}", CONTAINERS_MAX - 16),
+    (b'"x":[', b"1,", b"1]}", OTHER_VALUES_MAX - 16),
+    (b'"prompt":[', b"123456,", b"1]}", VALUES_MAX - 16),
+    (b'"x":[', b"[" * (DEPTH_MAX - 4) + b"]" * (DEPTH_MAX - 4) + b",", b"0]}", CONTAINERS_MAX // DEPTH_MAX - 16),
+)
+"""The same of bodies just below the limits, which are read and sent on, and how often."""
 
 
 def main() -> int:
@@ -165,6 +174,9 @@ def _send_all(port: int, size_bytes: int, *, at_once: int) -> None:
     for before, piece, behind in _SHAPES:
         num_pieces = (size_bytes - len(_START) - len(before) - len(behind)) // len(piece)
         bodies.append(_START + before + piece * num_pieces + behind)
+    bodies += [
+        b'{"model":"stub-model",' + before + piece * count + behind for before, piece, behind, count in _ACCEPTED
+    ]
     before_s = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
         numbers = range(max(at_once, len(bodies)))

@@ -26,7 +26,8 @@ from contextcache.requests import LARGE_BYTES
 SESSION_HEADER = "x-session-id"
 MINTED_PREFIX = "ctx_"
 """Prefix of the ids that we make. An `X-Session-ID` that begins so claims a context; any other is a label."""
-TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
+RESPONSES_PATH = "/v1/responses"
+TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES_PATH})
 """Calls that can be a context's turn, and whose KV can be kept without one: vLLM 0.32 takes a salt and our order in
 each."""
 IF_MISSING = "if_missing"
@@ -36,11 +37,17 @@ FORBIDDEN_KEYS = ("cache_salt", "kv_transfer_params", "ec_transfer_params")
 load, and from which machine."""
 
 DEPTH_MAX = 100
-CONTAINERS_MAX = 100_000
-STRINGS_MAX = 200_000
-"""Keys and texts."""
+CONTAINERS_MAX = 32_000
+"""Lists and objects. vLLM 0.32 takes 15 us for one in a message, and more for one that fits none of its types."""
+STRINGS_MAX = 128_000
+"""Keys and texts: four for each object, as in a message."""
 VALUES_MAX = 2_200_000
 """Nearly all of them token ids: more than two million, the longest contexts there are."""
+OTHER_VALUES_MAX = 128_000
+"""Values outside `prompt`, `input` and `tokens`, where token ids are: vLLM 0.32 takes 60 us for a number that stands
+where an object should."""
+ITEMS_MAX = 4096
+"""Items of a response's input: vLLM 0.32 takes 140 us for one, and ten ms for one that fits none of its types."""
 BRACKETS_MAX = 2_000_000
 """In any body, those in texts too: beyond it even reading past them takes its time, here and in the engine."""
 _COLONS_MAX = 20_000
@@ -52,7 +59,10 @@ _NAME_BYTES_MAX = 4096
 _EXTRA_ARGUMENTS_BYTES_MAX = 64 << 10
 
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_BACKSLASHES = re.compile(rb"\\*")
+_JSON_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*[\[{]")
 _NULL = b"null"
 _UNSET = msgspec.Raw()
 
@@ -70,6 +80,7 @@ class _Fields(msgspec.Struct, gc=False):
     system: msgspec.Raw = _UNSET
     instructions: msgspec.Raw = _UNSET
     input: msgspec.Raw = _UNSET
+    tokens: msgspec.Raw = _UNSET
     prompt_cache_key: msgspec.Raw = _UNSET
     """What Codex calls a conversation."""
     vllm_xargs: msgspec.Raw = _UNSET
@@ -82,6 +93,39 @@ class _Fields(msgspec.Struct, gc=False):
     store: msgspec.Raw = _UNSET
 
 
+_Plain = str | float | bool | None
+
+
+class _Object(msgspec.Struct, gc=False):
+    """Any object."""
+
+
+class _Part(msgspec.Struct, gc=False):
+    """A part of a message; a tool's result has parts of its own."""
+
+    content: list[_Object | str] | _Object | _Plain = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: list[_Part | str] | _Object | _Plain = None
+    tool_calls: list[_Object] | _Object | _Plain = None
+
+
+class _Item(msgspec.Struct, gc=False):
+    """Of a response's input."""
+
+    role: str | None = None
+    type: str | None = None
+    content: list[_Part | str] | _Object | _Plain = None
+    output: list[_Part | str] | _Object | _Plain = None
+    summary: list[_Object] | _Object | _Plain = None
+
+    def __post_init__(self) -> None:
+        if self.role is None and self.type is None:
+            raise ValueError("an item has a role or a type")
+
+
 class _Forbidden(msgspec.Struct, gc=False):
     cache_salt: msgspec.Raw = _UNSET
     kv_transfer_params: msgspec.Raw = _UNSET
@@ -90,6 +134,8 @@ class _Forbidden(msgspec.Struct, gc=False):
 
 _ASKED = frozenset(_Fields.__struct_fields__)
 _FIELDS = msgspec.json.Decoder(_Fields)
+_MESSAGES = msgspec.json.Decoder(list[_Message | list[_Message]])
+_ITEMS = msgspec.json.Decoder(list[_Item])
 _FORBIDDEN = msgspec.json.Decoder(_Forbidden)
 _STRING = msgspec.json.Decoder(str)
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
@@ -171,14 +217,23 @@ class Claims:
         return _with_members(self.body, ours) if ours else None
 
 
-def read_claims(body: bytes) -> Claims | None:
+def read_claims(body: bytes, path: str = "") -> Claims | None:
     """Return what the engine would see, or None when it is not for us to judge: no object, nothing the engine reads.
 
-    Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, is too deep, or
-    is large and in another encoding than UTF-8.
+    Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, is too deep or
+    too wide, or is large and in another encoding than UTF-8. `path`: see `check_items`.
     """
+    if _JSON_START.match(body):
+        _check_shape(body)
+    found = _lenient_claims(body)
+    if found is not None:
+        check_items(path, found)
+    return found
+
+
+def _lenient_claims(body: bytes) -> Claims | None:
     try:
-        return read_strict_claims(body)
+        return _strict_claims(body)
     except InvalidRequest as strict:
         if b'"session_id"' in body:
             raise
@@ -188,18 +243,64 @@ def read_claims(body: bytes) -> Claims | None:
         return found
 
 
-def read_strict_claims(body: bytes) -> Claims:
-    """Return what a body of strict JSON claims. Raises InvalidRequest naming line, column and fault."""
-    _check_brackets(body)
+def read_strict_claims(body: bytes, path: str = "") -> Claims:
+    """Return what a body of strict JSON claims. Raises InvalidRequest naming line, column and fault.
+
+    `path`: see `check_items`.
+    """
+    _check_shape(body)
+    claims = _strict_claims(body)
+    check_items(path, claims)
+    return claims
+
+
+def check_items(path: str, claims: Claims) -> None:
+    """Refuse messages, and items of a response's input, that are no objects of that kind. Raises InvalidRequest.
+
+    The engine refuses them too, after it has tried each with every type that it knows: 3 KB of them take it ten
+    seconds, in which it answers nobody.
+    """
+    fields = claims.fields
+    _check_list("messages", fields.messages, _MESSAGES)
+    if path == RESPONSES_PATH and _check_list("input", fields.input, _ITEMS) > ITEMS_MAX:
+        raise InvalidRequest(f"input holds more than {ITEMS_MAX} items", param="input")
+
+
+def _check_list(name: str, spelled: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> int:
+    """Return how many elements a list has; 0: it is none. Raises InvalidRequest."""
+    if bytes(memoryview(spelled)[:1]) != b"[":
+        return 0
+    try:
+        try:
+            return len(decoder.decode(spelled))
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return len(decoder.decode(_with_plain_values(bytes(spelled))))
+    except msgspec.ValidationError as exc:
+        where = re.search(r"`\$([^`]*)`$", str(exc))
+        raise InvalidRequest(
+            f"{name}{where[1] if where else ''} is not of a type that belongs there", param=name
+        ) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequest(f"{name} cannot be read", param=name) from exc
+
+
+def _strict_claims(body: bytes) -> Claims:
     try:
         return Claims(body, *_decoded(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise _explained(body, exc) from exc
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`. Raises InvalidRequest naming line, column and fault, or what is too much."""
+def read_object(body: bytes, path: str = "") -> dict[str, Any]:
+    """Return the JSON object in `body`. Raises InvalidRequest naming line, column and fault, or what is too much.
+
+    `path`: see `check_items`; empty: they are not looked at.
+    """
     _check_shape(body)
+    if path:
+        check_items(path, _strict_claims(body))
     try:
         return _OBJECT.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -328,6 +429,8 @@ def _read_as_engine(body: bytes, strict: InvalidRequest) -> Claims | None:
         if encoding != "utf-8" and len(body) > LARGE_BYTES:
             raise strict  # it would be held three times over
         text = body if encoding == "utf-8" else body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        if text is not body:
+            _check_shape(text)
         return Claims(text, *_decoded(_with_plain_values(text)), is_lenient=True)
     except RecursionError:
         raise strict from None
@@ -357,22 +460,66 @@ def _check_brackets(body: bytes) -> int:
 
 
 def _check_shape(body: bytes) -> None:
-    """Refuse what would be too many objects to build. Raises InvalidRequest.
-
-    Strings are left out by cutting at their quotes, once those in them are gone; all in passes of C.
-    """
+    """Refuse what would be too many objects to build, here or in the engine. Raises InvalidRequest."""
     containers = _check_brackets(body)
     if containers <= DEPTH_MAX and body.count(b",") + containers <= _NARROW:
         return
-    plain = body.replace(b"\\\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 2 * STRINGS_MAX:
-        raise InvalidRequest(f"the body holds more than {STRINGS_MAX} keys and texts")
-    structure = b"".join(plain.split(b'"')[::2])
-    if structure.count(b",") > VALUES_MAX:
+    structure = _structure(body)
+    values = structure.count(b",")
+    if values > VALUES_MAX:
         raise InvalidRequest(f"the body holds more than {VALUES_MAX} values")
     if structure.count(b"[") + structure.count(b"{") > CONTAINERS_MAX:
         raise InvalidRequest(f"the body holds more than {CONTAINERS_MAX} lists and objects")
+    if values > OTHER_VALUES_MAX and values - _num_ids(body) > OTHER_VALUES_MAX:
+        raise InvalidRequest(f"the body holds more than {OTHER_VALUES_MAX} values beside token ids")
     _check_depth(structure)
+
+
+def _structure(body: bytes) -> bytes:
+    """Return the brackets and commas outside strings. Raises InvalidRequest for too many strings.
+
+    Strings are left out by cutting at their quotes, once those in them are gone; all in passes of C, over a piece at a
+    time, so that no copy of a large body is held beside it.
+    """
+    outside: list[bytes] = []
+    quotes = start = 0
+    while start < len(body):
+        end = min(start + LARGE_BYTES, len(body))
+        if body[end - 1 : end] == b"\\":  # an escape is not cut in two
+            escapes = _BACKSLASHES.match(body, end)
+            end = 1 + (escapes.end() if escapes else end)
+        pieces = body[start:end].replace(b"\\\\", b"").replace(rb"\"", b"").split(b'"')
+        outside.append(b"".join(pieces[quotes & 1 :: 2]).translate(None, _NO_STRUCTURE))
+        quotes += len(pieces) - 1
+        if quotes > 2 * STRINGS_MAX:
+            raise InvalidRequest(f"the body holds more than {STRINGS_MAX} keys and texts")
+        start = end
+    return b"".join(outside)
+
+
+def _num_ids(body: bytes) -> int:
+    """Return how many values are in the fields of a body that are lists of numbers, or lists of those."""
+    try:
+        try:
+            fields = _FIELDS.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            fields = _FIELDS.decode(_with_plain_values(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+    return sum(map(_num_numbers, (fields.prompt, fields.input, fields.tokens)))
+
+
+def _num_numbers(spelled: msgspec.Raw) -> int:
+    """Return how many commas are in a list of numbers, or of lists of them; 0: it is something else."""
+    view, commas = memoryview(spelled), 0
+    if bytes(view[:1]) != b"[":
+        return 0
+    for start in range(0, len(view), LARGE_BYTES):
+        piece = bytes(view[start : start + LARGE_BYTES])
+        if b'"' in piece or b"{" in piece:
+            return 0
+        commas += piece.count(b",")
+    return commas
 
 
 def _check_depth(structure: bytes) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from contextcache.claim import Claims, claimed_session
+from contextcache.claim import RESPONSES_PATH, Claims, claimed_session
 from contextcache.errors import (
     ContextExpired,
     ContextNotFound,
@@ -23,7 +23,6 @@ from contextcache.errors import (
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
 from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE, SessionId
 
-RESPONSES_PATH = "/v1/responses"
 RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
 """What says which context it is."""
 _RESPONSE_HANDLES = HANDLE_FIELDS | RESPONSE_FIELDS

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 from contextcache.claim import (
+    RESPONSES_PATH,
     SESSION_HEADER,
     TURN_PATHS,
     Claims,
@@ -54,7 +55,7 @@ from contextcache.model import (
 )
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import SHARE, LargeBodies, TenantsInHand
-from contextcache.responses import RESPONSES_PATH, Continued, response_id, telling_what_is_missing
+from contextcache.responses import Continued, response_id, telling_what_is_missing
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
@@ -269,17 +270,17 @@ class Gateway:
         TooManyInFlight.
         """
         if admission.kind is Kind.CREATE:
-            new = await self._large_bodies.read(read_strict_claims, body)
+            new = await self._large_bodies.read(partial(read_strict_claims, path=admission.path), body)
             return self._create_forward(admission, new, None)
         claims = None
         if body and not is_opaque(admission.headers.get("content-type", "")):
-            claims = await self._large_bodies.read(read_claims, body)
+            claims = await self._large_bodies.read(partial(read_claims, path=admission.path), body)
         if admission.kind is Kind.COMPLETION:
             header = admission.headers.get(SESSION_HEADER)
             asked = await self._labels.continued_by(admission.tenant, admission.path, claims, header)
             if asked is not None:
                 if claims is None:  # nothing in it says anything, and a session's request has to be JSON
-                    claims = await self._large_bodies.read(read_strict_claims, body)
+                    claims = await self._large_bodies.read(partial(read_strict_claims, path=admission.path), body)
                 with telling_what_is_missing(asked.said):
                     return await self._continued(admission, claims, asked)
         else:

@@ -12,8 +12,8 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+from contextcache.claim import RESPONSES_PATH
 from contextcache.errors import EngineFailed, InvalidRequest, error_object
-from contextcache.responses import RESPONSES_PATH
 from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.request import MESSAGES_PATH
 

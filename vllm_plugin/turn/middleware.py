@@ -12,11 +12,13 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from opentelemetry.trace import SpanKind
 
 from contextcache.claim import (
+    RESPONSES_PATH,
     SESSION_HEADER,
     TURN_PATHS,
     is_opaque,
@@ -55,7 +57,7 @@ from contextcache.process.logs import show_logs_of, traceback_without_messages
 from contextcache.process.settings import read_secret
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import BodyInHand, LargeBodies, joined_headers
-from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, telling_what_is_missing
+from contextcache.responses import RESPONSE_FIELDS, telling_what_is_missing
 from contextcache.wire.rpc import cause_of
 from contextcache.wire.tracing import TRACEPARENT
 from vllm_plugin.turn.admission import TurnAdmission
@@ -64,6 +66,7 @@ from vllm_plugin.turn.app import compose_turns
 from vllm_plugin.turn.draining import Draining
 from vllm_plugin.turn.engine import ASGIApp, Engine, Message, Receive, Scope, Send
 from vllm_plugin.turn.event_stream import begins_stream
+from vllm_plugin.turn.handover import Handover
 from vllm_plugin.turn.if_missing import continue_or_create
 from vllm_plugin.turn.keep_alive import KeepAlive, read_keep_alive
 from vllm_plugin.turn.kept import KeptRequests
@@ -118,6 +121,7 @@ class TurnMiddleware:
         self._story = story
         self._kept = kept
         self._large_bodies = LargeBodies()
+        self._handover = Handover()
         self._draining = Draining(timeout_s=self._settings.drain_timeout_s, give_up=story.give_up)
         self._admission = admission or TurnAdmission(self._settings, quotas=None, clock=self._clock)
 
@@ -147,7 +151,7 @@ class TurnMiddleware:
 
     async def _answer_counted(self, scope: Scope, receive: Receive, send: Send, *, is_counted: bool) -> None:
         if not self._may_concern_us(scope):
-            await self._app(scope, receive, send)
+            await self._app(scope, self._in_turn(scope, receive), send)
             return
         raw = scope["headers"]
         headers = joined_headers((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in raw)
@@ -156,7 +160,7 @@ class TurnMiddleware:
         may_be_turn = scope["path"] in _PATHS
         is_signed = token is not None and may_be_turn
         if not is_unrouted and not is_signed and not self._settings.single_tenant:
-            await self._app(scope, receive, send)
+            await self._app(scope, self._in_turn(scope, receive), send)
             return
         started = _Started(send)
         try:
@@ -271,7 +275,7 @@ class TurnMiddleware:
         if identity is None:
             identity = self._single_tenant(headers)
             if not create:
-                claims = await self._large_bodies.read(read_claims, raw)
+                claims = await self._large_bodies.read(partial(read_claims, path=path), raw)
                 header = headers.get(SESSION_HEADER)
                 asked = await self._story.labels.continued_by(identity.tenant, path, claims, header)
                 named = None if asked is None else asked.session_id or self._new_name(identity.tenant, headers)
@@ -343,7 +347,7 @@ class TurnMiddleware:
             return
         with self._admission.body(self._settings.single_tenant) as held:
             raw = await read_body(client.receive, limit_bytes=self._settings.max_body_bytes, held=held)
-            refuse_session(await self._large_bodies.read(read_claims, raw))
+            refuse_session(await self._large_bodies.read(partial(read_claims, path=scope["path"]), raw))
             await self._pass(scope, raw, client)
 
     async def _pass_unrouted(self, scope: Scope, headers: dict[str, str], client: Client) -> None:
@@ -359,7 +363,7 @@ class TurnMiddleware:
         """Let a request without a context through, with an order to keep its KV if its key asks for that."""
         claims = None
         if identity.kept and self._kept is not None:
-            claims = await self._large_bodies.read(read_claims, raw)
+            claims = await self._large_bodies.read(partial(read_claims, path=scope["path"]), raw)
         if claims is None or self._kept is None:
             await self._pass(scope, raw, client)
             return
@@ -379,7 +383,10 @@ class TurnMiddleware:
 
         is_stream = client.keep_alive is not None and await self._large_bodies.read(_asks_for_stream, raw)
         async with client.filling(stream=is_stream):
-            await self._app(scope, receive, client.send)
+            await self._app(scope, self._in_turn(scope, receive), client.send)
+
+    def _in_turn(self, scope: Scope, receive: Receive) -> Receive:
+        return self._handover.receive(self._tag_of(scope), receive)
 
     async def _refuse(self, error: ContextCacheError, started: _Started) -> None:
         self._story.metrics.refused_requests.labels(code=error.code).inc()

@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from contextcache.claim import SESSION_HEADER, label_of, read_strict_claims
+from contextcache.claim import RESPONSES_PATH, SESSION_HEADER, label_of, read_strict_claims
 from contextcache.errors import EngineFailed, InvalidRequest
 from contextcache.fields import OUR_FIELDS
 from contextcache.model import ContextMode, SessionId, UsageFormat
-from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, continued_by, response_id
+from contextcache.responses import RESPONSE_FIELDS, continued_by, response_id
 from vllm_plugin.turn.answer import UNREADABLE, AnswerResult, JsonAnswer, SseAnswer
 from vllm_plugin.turn.engine import Scope
 from vllm_plugin.turn.event_stream import Event

@@ -25,7 +25,7 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
     """Return the body the engine may have. Raises GatewayUnavailable for a context's request, InvalidRequest."""
     if path == CONTEXT_PATH:
         raise _away()
-    claims = None if is_opaque(headers.get("content-type", "")) else read_claims(body)
+    claims = None if is_opaque(headers.get("content-type", "")) else read_claims(body, path)
     if path not in TURN_PATHS:
         refuse_session(claims)
     elif continued_by(path, claims, headers.get(SESSION_HEADER)) is not None:

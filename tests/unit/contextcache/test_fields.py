@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contextcache.claim import read_claims, read_strict_claims
+from contextcache.claim import RESPONSES_PATH, read_claims, read_strict_claims
 from contextcache.errors import InvalidRequest
 from contextcache.fields import FOREIGN_FIELDS, NAMES_MAX, OUR_FIELDS, meant_by, refuse_misspelt, refuse_unknown
-from contextcache.responses import RESPONSE_FIELDS, RESPONSES_PATH, continued_by
+from contextcache.responses import RESPONSE_FIELDS, continued_by
 from contextcache.spelling import nearest
 
 ALL_OURS = OUR_FIELDS | RESPONSE_FIELDS

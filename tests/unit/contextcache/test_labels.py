@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from contextcache import labels
-from contextcache.claim import label_of, read_strict_claims
+from contextcache.claim import RESPONSES_PATH, label_of, read_strict_claims
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextExpired, ContextNotFound, StoreUnavailable
 from contextcache.labels import PAUSE_MS, Labels
-from contextcache.responses import RESPONSES_PATH, Continued
+from contextcache.responses import Continued
 
 CHAT = "/v1/chat/completions"
 
