@@ -58,6 +58,7 @@ WITHOUT_EFFECT = {
     "global": "for umbrella charts",
     "valkey.topologySpread": "it is one pod",
     "auth.tenant": "inside a Secret: test_chart_install.py",
+    "sidecar.storage.replaces": "it is about a workload in the cluster: test_chart_storage_kinds.py",
 }
 SAMPLES: dict[str, Any] = {
     "commonLabels": {"example.org/a": "b"},
@@ -69,6 +70,7 @@ SAMPLES: dict[str, Any] = {
     "tracing.sampleRatio": 0.5,
     "tracing.endpoint": "http://other:4317",
     "engine.model": "other",
+    "engine.replicas": 2,
     "envoy.parentRefs": [{"name": "other"}],
     "envoy.hostnames": ["other.example.org"],
     "envoy.service.loadBalancerSourceRanges": ["10.1.0.0/16"],
@@ -81,6 +83,7 @@ SAMPLES: dict[str, Any] = {
     "networkPolicy.apiServer.cidrs": ["10.1.0.0/16"],
     "networkPolicy.apiServer.ports": [8443],
     "networkPolicy.dns.ports": [5353],
+    "networkPolicy.store.ports": [9000],
     "sidecar.peerNetworks": ["10.1.0.0/16"],
     "sidecar.storage.type": "ephemeral",
     "sidecar.diskLimit": "10Gi",
@@ -107,6 +110,8 @@ SAMPLES: dict[str, Any] = {
 }
 """Values for keys whose schema does not say enough."""
 BESIDE: dict[str, Values] = {
+    "networkPolicy.store.ports": {"sidecar": {"settings": {"storeUrl": "s3://kv"}}},
+    "networkPolicy.store.to": {"sidecar": {"settings": {"storeUrl": "s3://kv"}}},
     "engine.tensorParallelSize": {"engine": {"gpu": {"count": 2}}},
     "redis.existingSecret": {"redis": {"url": ""}},
     "sidecar.storage.hostPath": {"sidecar": {"storage": {"type": "hostPath"}}},
@@ -136,6 +141,11 @@ def schema() -> dict[str, Any]:
     return json.loads((CHART / "values.schema.json").read_text())
 
 
+def is_removed(node: dict) -> bool:
+    """Return whether a key is there only to be refused in words."""
+    return node.get("description", "").startswith("removed: ")
+
+
 def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]:
     """Return every key that has no keys of its own."""
     if "$ref" in node:
@@ -157,7 +167,11 @@ def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]
         yield from leaves(root, value, f"{path}.{key}" if path else key)
 
 
-KEYS = dict(leaves(schema(), schema())) if (CHART / "values.schema.json").exists() else {}
+KEYS = (
+    {path: node for path, node in leaves(schema(), schema()) if not is_removed(node)}
+    if (CHART / "values.schema.json").exists()
+    else {}
+)
 
 
 def other_values(path: str, node: dict, default: Any) -> list[Any]:

@@ -52,8 +52,8 @@ has no readiness probe, which would count for the whole pod: without it vLLM sti
         fieldRef:
           fieldPath: metadata.name
     - name: SIDECAR_DATA_DIR
-      {{- /* A node's directory holds one for each pod: two sidecars never share one. */}}
-      value: {{ ternary "/var/lib/context-cache/$(SIDECAR_ENDPOINT_NAME)" "/var/lib/context-cache" (eq .Values.sidecar.storage.type "hostPath") | quote }}
+      {{- /* A node's directory holds one for each pod of each namespace: two sidecars never share one. */}}
+      value: {{ ternary (printf "/var/lib/context-cache/%s/$(SIDECAR_ENDPOINT_NAME)" .Release.Namespace) "/var/lib/context-cache" (eq .Values.sidecar.storage.type "hostPath") | quote }}
     - name: POD_IP
       valueFrom:
         fieldRef:
@@ -188,6 +188,8 @@ outlives its pod.
 {{- if .Values.engine.model }}{{ $all = append $all (dict "component" "engine" "values" .Values.engine) }}{{ end }}
 {{- range $name, $differs := .Values.models }}
 {{- $values := mergeOverwrite (deepCopy $.Values.engine) (dict "model" "" "servedModelName" "") $differs }}
+{{- /* null: another manager's number. Helm takes it out where values.yaml has the key, which it has not of a model. */}}
+{{- if and (hasKey $differs "replicas") (kindIs "invalid" $differs.replicas) }}{{ $_ := unset $values "replicas" }}{{ end }}
 {{- $all = append $all (dict "component" (printf "engine-%s" $name) "values" $values) }}
 {{- end }}
 {{- range $all }}

@@ -98,6 +98,31 @@ pod is named beside clients, who may be few.
 {{- end }}
 {{- end }}
 
+{{/*
+Rule to the shared store, or nothing: a mounted directory is the node's to reach. Its port is that of an endpoint whose
+variable has a value, else 443. Takes the root.
+*/}}
+{{- define "context-cache.network.store" -}}
+{{- $policy := .Values.networkPolicy.store }}
+{{- if regexMatch "^(s3|gs|az)://" (get (.Values.sidecar.settings | default dict) "storeUrl" | default "") }}
+{{- $ports := $policy.ports }}
+{{- range .Values.sidecar.extraEnv }}
+{{- if and (not $ports) .value (regexMatch "^(AWS|AZURE|GOOGLE)_[A-Z_]*(ENDPOINT|BASE_URL)" .name) }}
+{{- $url := urlParse .value }}
+{{- $ports = list (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "80" "443" (eq $url.scheme "http")) | int) }}
+{{- end }}
+{{- end }}
+- ports:
+    {{- range $ports | default (list 443) }}
+    - port: {{ . }}
+    {{- end }}
+  {{- with $policy.to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Rule to the Kubernetes API. Its addresses are no pods', so they are networks or any. Takes the root. */}}
 {{- define "context-cache.network.apiServer" -}}
 - ports:
