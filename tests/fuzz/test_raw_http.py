@@ -133,7 +133,8 @@ def test_a_body_with_two_readings_is_refused_and_what_it_hides_is_not_done(stack
     """Seen to fail with `lenient_chunked_length` and `lenient_headers` switched on in the parser."""
     auth = b"host: g\r\nauthorization: Bearer " + KEY.encode() + b"\r\n"
     create = b'{"model": "toy-model", "prompt": "hello", "session_id": "ctx_victim"}'
-    made = b"POST /v1/context HTTP/1.1\r\n" + auth + b"content-length: %d\r\n\r\n" % len(create) + create
+    typed = auth + b"content-type: application/json\r\n"
+    made = b"POST /v1/context HTTP/1.1\r\n" + typed + b"content-length: %d\r\n\r\n" % len(create) + create
     exchange(stack.http_port, made, patience_s=DEADLINE_S)
     hidden = b"DELETE /v1/context/ctx_victim HTTP/1.1\r\n" + auth + b"\r\n"
     body = b"0\r\n\r\n" + hidden
