@@ -26,7 +26,7 @@ KVKind: TypeAlias = Literal["full_attention", "sliding_window", "state"]
 
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 SESSION_ID_RULE = "1 to 128 letters, digits, '_', '-' or '.', and must not begin with '.'"
-"""The pattern in words, for refusals. A name stands in paths, where `.` and `..` are none."""
+"""The pattern in words, for refusals. `.` and `..` have a meaning of their own in paths, where a name stands."""
 TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 CACHE_REF_PATTERN = re.compile(r"ref_[0-9a-f]{32}")
 

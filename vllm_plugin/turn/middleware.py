@@ -175,7 +175,7 @@ class TurnMiddleware:
                     await self._turn(scope, headers, token, client, is_counted=is_counted)
         except ContextCacheError as exc:
             if scope["path"] == RESPONSES_PATH and (exc.param or "").startswith("messages"):
-                exc.param = "input"  # of which the messages were made, one or more of each item
+                exc.param = "input"  # vLLM makes the messages from the input's items; their positions differ
             await self._refuse(exc, started)
         except Exception as exc:  # noqa: BLE001  # the boundary of a request
             raised = traceback_without_messages(exc)
