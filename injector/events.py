@@ -1,4 +1,4 @@
-"""Tells the owner of a pod that was left alone, by an Event of its ReplicaSet, StatefulSet or what else made it.
+"""Tells the owner of a pod that was left alone, by an Event of its Deployment, StatefulSet or what else made it.
 
 Beside the answers, never before them: the API server waits for a review, and an Event is only words. What cannot be
 written is counted and forgotten.
@@ -10,11 +10,18 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from contextcache.kubernetes.objects import EVENTS, KubernetesError, KubernetesExists, KubernetesObject, Resource
+from contextcache.kubernetes.objects import (
+    EVENTS,
+    REPLICA_SETS,
+    KubernetesError,
+    KubernetesExists,
+    KubernetesObject,
+    Resource,
+)
 from injector.metrics import InjectorMetrics
 from injector.not_injected import NotInjected
 
@@ -26,7 +33,11 @@ _COMPONENT = "context-cache-injector"
 
 
 class EventWriter(Protocol):
-    """What creates objects. Implemented by KubernetesApi."""
+    """What reads and creates objects. Implemented by KubernetesApi."""
+
+    async def get(self, resource: Resource, namespace: str, name: str) -> KubernetesObject:
+        """Return one object within a deadline. Raises KubernetesError."""
+        ...
 
     async def create(self, resource: Resource, namespace: str, body: KubernetesObject) -> None:
         """Create one object within a deadline. Raises KubernetesError; KubernetesExists where its name is taken."""
@@ -38,38 +49,49 @@ class SkipEvent:
     """One Event to write, but for its time."""
 
     namespace: str
-    body: Mapping[str, Any]
+    about: Mapping[str, Any]
+    """The object that `kubectl describe` shows it for: apiVersion, kind, name and, where it has one, uid."""
+    reason: str
+    message: str
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The Event. A crowd of pods of one owner, left alone for one reason, is one Event: its name is theirs."""
+        identity = "\n".join([*map(str, self.about.values()), self.reason])
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        name = f"{self.about['name'][:_NAME_LENGTH_MAX].rstrip('.-')}.{digest}"
+        return {
+            "apiVersion": EVENTS.group_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": name, "namespace": self.namespace},
+            "involvedObject": {**self.about, "namespace": self.namespace},
+            "type": "Warning",
+            "reason": "ContextCacheNotInjected",
+            "message": f"vLLM starts without context-cache ({self.reason}): {self.message}"[:1024],
+            "source": {"component": _COMPONENT},
+            "count": 1,
+        }
 
 
 def skip_event(request: Mapping[str, Any], pod: Mapping[str, Any], exc: NotInjected) -> SkipEvent | None:
-    """Return what to tell of a pod left alone; None for a dry run, or where there is nobody who could be told. Pure.
-
-    One name for an owner and a reason: a crowd of pods is one Event, as long as the API server keeps it (an hour).
-    """
+    """Return what to tell of a pod left alone; None for a dry run, or where there is nobody who could be told. Pure."""
     namespace, metadata = request.get("namespace"), pod["metadata"]
-    owners = metadata.get("ownerReferences") or []
     # Without one there is no uid either, as nothing is stored yet: the pod is found by its name.
     itself = {"apiVersion": "v1", "kind": "Pod", "name": metadata.get("name")}
-    owner = next((one for one in owners if isinstance(one, dict) and one.get("controller")), itself)
+    owner = _controller(metadata) or itself
     if request.get("dryRun") or not namespace or not isinstance(owner.get("name"), str) or not owner["name"]:
         return None
-    about = {key: owner[key] for key in ("apiVersion", "kind", "name", "uid") if owner.get(key)}
-    identity = "\n".join([*map(str, about.values()), exc.reason.value])
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return SkipEvent(
-        namespace,
-        {
-            "apiVersion": EVENTS.group_version,
-            "kind": EVENTS.kind,
-            "metadata": {"name": f"{owner['name'][:_NAME_LENGTH_MAX].rstrip('.-')}.{digest}", "namespace": namespace},
-            "involvedObject": {**about, "namespace": namespace},
-            "type": "Warning",
-            "reason": "ContextCacheNotInjected",
-            "message": f"vLLM starts without context-cache ({exc.reason.value}): {exc.message}"[:1024],
-            "source": {"component": _COMPONENT},
-            "count": 1,
-        },
-    )
+    return SkipEvent(namespace, _reference(owner), exc.reason.value, exc.message)
+
+
+def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the reference to what made an object."""
+    owners = metadata.get("ownerReferences") or []
+    return next((one for one in owners if isinstance(one, dict) and one.get("controller")), None)
+
+
+def _reference(owner: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid") if owner.get(key)}
 
 
 class Announcer:
@@ -99,7 +121,22 @@ class Announcer:
             outcome = await self._written(event)
             self._metrics.events.labels(outcome).inc()
 
+    async def _raised(self, event: SkipEvent) -> SkipEvent:
+        """Return an Event of a ReplicaSet as one of what made that, its Deployment: owners look there."""
+        if (event.about.get("apiVersion"), event.about.get("kind")) != (REPLICA_SETS.group_version, REPLICA_SETS.kind):
+            return event
+        try:
+            found = await self._writer.get(REPLICA_SETS, event.namespace, event.about["name"])
+        except KubernetesError as exc:
+            log.info("event stays at the ReplicaSet", extra={"namespace": event.namespace, "reason": exc.reason})
+            return event
+        metadata = found.get("metadata") or {}
+        owner = _controller(metadata)
+        is_same = metadata.get("uid") == event.about.get("uid")
+        return replace(event, about=_reference(owner)) if is_same and owner and owner.get("name") else event
+
     async def _written(self, event: SkipEvent) -> str:
+        event = await self._raised(event)
         at = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         body = {**event.body, "firstTimestamp": at, "lastTimestamp": at}
         try:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Self
+from urllib.parse import quote
 
 import aiohttp
 from kubernetes.aio import config
@@ -37,7 +38,7 @@ from contextcache.kubernetes.objects import (
 _CONNECT_S = 5.0
 _LIST_S = 30.0
 """One page of a list."""
-_CREATE_S = 10.0
+_ONE_S = 10.0
 _GRACE_S = 10.0
 """How much longer than it was asked to a server may keep a watch open: by then the connection is dead."""
 _PAGE_OBJECTS = 500
@@ -120,9 +121,14 @@ class KubernetesApi:
         ):
             yield events
 
+    async def get(self, resource: Resource, namespace: str, name: str) -> KubernetesObject:
+        """Return one object. Raises KubernetesNotFound."""
+        async with self._answer(f"{resource.path(namespace)}/{quote(name)}", query={}, timeout_s=_ONE_S) as answer:
+            return json_object(await _whole(answer))
+
     async def create(self, resource: Resource, namespace: str, body: KubernetesObject) -> None:
         """Create one object. Raises KubernetesExists where its name is taken."""
-        async with self._answer(resource.path(namespace), query={}, timeout_s=_CREATE_S, body=body) as answer:
+        async with self._answer(resource.path(namespace), query={}, timeout_s=_ONE_S, body=body) as answer:
             await _whole(answer)
 
     @asynccontextmanager

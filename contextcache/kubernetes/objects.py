@@ -35,6 +35,7 @@ class Resource:
 ENDPOINT_SLICES = Resource("discovery.k8s.io/v1", "endpointslices", "EndpointSlice")
 PODS = Resource("v1", "pods", "Pod")
 EVENTS = Resource("v1", "events", "Event")
+REPLICA_SETS = Resource("apps/v1", "replicasets", "ReplicaSet")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ RIGHTS = {
         ("discovery.k8s.io", "endpointslices", (), ("list", "watch")),
         ("", "pods", (), ("list", "watch")),
     },
-    "injector": {("", "events", (), ("create",))},
+    "injector": {("", "events", (), ("create",)), ("apps", "replicasets", (), ("get",))},
 }
 """Everything that anything of ours may ask of the Kubernetes API, all of it in its own namespace."""
 PUBLIC_ENV = re.compile(r"^(?!.*(PASSWORD|TOKEN|API_KEY$|_SECRET$)).*$")

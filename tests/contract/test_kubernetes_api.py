@@ -15,6 +15,7 @@ from contextcache.kubernetes.objects import (
     KubernetesExists,
     KubernetesExpired,
     KubernetesForbidden,
+    KubernetesNotFound,
     KubernetesUnauthorized,
     KubernetesUnavailable,
     Selection,
@@ -115,6 +116,10 @@ async def test_an_event_is_created_once_under_a_name(admin):
 
     with pytest.raises(KubernetesExists):
         await admin.create(EVENTS, admin.namespace, event)
+    found = await admin.get(EVENTS, admin.namespace, event["metadata"]["name"])
+    assert (found["reason"], found["involvedObject"]["name"]) == (event["reason"], event["involvedObject"]["name"])
+    with pytest.raises(KubernetesNotFound):
+        await admin.get(EVENTS, admin.namespace, "another")
 
 
 async def test_a_list_of_many_pages_is_one_state(kube, fake_admin):

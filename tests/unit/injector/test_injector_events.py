@@ -10,7 +10,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from contextcache.kubernetes.objects import EVENTS, KubernetesExists, KubernetesForbidden
+from contextcache.kubernetes.objects import (
+    EVENTS,
+    REPLICA_SETS,
+    KubernetesExists,
+    KubernetesForbidden,
+    KubernetesNotFound,
+)
 from injector.events import Announcer, skip_event
 from injector.metrics import InjectorMetrics
 from injector.not_injected import NotInjected, Reason
@@ -105,15 +111,79 @@ def test_a_name_of_any_length_is_an_event_s_name():
 
 
 class Writer:
-    """Takes events, or refuses them."""
+    """Takes events, or refuses them; has the ReplicaSets that it is given."""
 
-    def __init__(self, *refusals):
+    def __init__(self, *refusals, replica_sets=()):
         self.refusals, self.written = list(refusals), []
+        self.replica_sets = {one["metadata"]["name"]: one for one in replica_sets}
+
+    async def get(self, resource, namespace, name):
+        assert (resource, namespace) == (REPLICA_SETS, "llm")
+        if name not in self.replica_sets:
+            raise KubernetesNotFound("404")
+        return self.replica_sets[name]
 
     async def create(self, resource, namespace, body):
         if self.refusals:
             raise self.refusals.pop(0)
         self.written.append((resource, namespace, body))
+
+
+DEPLOYMENT = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "llama", "uid": "u-1", "controller": True}
+
+
+def replica_set(name="llama-7d9", uid="u-7", owners=(DEPLOYMENT,)):
+    return {"metadata": {"name": name, "uid": uid, "ownerReferences": list(owners)}}
+
+
+async def written_of(writer, *pods):
+    announcer = Announcer(writer, InjectorMetrics(CollectorRegistry()))
+    for pod in pods:
+        announcer.tell(told(pod))
+    task = asyncio.create_task(announcer.run())
+    while len(writer.written) < len(pods):
+        await asyncio.sleep(0)
+    task.cancel()
+    return [body for _, _, body in writer.written]
+
+
+async def test_the_deployment_is_told_and_all_its_replica_sets_are_one_event():
+    """Seen failing: the Event was the ReplicaSet's, and `kubectl describe deployment` showed nothing."""
+    writer = Writer(replica_sets=[replica_set(), replica_set("llama-8e0", "u-8")])
+    other = OWNER | {"name": "llama-8e0", "uid": "u-8"}
+    first, second = await written_of(writer, pod_of(OWNER), pod_of(other))
+
+    assert first["involvedObject"] == {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "name": "llama",
+        "uid": "u-1",
+        "namespace": "llm",
+    }
+    assert first["metadata"]["name"] == second["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    "replica_sets",
+    [
+        [],
+        [replica_set(owners=())],
+        [replica_set(owners=[DEPLOYMENT | {"controller": False}])],
+        [replica_set(uid="another-of-this-name")],
+        [{"metadata": {"name": "llama-7d9", "uid": "u-7", "ownerReferences": ["odd"]}}],
+    ],
+)
+async def test_where_the_deployment_cannot_be_told_its_replica_set_is(replica_sets):
+    (body,) = await written_of(Writer(replica_sets=replica_sets), pod_of(OWNER))
+
+    assert body["involvedObject"]["name"] == "llama-7d9"
+
+
+async def test_nothing_is_read_for_a_stateful_set():
+    owner = OWNER | {"kind": "StatefulSet", "name": "llama"}
+    (body,) = await written_of(Writer(replica_sets=[replica_set("llama")]), pod_of(owner))
+
+    assert body["involvedObject"]["kind"] == "StatefulSet"
 
 
 async def test_what_cannot_be_written_is_counted_and_the_next_one_is_written():
