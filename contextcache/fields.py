@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from contextcache.errors import InvalidRequest
-from contextcache.spelling import nearest
+from contextcache.spelling import NAME_CHARS_MAX, nearest
 
 HANDLE_FIELDS = frozenset({"session_id", "context_mode", "context_commit", "context_create"})
 """Fields that make a request a context's: misspelt, the request would run without its context."""
@@ -22,7 +22,6 @@ NAMES_MAX = 64
 """A body with more unknown names than this is not checked: comparing names takes up to 30 us each."""
 _OTHER_NAMES: Mapping[str, str] = {"context_id": "session_id", "contextId": "session_id", "ttl_seconds": "ttl"}
 """Names that other APIs have for our fields."""
-_NAME_SHOWN_CHARS = 64
 
 
 def refuse_misspelt(names: Iterable[str], ours: frozenset[str]) -> None:
@@ -38,16 +37,19 @@ def refuse_misspelt(names: Iterable[str], ours: frozenset[str]) -> None:
 def refuse_unknown(names: Iterable[str], allowed: frozenset[str], *, kind: str = "field") -> None:
     """Raise InvalidRequest naming a field, or whatever `kind` is, that is not allowed, and the nearest that is."""
     for name in sorted(set(names) - allowed):
-        meant, shown = meant_by(name, allowed), name[:_NAME_SHOWN_CHARS]
+        meant, shown = meant_by(name, allowed), name[:NAME_CHARS_MAX]
         told = f"allowed here: {', '.join(sorted(allowed)) or 'none'}" if meant is None else f"did you mean `{meant}`?"
         raise InvalidRequest(f"unknown {kind} `{shown}`: {told}", param=shown)
 
 
-@lru_cache(maxsize=4096)
 def meant_by(name: str, allowed: frozenset[str]) -> str | None:
-    """Return the allowed field that an unknown name most likely means; None if none is near.
+    """Return the allowed field that an unknown name most likely means; None if none is near."""
+    # Before it is remembered: a client may send names of megabytes.
+    return None if len(name) > NAME_CHARS_MAX else _meant_by(name, allowed)
 
-    Remembers answers, because clients send the same fields with every request.
-    """
+
+@lru_cache(maxsize=4096)
+def _meant_by(name: str, allowed: frozenset[str]) -> str | None:
+    """Remember answers, because clients send the same fields with every request."""
     other = _OTHER_NAMES.get(name)
     return other if other in allowed else nearest(name, allowed)

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 _SHORT_CHARS = 8
 """Shorter names may differ by one edit, longer ones by two: `tools` must not be near `ttl`."""
-_NAME_CHARS_MAX = 64
+NAME_CHARS_MAX = 64
 """Longer names are near nothing, and comparing them would cost time."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is near `name`, the nearest one of several; None if none is near."""
     plain = _plain(name)
-    if not plain or len(name) > _NAME_CHARS_MAX:
+    if not plain or len(name) > NAME_CHARS_MAX:
         return None
     found: tuple[int, str] | None = None
     for candidate in sorted(known):

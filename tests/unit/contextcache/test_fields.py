@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contextcache import fields
 from contextcache.claim import RESPONSES_PATH, read_claims, read_strict_claims
 from contextcache.errors import InvalidRequest
 from contextcache.fields import FOREIGN_FIELDS, NAMES_MAX, OUR_FIELDS, meant_by, refuse_misspelt, refuse_unknown
@@ -120,6 +121,18 @@ def test_being_near_does_not_depend_on_the_side(one, other):
     if len(one) >= 8 and len(other) >= 8:
         assert (nearest(one, [other]) is None) == (nearest(other, [one]) is None)
     assert nearest(one, [one]) in {one, None}
+
+
+def test_names_that_are_longer_than_any_are_not_remembered():
+    """Seen to fail: four thousand names of a megabyte each would stay in memory."""
+    remembered = fields._meant_by.cache_info().currsize
+    for letter in "abc":
+        refuse_misspelt([letter * 1_000_000], ALL_OURS)
+        with pytest.raises(InvalidRequest) as caught:
+            refuse_unknown([letter * 1_000_000], frozenset({"ttl"}))
+        assert len(caught.value.message) < 200
+
+    assert fields._meant_by.cache_info().currsize == remembered
 
 
 def test_what_is_allowed_is_said_where_nothing_is_near():
