@@ -112,7 +112,7 @@ def _connection_manager(settings: EnvoySettings) -> dict[str, Any]:
         # with the connection.
         "http_protocol_options": {"accept_http_10": True, "default_host_for_http_10": "context-cache"},
         "http2_protocol_options": {
-            "max_concurrent_streams": 100,
+            "max_concurrent_streams": 1024,
             "initial_stream_window_size": BUFFER_BYTES,
             "initial_connection_window_size": 16 * BUFFER_BYTES,
         },

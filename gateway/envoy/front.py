@@ -259,6 +259,7 @@ class EnvoyFront:
     async def _answer_pieces(self, call: _Call, admission: Admission) -> None:
         """Collect the body, answer the head, and send the body back."""
         with HeldBody(self._tenants, admission.tenant, self._limits) as held:
+            held.reserve(call.head.declared_bytes)
             # The body has its own time.
             call.deadline.reschedule(None)
             has_trailers = await _collect(call.stream, held)
