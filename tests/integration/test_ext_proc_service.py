@@ -149,7 +149,7 @@ async def test_errors_of_the_real_manager_are_typed(tmp_path, engine, manager):
 
 async def test_a_client_that_leaves_costs_nothing_that_is_not_given_back():
     big = b"x" * 600_000
-    async with processor(budget_bytes=1_000_000) as (_, client, parts):
+    async with processor(budget_bytes=1_300_000) as (_, client, parts):  # a tenant alone may hold half
         for _ in range(3):
             call = client.open()
             await call.write(head("/v1/embeddings", mode=DUPLEX))

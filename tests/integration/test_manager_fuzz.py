@@ -27,7 +27,7 @@ from tests.kit.manager_process import ManagerProcess
 from tests.kit.valkey import ValkeyServer
 
 KEY = re.compile(
-    r"cc:\{s\d+\}:(expiry|(tenant|answers):[\w.-]{1,64}|(session|transcript|place):[\w.-]{1,64}:[\w.-]{1,128}"
+    r"cc:bytes:[\w.-]{1,64}|cc:\{s\d+\}:(expiry|(tenant|answers|bytes):[\w.-]{1,64}|(session|transcript|place|trunk):[\w.-]{1,64}:[\w.-]{1,128}"
     r"|answer:[\w.-]{1,64}:[\w.-]{1,128}:[0-9a-f]{32}|usage:[\w.-]{1,64}:\d{1,5}|counted:[\w.-]{1,64}:[ -~]{1,128})",
     re.ASCII,
 )

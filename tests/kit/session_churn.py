@@ -29,7 +29,7 @@ from tests.kit.until import until
 
 SHORT_TTL_S, LONG_TTL_S = 1, 3600
 _LEASE_MS = 1500
-_FREE = {"place", "usage", "counted"}
+_FREE = {"place", "usage", "counted", "bytes"}
 """Kinds of keys that outlive the sessions they are about."""
 
 

@@ -182,7 +182,7 @@ def drawn_attack(rng: Random, tenant: str, victim: str, victims_id: str, *, deco
 
 _ATTACKS: dict[str, tuple[str, str, int, dict[str, Any] | None]] = {
     "read": ("GET", "/v1/context/{id}", 404, None),
-    "read with a query": ("GET", "/v1/context/{id}?limit=1&after={id}&tenant=red", 404, None),
+    "read with a query": ("GET", "/v1/context/{id}?limit=1&after={id}&tenant=red", 400, None),
     "head": ("HEAD", "/v1/context/{id}", 405, None),
     "delete": ("DELETE", "/v1/context/{id}", 404, None),
     "patch": ("PATCH", "/v1/context/{id}", 404, {"ttl": 600}),
