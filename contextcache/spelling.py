@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         # Cheap first: an edit changes at most two of the letters that the names do not share.
         if abs(len(plain) - len(meant)) > edits_max or len(set(plain) ^ set(meant)) > 2 * edits_max:
             continue
-        edits = _edits(plain, meant)
+        edits = _edits(plain, meant, edits_max)
         if edits <= edits_max and (found is None or edits < found[0]):
             found = (edits, candidate)
     return None if found is None else found[1]
@@ -36,8 +36,8 @@ def _plain(name: str) -> str:
     return name.casefold().replace("_", "").replace("-", "")
 
 
-def _edits(one: str, other: str) -> int:
-    """Return the optimal string alignment distance of two short names."""
+def _edits(one: str, other: str, edits_max: int) -> int:
+    """Return the optimal string alignment distance of two short names; any number above `edits_max` if it is above."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
@@ -47,4 +47,6 @@ def _edits(one: str, other: str) -> int:
             if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == meant:
                 edits = min(edits, above[j - 2] + 1)
             row.append(edits)
+        if min(*row, *before) > edits_max:  # a swap reaches back two rows
+            return edits_max + 1
     return row[-1]
