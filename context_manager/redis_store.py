@@ -84,6 +84,9 @@ from contextcache.shards import NUM_SHARDS, shard_of
 TRUNKS_MAX = 16
 """Trunks that one row names at most. A fork of a deeper one copies its transcript, and begins with none."""
 
+LENGTHS_MAX = 256
+"""Lengths that one trunk is shared at: each is 20 bytes that every fork and delete of the family reads and writes."""
+
 
 class RedisSessionStore(SessionStore):
     """The store of a deployment. Owns its connection; `close` gives it back."""
@@ -215,6 +218,7 @@ class RedisSessionStore(SessionStore):
                 source.session_id,
                 new_mark(),
                 TRUNKS_MAX,
+                LENGTHS_MAX,
                 more_keys=[session_key(source), transcript_key(source), turns_key(source)],
             )
             if answer[0] == b"ok":

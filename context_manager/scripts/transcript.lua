@@ -85,9 +85,9 @@ local function cut(row, keep, num_tokens, segment_bytes)
   for _, trunk in ipairs(trunks) do
     local segments = math.max(math.min(keep - before, trunk[2]), 0)
     before = before + trunk[2]
-    local tokens = tokens_at(KEYS[2], trunk, segments)
+    local tokens = trunk[3]
     if segments < trunk[2] then
-      use_trunk(KEYS[2], KEYS[5], trunk[1], trunk[2], segments, tokens, tonumber(ARGV[3]))
+      tokens = use_trunk(KEYS[2], KEYS[5], trunk[1], trunk[2], segments, trunk[2], tonumber(ARGV[3]))
     end
     if segments > 0 then
       left[#left + 1] = {trunk[1], segments, tokens}

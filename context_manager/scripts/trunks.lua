@@ -2,8 +2,8 @@
 --
 -- A trunk is a list: its head, then segments, which never change. A transcript is the leading segments of its row's
 -- trunks, in their order, and then its own list. A row's field `trunks` is `name:segments:tokens` again and again.
--- The head is `bytes@hour`, what the ledger counts and until when, then ` segments:users:tokens` for each number of
--- leading segments that rows use. The longest use decides how long the trunk is; without a user it is deleted.
+-- The head is `bytes@hour`, what the ledger counts and until when, then ` segments:users:tokens:bytes` for each number
+-- of leading segments that rows use. The longest use decides how long the trunk is; without a user it is deleted.
 -- Names of trunks are in rows, so they are not among KEYS; they lie in the same slot.
 
 local function trunk_key(transcript, name)
@@ -29,79 +29,79 @@ local function write_trunks(session, trunks)
   redis.call('HSET', session, 'trunks', table.concat(parts, ' '))
 end
 
--- Returns the head of a trunk; nil where there is none.
+-- Returns the head of a trunk; nil where there is none. `users`: {number of rows, tokens, bytes} by leading segments.
 local function read_head(key)
   local text = redis.pcall('LINDEX', key, 0)
   local bytes, hour = string.match(type(text) == 'string' and text or '', '^(%d+)@(%d+)')
   if not bytes then
     return nil
   end
-  local users = {}
-  for segments, number, tokens in string.gmatch(text, ' (%d+):(%d+):(%d+)') do
-    users[tonumber(segments)] = {tonumber(number), tonumber(tokens)}
+  local users, num_lengths = {}, 0
+  for segments, number, tokens, theirs in string.gmatch(text, ' (%d+):(%d+):(%d+):(%d+)') do
+    users[tonumber(segments)] = {tonumber(number), tonumber(tokens), tonumber(theirs)}
+    num_lengths = num_lengths + 1
   end
-  return {bytes = tonumber(bytes), hour = tonumber(hour), users = users}
+  return {bytes = tonumber(bytes), hour = tonumber(hour), users = users, num_lengths = num_lengths}
 end
 
 local function head_text(head)
-  local text = integer(head.bytes) .. '@' .. integer(head.hour)
+  local parts = {integer(head.bytes) .. '@' .. integer(head.hour)}
   for segments, user in pairs(head.users) do
-    text = text .. ' ' .. integer(segments) .. ':' .. integer(user[1]) .. ':' .. integer(user[2])
+    parts[#parts + 1] = string.format('%.0f:%.0f:%.0f:%.0f', segments, unpack(user))
   end
-  return text
+  return table.concat(parts, ' ')
 end
 
--- Returns the tokens of so many leading segments of a trunk of which a row uses more.
-local function tokens_at(transcript, trunk, segments)
-  if segments == 0 or segments == trunk[2] then
-    return segments == 0 and 0 or trunk[3]
+-- Returns tokens and bytes of so many leading segments of a trunk; `longer`: what a row uses, so many or more. Reads
+-- what is between the two, once: the head knows it then.
+local function measured(key, head, segments, longer)
+  local known, from = head.users[segments], head.users[longer]
+  if known or not from then
+    return (known or {0, 0})[2], (known or {0, 0, 0})[3]
   end
-  local key, tokens = trunk_key(transcript, trunk[1]), trunk[3]
-  local head = read_head(key)
-  if head and head.users[segments] then
-    return head.users[segments][2]
-  end
-  for _, behind in ipairs(redis.call('LRANGE', key, segments + 1, trunk[2])) do
+  local tokens, bytes = from[2], from[3]
+  for _, behind in ipairs(redis.call('LRANGE', key, segments + 1, longer)) do
     local _, theirs = cmsgpack.unpack_one(behind)
-    tokens = tokens - theirs
+    tokens, bytes = tokens - theirs, bytes - SEGMENT_BYTES - #behind
   end
-  return tokens
+  return tokens, bytes
 end
 
--- Lets a row use `to` leading segments of a trunk, which have `tokens`, instead of `from`; 0: none. Frees what no row
--- uses any more.
-local function use_trunk(transcript, ledger, name, from, to, tokens, now_ms)
+-- Lets a row use `to` leading segments of a trunk instead of `from`; 0: none. `longer`: as in `measured`. Returns the
+-- tokens of `to`. Frees what no row uses any more.
+local function use_trunk(transcript, ledger, name, from, to, longer, now_ms)
   local key = trunk_key(transcript, name)
   local head = read_head(key)
   if not head then
-    return
+    return 0
   end
-  local function count(segments, by)
-    local user = head.users[segments] or {0, tokens}
-    user[1] = user[1] + by
-    head.users[segments] = segments > 0 and user[1] > 0 and user or nil
+  local tokens = 0
+  if to > 0 then
+    local user = head.users[to] or {0, measured(key, head, to, longer)}
+    user[1], tokens = user[1] + 1, user[2]
+    head.users[to] = user
   end
-  count(from, -1)
-  count(to, 1)
+  local before = head.users[from]
+  if before then
+    before[1] = before[1] - 1
+    head.users[from] = before[1] > 0 and before or nil
+  end
   local longest = 0
   for segments in pairs(head.users) do
     longest = math.max(longest, segments)
   end
-  local freed = 0
+  local left = longest > 0 and head.users[longest][3] or 0
+  if left < head.bytes then
+    add_bytes(ledger, head.hour * HOUR_MS, left - head.bytes, now_ms)
+    redis.call('LTRIM', key, 0, longest)
+    head.bytes = left
+  end
   if longest == 0 then
-    freed = head.bytes
     redis.call('UNLINK', key)
   else
-    for _, unused in ipairs(redis.call('LRANGE', key, longest + 1, -1)) do
-      freed = freed + SEGMENT_BYTES + #unused
-    end
-    head.bytes = head.bytes - freed
-    redis.call('LTRIM', key, 0, longest)
     redis.call('LSET', key, 0, head_text(head))
   end
-  if freed > 0 then
-    add_bytes(ledger, head.hour * HOUR_MS, -freed, now_ms)
-  end
+  return tokens
 end
 
 -- Lets a row's trunks live as long as the row. `ms`: for which the row's keys are kept; `due_ms`: the row's end.

@@ -13,7 +13,7 @@ import redis
 from context_manager.memory_store import MemorySessionStore
 from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import session_key, transcript_key
-from context_manager.redis_store import TRUNKS_MAX, RedisSessionStore
+from context_manager.redis_store import LENGTHS_MAX, TRUNKS_MAX, RedisSessionStore
 from context_manager.store import SessionKey, SessionStore
 from contextcache.errors import ContextCacheError
 from contextcache.model import BRANCH_LEASE_ID, Segment, SegmentKind, TtlPolicy, TurnCommit
@@ -204,6 +204,34 @@ async def test_a_fork_of_a_deep_family_copies_and_begins_a_new_one(store: RedisS
     assert [len(one) for one in transcripts] == sorted(len(one) for one in transcripts)
     for key, expected in zip(family.keys[1:], transcripts, strict=True):
         assert await transcript_of(store, key) == expected
+
+
+@pytest.mark.parametrize("server", [False], indirect=True, ids=["single"])
+async def test_a_trunk_is_shared_at_so_many_lengths_and_copied_at_others(
+    store: RedisSessionStore, raw: redis.Redis
+) -> None:
+    """Its head is read and written by every fork and delete of the family."""
+    num_turns = LENGTHS_MAX + 20
+    family = Family(store, seed=1, num_names=num_turns + 2)
+    family.random.choice = lambda options: options[0]  # type: ignore[method-assign]
+    family.random.random = lambda: 1.0  # type: ignore[method-assign]
+    await family.create(KEY)
+    for _ in range(num_turns):
+        await family.turn(KEY)
+        family.number += 2  # as many segments each time, so that every generation is remembered
+    whole = await transcript_of(store, KEY)
+    for generation, key in enumerate(family.keys[1:], start=1):
+        await family.fork(KEY, key, generation=generation)
+        if generation % 16 == 0 or generation > num_turns:
+            found = await transcript_of(store, key)
+            assert found == whole[: len(found)]
+
+    (trunk,) = raw.scan_iter("*:trunk:*")
+    assert len(str(raw.lindex(trunk, 0)).split()) == 1 + LENGTHS_MAX
+    assert await transcript_of(store, KEY) == whole == found
+    for key in family.keys:
+        await family.delete(key)
+    assert list(raw.scan_iter("*:trunk:*")) == []
 
 
 async def test_what_is_left_of_a_family_lives_as_long_as_it_and_ends_by_itself(

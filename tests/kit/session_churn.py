@@ -14,8 +14,8 @@ from random import Random
 import redis
 from typing_extensions import override
 
-from context_manager.redis_layout import SWEEPER_KEY, script_keys
-from context_manager.store import SessionKey
+from context_manager.redis_layout import SWEEPER_KEY, ledger_key, script_keys
+from context_manager.store import CONTEXT_BYTES, SessionKey
 from contextcache.errors import (
     ContextBusy,
     ContextExpired,
@@ -144,8 +144,10 @@ def what_is_wrong(port: int, outcome: Outcome) -> tuple[list[str], int]:
         tenants = {key: set(server.zrange(key, 0, -1)) for key in keys if ":tenant:" in key}
         lengths = {key: server.llen(key) for key in keys if ":transcript:" in key}
         wrong += [f"for ever: {key}" for key in keys if server.pttl(key) == -1]
+        counted = int(server.hget(ledger_key(TENANT, None), "sum") or 0)
     live = {key for key, row in rows.items() if row.get(b"state") != b"tombstone"}
     names = {key.rsplit(":", 1)[1] for key in live}
+    wrong += [f"{len(live)} sessions count {counted} bytes"] * (counted < len(live) * CONTEXT_BYTES)
     wrong += [f"lost: {name}" for name in sorted(outcome.live - names)]
     wrong += [f"not to be there: {name}" for name in sorted(names - outcome.live - outcome.maybe)]
     needed: set[str] = set(rows)

@@ -154,7 +154,9 @@ def _of_redis(stack: Stack) -> dict[tuple[str, str, str], float]:
 
 def _num_keys_but_tombstones(client: Any) -> int:
     names = [
-        name for name in client.scan_iter(count=1000) if not {b"place", b"usage", b"counted"} & set(name.split(b":"))
+        name
+        for name in client.scan_iter(count=1000)
+        if not {b"place", b"usage", b"counted", b"bytes"} & set(name.split(b":"))
     ]
     pipeline = client.pipeline(transaction=False)
     for name in names:
