@@ -84,14 +84,14 @@ def pods(documents: Iterable[Document]) -> Iterator[Pod]:
 
 def pod_of(documents: Iterable[Document], component: str) -> Pod:
     """Return the pod of a component's workload; tests' own pods are none."""
-    found = [pod for pod in pods(documents) if pod.component == component and not pod.owner.startswith("Pod/")]
+    found = [pod for pod in pods(documents) if pod.component == component and not pod.owner.startswith("Job/")]
     assert len(found) == 1, (component, [pod.owner for pod in found])
     return found[0]
 
 
 def components(documents: Iterable[Document]) -> set[str]:
     """Return the parts that are installed."""
-    return {pod.component for pod in pods(documents) if not pod.owner.startswith("Pod/")}
+    return {pod.component for pod in pods(documents) if not pod.owner.startswith("Job/")}
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:

@@ -159,13 +159,13 @@ def test_notes_show_no_secret(helm):
         assert base64.b64decode(value).decode() not in notes
 
 
-def test_the_test_hook_is_a_restricted_pod_that_tells_the_story():
+def test_the_test_hook_is_a_restricted_pod_that_tells_the_story_and_goes_by_itself():
     hooks = [
         document
         for document in render(RELEASES["defaults"])
         if "test" in document["metadata"].get("annotations", {}).get("helm.sh/hook", "")
     ]
-    [pod] = [pod for pod in pods(hooks) if pod.owner.startswith("Pod/")]
+    [pod] = [pod for pod in pods(hooks) if pod.owner.startswith("Job/")]
     [container] = pod.containers
     words = [*container.get("command", []), *container.get("args", [])]
 
@@ -173,11 +173,13 @@ def test_the_test_hook_is_a_restricted_pod_that_tells_the_story():
     assert "doctor" in words
     assert pod.spec["restartPolicy"] == "Never"
     assert "before-hook-creation" in hooks[0]["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+    assert hooks[0]["spec"]["ttlSecondsAfterFinished"] == 3600
+    assert hooks[0]["spec"]["backoffLimit"] == 0
 
 
 @pytest.mark.parametrize("name", ["no tests", "existing secrets"])
 def test_without_tests_or_without_a_key_there_is_no_hook(name):
-    assert [document for document in render(RELEASES[name]) if document["kind"] == "Pod"] == []
+    assert [document for document in render(RELEASES[name]) if document["kind"] in {"Job", "Pod"}] == []
 
 
 def replicas_of(cluster: ApiServer) -> dict[str, int | None]:

@@ -144,7 +144,7 @@ def test_probes_ask_a_port_of_their_own_container(documents):
 @in_each_release
 def test_whatever_stays_is_probed(documents):
     for pod in pods(documents):
-        if pod.owner.startswith("Pod/"):
+        if pod.owner.startswith("Job/"):
             continue
         for container in pod.spec["containers"]:
             # The attendant of Envoy answers nobody; it ends when it cannot go on.
@@ -156,7 +156,7 @@ def test_whatever_stays_is_probed(documents):
 
 @in_each_release
 def test_every_mount_has_its_volume_and_every_volume_is_mounted(documents):
-    for document in of_kind(documents, *WORKLOADS, "Pod"):
+    for document in of_kind(documents, *WORKLOADS, "Job"):
         for pod in pods([document]):
             mounted = {mount["name"] for container in pod.containers for mount in container.get("volumeMounts", [])}
             volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
@@ -345,7 +345,7 @@ def test_the_engines_service_is_there_without_the_chart_s_own_engine():
 def test_times_to_end_fit_into_one_another(documents):
     """A pod is killed after its grace period: what it needs to leave in peace must be shorter."""
     for pod in pods(documents):
-        if pod.component in {"gateway", "engine", "envoy"} and not pod.owner.startswith("Pod/"):
+        if pod.component in {"gateway", "engine", "envoy"} and not pod.owner.startswith("Job/"):
             grace_s = pod.spec["terminationGracePeriodSeconds"]
             asleep_s = max(
                 one.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0) for one in pod.running
