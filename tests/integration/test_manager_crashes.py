@@ -22,8 +22,14 @@ from tests.kit.seed import SEED
 from tests.kit.session_churn import SessionChurn, until_nothing_is_wrong
 from tests.kit.valkey import ValkeyServer
 
-FEW = ("manager.commit.after", "manager.unregister.after", "manager.sweep.after")
-MORE = ("manager.reserve.after", "manager.begin.after", "manager.commit.before", "manager.sweep.before")
+FEW = ("manager.commit.after", "manager.share.after", "manager.unregister.after", "manager.sweep.after")
+MORE = (
+    "manager.reserve.after",
+    "manager.share.before",
+    "manager.begin.after",
+    "manager.commit.before",
+    "manager.sweep.before",
+)
 """The rest is in `python -m tests.torture --only redis`."""
 
 

@@ -23,7 +23,8 @@ from contextcache.errors import (
     GenerationMismatch,
     LeaseLost,
 )
-from contextcache.model import NewSession, TtlPolicy, Usage
+from contextcache.model import NewSession, TtlPolicy, TurnCommit, Usage, new_session_id
+from contextcache.shards import shard_of
 from tests.kit.turn_load import TENANT, SessionRecord, TurnLoad
 from tests.kit.until import until
 
@@ -92,6 +93,8 @@ class SessionChurn(TurnLoad):
         if chance() < 0.3:
             await self._asked(lambda c: c.rewind(TENANT, name, generation=1))
         if chance() < 0.3:
+            await self._forked(name)
+        if chance() < 0.3:
             await self._touched(name)
         if chance() < 0.5:
             await self._deleted(name)
@@ -102,6 +105,18 @@ class SessionChurn(TurnLoad):
         await self._asked(lambda c: c.begin_turn(TENANT, name, lease_id=lease_id, lease_ttl_ms=self._lease_ms))
         if self._random.random() < 0.7:
             await self._asked(lambda c: c.abort_turn(TENANT, name, lease_id=lease_id))
+
+    async def _forked(self, name: str) -> None:
+        """Fork into a context of the same shard, which shares the segments; it may outlive its source or not."""
+        lease_id, shard = secrets.token_hex(8), shard_of(TENANT, name)
+        child = next(one for one in iter(new_session_id, "") if shard_of(TENANT, one) == shard)
+        self.outcome.maybe.add(child)
+        new = NewSession(TENANT, child, "toy", ttl_s=SHORT_TTL_S if self._random.random() < 0.4 else LONG_TTL_S)
+        await self._asked(lambda c: c.reserve(new, lease_id=lease_id, lease_ttl_ms=self._lease_ms))
+        commit = TurnCommit(TENANT, child, lease_id, 0, 0, (), "", "pod")
+        await self._asked(lambda c: c.fork(name, commit=commit))
+        if self._random.random() < 0.5:
+            await self._deleted(child)
 
     async def _touched(self, name: str) -> None:
         ttl_s = SHORT_TTL_S if self._random.random() < 0.5 else LONG_TTL_S
@@ -162,7 +177,12 @@ def what_is_wrong(port: int, outcome: Outcome) -> tuple[list[str], int]:
         if name.encode() not in tenants.get(of_tenant, set()):
             wrong.append(f"not in its tenant's set: {key}")
         tenants.get(of_tenant, set()).discard(name.encode())
-        if lengths.get(transcript, 0) != int(row[b"num_segments"]):
+        shared = [named.split(":") for named in row.get(b"trunks", b"").decode().split()]
+        trunks = {transcript.replace(":transcript:", ":trunk:").replace(f":{name}", f":{one[0]}") for one in shared}
+        needed |= trunks
+        if not trunks <= keys:
+            wrong.append(f"without a trunk: {key}")
+        if lengths.get(transcript, 0) + sum(int(one[1]) for one in shared) != int(row[b"num_segments"]):
             wrong.append(f"transcript of another length: {key}")
     wrong += [f"an expiry of nothing: {key} {members}" for key, members in scores.items() if members]
     wrong += [f"a tenant's entry of nothing: {key} {members}" for key, members in tenants.items() if members]
