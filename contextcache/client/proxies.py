@@ -40,7 +40,7 @@ def proxy_of(url: str) -> Proxy | None:
     kind = next((kind for kind in (server.scheme, "all") if found.get(kind)), None)
     if kind is None or _is_loopback(host) or _is_excluded(host, _port_of(server), found.get("no", "")):
         return None
-    said = found[kind].strip()
+    said = "".join(found[kind].split())
     value, variable = said if "://" in said else f"http://{said}", _variable(kind, found[kind])
     return Proxy(_checked(value, variable, host), _shown(value), variable)
 
