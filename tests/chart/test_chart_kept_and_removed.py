@@ -65,7 +65,7 @@ def test_the_generated_key_comes_back_and_follows_its_tenant_beside_the_added_on
 
 
 @BOTH
-@pytest.mark.parametrize("text", ["no JSON", '{"keys": []} more'])
+@pytest.mark.parametrize("text", ["no JSON", '{"keys": []} more', "[]", '{"keys": "none"}'])
 def test_a_file_of_keys_that_cannot_be_read_is_left_to_its_author(helm, text):
     with running_cluster("fake") as cluster:
         cluster.helm(helm, "install", values=REDIS)
@@ -74,6 +74,18 @@ def test_a_file_of_keys_that_cannot_be_read_is_left_to_its_author(helm, text):
 
         found = base64.b64decode(cluster.get("Secret", SECRET)["data"]["api-keys.json"]).decode()
         assert found == text
+
+
+@BOTH
+def test_odd_entries_among_the_keys_stop_no_upgrade(helm):
+    odd = ["text", 7, None, {"sha256": 5}, {"tenant": ["x"]}]
+    with running_cluster("fake") as cluster:
+        cluster.helm(helm, "install", values=REDIS)
+        made = keys_of(cluster)
+        edit_keys(cluster, json.dumps({"keys": [*made["keys"], *odd]}))
+        cluster.helm(helm, "upgrade", values=REDIS)
+
+        assert keys_of(cluster) == {"keys": [*made["keys"], *odd]}
 
 
 @BOTH
