@@ -31,7 +31,6 @@ from contextcache.model import (
     ForkedKV,
     NewSession,
     SessionId,
-    SessionState,
     TenantId,
     TtlPolicy,
     TurnCommit,
@@ -188,7 +187,9 @@ class Contexts:
         with suppress(ContextCacheError):
             branch = await self._directory.get_session_metadata(tenant, branch_id)
             await self._directory.abort_turn(tenant, branch_id, lease_id=BRANCH_LEASE_ID)
-            if branch.state is SessionState.CREATING:
+            try:
+                await self._directory.get_session_metadata(tenant, branch_id)
+            except ContextNotFound:
                 await self._holders.delete(branch)
 
     async def _is_answered(self, tenant: TenantId, session_id: SessionId, repeat_key: str) -> bool:

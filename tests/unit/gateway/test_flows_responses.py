@@ -19,7 +19,7 @@ from contextcache.repeats import read_repeatable
 from contextcache.responses import Continued, continued_by
 from contextcache.shards import NUM_SHARDS, shard_of
 from gateway.paths import Kind
-from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, as_told
+from tests.kit.gateway_parts import KEY, OTHER_KEY, REF, as_told, manifest_of
 from tests.unit.gateway.test_flows_route import identity_of, route
 
 PATH = "/v1/responses"
@@ -147,6 +147,23 @@ async def test_a_branch_whose_turn_is_refused_is_removed_at_once_with_its_kv(par
 
     monkeypatch.setattr(parts.directory, "locate", locate)
     assert await parts.directory.count_sessions() == 1
+
+
+async def test_a_branch_that_a_turn_has_taken_over_is_not_dropped_by_its_repeat(parts):
+    """Two requests under one key: the second is refused while the first one's turn runs, on KV that stays."""
+    await parts.directory.add("mine")
+    parts.sidecars["pod-a"].keep(manifest_of("mine"))
+    await add_turn(parts, "mine", generation=2)
+    forward = await ask(parts, previous_response_id="resp_1_mine", headers=AGAIN)
+    branch = await parts.directory.get_session_metadata("demo", identity_of(parts, forward).session_id)
+    await parts.directory.begin_turn("demo", branch.session_id, lease_id="l2", lease_ttl_ms=1000)
+    await parts.gateway.contexts.drop_branch("demo", branch.session_id)
+
+    manifest, _ = await parts.sidecars["pod-a"].get_manifest("demo", branch.cache_ref)
+    assert manifest.session_id == branch.session_id
+    await parts.directory.abort_turn("demo", branch.session_id, lease_id="l2")
+    with pytest.raises(ContextNotFound):
+        await parts.directory.get_session_metadata("demo", branch.session_id)
 
 
 async def test_a_turn_on_a_branch_says_so_and_an_ordinary_one_does_not(parts):
