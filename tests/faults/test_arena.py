@@ -50,7 +50,7 @@ def test_slots_of_an_engine_that_stands_still_are_nobody_elses_until_it_ends(sid
     with Borrower(sidecar.address, cache_ref) as stopped, closing(EngineRank(sidecar.address)) as rank:
         stopped.stop()
         over = pb.WaitSealedRequest(tenant=TENANT, cache_ref=cache_ref, timeout_ms=30_000)
-        assert rank.client._stub.WaitSealed(over, timeout=60).reason == "save_deadline"
+        assert rank.client._line.stub.WaitSealed(over, timeout=60).reason == "save_deadline"
 
         def fill_three_times(first: int) -> None:
             for number in range(first, first + 12):

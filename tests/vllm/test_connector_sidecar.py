@@ -258,7 +258,7 @@ def test_a_report_reaches_the_sidecar(start_rank: Callable[..., Rank], door: Doo
         report = client.reports[request_id]
     else:
         assert isinstance(client, EngineSidecarClient)
-        report = client._stub.GetLoadReport(
+        report = client._line.stub.GetLoadReport(
             pb.GetLoadReportRequest(request_id=request_id, timeout_ms=30_000), timeout=60
         ).report
 
