@@ -394,7 +394,7 @@ def test_a_pod_whose_disk_stays_keeps_its_name_and_finds_it_again():
     assert injected["ephemeral"]["volumeClaimTemplate"]["spec"] == claim["spec"]
     # Two pods on one node never share a directory: its name is the pod's, which the variable before it says.
     env = sidecar_env(on_node)
-    assert env["SIDECAR_DATA_DIR"] == "/var/lib/context-cache/$(SIDECAR_ENDPOINT_NAME)"
+    assert env["SIDECAR_DATA_DIR"] == "/var/lib/context-cache/llm/$(SIDECAR_ENDPOINT_NAME)"
     assert list(env).index("SIDECAR_ENDPOINT_NAME") < list(env).index("SIDECAR_DATA_DIR")
 
 
