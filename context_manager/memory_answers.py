@@ -16,7 +16,7 @@ class MemoryAnswers:
         """And when it was kept."""
 
     def check(self, key: SessionKey, repeatable: Repeatable | None, now_ms: int) -> None:
-        """Raise AlreadyAnswered or IdempotencyKeyReused; nothing for what may be run."""
+        """Raise AlreadyAnswered or IdempotencyKeyReused; return if the request may run."""
         if repeatable is None:
             return
         self._forget_old(now_ms)

@@ -93,7 +93,7 @@ class MemorySessionStore(SessionStore):
         self._places: dict[SessionKey, tuple[int, int]] = {}
         """Of those removed: when they were created, and until when that is remembered."""
         self._used: dict[SessionKey, Usage | None] = {}
-        """What a branch is counted as with its first turn."""
+        """Usage of each branch, which is counted with its first turn."""
         self._usage: dict[tuple[TenantId, int], dict[str, Counter[str]]] = {}
         self._counted: dict[tuple[TenantId, str], tuple[int, int]] = {}
         """By tenant and who told its usage: the last number, and until when it is known."""

@@ -1,7 +1,8 @@
-"""What Redis must be set to, so that no context is lost or refused unseen: `judged` says, `StoreWatch` asks and tells.
+"""Settings that Redis needs, so that no context is lost or refused without a warning.
 
-Redis may be set anew, or be another one after a failover: it is asked at the start and every minute. Nothing is
-refused: turns are right as long as contexts are there, and an operator can set Redis while it runs.
+`judged` checks them. `StoreWatch` polls Redis and logs each setting that is wrong. It polls at the start and every
+minute, because the configuration can change and a failover can bring another server. The manager refuses no request
+for it: turns stay correct while contexts are there, and an operator can configure Redis while it runs.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Precondition:
     name: str
     is_met: bool
     told: str
-    """What follows when it is not met, and what to change."""
+    """Consequence of a wrong setting, and the change that mends it."""
 
 
 def judged(info: Info, *, tenant_bytes_max: int, wait_replicas: int) -> list[Precondition]:
-    """Return each precondition of one primary, met or not; those whose fields are missing are left out."""
+    """Return each precondition of one primary, met or not. Preconditions without a field in INFO are left out."""
     found = []
     if policy := str(info.get("maxmemory_policy", "")):
         told = f"redis may evict contexts: maxmemory-policy is {policy}, it must be noeviction"
@@ -67,7 +68,7 @@ def judged(info: Info, *, tenant_bytes_max: int, wait_replicas: int) -> list[Pre
 
 
 class StoreWatch:
-    """Follows what Redis is set to. Owns its task: `start` begins it, `stop` cancels and awaits it."""
+    """Polls the settings of Redis. Owns its task: `start` begins it, `stop` cancels and awaits it."""
 
     def __init__(
         self,
@@ -83,13 +84,13 @@ class StoreWatch:
         self._tenant_bytes_max = tenant_bytes_max
         self._wait_replicas = wait_replicas
         self._unmet: dict[str, str] = {}
-        """What was told last."""
+        """Unmet preconditions by name, as last logged."""
         self._num_evicted = 0
         self._was_refused = False
         self._task: asyncio.Task[None] | None = None
 
     async def look(self) -> float:
-        """Ask once, tell what has changed, and return the seconds until the next look."""
+        """Poll once, log the changes, and return the seconds until the next poll."""
         try:
             infos = await self._read_info()
         except StoreUnavailable:

@@ -15,7 +15,7 @@ _SUMS_KNOWN_MS = 1000
 _EXACT_FROM = 0.5
 """Share of its limit from which a tenant's sums are read at each write: only then can a second's writes matter."""
 _TENANTS_MAX = 10_000
-"""Tenants whose sums are known at a time: about 10 MB."""
+"""Maximum number of tenants in the cache of sums: about 10 MB."""
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class RedisConnection:
         return await self._within_deadline(lambda: self._send(command, repeatable=True))
 
     async def info(self) -> list[Mapping[str, Any]]:
-        """Return what INFO answers, of every primary."""
+        """Return the INFO fields of each primary."""
         if not self.is_cluster:
             return [await self.call("INFO")]
 

@@ -81,7 +81,7 @@ def place_key(key: SessionKey) -> str:
 
 
 def answer_key(key: SessionKey, repeat_key: str) -> str:
-    """Return the name of what a repeated request is answered."""
+    """Return the key of the kept answer to a repeated request."""
     return f"{_tag(shard_of(key.tenant, key.session_id))}:answer:{member(key)}:{repeat_key}"
 
 

@@ -428,7 +428,7 @@ class RedisSessionStore(SessionStore):
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def read_info(self) -> Sequence[Mapping[str, Any]]:
-        """Return what INFO answers, of each primary.
+        """Return the INFO fields of each primary.
 
         Raises StoreUnavailable, and ContextCacheError where an ACL forbids it.
         """

@@ -113,7 +113,7 @@ class _Message(msgspec.Struct, gc=False):
 
 
 class _Item(msgspec.Struct, gc=False):
-    """Of a response's input."""
+    """Item of a response's input."""
 
     role: str | None = None
     type: str | None = None
@@ -257,8 +257,8 @@ def read_strict_claims(body: bytes, path: str = "") -> Claims:
 def check_items(path: str, claims: Claims) -> None:
     """Refuse messages, and items of a response's input, that are no objects of that kind. Raises InvalidRequest.
 
-    The engine refuses them too, after it has tried each with every type that it knows: 3 KB of them take it ten
-    seconds, in which it answers nobody.
+    The engine refuses them too, but first tries each item with every type that it knows. 3 KB of such items block
+    its event loop for ten seconds.
     """
     fields = claims.fields
     _check_list("messages", fields.messages, _MESSAGES)
@@ -460,7 +460,7 @@ def _check_brackets(body: bytes) -> int:
 
 
 def _check_shape(body: bytes) -> None:
-    """Refuse what would be too many objects to build, here or in the engine. Raises InvalidRequest."""
+    """Refuse a body with too many objects to build, here or in the engine. Raises InvalidRequest."""
     containers = _check_brackets(body)
     if containers <= DEPTH_MAX and body.count(b",") + containers <= _NARROW:
         return

@@ -129,7 +129,7 @@ def sign_identity(identity: Identity, secret: bytes) -> str:
 
 
 def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
-    """Return what the gateway signed, while it is good. Raises ForgedIdentity."""
+    """Return the identity that the gateway signed, if it has not expired. Raises ForgedIdentity."""
     identity = read_identity(token, secret)
     if identity.expires_at_ms <= now_ms:
         raise ForgedIdentity("the identity header has expired")
@@ -137,7 +137,7 @@ def verify_identity(token: str, secret: bytes, *, now_ms: int) -> Identity:
 
 
 def read_identity(token: str, secret: bytes) -> Identity:
-    """Return what the gateway signed, however long ago. Raises ForgedIdentity."""
+    """Return the identity that the gateway signed, also an expired one. Raises ForgedIdentity."""
     payload = _verify(_IDENTITY, token, secret)
     try:
         return Identity(
@@ -198,7 +198,7 @@ def verify_kv_transfer(token: str, secret: bytes) -> KVTransfer:
 
 @lru_cache(maxsize=4096)
 def tenant_tag(tenant: TenantId, secret: bytes) -> str:
-    """Return what a pod counts a tenant's requests under: 16 hex characters, which do not tell its name."""
+    """Return the tag by which a pod counts a tenant's requests: 16 hex characters that hide the tenant's name."""
     return _mac("tenant-tag", tenant.encode(), secret)[:16]
 
 
@@ -214,7 +214,7 @@ def in_flight_header(counts: Mapping[str, int]) -> str:
 
 
 def read_in_flight(header: str) -> dict[str, int]:
-    """Return what an `IN_FLIGHT_HEADER` says; what cannot be read in it is left out."""
+    """Parse an `IN_FLIGHT_HEADER`; unreadable entries are left out."""
     pairs = (one.partition("=") for one in header.split(",", IN_FLIGHT_TENANTS_MAX)[:IN_FLIGHT_TENANTS_MAX])
     return {
         tag: int(count)

@@ -27,7 +27,7 @@ context."""
 
 
 class Labels:
-    """Finds the context that a request continues, by what it says and by its label."""
+    """Finds the context that a request continues, by its messages and its label."""
 
     def __init__(self, locate: Callable[[TenantId, SessionId], Awaitable[object]], clock: Clock) -> None:
         """`locate` raises ContextNotFound or ContextExpired where there is no such context."""

@@ -42,7 +42,7 @@ class Plan:
     injector_url: str = ""
     """Of an injector's metrics."""
     manager_url: str = ""
-    """Of a context-manager's metrics."""
+    """URL of a context-manager's metrics."""
     manager: str = ""
     sidecar: str = ""
     ca_file: Path | None = None

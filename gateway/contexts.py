@@ -148,7 +148,7 @@ class Contexts:
         key: str = "",
         check: Callable[[CacheSessionMetadata], object] = lambda _source: None,
     ) -> SessionId | None:
-        """Return a new context that begins as this one did at `generation`; None: it stands there still.
+        """Return a new context that begins as this one did at `generation`; None: this one is at `generation`.
 
         The branch is there for one turn. It is removed by `drop_branch`, or when its lease ends, unless that turn has
         begun, and stays once that turn has committed.
@@ -183,7 +183,7 @@ class Contexts:
         return branch_id
 
     async def drop_branch(self, tenant: TenantId, branch_id: SessionId) -> None:
-        """Remove a branch whose turn has not begun; harmless for any other context. Raises nothing."""
+        """Remove a branch before its turn has begun; harmless for any other context. Raises nothing."""
         with suppress(ContextCacheError):
             branch = await self._directory.get_session_metadata(tenant, branch_id)
             await self._directory.abort_turn(tenant, branch_id, lease_id=BRANCH_LEASE_ID)

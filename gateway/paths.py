@@ -33,11 +33,11 @@ CONSOLE_PATH = "/console"
 ROOT_PATH = "/"
 """Leads to the page, where there is one."""
 READ_METHODS = ("GET", "HEAD")
-"""With which what needs no key is read."""
+"""Methods that read the paths that need no key."""
 OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", CONSOLE_PATH})
 """Answered here, without a key."""
 METRICS_PATH = "/metrics"
-"""Of these, the one that a proxy in front does not show."""
+"""Path among OWN_PATHS that a proxy in front does not show."""
 
 ENGINE_CALLS = frozenset(
     {

@@ -85,7 +85,7 @@ class EngineLoad:
     kv_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
     deferred: int = 0
-    """Of `waiting`, those that wait for their KV or an adapter and not for room
+    """Requests in `waiting` that wait for their KV or an adapter and not for room
     (`vllm:num_requests_waiting_by_reason`)."""
 
 

@@ -26,8 +26,9 @@ SHARE_MIN = 8
 FIRST_ROOM = 64
 """Requests that a pod takes before its batch is known, from all tenants that share it."""
 LIGHT_AT_PROBE = 2
-"""A tenant with so few requests at the last probe may be one client that sends one after the other, whose ends Envoy
-does not report. It has FIRST_ROOM until the next probe shows how many are in flight."""
+"""Requests at the last probe, up to which a tenant may be one client that sends one request after another.
+
+Envoy does not report their ends. The tenant has FIRST_ROOM until the next probe shows how many are in flight."""
 GROWTH_UNKNOWN, GROWTH_KNOWN = 2.0, 1.25
 """Times the last rate of ends that is assumed while no request waits: before the pod's batch is known, and after."""
 _INTERVAL_S_MIN = 0.1
@@ -44,9 +45,9 @@ class _Requests:
     """Time of the last one that this gateway placed or the pod reported."""
     at_probe: int = 0
     since_probe: int = 0
-    """Placed since, minus those whose end was reported."""
+    """Requests placed since the probe, minus the requests reported as ended."""
     carried: int = 0
-    """Requests whose end is going to be reported."""
+    """Requests in flight that the HTTP front carries: it reports their end."""
     ended_per_s: float = 0.0
 
     def at(self, elapsed_s: float, growth: float) -> int:
@@ -68,16 +69,16 @@ class PodTenants:
         self._clock_s = clock_s
         self._probed_at_s = clock_s()
         self._all = _Requests(self._probed_at_s)
-        """Of the engine: those that it computes or has waiting."""
+        """Requests of the engine: computed or waiting."""
         self._of: dict[str, _Requests] = {}
-        """Of tenants that share the pod, as the pod's API server counts them."""
+        """Requests of each tenant that shares the pod, as the pod's API server counts them."""
         self._batch = 0
         """Requests that the pod computed when others last waited for room; 0: none has waited yet."""
         self._room = FIRST_ROOM
         self._growth = GROWTH_UNKNOWN
 
     def routed(self, tenant: str) -> None:
-        """Count a request whose end is not reported."""
+        """Count a request without a report of its end."""
         found = self._of.get(tenant)
         if found is None:
             if len(self._of) >= _TENANTS_MAX:
@@ -103,9 +104,9 @@ class PodTenants:
                 one.since_probe -= 1
 
     def probed(self, *, running: int, waiting: int, deferred: int, tenants: Mapping[str, int] | None) -> None:
-        """Take what the pod reported. `waiting` includes the `deferred`, which wait for their KV and not for room.
+        """Take the report of the pod. `waiting` includes the `deferred`, which wait for their KV and not for room.
 
-        `tenants`: requests in flight of those that have most; None: the pod does not say.
+        `tenants`: requests in flight of the tenants with most of them; None: the pod reports none.
         """
         now_s = self._clock_s()
         elapsed_s, self._probed_at_s = now_s - self._probed_at_s, now_s

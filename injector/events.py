@@ -33,7 +33,7 @@ _COMPONENT = "context-cache-injector"
 
 
 class EventWriter(Protocol):
-    """What reads and creates objects. Implemented by KubernetesApi."""
+    """Port that reads and creates objects. Implemented by KubernetesApi."""
 
     async def get(self, resource: Resource, namespace: str, name: str) -> KubernetesObject:
         """Return one object within a deadline. Raises KubernetesError."""
@@ -74,7 +74,7 @@ class SkipEvent:
 
 
 def skip_event(request: Mapping[str, Any], pod: Mapping[str, Any], exc: NotInjected) -> SkipEvent | None:
-    """Return what to tell of a pod left alone; None for a dry run, or where there is nobody who could be told. Pure."""
+    """Return the Event about a pod left alone; None for a dry run, or without an object to attach it to. Pure."""
     namespace, metadata = request.get("namespace"), pod["metadata"]
     # Without one there is no uid either, as nothing is stored yet: the pod is found by its name.
     itself = {"apiVersion": "v1", "kind": "Pod", "name": metadata.get("name")}
@@ -85,7 +85,7 @@ def skip_event(request: Mapping[str, Any], pod: Mapping[str, Any], exc: NotInjec
 
 
 def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the reference to what made an object."""
+    """Return the reference to the controller of an object."""
     owners = metadata.get("ownerReferences") or []
     return next((one for one in owners if isinstance(one, dict) and one.get("controller")), None)
 
@@ -122,7 +122,7 @@ class Announcer:
             self._metrics.events.labels(outcome).inc()
 
     async def _raised(self, event: SkipEvent) -> SkipEvent:
-        """Return an Event of a ReplicaSet as one of what made that, its Deployment: owners look there."""
+        """Return an Event of a ReplicaSet as an Event of its Deployment, where owners look."""
         if (event.about.get("apiVersion"), event.about.get("kind")) != (REPLICA_SETS.group_version, REPLICA_SETS.kind):
             return event
         try:

@@ -1,4 +1,7 @@
-"""What the sidecar's container must have room for: read once, at the start. A warning, as the limits may be grown."""
+"""Check once, at the start, that the sidecar's container has enough memory and disk.
+
+A shortage is only a warning, because an operator may raise the limits later.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 def unmet(
     *, memory_bytes: int, disk_limit_bytes: int, data_dir: Path, container_limit: Path = _CONTAINER_LIMIT
 ) -> Iterator[str]:
-    """Yield what is too small, and what follows. `data_dir` exists."""
+    """Yield a warning for each limit that is too small. `data_dir` exists."""
     try:
         limit = container_limit.read_text().strip()
     except OSError:

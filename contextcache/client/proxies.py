@@ -46,7 +46,7 @@ def proxy_of(url: str) -> Proxy | None:
 
 
 def connection_options(proxy: Proxy | None) -> dict[str, Any]:
-    """Return what an httpx client is made with, so that it asks the environment for certificates alone."""
+    """Return arguments of an httpx client that takes only certificates from the environment."""
     return {
         "proxy": None if proxy is None else proxy.url,
         "trust_env": False,
@@ -78,7 +78,7 @@ def _checked(value: str, variable: str, host: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """Return a proxy's URL without user and password: what stands before the last `@` is not shown."""
+    """Return a proxy's URL without user and password: the part before the last `@` is left out."""
     scheme, separator, rest = value.rpartition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('/')[0]}" if "@" not in scheme else "(not readable)"
 

@@ -15,7 +15,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 _CAUSES_MAX = 8
 _FRAMES_MAX = 40
-"""Of one exception: the last ones, where it was raised."""
+"""Maximum number of frames logged of one exception: the innermost frames, nearest to the raise."""
 
 
 class _JsonLines(logging.Formatter):

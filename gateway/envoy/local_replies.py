@@ -23,7 +23,7 @@ from gateway.paths import PathNotFound
 
 def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
     """Return Envoy's `local_reply_config`; the first rule that matches answers."""
-    # Of bodies that say their size, and of calls that are known to have one, the gateway says it.
+    # The gateway itself refuses bodies with a content-length, and calls that are known to have a body.
     bytes_max = collected_bytes_max(settings)
     too_large = BodyTooLarge(f"without a content-length, this call's body is over the limit of {bytes_max} bytes")
     away = GatewayUnavailable("no gateway is available", retry_after_s=1)

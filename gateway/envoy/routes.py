@@ -30,7 +30,7 @@ PODS = "pods"
 GATEWAY_HTTP = "gateway_http"
 """Cluster of the gateways' HTTP fronts."""
 GATEWAY_STREAMS = "gateway_streams"
-"""Cluster of the same, for requests whose body streams there and whose answer may take long."""
+"""Cluster of the same fronts, for requests with a streamed body and a long answer."""
 EXT_PROC = "envoy.filters.http.ext_proc"
 API_KEYS = "api-keys"
 """The filter that checks keys, where there are any; see `api_keys`."""
@@ -57,7 +57,8 @@ A message of the plugin's is held three to four times while it is read, on one e
 """
 
 _CONTROL_TIMEOUT_S = 9.0
-"""For a control call's answer, or a silence of its upload. A manager (2 s) and sidecars (5 s, of a delete) fit in."""
+"""Deadline of a control call's answer, and limit of a silence in its upload. The deadlines of a manager (2 s) and of
+sidecars (5 s for a delete) fit in."""
 _INT64_MAX = (1 << 63) - 1
 
 _NOT_DOT = r"[A-Za-z0-9_~!$&'()*+,;=:@-]"
@@ -110,7 +111,7 @@ def routes(settings: EnvoySettings) -> list[dict[str, Any]]:
         _public(_route(NOT_FOUND, _regex(rf"(?i){re.escape(CONTEXT_PATH)}(?:/{SEGMENT})*/?"), to_front, plugin=False)),
         # Any other spelling of our own namespace: the pod must not see it either.
         _not_found(_regex(rf"(?i){re.escape(CONTEXT_PATH)}(/.*)?")),
-        # As a rule these have no body, and so no size. A body without a size is 413 above what is collected.
+        # These calls usually have no body. A body without a content-length gets 413 above the limit of collected bytes.
         *(_route(STATELESS, _also(match, large), streamed, plugin=False) for match in bodiless),
         *(_collected(_route(STATELESS, match, to_pod, fail_open=fail_open), settings) for match in bodiless),
         _public(_route(NOT_FOUND, _regex(f"(?:/{SEGMENT})+/?"), to_front, plugin=False)),

@@ -100,7 +100,7 @@ class RouteQuery:
     light: bool = False
     """It asks the engine for no work, so a full queue is no reason to refuse it."""
     tenant: str = ""
-    """Tag of the tenant whose request it is."""
+    """Tag of the request's tenant."""
 
     @property
     def counted_tenant(self) -> str | None:

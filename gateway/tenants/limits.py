@@ -64,11 +64,11 @@ class TenantLimits(TenantsInHand):
         total_bytes_max: int = 1 << 30,
         on_refused: Callable[[str], None] | None = None,
     ) -> None:
-        """Of each tenant, 0: no limit; `total_…`: requests of all, and bytes of their bodies held, at one time.
+        """Limits of each tenant, 0: no limit. `total_…`: requests of all, and bytes of bodies held, at one time.
 
         `burst`: requests a tenant that was idle may make at once, 1 or more.
         """
-        # Bytes are counted without a limit of the tenant's too: its part of all of them is what `take_bytes` bounds.
+        # Bytes are counted also without a limit of the tenant's: `take_bytes` bounds its part of all bytes.
         bytes_max = min(bytes_max or total_bytes_max, total_bytes_max)
         super().__init__(
             requests_max=requests_max,
@@ -106,9 +106,9 @@ class TenantLimits(TenantsInHand):
     def take_bytes(self, tenant: TenantId, size_bytes: int) -> None:
         """Count bytes of a body as held. Raises TooManyInFlight or NoReadyEndpoint, and counts nothing then.
 
-        No tenant may hold more than it leaves free for others: one may take half of all bytes, two a third each, and a
-        tenant that holds nothing always finds as much room as the largest tenant has (dynamic thresholds, Choudhury and
-        Hahne 1998). So the tenant that holds most is refused first.
+        No tenant may hold more than it leaves free for others: one may take half of all bytes, two a third each. A
+        tenant that holds nothing always finds as much room as the largest tenant has. So the tenant that holds most is
+        refused first (dynamic thresholds, Choudhury and Hahne 1998).
         """
         _, in_hand_bytes = self.held_by(tenant)
         if in_hand_bytes + size_bytes > self._total_bytes_max - self.held_bytes:
@@ -167,7 +167,7 @@ class HeldBody(Upload):
         self._tenant = tenant
         self._body = io.BytesIO()
         self._held_bytes = 0
-        """Counted: what was reserved, or what came where that is more."""
+        """Bytes counted: the reserved bytes, or the received bytes if they are more."""
 
     def __enter__(self) -> Self:
         return self

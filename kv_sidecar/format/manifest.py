@@ -144,7 +144,7 @@ FORMAT_1 = "context-cache-manifest-1"
 TENSOR = "token_ids"
 MAX_WORLD_SIZE = 1024
 _INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
-"""What the wire carries of a group's sizes, and of times and bytes."""
+"""Maximum integers on the wire: int32 for a group's sizes, int64 for times and bytes."""
 _CHECKSUM = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 

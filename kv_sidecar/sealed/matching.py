@@ -114,7 +114,7 @@ class PrefixMatches:
         max_names: int,
         lose: Callable[[ManifestRecord], Awaitable[None]],
     ) -> None:
-        """`lose` forgets a context whose manifest is damaged or gone."""
+        """`lose` forgets a context with a damaged or missing manifest."""
         self._manifests = manifests
         self._threads = threads
         self._lose = lose
@@ -162,7 +162,7 @@ class PrefixMatches:
         return ()
 
     async def _nearest(self, question: PrefixQuestion, prompt: Prompt, passed_over: set[CacheRef]) -> Sequence[Found]:
-        """Return what begins most like the prompt, by the index; add to `passed_over` what cannot be read."""
+        """Return the longest match of the prompt in the index; add unreadable manifests to `passed_over`."""
 
         def is_usable(cache_ref: CacheRef) -> bool:
             return cache_ref not in passed_over and self._live(question, cache_ref) is not None

@@ -38,7 +38,7 @@ _DIRECTORIES = {"block": "blocks", "tail": "tails"}
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What has to leave the disk before a file should come; 0 or less: nothing."""
+    """Bytes and files to delete before a new file is written; 0 or less: none."""
 
     size_bytes: int
     num_files: int = 0

@@ -1,6 +1,6 @@
 """Requests that a pod takes on: no more of one tenant at a time than it may have, no create of one over its KV quota.
 
-A sidecar that is silent, or has no quotas, refuses nobody: a fault of the cache is never the client's.
+A sidecar that is silent, or has no quotas, refuses no request: a client never pays for a fault of the cache.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Handover:
         self._free_at_s = 0.0
 
     def receive(self, tenant: str, receive: Receive) -> Receive:
-        """Return a `receive` whose last piece of a large body comes in its turn."""
+        """Return a `receive` that holds the last piece of a large body until its turn."""
         size_bytes = 0
 
         async def handed() -> Message:
@@ -55,7 +55,7 @@ class Handover:
                     except BaseException:
                         self._engine.release()
                         raise
-                    # What runs before the loop comes back here is the engine, reading.
+                    # The engine parses the body before the loop runs this callback.
                     asyncio.get_running_loop().call_soon(self._was_read, self._clock_s())
             return message
 

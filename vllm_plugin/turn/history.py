@@ -55,7 +55,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The messages of a request, and what the client said of them beside their content."""
+    """The messages of a request, and the client's fields about them."""
 
     meanings: Sequence[Meaning]
     follows: bool = False

@@ -1,8 +1,8 @@
 """Comments that keep a silent stream open: proxies cut connections on which no byte comes for a while.
 
-A cold prompt is silent until its first token. A client that asks for it gets the head of its stream after some seconds
-of silence, and a comment then and whenever it has been silent for as long again. Readers of server-sent events skip
-comments. An error that follows is an event, since the status has been sent.
+A cold prompt is silent until its first token. A client that asks for it gets the head of its stream and a comment
+after some seconds of silence. Each further silence of the same length gets another comment. Readers of server-sent
+events skip comments. An error that follows is an event, since the status has been sent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KeepAlive:
     """A client's `send` that puts comments into silences while the engine answers (`filling`)."""
 
     def __init__(self, send: Send, path: str, silence_s: float) -> None:
-        """`path`: of the request, whose API says how errors look."""
+        """`path`: path of the request. It decides the format of errors."""
         self._send = send
         self._path = path
         self._silence_s = silence_s
@@ -63,7 +63,7 @@ class KeepAlive:
         self._is_over = False
         """The engine has answered: no more comments."""
         self._failed: bytearray | None = None
-        """Body of an error whose status came too late."""
+        """Body of an error that came after the status had been sent."""
 
     async def __call__(self, message: Message) -> None:
         """Send a message of the application's."""

@@ -182,13 +182,13 @@ class TurnMiddleware:
             log.error("turn failed", extra={"exception": raised})  # noqa: TRY400  # its message may quote the request
             failed = EngineFailed("the turn failed")
             if started.value:
-                # The server then closes the connection: an answer without its end must not look whole. It logs what
-                # is raised: an exception of ours, because another may quote the request.
+                # The server then closes the connection: an answer without its end must not look whole. It logs the
+                # exception. Ours quotes no request, as another might.
                 raise failed from None
             await self._refuse(failed, started)
 
     def _tag_of(self, scope: Scope) -> str:
-        """Return the tag of the tenant whose request it is; empty: the gateway did not say."""
+        """Return the tag of the request's tenant; empty: the gateway sent none."""
         if self._settings.single_tenant:
             return tenant_tag(self._settings.single_tenant, self._secret)
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -240,7 +240,7 @@ class TurnMiddleware:
                 await self._story.drop_branch(tenant, branch)
 
     def _signed(self, token: str, *, may_create: bool) -> Identity:
-        """Return what the gateway signed. Raises ForgedIdentity, NoReadyEndpoint.
+        """Return the identity that the gateway signed. Raises ForgedIdentity, NoReadyEndpoint.
 
         An expired identity names no context and keeps nothing: a request that needs neither passes as a plain one.
         """
@@ -441,7 +441,7 @@ def _asks_for_stream(raw: bytes) -> bool:
     try:
         return read_object(raw).get("stream") is True
     except InvalidRequest:
-        return False  # the engine says what is wrong with it
+        return False  # the engine refuses it with the reason
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:

@@ -92,7 +92,7 @@ def _field_error(param: str | None, fault: str) -> InvalidRequest:
 
 
 def _sentence(message: str) -> str:
-    """Return the first paragraph of a message in one line, without what vLLM adds for its logs."""
+    """Return the first paragraph of a message in one line, without the details that vLLM adds for its logs."""
     first = message.split("\n\n", maxsplit=1)[0].rsplit(_DETAILS, 1)[0]
     return " ".join(first.split())[:_SENTENCE_CHARS_MAX]
 

@@ -85,7 +85,7 @@ class TurnRequest:
     wants_usage_chunk: bool
     """The client asked for `stream_options.include_usage`."""
     usage: UsageFormat | None
-    """From `X-Usage-Format`; None: the client left it to its key's default, or the endpoint's."""
+    """Value of `X-Usage-Format`; None: the default of the client's key, or of the endpoint, applies."""
     context_mode: ContextMode | None
     """None: the client left it to its key's default."""
     commit: bool

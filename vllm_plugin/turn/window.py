@@ -1,8 +1,8 @@
 """A prompt that cannot fit the model's window is refused before all of it is tokenised (ADR 0099).
 
 Tokenising takes a second per megabyte and holds up every other request of the pod. The beginning of a long prompt is
-enough to refuse it: a text that begins with more tokens than the window has cannot fit, however it goes on. Only what a
-client brings is looked at: `truncation` cuts stored history, never new text.
+enough to refuse it: a text that begins with more tokens than the window has cannot fit, however it goes on. Only the
+client's new text is checked: `truncation` cuts stored history, never new text.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ async def _refuse_long_text(engine: Engine, model: str, text: str) -> None:
 async def _refuse_long_chat(engine: Engine, request: TurnRequest, messages: Sequence[Mapping[str, Any]]) -> None:
     """Look at the text that every template shows first, then at the rest.
 
-    Templates leave out what a model thought, and some leave out tools. Only the engine knows how much of an answer or
-    a tool is shown: it renders the chat and refuses it by its length, as it does without a context.
+    Templates leave out a model's thoughts, and some leave out tools. Only the engine knows how much of an answer or a
+    tool is shown. It renders the chat and refuses it by its length, as it does without a context.
     """
     shown = "".join(_text_of(message).strip() for message in messages if message["role"] in _SHOWN_ROLES)
     await _refuse_long_text(engine, request.model, shown)
