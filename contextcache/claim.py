@@ -218,7 +218,7 @@ class Claims:
 
 
 def read_claims(body: bytes, path: str = "") -> Claims | None:
-    """Return what the engine would see, or None when it is not for us to judge: no object, nothing the engine reads.
+    """Return the claim that the engine would see; None: the body is no object, or the engine reads none of it.
 
     Raises InvalidRequest with line and column for a body that is no strict JSON and names a session, is too deep or
     too wide, or is large and in another encoding than UTF-8. `path`: see `check_items`.
@@ -244,7 +244,7 @@ def _lenient_claims(body: bytes) -> Claims | None:
 
 
 def read_strict_claims(body: bytes, path: str = "") -> Claims:
-    """Return what a body of strict JSON claims. Raises InvalidRequest naming line, column and fault.
+    """Return the claim in a body of strict JSON. Raises InvalidRequest naming line, column and fault.
 
     `path`: see `check_items`.
     """
@@ -294,7 +294,7 @@ def _strict_claims(body: bytes) -> Claims:
 
 
 def read_object(body: bytes, path: str = "") -> dict[str, Any]:
-    """Return the JSON object in `body`. Raises InvalidRequest naming line, column and fault, or what is too much.
+    """Return the JSON object in `body`. Raises InvalidRequest naming line, column and fault, or the limit.
 
     `path`: see `check_items`; empty: they are not looked at.
     """

@@ -1,13 +1,13 @@
-"""What gateway and pod do alike with requests: what tenants have in hand, large bodies, repeated headers. Pure.
+"""Rules for requests that gateway and pod share: requests in hand by tenant, large bodies, repeated headers. Pure.
 
-*In hand*: requests and bytes of their bodies by tenant; more than it may is refused, which changes nothing. What is
-counted is given back at the end of a `with` block, so on every way out: answered, failed, cancelled. For one event
-loop; with N processes a tenant may have N times as much. A limit of all tenants together refuses those that have their
-equal share of it, so one tenant's requests never cost another its own.
+*In hand*: requests and bytes of their bodies by tenant. More than the limit is refused, which changes nothing. A `with`
+block gives back its count on every way out: answered, failed, cancelled. Counts are for one event loop: with N
+processes a tenant may have N times as much. A limit of all tenants together refuses the tenants that have their equal
+share of it, so one tenant's requests never cost another its own.
 
 *Large bodies* are read beside the event loop, one at a time. A decoder holds the interpreter for as long as it runs, a
 thread of its own or not. So the next large body waits for as long as the last one took, and the loop has at least that
-time for everybody else.
+time for other requests.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which call a method and a path mean. Pure, and strict: what is not plainly spelled is refused, not repaired.
+"""Classify a call by method and path. Pure, and strict: a path that is not plainly spelled is refused, not repaired.
 
 The pod classifies by the same decoded path, so a request that slipped past as `/v1//context` could only meet a route
 there that we did not mean. Our own namespace is never passed on unsigned. One slash at the end of a path of ours is
-taken off (`own_path`), also from what a pod gets. A path that is not found is told the nearest one that is.
+taken off (`own_path`), also from the path that a pod gets. The error for an unknown path names the nearest known one.
 
-Of the engine's own calls those pass that compute something for their caller from what the caller sent. Not passed:
-what steers the engine (adapters, weights, caches, profiles, its load and settings), what it keeps by id for anybody
-who knows the id (`/v1/responses/{id}`), what stands for other calls (`/invocations`), and the inner calls of engines
-in parts (`render`, `derender`, `/inference/v1/…`).
+Calls of the engine pass if they compute an answer from the caller's own data. These do not pass: calls that steer the
+engine (adapters, weights, caches, profiles, its load and settings), objects that any caller with their id can read
+(`/v1/responses/{id}`), calls that wrap other calls (`/invocations`), and the inner calls of engines in parts
+(`render`, `derender`, `/inference/v1/…`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def methods_of(path: str, engine_paths: Iterable[str]) -> list[str]:
 
 
 def nearest_path(path: str) -> str | None:
-    """Return the path that one that is not found most likely means; None if none is near."""
+    """Return the known path nearest to an unknown one; None if none is near."""
     for spelled in (path, f"/v1{path}", path.removeprefix("/v1")):
         bare = spelled.rstrip("/")
         if (found := bare if bare in _KNOWN_PATHS else nearest(bare, _KNOWN_PATHS)) is not None:

@@ -1,9 +1,9 @@
 """Requests in flight of each tenant on one pod, and whether a tenant has its share of that pod. Pure.
 
-The pod reports the requests in flight of each tenant with every probe, those of all gateways. Between two probes this
-gateway adds what it placed. The HTTP front takes away what ended; of what Envoy carries, as much is taken to have ended
-as in the interval before. A pod without the plugin reports nothing: then only what the HTTP front carries and what was
-placed since the last probe count. ADR 0089 has the alternatives.
+The pod reports the requests in flight of each tenant with every probe, from all gateways. Between two probes this
+gateway adds the requests it placed. The HTTP front subtracts ended requests. Of the requests that Envoy carries, as
+many are assumed to have ended as in the interval before. A pod without the plugin reports nothing: then only requests
+of the HTTP front, and requests placed since the last probe, count. ADR 0089 has the alternatives.
 
 Sharing limits a tenant only while both hold: the pod has as many requests as it computes at one time, and another
 tenant has a request there, or had one in the last SHARING_S. A tenant alone on a pod is never limited here.

@@ -1,7 +1,7 @@
-"""Tells the owner of a pod that was left alone, by an Event of its Deployment, StatefulSet or what else made it.
+"""Tells the owner of a pod that was left alone, by an Event of its Deployment, StatefulSet or other controller.
 
-Beside the answers, never before them: the API server waits for a review, and an Event is only words. What cannot be
-written is counted and forgotten.
+Events are written beside the answers, never before them: the API server waits for a review, and an Event only informs.
+An Event that cannot be written is counted and dropped.
 """
 
 from __future__ import annotations

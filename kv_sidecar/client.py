@@ -202,8 +202,8 @@ class KVSidecarClient:
 class EngineSidecarClient:
     """For the connector's threads; safe to call from several at once.
 
-    A call that gRPC does not end at its deadline is left to itself, and a new channel serves from then on: one that the
-    sidecar reads nothing from would keep the request of every later call too.
+    If gRPC does not end a call at its deadline, the client abandons the call and opens a new channel. When the sidecar
+    reads nothing, the old channel would keep the request of every later call too.
     """
 
     def __init__(self, address: str, *, timeout_s: float = 2.0) -> None:

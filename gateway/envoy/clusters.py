@@ -3,9 +3,9 @@
 Rule: one late answer takes nobody away, and the last one is never taken away. Two health checks in a row must fail;
 with all of a cluster ill, requests go there anyway and are answered, or refused at once.
 
-HTTP fronts are the exception: a front that leaves two checks in a row without an answer is hung. What it carries ends,
-and new requests are refused, so that no client waits for it. A front that answers that it is not ready is *degraded*:
-it is asked only while no front is ready, and what it carries goes on.
+HTTP fronts are the exception: a front that leaves two checks in a row without an answer is hung. Its requests end, and
+new requests are refused, so that no client waits for it. A front that answers that it is not ready is *degraded*: it
+gets new requests only while no front is ready, and its requests in flight go on.
 """
 
 from __future__ import annotations

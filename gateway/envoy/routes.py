@@ -1,8 +1,8 @@
 """Which way a request takes through Envoy: by method and path as spelled, and whether a header names a context.
 
-`gateway.paths.kind_of` in Envoy's words, a test holds the two together. Envoy normalises nothing: what is not plainly
-spelled, a percent sign included, matches no route of ours and is not found. What is plainly spelled and not found is
-answered by the HTTP front, which names the nearest path.
+The routes repeat `gateway.paths.kind_of`, and a test holds the two together. Envoy normalises nothing: a path that is
+not plainly spelled, or has a percent sign, matches no route of ours and is 404. The HTTP front answers a plainly
+spelled unknown path and names the nearest known one.
 """
 
 from __future__ import annotations

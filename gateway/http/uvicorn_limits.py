@@ -1,9 +1,9 @@
-"""The HTTP front's listener: uvicorn, with what it leaves unbounded bounded, HTTP/1.0, TLS whose files may change.
+"""The HTTP front's listener: uvicorn with more limits, HTTP/1.0, and TLS with files that may change.
 
-How long and how large a request's head may be uvicorn does not say, and nobody needs a key to send one. Rules: a
-connection that is not in the middle of a request has HEAD_TIMEOUT_S to show the whole head of the next one (one that
-says nothing at all after an answer is closed by uvicorn, sooner). What is left of a refused request's body counts as
-waiting for the next head: it is not read for ever. Head and trailers are no larger than HEAD_SIZE_BYTES_MAX.
+uvicorn limits neither time nor size of a request's head, and a client needs no key to send one. Rules: a connection
+between two requests has HEAD_TIMEOUT_S to send the whole head of the next one. (uvicorn closes a connection sooner that
+is silent after an answer.) The rest of a refused request's body counts as waiting for the next head, so it is not read
+for ever. Head and trailers are no larger than HEAD_SIZE_BYTES_MAX.
 """
 
 from __future__ import annotations

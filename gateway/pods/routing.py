@@ -104,7 +104,7 @@ class RouteQuery:
 
     @property
     def counted_tenant(self) -> str | None:
-        """Tag under which a pod counts it as in flight; None: it asks the engine for no work."""
+        """Tag by which a pod counts the request as in flight; None: the engine computes nothing for it."""
         return None if self.light else self.tenant
 
 

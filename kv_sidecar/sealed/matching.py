@@ -147,7 +147,7 @@ class PrefixMatches:
         return best
 
     async def _readable(self, question: PrefixQuestion, prompt: Prompt) -> Sequence[Found]:
-        """Return what begins most like the prompt, the first of it read and verified: the engine asks for that next.
+        """Return the longest matches of the prompt. The first manifest is read and verified: the engine loads it next.
 
         A manifest that cannot be read hides others of the same blocks, so the search begins again without it.
         """
@@ -162,7 +162,7 @@ class PrefixMatches:
         return ()
 
     async def _nearest(self, question: PrefixQuestion, prompt: Prompt, passed_over: set[CacheRef]) -> Sequence[Found]:
-        """Return the longest match of the prompt in the index; add unreadable manifests to `passed_over`."""
+        """Return the longest matches of the prompt in the index; add unreadable manifests to `passed_over`."""
 
         def is_usable(cache_ref: CacheRef) -> bool:
             return cache_ref not in passed_over and self._live(question, cache_ref) is not None
@@ -184,7 +184,7 @@ class PrefixMatches:
     async def _or_passed_over(
         self, record: ManifestRecord, answer: Awaitable[Answer | None], passed_over: set[CacheRef]
     ) -> Answer | None:
-        """Return what is read of a manifest, or None: the context is lost, or left alone for this question."""
+        """Return a manifest's content; None: the context is lost, or passed over in this look-up."""
         try:
             if (read := await answer) is None:
                 await self._lose(record)

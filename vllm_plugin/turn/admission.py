@@ -1,4 +1,4 @@
-"""Requests that a pod takes on: no more of one tenant at a time than it may have, no create of one over its KV quota.
+"""Admission of requests to a pod: refuse a tenant above its limit in flight, and creates above its KV quota.
 
 A sidecar that is silent, or has no quotas, refuses no request: a client never pays for a fault of the cache.
 """

@@ -150,9 +150,9 @@ def _find_following(stored: _Stored, sent: Sent) -> tuple[int, ...] | None:
 
 
 def _find_results(stored: _Stored, sent: Sequence[Meaning]) -> tuple[int, ...]:
-    """Return the positions of what is new when `sent` repeats the open tool calls before their results; else none.
+    """Return the positions of new messages when `sent` repeats the open tool calls before their results; else none.
 
-    A trimmed conversation does not begin with a tool call that nothing was asked before.
+    A trimmed conversation does not begin with a tool call without a question before it.
     """
     if not sent[0].calls or not stored.is_last_answer(sent[0]):
         return ()

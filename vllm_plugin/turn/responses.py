@@ -371,7 +371,7 @@ def _item_ids(items: Any) -> frozenset[str]:
 
 
 def _continues(body: Mapping[str, Any]) -> bool:
-    """Return whether the body says in OpenAI's words what it goes on from: the input follows that."""
+    """Return whether the body names its predecessor in OpenAI's fields: the input follows that."""
     return body.get("previous_response_id") is not None or body.get("conversation") is not None
 
 
