@@ -20,7 +20,7 @@ async def test_an_idle_engine_is_healthy_and_idle(client, stack):
     assert found.load.kv_usage < 1
 
 
-async def test_the_engine_answers_with_the_three_gauges_asked_for_and_no_more(client, stack):
+async def test_the_engine_answers_with_the_gauges_asked_for_and_no_more(client, stack):
     async with aiohttp.ClientSession() as session, session.get(stack.engine_urls[0] + LOAD_PATH) as answer:
         lines = (await answer.text()).splitlines()
 
@@ -28,4 +28,5 @@ async def test_the_engine_answers_with_the_three_gauges_asked_for_and_no_more(cl
         "vllm:kv_cache_usage_perc",
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
+        *["vllm:num_requests_waiting_by_reason"] * 2,
     ]
