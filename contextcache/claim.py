@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ import msgspec
 
 from contextcache.errors import InvalidRequest
 from contextcache.identity import KV_TRANSFER_KEY
+from contextcache.input_items import check_items_of_input
 from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE, SessionId
 from contextcache.requests import LARGE_BYTES
 
@@ -46,8 +47,6 @@ VALUES_MAX = 2_200_000
 OTHER_VALUES_MAX = 128_000
 """Values outside `prompt`, `input` and `tokens`, where token ids are: vLLM 0.32 takes 60 us for a number that stands
 where an object should."""
-ITEMS_MAX = 4096
-"""Items of a response's input: vLLM 0.32 takes 140 us for one, and ten ms for one that fits none of its types."""
 BRACKETS_MAX = 2_000_000
 """In any body, those in texts too: beyond it even reading past them takes its time, here and in the engine."""
 _COLONS_MAX = 20_000
@@ -112,20 +111,6 @@ class _Message(msgspec.Struct, gc=False):
     tool_calls: list[_Object] | _Object | _Plain = None
 
 
-class _Item(msgspec.Struct, gc=False):
-    """Item of a response's input."""
-
-    role: str | None = None
-    type: str | None = None
-    content: list[_Part | str] | _Object | _Plain = None
-    output: list[_Part | str] | _Object | _Plain = None
-    summary: list[_Object] | _Object | _Plain = None
-
-    def __post_init__(self) -> None:
-        if self.role is None and self.type is None:
-            raise ValueError("an item has a role or a type")
-
-
 class _Forbidden(msgspec.Struct, gc=False):
     cache_salt: msgspec.Raw = _UNSET
     kv_transfer_params: msgspec.Raw = _UNSET
@@ -135,7 +120,6 @@ class _Forbidden(msgspec.Struct, gc=False):
 _ASKED = frozenset(_Fields.__struct_fields__)
 _FIELDS = msgspec.json.Decoder(_Fields)
 _MESSAGES = msgspec.json.Decoder(list[_Message | list[_Message]])
-_ITEMS = msgspec.json.Decoder(list[_Item])
 _FORBIDDEN = msgspec.json.Decoder(_Forbidden)
 _STRING = msgspec.json.Decoder(str)
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
@@ -261,22 +245,22 @@ def check_items(path: str, claims: Claims) -> None:
     its event loop for ten seconds.
     """
     fields = claims.fields
-    _check_list("messages", fields.messages, _MESSAGES)
-    if path == RESPONSES_PATH and _check_list("input", fields.input, _ITEMS) > ITEMS_MAX:
-        raise InvalidRequest(f"input holds more than {ITEMS_MAX} items", param="input")
+    _check_list("messages", fields.messages, _MESSAGES.decode)
+    if path == RESPONSES_PATH:
+        _check_list("input", fields.input, check_items_of_input)
 
 
-def _check_list(name: str, spelled: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> int:
-    """Return how many elements a list has; 0: it is none. Raises InvalidRequest."""
+def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspec.Raw], object]) -> None:
+    """Check a field that is a list. Raises InvalidRequest."""
     if bytes(memoryview(spelled)[:1]) != b"[":
-        return 0
+        return
     try:
         try:
-            return len(decoder.decode(spelled))
+            check(spelled)
         except msgspec.ValidationError:
             raise
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return len(decoder.decode(_with_plain_values(bytes(spelled))))
+            check(bytes(_with_plain_values(bytes(spelled))))
     except msgspec.ValidationError as exc:
         where = re.search(r"`\$([^`]*)`$", str(exc))
         raise InvalidRequest(

@@ -12,7 +12,6 @@ from contextcache import claim
 from contextcache.claim import (
     CONTAINERS_MAX,
     DEPTH_MAX,
-    ITEMS_MAX,
     OTHER_VALUES_MAX,
     RESPONSES_PATH,
     STRINGS_MAX,
@@ -25,6 +24,7 @@ from contextcache.claim import (
     refuse_session,
 )
 from contextcache.errors import InvalidRequest, PreviousResponseNotFound
+from contextcache.input_items import ITEMS_MAX
 from contextcache.requests import LARGE_BYTES
 from contextcache.responses import Continued, continued_by, response_id
 from contextcache.terms import read_session_id
@@ -149,10 +149,14 @@ USER = {"role": "user", "content": "x"}
         ("/v1/chat/completions/batch", {"messages": [[USER], [{}]]}, "messages"),
         ("/tokenize", {"messages": [{}]}, "messages"),
         (EMBEDDINGS, {"messages": [{}]}, "messages"),
-        (RESPONSES_PATH, {"input": [0] * 1000}, "input"),
-        (RESPONSES_PATH, {"input": [{}] * 1000}, "input"),
-        (RESPONSES_PATH, {"input": [{"type": "message", "content": [0]}]}, "input"),
-        (RESPONSES_PATH, {"input": [{"type": "function_call_output", "output": [0]}]}, "input"),
+        (RESPONSES_PATH, {"input": [0] * 1000}, "input[0]"),
+        (RESPONSES_PATH, {"input": [{}] * 1000}, "input[0]"),
+        (RESPONSES_PATH, {"input": [{"type": "message", "content": [0]}]}, "input[0]"),
+        (RESPONSES_PATH, {"input": [{"type": "function_call_output", "output": [0]}]}, "input[0]"),
+        (RESPONSES_PATH, {"input": [USER, {"type": "function_call", "name": "f"}]}, "input[1]"),
+        (RESPONSES_PATH, {"input": [{"type": "message", "role": "user"}] * 1000}, "input[0]"),
+        (RESPONSES_PATH, {"input": [{"type": "zz", "role": "user", "content": "x"}] * 1000}, "input[0]"),
+        (RESPONSES_PATH, {"input": [{"type": "message", "role": "user", "content": "x", "phase": 1}] * 1000}, "input"),
         (RESPONSES_PATH, {"input": [USER] * (ITEMS_MAX + 1)}, "input"),
         (CHAT, {"messages": [USER], "stop": [0] * (OTHER_VALUES_MAX + 1)}, None),
         (CHAT, {"messages": [USER], "prompt": [{"a": 0}] * 100 + [0] * OTHER_VALUES_MAX}, None),
@@ -184,7 +188,10 @@ def test_what_the_engine_would_try_as_every_type_that_it_knows_is_refused(path, 
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, "x"]}]}),
         ("/v1/chat/completions/batch", {"messages": [[USER], [USER, USER]]}),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"text": "x"}]}]}]}),
-        (RESPONSES_PATH, {"input": [USER, {"type": "function_call_output", "output": "x"}, {"type": "reasoning"}]}),
+        (
+            RESPONSES_PATH,
+            {"input": [USER, {"type": "function_call_output", "output": "x"}, {"type": "reasoning", "summary": []}]},
+        ),
         (RESPONSES_PATH, {"input": "x" * 1000}),
         (CHAT, {"messages": "x", "logit_bias": {str(token): 1 for token in range(1000)}}),
     ],
@@ -203,6 +210,14 @@ def test_half_of_a_character_in_a_message_hides_no_message():
     assert read_claims(raw % b'{"role": "user"}', CHAT) is not None
     with pytest.raises(InvalidRequest):
         read_claims(raw % b"0", CHAT)
+
+
+def test_half_of_a_character_in_an_item_hides_no_item():
+    half = b'{"role": "user", "content": "\\ud800"}'
+
+    assert read_claims(b'{"input": [%s]}' % b",".join([half] * ITEMS_MAX), RESPONSES_PATH) is not None
+    with pytest.raises(InvalidRequest, match=r"input\[1\] has no `content`"):
+        read_claims(b'{"input": [%s, {"role": "user"}]}' % half, RESPONSES_PATH)
 
 
 def test_other_encodings_and_bodies_that_are_no_json_are_judged_alike():
