@@ -89,7 +89,7 @@ bench: install ## time to first token: cold, prefix cache, restored after a rest
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json) $(if $(STORE),--store $(STORE) --out benchmarks/results/bench_ttft_store.json)
 bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## one other; ONLY=agents|beside|checksum|codec|conversation|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
+bench-one: install ## one other; ONLY=agents|attacks|beside|checksum|codec|conversation|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
 plots: install ## draw benchmarks/results as the pictures in docs/pictures

@@ -1,0 +1,1 @@
+"""Attacks of one tenant with one API key, and the process that runs them."""
