@@ -10,28 +10,16 @@ from typing import Any
 
 import pytest
 
-from deploy.chart.tools import HELM_3, HELM_4, HELMS, Helm
-from tests.chart.clusters import Cluster, HelmFailed, running_cluster
+from deploy.chart.tools import HELM_3, HELM_4
+from tests.chart.clusters import Cluster, HelmFailed
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, merged
 from tests.chart.rendering import Release, render
-from tests.kit.kube_servers import SERVERS
 
 AUTOSCALER = "kube-controller-manager"
 BASE = merged(REDIS, ENGINE)
 PARTS = {"engine": "engine", "gateway": "gateway", "contextManager": "context-manager", "envoy": "envoy"}
 NEXT = {"logLevel": "DEBUG"}
 SCALED = {"autoscaling": {"enabled": True}}
-
-
-@pytest.fixture(params=SERVERS)
-def cluster(request):
-    with running_cluster(request.param) as cluster:
-        yield cluster
-
-
-@pytest.fixture(params=HELMS, ids=lambda helm: helm.version)
-def helm(request) -> Helm:
-    return request.param
 
 
 def numbers(cluster: Cluster, kind: str = "Deployment") -> dict[str, int | None]:

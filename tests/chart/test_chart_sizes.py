@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.chart.tools import HELMS, Helm
-from tests.chart.clusters import HelmFailed, running_cluster
+from tests.chart.clusters import HelmFailed
 from tests.chart.releases import ENGINE, merged
-from tests.kit.kube_servers import SERVERS
 
 CLAIMED = merged(ENGINE, {"redis": {"url": ""}, "sidecar": {"storage": {"type": "pvc"}}})
 SPELLINGS = {
@@ -19,17 +17,6 @@ SPELLINGS = {
 }
 OTHERS = {"0.5Ti": "512Gi", "1.5Ti": "1536Gi", "1000G": "1T", "0.1Ti": "109951162777600m"}
 """Sizes in values, and as Kubernetes stores them."""
-
-
-@pytest.fixture(params=SERVERS)
-def cluster(request):
-    with running_cluster(request.param) as cluster:
-        yield cluster
-
-
-@pytest.fixture(params=HELMS, ids=lambda helm: helm.version)
-def helm(request) -> Helm:
-    return request.param
 
 
 def sized(valkey: object, sidecar: object) -> dict:

@@ -8,24 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.chart.tools import HELMS, Helm
-from tests.chart.clusters import Cluster, HelmFailed, running_cluster
+from deploy.chart.tools import Helm
+from tests.chart.clusters import Cluster, HelmFailed
 from tests.chart.releases import ENGINE, REDIS, merged
-from tests.kit.kube_servers import SERVERS
 
 BASE = merged(REDIS, ENGINE, {"engine": {"replicas": 3}})
 ENGINE_NAME = "cc-context-cache-engine"
-
-
-@pytest.fixture(params=SERVERS)
-def cluster(request):
-    with running_cluster(request.param) as cluster:
-        yield cluster
-
-
-@pytest.fixture(params=HELMS, ids=lambda helm: helm.version)
-def helm(request) -> Helm:
-    return request.param
 
 
 def stored(kind: str, replaces: str = "", **more: str) -> dict:
