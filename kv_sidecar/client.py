@@ -359,11 +359,16 @@ class EngineSidecarClient:
         with _mapped_errors():
             call: Any = method(line.stub).future(request, timeout=timeout_s, metadata=trace_metadata())
             try:
-                answer: Answer = call.result(timeout=timeout_s + GRACE_S)
+                # Asked for and not raised: gRPC raises the call itself, whose frames then refer to it. Such a cycle
+                # keeps the frames of every caller, and a dead sidecar's arena mapped, until a garbage collection.
+                error = call.exception(timeout=timeout_s + GRACE_S)
             except grpc.FutureTimeoutError as exc:
                 call.cancel()
                 self._leave(line)
                 raise LateCallError from exc
+            if error is not None:
+                raise error_from_rpc(error, unavailable=SidecarUnavailable) from error
+            answer: Answer = call.result()
             return answer
 
     def _leave(self, line: _Line) -> None:
