@@ -48,7 +48,7 @@ class DataDirectory:
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"
         self._step = step
-        self._count_lock = threading.Lock()
+        self._count_lock, self._clearing = threading.Lock(), threading.Lock()
         self.num_quarantined = 0
         """Files put aside since the start."""
         self.on_quarantined: Callable[[], None] = lambda: None
@@ -213,9 +213,13 @@ class DataDirectory:
         """Create a fan-out directory that outlives a crash like the files in it; put aside whatever blocks a rename."""
         for directory in (final.parent.parent, final.parent):
             if not _is_directory(directory):
-                if os.path.lexists(directory):
-                    self.put_aside(directory)
-                directory.mkdir(exist_ok=True)
+                try:
+                    directory.mkdir()
+                except FileExistsError:
+                    with self._clearing:  # another thread may have made the directory meanwhile
+                        if not _is_directory(directory):
+                            self.put_aside(directory)
+                            directory.mkdir(exist_ok=True)
                 _fsync_directory(directory.parent)
         if _is_directory(final):
             self.put_aside(final)

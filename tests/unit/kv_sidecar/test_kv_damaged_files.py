@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from kv_sidecar.format.manifest import block_key
 from kv_sidecar.saves import NewSave
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.shared.object_store import ObjectStore
-from kv_sidecar.tiers.data_directory import remove_whatever
+from kv_sidecar.tiers.data_directory import DataDirectory, remove_whatever
 from tests.kit.kv_blocks import FINGERPRINT, TENANT, SidecarUnderTest
 
 COMMON = tuple(range(1, 9))
@@ -266,3 +268,21 @@ def test_whatever_became_of_one_context_s_files_the_other_one_is_found_and_serve
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(asyncio.wait_for(play(Path(directory)), HANG_S))
+
+
+def test_threads_that_make_the_same_directory_put_it_aside_for_none(tmp_path: Path):
+    """Seen to fail: a thread took the directory that another one had just made for damage, and moved it away."""
+    directory, interval_s = DataDirectory(tmp_path / "data"), sys.getswitchinterval()
+    directory.open()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for fan_out in range(16):
+                files = [directory.root / "blocks" / f"{fan_out:02x}" / f"file-{number}" for number in range(8)]
+                list(pool.map(lambda file: directory.publish(b"kv", file), files))
+                assert all(file.read_bytes() == b"kv" for file in files)
+    finally:
+        sys.setswitchinterval(interval_s)
+        directory.close()
+
+    assert directory.num_quarantined == 0
