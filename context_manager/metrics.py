@@ -21,8 +21,8 @@ class ManagerMetrics:
 
         self._usage = counter(
             "usage_total",
-            "What was used, by what is counted (docs/http-api.md), by all tenants together. A commit that was repeated "
-            "because its answer was lost counts again here; GET /v1/usage has it once",
+            "What was used, by what is counted (docs/reference/http-api.md), by all tenants together. A commit that "
+            "was repeated because its answer was lost counts again here; GET /v1/usage has it once",
             ("what",),
         )
         self.sessions_reserved = counter("sessions_reserved_total", "Sessions reserved")

@@ -19,7 +19,7 @@ _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 _STANDS = {
     "pyproject.toml": r'^version = "{0}"$',
     "charts/context-cache/Chart.yaml": r'^(?:version: {0}|appVersion: "{0}")$|^ +image: context-cache(?:-vllm)?:{0}$',
-    "docs/install-kubernetes.md": r"context-cache(?:-vllm)?:{0}|VERSION={0}",
+    "docs/operations/install.md": r"context-cache(?:-vllm)?:{0}|VERSION={0}",
 }
 """Where a version stands, by file: a pattern with the version in it."""
 

@@ -167,8 +167,8 @@ def forged_headers(front: Front, model: str) -> Iterator[Finding]:
         hint = "A pod took the client's word. Do pods share the gateway's signing secret, and is it secret?"
         yield failed("forged headers", "a request with a forged identity was taken for a turn", hint)
     elif answer.status in {401, 403}:
-        hint = "The pod refused it, so no harm is done; but the front must strip these headers (see docs/envoy.md)."
+        hint = "The pod refused it, so no harm is done; but the front must strip these headers (docs/guides/envoy.md)."
         yield warning("forged headers", "a forged identity reaches the pod", hint)
     else:
-        hint = "It may have been sent to the address in the client's header: strip it in front (see docs/envoy.md)."
+        hint = "It may have been sent to the address in the client's header: strip it in front (docs/guides/envoy.md)."
         yield failed("forged headers", f"are answered {answer.describe()}", hint)

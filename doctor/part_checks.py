@@ -52,7 +52,7 @@ def injector(front: Front) -> Iterator[Finding]:
     skips = {reason: number for reason, number in sorted(outcomes.items()) if reason not in _NOT_SKIPPED and number}
     if skips:
         told = ", ".join(f"{reason} {number}" for reason, number in skips.items())
-        hint = "Events of their owners and docs/injector.md say why; the pods run without context-cache."
+        hint = "Events of their owners and docs/operations/pod-injector.md say why; the pods run without context-cache."
         if _RUST_FRONT_END in skips:
             hint += " vLLM's Rust front end loads no middleware: take VLLM_USE_RUST_FRONTEND out of those pods."
         yield warning("injector", f"pods left alone since it started: {told}", hint)

@@ -22,7 +22,7 @@ _FIRST = (
 _NEXT = " In one sentence: where does a river end?"
 _RECEIPTS = ("x-session-id", "x-context-cache", "x-context-cached-tokens", "x-context-generation")
 
-_MODEL = "the KV of this model cannot be carried; vLLM's log says why, docs/limits-and-flaws.md which can."
+_MODEL = "the KV of this model cannot be carried; vLLM's log says why, docs/operations/limits.md which can."
 _LEFT_ALONE = {
     "context_parallel": "pages are cut by context parallelism; set its sizes to 1.",
     "encoder_decoder": _MODEL,
@@ -63,7 +63,7 @@ def _create_hint(answer: Answer) -> str:
     if answer.code in {"gateway_unavailable", "no_ready_endpoint"}:
         return "Look at the gateway's and vLLM's pods."
     if answer.status == 404:
-        return "No route leads to the gateway: POST /v1/context is its own call (docs/envoy.md)."
+        return "No route leads to the gateway: POST /v1/context is its own call (docs/guides/envoy.md)."
     if answer.status == 200:
         return "The pod answered without a session_id: its turn middleware is missing (--middleware, or the injector)."
     return "Look at the logs of gateway and vLLM."

@@ -42,7 +42,7 @@ Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest
 
 
 def seconds(said: str) -> int:
-    """Read a length of time, as `docs/command-line.md` has it."""
+    """Read a length of time, as `docs/reference/command-line.md` has it."""
     found = re.fullmatch(r"([0-9]{1,9})([smhd]?)", said)
     if found is None:
         raise typer.BadParameter(f"{said!r} is no length of time: say 3600, 90s, 30m, 1h or 7d")

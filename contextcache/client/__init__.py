@@ -1,4 +1,4 @@
-"""A client of the public HTTP API (docs/python-client.md), sync and async. Needs httpx and no other part of ours.
+"""A client of the public HTTP API (docs/reference/python.md), sync and async. Needs httpx and no other part of ours.
 
 What a call sends and how its answer is read is in `calls`, once for both; `retries` says what is sent again. `_async`
 has the objects that one holds and what carries their calls; `_sync` is made from it.

@@ -4,7 +4,7 @@ isort:skip_file
 The kv-sidecar: KV bytes beside one vLLM pod. On a Unix socket for its own pod, on TCP for gateways and peers.
 
 A context's KV is a manifest (one per cache_ref) over content-addressed blocks plus a private tail, per rank.
-One block travels and rests as one block file (docs/formats.md): a safetensors file with one U8 tensor `pages`.
+One block travels and rests as one block file (docs/project/formats.md): a safetensors file with one U8 tensor `pages`.
 Within a pod it lies in a slot of the arena, memory of the sidecar's that the engine sees too: it gets the descriptor,
 and a name to be called by, from the Unix socket `<gRPC socket>.arena`. Errors carry `contextcache-code` as in context_manager.proto.
 """
@@ -334,7 +334,7 @@ class PrepareSaveResponse(google.protobuf.message.Message):
 
     @property
     def missing_files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Positions among the context's files (docs/formats.md) that have to be sent: what the sidecar lacks, and every tail."""
+        """Positions among the context's files (docs/project/formats.md) that have to be sent: what the sidecar lacks, and every tail."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: rows of panels, each a few queries over metrics in docs/operations/metrics.md. Pure.
+"""The Grafana dashboard: rows of panels, each a few queries over metrics in docs/reference/metrics.md. Pure.
 
 Grafana 11's JSON model, as far as we use it: what is left out gets Grafana's defaults. The variables are a Prometheus
 data source and the release's namespace.

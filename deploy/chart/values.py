@@ -195,7 +195,7 @@ def _table(keys: Iterator[Key], *, cut: bool = False) -> Iterator[str]:
         meaning = key.meaning.replace("|", "\\|").replace("<", "&lt;")
         if isinstance(key.type, str) and key.type.startswith("settings."):
             anchor = _HEADINGS[key.type.removeprefix("settings.")]
-            meaning += f": [all of them](../../docs/operations/settings.md#{anchor})"
+            meaning += f": [all of them](../../docs/reference/settings.md#{anchor})"
         yield f"| `{key.name if cut else key.path}` | `{default}` | {meaning} |"
 
 
@@ -208,4 +208,4 @@ _HEADINGS = {
     "connector": "connector",
     "INJECTOR_": "injector",
 }
-"""Of docs/operations/settings.md."""
+"""Of docs/reference/settings.md."""

@@ -1,1 +1,1 @@
-"""The formats of what is stored, as docs/formats.md has them: names, block files, manifests. Pure."""
+"""The formats of what is stored, as docs/project/formats.md has them: names, block files, manifests. Pure."""

@@ -1,4 +1,4 @@
-"""One block as one file: the only format in the arena, on disk and in frames (docs/formats.md).
+"""One block as one file: the only format in the arena, on disk and in frames (docs/project/formats.md).
 
 A safetensors file with one U8 tensor `pages` of shape [layers, engine_blocks, page_bytes]; who made it, for which
 tokens, and a checksum of the tensor's bytes are in its metadata. Where files lie does not belong here.

@@ -1,4 +1,4 @@
-"""What KV is called: block ids, names of block files, fingerprints. Pure; the bytes are in docs/formats.md.
+"""What KV is called: block ids, names of block files, fingerprints. Pure; the bytes are in docs/project/formats.md.
 
 A block's id is a SHA-256 chain over fingerprint, tenant and token ids. It says which tokens the block holds *and* which
 came before them, so two contexts of one tenant that start alike share their first blocks, and no block can be taken for

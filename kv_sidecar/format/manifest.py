@@ -1,4 +1,4 @@
-"""A manifest as values and as a file: which tokens have KV, in which block files, until when. Pure; docs/formats.md.
+"""A manifest as values and as a file (docs/project/formats.md): tokens with KV, their block files, an expiry.
 
 Each run of full attention or of a window is cut where whole blocks end. A piece that fills a block is a *block*, named
 by the chain of its tokens, and contexts that begin alike share it. Any other piece is a *tail*: the last tokens, the

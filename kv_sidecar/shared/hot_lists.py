@@ -1,6 +1,6 @@
 """What each pod leaves in the shared store about the contexts it used last, and who takes that over from it.
 
-Objects (docs/formats.md), by hashes of the fingerprint of the engine whose KV it is, and of the pod's name:
+Objects (docs/project/formats.md), by hashes of the fingerprint of the engine whose KV it is, and of the pod's name:
 
     .hot/<engine>/<pod>.living   its list, written again and again: an old one is of a pod that is gone
     .hot/<engine>/<pod>.left     the same, of a pod that has ended

@@ -6,7 +6,7 @@
     <tenant>/sessions/<session>/<cache_ref>   empty: this manifest is of that session
 
 With keys (encryption.py) manifests and blocks are encrypted, and `<file name>` is what the key makes of it. In which
-order they come and go are the rules in tier.py; docs/formats.md has the bytes.
+order they come and go are the rules in tier.py; docs/project/formats.md has the bytes.
 """
 
 from __future__ import annotations

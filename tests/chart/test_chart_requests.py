@@ -51,5 +51,5 @@ def test_the_pages_say_what_an_engine_pod_and_an_injected_one_request():
 
     assert (asked["cpu"], asked["memory"]) == (value("4500m"), value("21Gi"))
     assert asked["ephemeral-storage"] == value("20Gi")
-    assert "4.5 CPUs, 21 GiB of memory and 20 GiB of the node's disk" in (DOCS / "install-kubernetes.md").read_text()
-    assert "500m of CPU, 5Gi of memory" in (DOCS / "injector.md").read_text()
+    assert "4.5 CPUs, 21 GiB of memory and 20 GiB of the node's disk" in (DOCS / "operations/install.md").read_text()
+    assert "500m of CPU, 5Gi of memory" in (DOCS / "operations/pod-injector.md").read_text()

@@ -57,7 +57,7 @@ def words(seed: int) -> list[int]:
 
 
 def served(front: Front, *asked: Any) -> dict[str, Any]:
-    """Ask until a pod of the model is seen by the gateway, and by Envoy (docs/limits-and-flaws.md, Several models)."""
+    """Ask until a pod of the model is seen by the gateway, and by Envoy (docs/operations/limits.md, Several models)."""
     answer = wait_until(
         lambda: front.ask(*asked),
         is_so=lambda answer: answer.status_code == 200 or answer.json()["error"]["code"] != "no_ready_endpoint",

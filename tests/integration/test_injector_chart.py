@@ -153,7 +153,7 @@ def shake_hands(client_context, server_context, host):
 def test_with_the_webhook_down_pods_start_all_the_same():
     webhook = one(render(Release(VALUES)), "MutatingWebhookConfiguration")["webhooks"][0]
 
-    # What the API server does then is its own: a real 1.36 started the rollout without the sidecar (docs/injector.md).
+    # A real API server (1.36) then started the rollout without the sidecar (docs/operations/pod-injector.md).
     assert webhook["failurePolicy"] == "Ignore"
     assert webhook["timeoutSeconds"] <= 10
     assert webhook["objectSelector"] == {"matchLabels": {"context-cache.io/inject": "true"}}

@@ -48,7 +48,7 @@ def test_a_release_is_named_everywhere_and_can_be_upgraded_from(tree):
     chart = yaml.safe_load((tree / "charts" / "context-cache" / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == ("1.2.3", "1.2.3")
     assert "context-cache:1.2.3" in chart["annotations"]["artifacthub.io/images"]
-    assert "context-cache:1.2.3" in (tree / "docs" / "install-kubernetes.md").read_text()
+    assert "context-cache:1.2.3" in (tree / "docs/operations/install.md").read_text()
     assert "- What nobody has seen before.\n" in notes("1.2.3", root=tree)
     assert sorted(path.name for path in (tree / "changes").iterdir()) == ["README.md", "template.md.jinja"]
     with tarfile.open(newest_snapshot(tree / "tests" / "upgrade" / "releases")) as archive:

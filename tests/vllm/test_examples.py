@@ -45,7 +45,7 @@ def test_the_client_example_computes_only_what_is_new(client):
 
 
 def test_the_code_of_the_client_s_page_runs_as_it_stands(client):
-    (code,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "python-client.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs/reference/python.md").read_text(), re.DOTALL)
     said = run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", client.stack.url)], client.stack)
 
     assert "Finished(" in said

@@ -39,7 +39,7 @@ class ConnectorSettings:
     CPU, whose cores the copying and writing would take (a create of 5 800 tokens took a tenth longer on two)."""
     codec: str = CODEC_NONE
     """How KV is stored: `none`, as it is; `q8`, 8.5 bits a number; `q4`, 4.5 bits. What is restored then differs a
-    little from what was computed (docs/codec.md), for half or a quarter of the bytes of bf16 and some CPU time.
+    little from what was computed (docs/project/codec.md), for half or a quarter of the bytes of bf16 and some CPU time.
     Changing it begins anew: KV stored in another way is a miss."""
     manifest_deadline_ms: int = 1_000
     """Longest wait for a manifest before the request is computed instead. A lookup takes milliseconds, a dead

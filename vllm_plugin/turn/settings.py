@@ -22,7 +22,7 @@ class TurnSettings(TlsSettings, TracingSettings):
         "",
         description="HTTP address of the LMCache server of this engine, http://host:port: it keeps KV in the place of "
         "our connector and sidecar. Whole chunks of tokens only, a delete that nobody verifies, no authentication, so "
-        "keep it on the pod network (docs/lmcache.md). Empty: the sidecar does",
+        "keep it on the pod network (docs/guides/lmcache.md). Empty: the sidecar does",
     )
     lmcache_coordinator_url: str = Field(
         "", description="HTTP address of LMCache's coordinator, which deletes and pins; required with TURN_LMCACHE_URL"

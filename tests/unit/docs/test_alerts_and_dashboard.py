@@ -113,7 +113,7 @@ def test_a_runbook_says_what_it_means_and_what_to_do():
 def test_what_a_runbook_asks_for_exists():
     """Metrics and settings that a section names; seen to fail with a metric's name misspelt."""
     metrics = {metric.name for part in (*PARTS, "connector") for metric in metrics_of(part)}
-    settings = (ROOT / "docs/operations/settings.md").read_text()
+    settings = (ROOT / "docs/reference/settings.md").read_text()
 
     assert set(re.findall(r"contextcache_\w+", RUNBOOKS)) <= metrics
     assert [name for name in re.findall(r"`([A-Z]+_[A-Z_]+)`", RUNBOOKS) if f"- `{name}` (" not in settings] == []

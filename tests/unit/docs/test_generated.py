@@ -14,8 +14,8 @@ from deploy.docs.figures import RESULTS, figures
 from deploy.docs.metrics import PARTS, metrics_of
 from deploy.docs.settings import PROCESSES, SHARED
 
-SETTINGS = (ROOT / "docs/operations/settings.md").read_text()
-METRICS = (ROOT / "docs/operations/metrics.md").read_text()
+SETTINGS = (ROOT / "docs/reference/settings.md").read_text()
+METRICS = (ROOT / "docs/reference/metrics.md").read_text()
 
 
 def test_every_page_is_as_it_is_generated():
@@ -105,7 +105,7 @@ def test_every_metric_stands_once(part):
 
 
 def test_no_other_page_lists_a_metric_or_a_setting():
-    """Seen to fail with the injector's table of metrics left in docs/injector.md."""
+    """Seen to fail with the injector's table of metrics left in docs/operations/pod-injector.md."""
     listed = re.compile(
         r"^(?:\| |- )`(?:contextcache_\w+|(?:GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_\w+)`", re.MULTILINE
     )

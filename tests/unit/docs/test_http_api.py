@@ -1,4 +1,4 @@
-"""docs/http-api.md: calls, words and bounds that it lists are those of the code. Its errors: test_errors.py."""
+"""reference/http-api.md: calls, words and bounds that it lists are those of the code. Its errors: test_errors.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.paths import ENGINE_CALLS, OWN_PATHS
 from vllm_plugin.turn.history import Why
 from vllm_plugin.turn.matching import Outcome
 
-DOC = (Path(__file__).parents[3] / "docs/http-api.md").read_text()
+DOC = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[3] / "docs/reference/http-api.md").read_text())
 
 
 def words(text: str) -> set[str]:

@@ -14,7 +14,7 @@ PAGES = sorted(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()
-    if (ROOT / name).exists()
+    if (ROOT / name).exists() and not name.startswith("changes/")
 )  # fmt: skip
 LINK = re.compile(r"\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^()\s]+)\)")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-GUIDES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "tests/README.md")
+GUIDES = ("README.md", "CONTRIBUTING.md", "docs/concepts/how-it-works.md", "tests/README.md")
 FILE = r"`([\w./-]+\.(?:py|lua|proto|toml|json|yaml|txt))`"
 
 

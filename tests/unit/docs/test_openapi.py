@@ -1,4 +1,4 @@
-"""The OpenAPI document and docs/http-api.md tell of the same calls, errors and headers, and of the same fields."""
+"""The OpenAPI document and reference/http-api.md tell of the same calls, errors and headers, and of the same fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextcache.model import MAX_TTL_S, MIN_TTL_S
 from gateway.fronts import CORS_EXPOSED_HEADERS
 from gateway.http import routes
 
-DOC = (Path(__file__).parents[3] / "docs/http-api.md").read_text()
+DOC = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[3] / "docs/reference/http-api.md").read_text())
 NO_CALL = {"method_not_allowed"}
 """Answered to what is no operation of the document."""
 

@@ -1,4 +1,4 @@
-"""docs/threat-model.md: every promise names tests, and they exist."""
+"""docs/concepts/threat-model.md: every promise names tests, and they exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-DOC = (ROOT / "docs" / "threat-model.md").read_text()
+DOC = (ROOT / "docs/concepts/threat-model.md").read_text()
 PROMISES = DOC[DOC.index("## What is promised") : DOC.index("## What is not promised")]
 ROWS = [row.split(" | ") for row in PROMISES.splitlines() if re.match(r"\| (?!---|promise)", row)]
 

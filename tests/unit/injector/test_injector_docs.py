@@ -1,4 +1,4 @@
-"""docs/injector.md lists every reason, and no others."""
+"""docs/operations/pod-injector.md lists every reason, and no others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from injector.not_injected import Reason
 
-DOC = (Path(__file__).parents[3] / "docs" / "injector.md").read_text()
+DOC = (Path(__file__).parents[3] / "docs/operations/pod-injector.md").read_text()
 
 
 def test_the_page_lists_every_reason():

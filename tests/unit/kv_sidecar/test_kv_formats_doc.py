@@ -1,4 +1,4 @@
-"""The reader printed in docs/formats.md reads what the sidecar writes, and notices when it is wrong."""
+"""The reader printed in docs/project/formats.md reads what the sidecar writes, and notices when it is wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kit.kv_blocks import (
     new_save,
 )
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "formats.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/project/formats.md"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ The *ends* of a group are its smallest and its largest number: the *near* one is
 are as near), the other one is *far*. A number x has the code round((x - near) / (far - near) * steps), with 255 steps
 (`q8`) or 15 (`q4`), and comes back as near + code * ((far - near) / steps), rounded to its type. The ends are kept in
 that type, so they come back exactly, and everything between as what is coded the same again: numbers that were coded
-once can be coded any number of times and stay as they are. The bytes are in docs/formats.md.
+once can be coded any number of times and stay as they are. The bytes are in docs/project/formats.md.
 
 A page stays opaque: what its numbers mean, and their order, is not looked at. Runs in transfer threads, on so few
 numbers at a time that torch stays in the calling thread, and lets go of the interpreter's lock meanwhile.

@@ -70,7 +70,7 @@ class Stored(NamedTuple):
 
     size_bytes: int
     codec: str = ""
-    """What the file says of it (docs/formats.md); empty: they are stored as they are."""
+    """What the file says of it (docs/project/formats.md); empty: they are stored as they are."""
 
 
 class PagedLayers(Protocol):

@@ -1,4 +1,4 @@
-"""Coded files as docs/formats.md has them: its printed reader brings back the engine's own bits."""
+"""Coded files as docs/project/formats.md has them: its printed reader brings back the engine's own bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_plugin.connector.copies.codec import DTYPES, STEPS
 from vllm_plugin.connector.copies.coded_layers import CodedLayers
 from vllm_plugin.connector.copies.pages import PageCopy
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "formats.md"
+DOCUMENT = Path(__file__).parents[4] / "docs/project/formats.md"
 NUM_BLOCKS, IDS = 6, [4, 1, 3]
 
 
