@@ -10,7 +10,7 @@ STUBS := contextcache/v1 contextcache/extproc/v3
 BUILDER ?= $(firstword $(notdir $(shell command -v docker buildah)))
 RELEASE = $(shell $(PYTHON) -m deploy.release version)
 IMAGE_OPTIONS = --build-arg VERSION=$(RELEASE) $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE))
-OURS := contextcache context_manager kv_sidecar vllm_plugin gateway injector doctor deploy tests benchmarks examples
+OURS := contextcache context_manager kv_sidecar vllm_plugin gateway pod_injector deploy tests benchmarks examples
 export TORCH_INDEX
 export SEED
 

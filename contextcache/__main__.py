@@ -17,7 +17,7 @@ PARTS = {
         "gateway.envoy",
         "beside an Envoy in front: `envoy bootstrap` before it starts, `envoy attend` until it ends",
     ),
-    "injector": ("injector", "the webhook that adds sidecar and plugin to vLLM pods; `injector payload DIR`"),
+    "injector": ("pod_injector", "the webhook that adds sidecar and plugin to vLLM pods; `injector payload DIR`"),
 }
 """Module and purpose of each part."""
 
@@ -28,7 +28,7 @@ def main() -> None:
     if arguments[:1] == ["serve"]:
         _serve(arguments[1:])
     elif arguments[:1] == ["doctor"]:
-        _start("doctor", "doctor", arguments[1:])
+        _start("doctor", "contextcache.doctor", arguments[1:])
     elif arguments and arguments[0] in PARTS:
         print(f"note: `context-cache {arguments[0]}` is `context-cache serve {arguments[0]}` now", file=sys.stderr)
         _start(arguments[0], PARTS[arguments[0]][0], arguments[1:])

@@ -19,8 +19,8 @@ from pydantic.alias_generators import to_camel
 from context_manager.settings import ManagerSettings
 from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
-from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
+from pod_injector.settings import InjectorSettings
 from vllm_plugin.turn.settings import TurnSettings
 
 PROCESSES: Mapping[str, type[BaseModel]] = {

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from context_manager.metrics import ManagerMetrics
 from gateway.metrics import Metrics as GatewayMetrics
-from injector.metrics import InjectorMetrics
 from kv_sidecar.metrics import SidecarMetrics
+from pod_injector.metrics import InjectorMetrics
 from vllm_plugin.turn.metrics import TurnMetrics
 
 _CONNECTOR = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "telemetry.py"

@@ -17,8 +17,8 @@ from context_manager.settings import ManagerSettings
 from deploy.chart.process_settings import CHART_CONNECTOR_KEYS, CHART_SETTINGS
 from gateway.envoy.settings import EnvoySettings
 from gateway.settings import GatewaySettings
-from injector.settings import InjectorSettings
 from kv_sidecar.settings import SidecarSettings
+from pod_injector.settings import InjectorSettings
 from tests.chart.each_release import in_each_release
 from tests.chart.manifests import env_of, pod_of, pods
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, merged

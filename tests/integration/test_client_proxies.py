@@ -12,7 +12,7 @@ from contextcache.cli.app import OK, UNREACHABLE, run
 from contextcache.client import ConnectionFailed, ContextCache
 from contextcache.client.errors import ApiError
 from contextcache.client.retries import Retries
-from doctor.front import Front
+from contextcache.doctor.front import Front
 from tests.unit.client.test_proxies import DEAD, EXCLUDED, KEY, PASSWORD, PROXIES, environment, set_all
 
 __all__ = ["environment"]

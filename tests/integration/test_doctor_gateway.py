@@ -13,8 +13,8 @@ import trustme
 from aiohttp import web
 from pydantic import SecretStr
 
-from doctor.examination import Plan, examine
-from doctor.finding import Level
+from contextcache.doctor.examination import Plan, examine
+from contextcache.doctor.finding import Level
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.ports import free_port

@@ -10,11 +10,11 @@ import kubernetes_validate
 import pytest
 
 from deploy.chart.tools import HELM_3, HELM_4
-from injector.parts import read_parts
-from injector.pod_patch import injection_patch
-from injector.settings import InjectorSettings
+from pod_injector.parts import read_parts
+from pod_injector.pod_patch import injection_patch
+from pod_injector.settings import InjectorSettings
 from tests.chart.rendering import Release, render
-from tests.unit.injector.pods import apply_patch, make_engine, make_pod
+from tests.unit.pod_injector.pods import apply_patch, make_engine, make_pod
 
 VALUES = {"injector": {"enabled": True}, "redis": {"url": "redis://redis:6379/0"}}
 TLS = {"tls": {"enabled": True, "existingSecret": "parts-tls"}}

@@ -15,14 +15,14 @@ import trustme
 from kubernetes.aio import config
 
 from contextcache.kubernetes.objects import EVENTS
-from injector import webhook
-from injector.server import serve
-from injector.settings import InjectorSettings
-from injector.webhook import Webhook
+from pod_injector import webhook
+from pod_injector.server import serve
+from pod_injector.settings import InjectorSettings
+from pod_injector.webhook import Webhook
 from tests.kit.fake_kube import FakeKube
 from tests.kit.ports import free_port
 from tests.kit.until import until
-from tests.unit.injector.pods import apply_patch, make_parts, make_pod
+from tests.unit.pod_injector.pods import apply_patch, make_parts, make_pod
 
 HOST = "cc-injector.llm.svc"
 PATIENCE_S = 60

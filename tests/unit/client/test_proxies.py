@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from contextcache.cli.app import MISUSED, run
 from contextcache.client import AsyncContextCache, ContextCache
 from contextcache.client.proxies import proxy_of
-from doctor.front import Front, Unreachable
+from contextcache.doctor.front import Front, Unreachable
 
 KEY = "test-key-1234567890"
 PASSWORD = "hunter2"

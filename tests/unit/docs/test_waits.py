@@ -14,7 +14,7 @@ from gateway.envoy.settings import EnvoySettings
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/operations/waits.md").read_text()
 PACKAGES = (
-    "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "injector", "doctor",
+    "contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "pod_injector",
 )  # fmt: skip
 NO_WAITS = {
     "contextcache.model.DEFAULT_TTL_S": "lives of contexts",
@@ -91,11 +91,11 @@ NO_WAITS = {
     "kv_sidecar.shared.tier._TOMBSTONE_MS": "how long a deleted name is remembered",
     "vllm_plugin.connector.sidecar_link._FIRST_PAUSE_MS": "between two tries",
     "vllm_plugin.connector.sidecar_link._LONGEST_PAUSE_MS": "between two tries",
-    "doctor.access_checks._SKEW_S": "a difference of clocks",
-    "doctor.engine_checks._LONG_S": "what is called slow",
-    "doctor.examination._POLL_S": "how often",
-    "doctor.story._TTL_S": "the life of its context",
-    "doctor.tls_check._SOON_S": "the life of a certificate",
+    "contextcache.doctor.access_checks._SKEW_S": "a difference of clocks",
+    "contextcache.doctor.engine_checks._LONG_S": "what is called slow",
+    "contextcache.doctor.examination._POLL_S": "how often",
+    "contextcache.doctor.story._TTL_S": "the life of its context",
+    "contextcache.doctor.tls_check._SOON_S": "the life of a certificate",
     "gateway.envoy.clusters._KEEP_ALIVE_S": "an idle connection of Envoy's",
     "gateway.envoy.drain._POLL_S": "how often",
     "gateway.envoy.key_watch._INTERVAL_S": "how often",

@@ -8,7 +8,7 @@ from email.utils import formatdate
 import httpx
 from pydantic import SecretStr
 
-from doctor.front import Front
+from contextcache.doctor.front import Front
 
 KEY = "cc-right-key"
 NOW_S = 1_800_000_000.0

@@ -7,10 +7,10 @@ import ssl
 import httpx
 import pytest
 
-from doctor import access_checks, engine_checks, part_checks, tls_check
-from doctor.finding import Level
-from doctor.front import Unreachable
-from doctor.story import story
+from contextcache.doctor import access_checks, engine_checks, part_checks, tls_check
+from contextcache.doctor.finding import Level
+from contextcache.doctor.front import Unreachable
+from contextcache.doctor.story import story
 from tests.unit.doctor.deployment import KEY, NOW_S, POD, RECEIPTS, SESSION, Deployment, error, usage
 
 COMPLETIONS = ("POST", "/v1/completions")

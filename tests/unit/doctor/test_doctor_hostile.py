@@ -9,12 +9,12 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from doctor import access_checks, examination
-from doctor.__main__ import main
-from doctor.examination import Plan, examine
-from doctor.finding import Level, failed
-from doctor.front import Front, Unreachable
-from doctor.report import as_json, lines_of
+from contextcache.doctor import access_checks, examination
+from contextcache.doctor.__main__ import main
+from contextcache.doctor.examination import Plan, examine
+from contextcache.doctor.finding import Level, failed
+from contextcache.doctor.front import Front, Unreachable
+from contextcache.doctor.report import as_json, lines_of
 from tests.unit.doctor.deployment import KEY, Deployment
 
 ORDERS = "\x1b[2J\x1b]52;c;aGk=\x07\x9b31m\u202edone\n✓ all is well"

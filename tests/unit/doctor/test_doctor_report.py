@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from doctor import access_checks
-from doctor.finding import failed, ok, skipped, warning
-from doctor.report import as_json, exit_status, lines_of, summary
-from doctor.story import story
+from contextcache.doctor import access_checks
+from contextcache.doctor.finding import failed, ok, skipped, warning
+from contextcache.doctor.report import as_json, exit_status, lines_of, summary
+from contextcache.doctor.story import story
 from tests.unit.doctor.deployment import KEY, Deployment
 
 ALL = [ok("a", "fine", ms=1), warning("b", "odd", "look"), failed("c", "broken", "mend " * 40), skipped("d", "later")]

@@ -1,0 +1,107 @@
+"""Single parts behind the front, when their addresses are given: metrics of gateway and injector, others' health."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Iterator
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from contextcache.doctor.finding import Finding, failed, ok, skipped, warning
+from contextcache.doctor.front import Front, Unreachable
+from contextcache.wire.channels import open_channel
+from contextcache.wire.tls import WatchedTls
+
+_METRIC = "contextcache_gateway_requests_total"
+_REVIEWS = re.compile(r'^contextcache_injector_reviews_total\{outcome="([a-z-]+)"\} ([0-9.e+]+)$', re.MULTILINE)
+_PRECONDITIONS = re.compile(r'^contextcache_manager_redis_precondition\{name="([a-z_]+)"\} (\S+)$', re.MULTILINE)
+_EVICTED = re.compile(r"^contextcache_manager_redis_evicted_keys (\S+)$", re.MULTILINE)
+_RUST_FRONT_END = "rust-frontend"
+_NOT_SKIPPED = {"injected", "present", "opted-out"}
+
+
+def metrics(front: Front) -> Iterator[Finding]:
+    """Say whether a gateway's metrics port serves its metrics."""
+    try:
+        answer = front.call("GET", "/metrics", with_key=False)
+    except Unreachable as exc:
+        yield failed("metrics", exc.reason, exc.hint)
+        return
+    if answer.status == 200 and _METRIC in answer.text:
+        yield ok("metrics", f"{front.url} serves the gateway's")
+    else:
+        hint = "Expected the port GATEWAY_METRICS_PORT of a gateway, 9090 in the chart."
+        yield failed("metrics", f"{front.url}/metrics: {answer.status}, without {_METRIC}", hint)
+
+
+def injector(front: Front) -> Iterator[Finding]:
+    """Say how many pods an injector left alone since it started, by reason."""
+    try:
+        text = front.call("GET", "/metrics", with_key=False).text
+    except Unreachable as exc:
+        yield failed("injector", exc.reason, exc.hint)
+        return
+    if "contextcache_injector_reviews_total" not in text:
+        hint = "Expected the port INJECTOR_METRICS_PORT of an injector, 9090 in the chart."
+        yield failed("injector", f"{front.url}/metrics is not an injector's", hint)
+        return
+    outcomes = {outcome: int(float(number)) for outcome, number in _REVIEWS.findall(text)}
+    skips = {reason: number for reason, number in sorted(outcomes.items()) if reason not in _NOT_SKIPPED and number}
+    if skips:
+        told = ", ".join(f"{reason} {number}" for reason, number in skips.items())
+        hint = "Events of their owners and docs/operations/pod-injector.md say why; the pods run without context-cache."
+        if _RUST_FRONT_END in skips:
+            hint += " vLLM's Rust front end loads no middleware: take VLLM_USE_RUST_FRONTEND out of those pods."
+        yield warning("injector", f"pods left alone since it started: {told}", hint)
+    else:
+        yield ok("injector", f"{outcomes.get('injected', 0)} pods injected since it started, none left alone")
+
+
+def manager(front: Front) -> Iterator[Finding]:
+    """Say how the Redis of a context-manager is set, by the manager's metrics."""
+    try:
+        text = front.call("GET", "/metrics", with_key=False).text
+    except Unreachable as exc:
+        yield failed("redis", exc.reason, exc.hint)
+        return
+    found = {name: float(number) for name, number in _PRECONDITIONS.findall(text)}
+    if not found:
+        hint = "Expected the port MANAGER_METRICS_PORT of a context-manager, 9090 in the chart."
+        yield failed("redis", f"{front.url}/metrics is not a context-manager's", hint)
+        return
+    evicted = _EVICTED.search(text)
+    if evicted and float(evicted[1]) > 0:
+        hint = "Contexts disappear. Set maxmemory-policy to noeviction, and give Redis more memory."
+        yield failed("redis", f"it evicted {float(evicted[1]):.0f} keys since its start", hint)
+    unmet = sorted(name for name, value in found.items() if value == 0)
+    if unmet:
+        hint = "The manager's log says what to change; docs/operations/preconditions.md says why."
+        yield warning("redis", f"not as it must be: {', '.join(unmet)}", hint)
+    elif all(math.isnan(value) for value in found.values()):
+        yield skipped("redis", "it does not tell how it is set (is it away, or does its ACL user lack +info?)")
+    else:
+        yield ok("redis", "is set as it must be")
+
+
+def grpc_health(part: str, address: str, *, tls: WatchedTls | None, timeout_s: float) -> Iterator[Finding]:
+    """Ask a part's gRPC health service."""
+    try:
+        status = asyncio.run(_ask(address, tls=tls, timeout_s=timeout_s))
+    except grpc.RpcError as exc:
+        hint = "Is it the right port, do its NetworkPolicy and (with tls.enabled) --tls-dir let this caller in?"
+        yield failed(part, f"{address} does not answer: {exc.code().name}", hint)
+        return
+    if status == health_pb2.HealthCheckResponse.SERVING:
+        yield ok(part, f"{address} serves")
+    else:
+        yield failed(part, f"{address} is draining or has not started", f"Look at the log of {part}.")
+
+
+async def _ask(address: str, *, tls: WatchedTls | None, timeout_s: float) -> int:
+    async with open_channel(address, tls=tls) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        return int(answer.status)

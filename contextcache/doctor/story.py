@@ -1,0 +1,154 @@
+"""The story of the project, told to a deployment: create a context, ask it, read it, delete it. Read this first.
+
+A context that was made is deleted whatever happens in between; if that fails too it ends by its ttl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from contextcache.doctor.finding import Finding, failed, ok, warning
+from contextcache.doctor.front import Answer, Front, Unreachable
+
+_TTL_S = 300
+_TOKENS = 8
+_FIRST = (
+    "The following is a note on rivers. A river begins at a spring or where smaller streams meet, runs downhill "
+    "through a valley it has made for itself, carries sand and gravel along, and ends in another river, in a lake or "
+    "in the sea. "
+)
+_NEXT = " In one sentence: where does a river end?"
+_RECEIPTS = ("x-session-id", "x-context-cache", "x-context-cached-tokens", "x-context-generation")
+
+_MODEL = "the KV of this model cannot be carried; vLLM's log says why, docs/operations/limits.md which can."
+_LEFT_ALONE = {
+    "context_parallel": "pages are cut by context parallelism; set its sizes to 1.",
+    "encoder_decoder": _MODEL,
+    "failure_policy": 'the engine needs "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
+    "no_layers": _MODEL,
+    "ranks_differ": "the engine's ranks have different fingerprints: other weights or settings on one of its nodes.",
+    "several_groups": "windows beside full attention need vLLM 0.30 or newer.",
+    "unsupported_layers": _MODEL,
+}
+"""What to do about an engine that the connector leaves alone, by its reason."""
+
+
+def story(front: Front, model: str) -> Iterator[Finding]:
+    """Tell it. Raises Unreachable."""
+    body = {"model": model, "prompt": _FIRST, "ttl": _TTL_S, "max_tokens": _TOKENS}
+    created = front.call("POST", "/v1/context", body)
+    session_id = created.body.get("session_id") if isinstance(created.body, dict) else None
+    if created.status != 200 or not session_id:
+        yield failed("create", f"POST /v1/context: {created.describe()}", _create_hint(created))
+        return
+    try:
+        yield ok(
+            "create", f"a context of {_tokens(created)} tokens in {created.took_ms:.0f} ms", ms=round(created.took_ms)
+        )
+        yield from _receipts("create", created)
+        yield from _ask(front, model, session_id)
+        yield from _read(front, session_id)
+    except BaseException:
+        with suppress(Unreachable):
+            front.call("DELETE", f"/v1/context/{session_id}")
+        raise
+    yield from _delete(front, model, session_id)
+
+
+def _create_hint(answer: Answer) -> str:
+    if answer.code == "store_unavailable":
+        return "The context manager or its Redis cannot be reached: look at the log of context-manager."
+    if answer.code in {"gateway_unavailable", "no_ready_endpoint"}:
+        return "Look at the gateway's and vLLM's pods."
+    if answer.status == 404:
+        return "No route leads to the gateway: POST /v1/context is its own call (docs/guides/envoy.md)."
+    if answer.status == 200:
+        return "The pod answered without a session_id: its turn middleware is missing (--middleware, or the injector)."
+    return "Look at the logs of gateway and vLLM."
+
+
+def _tokens(answer: Answer) -> int:
+    context = _usage(answer).get("context") or {}
+    return int(context.get("computed_tokens", 0)) + int(context.get("cached_tokens", 0))
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    usage = answer.body.get("usage") if isinstance(answer.body, dict) else None
+    return usage if isinstance(usage, dict) else {}
+
+
+def _receipts(check: str, answer: Answer) -> Iterator[Finding]:
+    missing = [name for name in _RECEIPTS if name not in answer.headers]
+    if missing:
+        hint = "Something in front removes headers it does not know; clients lose their receipts."
+        yield warning("receipts", f"{check}: no {', '.join(missing)}", hint)
+
+
+def _ask(front: Front, model: str, session_id: str) -> Iterator[Finding]:
+    body = {"model": model, "session_id": session_id, "prompt": _NEXT, "max_tokens": _TOKENS}
+    asked = front.call("POST", "/v1/completions", body)
+    if asked.status != 200:
+        yield failed("ask", f"POST /v1/completions: {asked.describe()}", "Look at the logs of gateway and vLLM.")
+        return
+    context = _usage(asked).get("context") or {}
+    reason = str(context.get("reason", ""))
+    verdict, source = asked.headers.get("x-context-cache", "unknown"), context.get("source", "unknown")
+    facts = {"verdict": verdict, "source": source, "ms": round(asked.took_ms), "reason": reason}
+    text = f"{verdict}: {context.get('cached_tokens', 0)} of {context.get('context_tokens', 0)} tokens from {source}"
+    if verdict == "hit" and reason not in _LEFT_ALONE:
+        yield ok("ask", f"{text}, in {asked.took_ms:.0f} ms", **facts)
+    else:
+        hint = _LEFT_ALONE.get(reason, "look at kv-sidecar's log, its socket and its disk.")
+        why = f" ({reason})" if reason else ""
+        yield warning("ask", text + why, f"The answer is right, but was computed again: {hint}", **facts)
+    yield from _receipts("ask", asked)
+    yield _usage_rule(asked)
+
+
+def _usage_rule(asked: Answer) -> Finding:
+    usage = _usage(asked)
+    context = usage.get("context") or {}
+    computed, cached = int(context.get("computed_tokens", 0)), int(context.get("cached_tokens", -1))
+    known, counted = int(context.get("context_tokens", 0)), int(usage.get("prompt_tokens", 0))
+    total = counted + int(usage.get("completion_tokens", 0))
+    # The doctor's key may count the whole prompt, as OpenAI does.
+    adds_up = counted in (computed, computed + cached) and usage.get("total_tokens") == total
+    facts = {"computed": computed, "cached": cached, "context": known}
+    if computed >= 1 and cached >= 0 and cached + computed > known and adds_up:
+        return ok("usage", f"{computed} tokens computed, {cached} from the cache", **facts)
+    hint = "cached + computed must be the context and the new text; is something in front rewriting answers?"
+    return failed("usage", "the figures of the turn do not add up", hint, **facts)
+
+
+def _read(front: Front, session_id: str) -> Iterator[Finding]:
+    found = front.call("GET", f"/v1/context/{session_id}")
+    body: Any = found.body
+    if found.status != 200 or not isinstance(body, dict):
+        yield failed("read", f"GET /v1/context/{{id}}: {found.describe()}", "Look at the log of context-manager.")
+        return
+    state, tiers = (body.get("holder") or {}).get("state", "unknown"), body.get("tiers") or []
+    facts = {"state": state, "tiers": tiers, "bytes": body.get("bytes"), "generation": body.get("generation")}
+    if state in {"sealed", "pending"}:
+        where = f" in {', '.join(tiers)}" if tiers else ""
+        yield ok("read", f"generation {body.get('generation')}, KV {state}{where}", **facts)
+    else:
+        hint = "Turns are right, but always computed again. Look at kv-sidecar beside the pod, its disk and its port."
+        yield warning("read", f"KV is {state}", hint, **facts)
+
+
+def _delete(front: Front, model: str, session_id: str) -> Iterator[Finding]:
+    path = f"/v1/context/{session_id}"
+    deleted = front.call("DELETE", path)
+    if deleted.status != 200:
+        yield failed("delete", f"DELETE: {deleted.describe()}", f"The context ends by itself in {_TTL_S} s at most.")
+        return
+    again = front.call("DELETE", path)
+    turn = {"model": model, "session_id": session_id, "prompt": _NEXT, "max_tokens": 1}
+    asked = front.call("POST", "/v1/completions", turn)
+    if (again.status, asked.status) == (404, 404):
+        yield ok("delete", "the context is gone: asked and deleted again it is 404")
+    else:
+        hint = "A deleted context must be 404; do all context managers have the same Redis?"
+        yield failed("delete", f"afterwards: delete {again.status}, ask {asked.status}", hint)

@@ -1,0 +1,89 @@
+"""The front's certificate: whom it is for, who signed it, how long it lasts. Opens a socket of its own."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from contextcache.doctor.finding import Finding, failed, ok, warning
+
+_SOON_S = 14 * 86_400.0
+CA_FILE, CERT_FILE, KEY_FILE = "ca.crt", "tls.crt", "tls.key"
+"""Names in a Secret of the chart or of cert-manager."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """A connection's certificate that was believed."""
+
+    server_name: str
+    """The name it was checked for."""
+    expires_at_s: float
+
+
+def client_context(*, ca_file: Path | None, parts_dir: Path | None) -> ssl.SSLContext:
+    """Return what the front is checked with: the system's CAs, and those given. Raises OSError.
+
+    `parts_dir` holds the certificate of the release's own parts, which a gateway without Envoy asks for.
+    """
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if ca_file is not None:
+        context.load_verify_locations(ca_file)
+    if parts_dir is not None:
+        context.load_verify_locations(parts_dir / CA_FILE)
+        context.load_cert_chain(parts_dir / CERT_FILE, parts_dir / KEY_FILE)
+    return context
+
+
+def shake_hands(
+    host: str, port: int, *, context: ssl.SSLContext, names: Sequence[str], timeout_s: float
+) -> Handshake | ssl.SSLError:
+    """Connect and return the first name that the certificate is for, or why it is not believed. Raises OSError."""
+    refusal: ssl.SSLError = ssl.SSLError("no name to check")
+    for name in names:
+        try:
+            with (
+                socket.create_connection((host, port), timeout=timeout_s) as connection,
+                context.wrap_socket(connection, server_hostname=name) as secured,
+            ):
+                shown = secured.getpeercert() or {}
+                return Handshake(name, float(ssl.cert_time_to_seconds(str(shown["notAfter"]))))
+        except ssl.SSLError as exc:
+            refusal = exc
+    return refusal
+
+
+def certificate(
+    outcome: Handshake | ssl.SSLError, host: str, *, now_s: Callable[[], float] = time.time
+) -> Iterator[Finding]:
+    """Say what is to be said of a front's certificate."""
+    if isinstance(outcome, ssl.SSLError):
+        reason = getattr(outcome, "verify_message", "") or getattr(outcome, "reason", "") or "the handshake failed"
+        hint = "Its CA: --ca-file; a name that is not the URL's host: --server-name; files of the release: --tls-dir."
+        yield failed("certificate", f"is not believed: {reason}", hint)
+        return
+    left_days = (outcome.expires_at_s - now_s()) / 86_400
+    facts = {"server_name": outcome.server_name, "days": round(left_days, 1)}
+    if left_days * 86_400 < _SOON_S:
+        hint = "Who renews it? cert-manager: `kubectl describe certificate`."
+        yield warning("certificate", f"ends in {left_days:.0f} days", hint, **facts)
+    else:
+        yield ok("certificate", f"for {outcome.server_name}, {left_days:.0f} days left", **facts)
+    if outcome.server_name != host:
+        hint = "Clients that check names will refuse it under this URL."
+        yield warning("certificate", f"is for {outcome.server_name}, not for {host}", hint)
+
+
+def plain(host: str) -> Iterator[Finding]:
+    """Say what plain HTTP means for a host."""
+    inside = host in {"localhost", "127.0.0.1", "::1"} or host.endswith((".svc", ".cluster.local")) or "." not in host
+    if inside:
+        yield ok("certificate", "plain HTTP, within the cluster or this machine")
+    else:
+        hint = "Set envoy.tls.existingSecret, or end TLS in a load balancer before it."
+        yield warning("certificate", f"API keys travel to {host} in clear text", hint)

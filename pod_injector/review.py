@@ -1,0 +1,88 @@
+"""AdmissionReview in, AdmissionReview out (admission.k8s.io/v1). Pure. The answer always allows the pod.
+
+A pod that cannot be injected starts as it is, with an annotation that says why and a warning for whoever applied it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from contextcache.errors import InvalidRequest
+from pod_injector.engine_container import engine_index, version_warning
+from pod_injector.events import SkipEvent, skip_event
+from pod_injector.not_injected import NotInjected, Reason
+from pod_injector.parts import PatchParts
+from pod_injector.pod_patch import injection_patch, skip_patch
+
+log = logging.getLogger(__name__)
+
+_MAX_WARNING_CHARS = 256
+"""Longer warnings may be cut by the API server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one review."""
+
+    uid: str
+    outcome: str
+    """`injected`, `present`, or the value of a `Reason`."""
+    patch: list[dict[str, Any]]
+    warning: str = ""
+    event: SkipEvent | None = None
+    """What to tell the owner of a pod that was left alone."""
+
+    def response(self) -> dict[str, Any]:
+        """Return the AdmissionReview to answer with."""
+        response: dict[str, Any] = {"uid": self.uid, "allowed": True}
+        if self.patch:
+            encoded = base64.b64encode(json.dumps(self.patch).encode()).decode()
+            response |= {"patchType": "JSONPatch", "patch": encoded}
+        if self.warning:
+            response["warnings"] = [self.warning[:_MAX_WARNING_CHARS]]
+        return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+
+
+def review(body: Mapping[str, Any], parts: PatchParts) -> Verdict:
+    """Decide about the pod of a review. Raises InvalidRequest when it is no review of a new pod."""
+    request = body.get("request")
+    if body.get("kind") != "AdmissionReview" or not isinstance(request, dict):
+        raise InvalidRequest("not an AdmissionReview")
+    uid, pod = request.get("uid"), request.get("object")
+    if not isinstance(uid, str) or not uid:
+        raise InvalidRequest("the review has no uid")
+    if (request.get("kind") or {}).get("kind") != "Pod" or request.get("operation") != "CREATE":
+        raise InvalidRequest("the review is not of a new pod")
+    if not isinstance(pod, dict) or not isinstance(pod.get("spec"), dict):
+        raise InvalidRequest("the review has no pod")
+    # A pod without any of these has no metadata at all.
+    return _verdict(uid, request, {**pod, "metadata": pod.get("metadata") or {}}, parts)
+
+
+def _verdict(uid: str, request: Mapping[str, Any], pod: dict[str, Any], parts: PatchParts) -> Verdict:
+    try:
+        patch = injection_patch(pod, parts)
+    except NotInjected as exc:
+        return _skipped(uid, request, pod, exc)
+    except Exception:
+        # A pod of a shape nobody thought of must start all the same.
+        log.exception("review failed")
+        fault = NotInjected(Reason.FAULT, "a fault of the injector; its log says more")
+        return _skipped(uid, request, pod, fault)
+    if patch is None:
+        return Verdict(uid, "present", [])
+    engine = pod["spec"]["containers"][engine_index(pod)]
+    return Verdict(uid, "injected", patch, version_warning(engine))
+
+
+def _skipped(uid: str, request: Mapping[str, Any], pod: dict[str, Any], exc: NotInjected) -> Verdict:
+    if exc.reason is Reason.OPTED_OUT:
+        # Nobody asked, so nobody is told.
+        return Verdict(uid, exc.reason.value, [])
+    warning = f"context-cache: not injected ({exc.reason.value}): {exc.message}"
+    return Verdict(uid, exc.reason.value, skip_patch(pod, exc.reason), warning, skip_event(request, pod, exc))
