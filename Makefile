@@ -11,6 +11,7 @@ BUILDER ?= $(firstword $(notdir $(shell command -v docker buildah)))
 RELEASE = $(shell $(PYTHON) -m deploy.release version)
 IMAGE_OPTIONS = --build-arg VERSION=$(RELEASE) $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE))
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway pod_injector deploy tests benchmarks examples
+PROSE := README.md SECURITY.md tests/README.md charts/context-cache/README.md $(filter-out docs/adr/%,$(wildcard docs/*.md docs/*/*.md))
 export TORCH_INDEX
 export SEED
 
@@ -36,10 +37,11 @@ proto-check: proto ## fail when the committed stubs are not what the protos say
 fmt: install ## format
 	@$(PY) -m ruff check --fix-only --quiet . ; $(PY) -m ruff format . && .venv/bin/buf format -w
 
-lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles, workflow
+lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles, workflow, language
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
 	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry .
 	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
+	@$(PY) -m deploy.docs.language && .venv/bin/proselint check --config deploy/docs/proselint.json $(PROSE)
 
 test: lint proto-check ## lint, then the main job and each promise; PART=<name> SEED=<n> KEEP_GOING=1
 	@$(SUITE) $(SUITE_OPTIONS)
