@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,7 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "alone": compared(pairs),
         "rounds_taken": by_round(turns),
-        "forks_ms": forks_ms,
         "counts": counts(turns, on_pods, on_pods_then, failed_loads, stored, forks_ms),
-        "turns": [asdict(turn) for turn in turns],
     }
     show(report)
     write_result(options.out, report)

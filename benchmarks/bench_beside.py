@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -304,7 +304,6 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "ttft": times(samples, sizes, list(systems)),
         "rows": rows,
-        "samples": [asdict(sample) | {"counts": sample.counts} for sample in samples],
     }
     show(report["ttft"], rows)
     write_result(options.out, report)

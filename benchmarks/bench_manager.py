@@ -103,7 +103,6 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "facts": facts,
         "rows": rows,
-        "samples": {what: {str(size): taken for size, taken in of.items()} for what, of in samples.items()},
     }
     print(table(rows))
     for size, said in facts.items():

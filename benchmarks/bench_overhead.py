@@ -101,7 +101,6 @@ def main() -> int:
         "load": [load, os.getloadavg()],
         "took_s": round(time.monotonic() - began_s),
         "rows": rows,
-        "pairs": pairs,
     }
     print(
         render(

@@ -79,7 +79,6 @@ def main() -> int:
         "load": [load, os.getloadavg()],
         "took_s": round(time.monotonic() - began_s),
         "rows": rows,
-        "samples": {axis: {what: _by_text(of) for what, of in taken.items()} for axis, taken in samples.items()},
     }
     for axis in axes:
         print(f"\n{axis}\n{table([row for row in rows if row['axis'] == axis])}")
@@ -102,10 +101,6 @@ def bytes_per_context(memory_mib: Mapping[int, Sequence[float]]) -> float:
 def _rows(axis: str, samples: Samples) -> list[dict[str, Any]]:
     bars = BARS[axis]
     return [{"axis": axis} | grown(what, UNITS.get(what, "ms"), of, bars.get(what)) for what, of in samples.items()]
-
-
-def _by_text(samples: Mapping[int, Sequence[float]]) -> dict[str, list[float]]:
-    return {str(size): [float(f"{value:.5g}") for value in taken] for size, taken in samples.items()}
 
 
 def _samples(axis: str, num_rounds: int, contexts: Sequence[int]) -> Samples:

@@ -93,7 +93,7 @@ def main() -> int:
     samples = {name: _rounds(name, options.tokens, options.rounds) for name in options.shape or SHAPES}
     rows = [row for name, taken in samples.items() for row in _rows(name, options.tokens, taken)]
     head = ("shape", "what", "GB/s", "95 %", "ratio", "95 %", "of", "at least", "met")
-    report = {"tokens": options.tokens, "load": [load, os.getloadavg()], "rows": rows, "samples_s": samples}
+    report = {"tokens": options.tokens, "load": [load, os.getloadavg()], "rows": rows}
     write_result(options.out, report)
     print(render(head, [[cell(value, ".2f") for value in row.values()] for row in rows]))
     if is_held := len(rows) < len(MEASURED) * len(samples):

@@ -28,7 +28,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,6 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "ttft": times(samples, sizes),
         "rows": rows,
-        "samples": [asdict(sample) | {"counts": sample.counts} for sample in samples],
     }
     show(report["ttft"], rows)
     write_result(options.out, report, model=options.model.name)

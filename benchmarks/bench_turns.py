@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,6 @@ def main() -> int:
         "took_s": round(time.monotonic() - began_s),
         "rows": rows,
         "ways": ways(turns),
-        "turns_taken": [asdict(turn) for turn in turns],
     }
     show(rows, report["ways"])
     write_result(options.out, report)

@@ -1,8 +1,7 @@
-"""The JSON that a benchmark leaves: what was measured, on what machine, of which commit, on which day."""
+"""The JSON that a benchmark leaves: medians and intervals, with the machine, the commit and the day of the run."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -14,16 +13,19 @@ from typing import Any
 
 from deploy.local.model import MODEL_NAME
 from deploy.local.progress import say
-from deploy.local.run_stamp import run_stamp
+from deploy.local.run_stamp import as_lines, run_stamp
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def write_result(file: Path, report: Mapping[str, Any], *, model: str = MODEL_NAME) -> None:
-    """Write a report with its stamp and say where; `model`: its name, where it is another."""
+    """Write a report with its stamp, a row a line, and say where. It holds no raw samples.
+
+    `model`: the name of the model, where it is not the usual one.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     stamp = {**run_stamp(), "machine": machine() | {"model": model}}
-    file.write_text(json.dumps({**stamp, **report}, indent=1) + "\n")
+    file.write_text(as_lines({**stamp, **report}))
     say(f"saved to {file}")
 
 

@@ -245,7 +245,7 @@ def _row(cell: Cell, way: Way, measured: Measured) -> dict[str, Any]:
         "way": way.name,
         "p50_ms": _median(_p50(found, first=first) for found in own),
         "p99_ms": _median(found.first_p99_ms if first else found.p99_ms for found in own),
-        "p50_ms_all": [_p50(found, first=first) for found in own],
+        "p50_ms_range": _range(_p50(found, first=first) for found in own),
         "added_p50_ms": _added(own, samples[cell, DIRECT], first=first),
         "added_p50_ms_over_envoy": _added(own, samples[cell, ENVOY], first=first),
         "per_s": _median(found.num_done / found.seconds if found.seconds else 0.0 for found in own),
@@ -284,6 +284,11 @@ def _cpu_us(own: Sequence[Outcome], parts: Sequence[str], *, chunks: bool) -> di
 def _cpu_us_of(outcome: Outcome, parts: Sequence[str], *, chunks: bool) -> float | None:
     count = outcome.num_events if chunks else outcome.num_done
     return 1e6 * sum(outcome.cpu_s.get(part, 0.0) for part in parts) / count if count else None
+
+
+def _range(values: Iterable[float | None]) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    return [min(known), max(known)] if known else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from deploy.local.table import figure
@@ -349,12 +348,12 @@ def _simulate_rates(result: Mapping[str, Any]) -> str:
 
 def _store(result: Mapping[str, Any]) -> str:
     rows = []
-    for store, found in result["gb_per_s"].items():
-        of = {what: median(values) for what, values in found.items()}
-        for way in ("write", "read"):
-            copy = of[f"copy, {way}"]
-            tier = [f"{of[f'{kind}, {way}']:.2f} GB/s ({_share(of[f'{kind}, {way}'] / copy)})" for kind in _TIER_KINDS]
-            rows.append([f"{store}, {way}", f"{copy:.2f} GB/s", *tier])
+    of = {(row["store"], row["way"], row["what"]): row["gb_s"] for row in result["rows"]}
+    for store, way in dict.fromkeys((store, way) for store, way, _ in of):
+        copy = of[store, way, "copy"]
+        rates = [of[store, way, kind] for kind in _TIER_KINDS]
+        tier = [f"{rate:.2f} GB/s ({_share(rate / copy)})" for rate in rates]
+        rows.append([f"{store}, {way}", f"{copy:.2f} GB/s", *tier])
     return _table(["", "copied with the same library", "by the sidecar", "encrypted"], rows)
 
 

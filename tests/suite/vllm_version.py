@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.local.progress import StepFailed, run_logged, say
-from deploy.local.run_stamp import run_stamp
+from deploy.local.run_stamp import as_lines, run_stamp
 from deploy.local.table import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"vLLM {version}: {row}: {rows[row]['passed']} passed, {len(rows[row]['failed'])} failed")
     stamp = run_stamp()
     kept = {**stamp, "versions": dict(sorted({**before, version: {**stamp, "rows": rows}}.items()))}
-    RESULT.write_text(json.dumps(kept, indent=1) + "\n")
+    RESULT.write_text(as_lines(kept))
     shown = [[row, str(seen["passed"]), "; ".join(seen["failed"]) or "-"] for row, seen in rows.items()]
     print(render(["promise", "passed", "failed"], shown))
     return 1 if any(seen["failed"] for seen in rows.values()) else 0

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import importlib
 import inspect
-import json
 import secrets
 import sys
 import time
@@ -20,7 +19,7 @@ import traceback
 from pathlib import Path
 
 from deploy.local.progress import say
-from deploy.local.run_stamp import run_stamp
+from deploy.local.run_stamp import as_lines, run_stamp
 from deploy.local.table import render
 from tests.torture.report import Options, Report
 
@@ -87,9 +86,7 @@ def _show(report: Report, seed: int) -> None:
 
 def _write(file: Path, seed: int, reports: list[Report]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        json.dumps({**run_stamp(), "seed": seed, "runs": [report.as_json() for report in reports]}, indent=2) + "\n"
-    )
+    file.write_text(as_lines({**run_stamp(), "seed": seed, "runs": [report.as_json() for report in reports]}))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ collection leave nothing: no session in Redis, no stored byte, nothing in hand.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
 from deploy.local.progress import say
+from deploy.local.run_stamp import as_lines, run_stamp
 from tests.kit.stack import Stack
 from tests.kit.tiny_stack import TinyStack
 from tests.torture.report import Options, Report
@@ -52,7 +52,7 @@ async def run(options: Options) -> Report:
             report.failures += [f"{part} is not the process that it was" for part in parts]
         finally:
             await asyncio.to_thread(stack.__exit__, None, None, None)
-    _keep(report, options, samples)
+    _keep(report, options)
     return report
 
 
@@ -120,8 +120,5 @@ def _sorted(seen: Counter[str]) -> list[tuple[str, int]]:
     return sorted(seen.items())
 
 
-def _keep(report: Report, options: Options, samples: Samples) -> None:
-    told = {"seed": options.seed, **report.as_json()}
-    told["times_s"] = [round(time_s) for time_s in samples.times_s]
-    told["series"] = {" · ".join(key): [round(value, 2) for value in values] for key, values in samples.series.items()}
-    RESULT.write_text(json.dumps(told, indent=1) + "\n")
+def _keep(report: Report, options: Options) -> None:
+    RESULT.write_text(as_lines({**run_stamp(), "seed": options.seed, **report.as_json()}))
