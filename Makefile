@@ -16,7 +16,7 @@ export TORCH_INDEX
 export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one plots images release ci
+.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one docs plots images release ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -94,6 +94,8 @@ bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, H
 bench-one: install ## one other; ONLY=agents|attacks|beside|checksum|codec|conversation|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
+docs: install ## the documentation site into .build/site; REPOSITORY_URL=<its web page>: links to other files of the repository
+	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 plots: install ## draw benchmarks/results as the pictures in docs/pictures
 	@PYTHONPATH=. $(PY) -m benchmarks.plots
 

@@ -1,4 +1,4 @@
-"""Every link from one page to another leads somewhere: the file is there, and so is the heading."""
+"""Links of pages outside docs/ lead to files and headings that exist; `mkdocs build --strict` checks those in docs/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = sorted(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.splitlines()
-    if (ROOT / name).exists() and not name.startswith("changes/")
+    if (ROOT / name).exists() and not name.startswith(("changes/", "docs/"))
 )  # fmt: skip
 LINK = re.compile(r"\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^()\s]+)\)")
 
@@ -41,6 +41,6 @@ def test_every_link_leads_somewhere():
     """Seen to fail with a file's name misspelt, and with an anchor of another page."""
     links = [(page, link) for page in PAGES for link in LINK.findall(text_of(page)) if not re.match(r"[a-z]+:", link)]
 
-    assert len(PAGES) > 40
-    assert len(links) > 150
+    assert len(PAGES) > 5
+    assert len(links) > 30
     assert [(page.name, link) for page, link in links if not leads_somewhere(page, link)] == []
