@@ -21,7 +21,7 @@ class ManagerMetrics:
 
         self._usage = counter(
             "usage_total",
-            "What was used, by what is counted (docs/reference/http-api.md), by all tenants together. A commit that "
+            "What was used, by what is counted (docs/guides/accounting.md), by all tenants together. A commit that "
             "was repeated because its answer was lost counts again here; GET /v1/usage has it once",
             ("what",),
         )

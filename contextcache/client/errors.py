@@ -1,4 +1,4 @@
-"""What may go wrong, as classes by `code`: one for each that docs/reference/http-api.md lists."""
+"""What may go wrong, as classes by `code`: one for each that docs/reference/errors.md lists."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def error(code, message="no", **more):
 
 
 def test_every_documented_code_has_a_class_and_every_class_a_documented_code():
-    page = (ROOT / "docs/reference/http-api.md").read_text()
+    page = (ROOT / "docs/reference/errors.md").read_text()
     documented = set(re.findall(r"^\| \d{3} \| `(\w+)` \|", page, re.MULTILINE)) | {"model_not_found"}
 
     assert set(errors.BY_CODE) == documented

@@ -1,4 +1,4 @@
-"""The tree of errors: gRPC's statuses, which it knows by name only, and what reference/http-api.md says of each."""
+"""The tree of errors: gRPC's statuses, which it knows by name only, and what reference/errors.md says of each."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def family(error_class: type[ContextCacheError]) -> list[type[ContextCacheError]
     return [error_class, *(below for child in error_class.__subclasses__() for below in family(child))]
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs/reference/http-api.md"
+DOCUMENT = Path(__file__).parents[3] / "docs/reference/errors.md"
 LISTED = re.findall(r"^\| (\d{3}) \| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE)
 CLASSES = {error_class.code: error_class for error_class in family(ContextCacheError)}
 TYPES = {"401": "authentication_error", "429": "rate_limit_error"}

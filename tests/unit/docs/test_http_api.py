@@ -10,7 +10,10 @@ from gateway.paths import ENGINE_CALLS, OWN_PATHS
 from vllm_plugin.turn.history import Why
 from vllm_plugin.turn.matching import Outcome
 
-DOC = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[3] / "docs/reference/http-api.md").read_text())
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = ("reference/http-api", "guides/contexts", "concepts/append-or-replay", "reference/usage", "guides/streams",
+         "guides/retries", "guides/accounting", "guides/kept-conversations", "reference/errors")  # fmt: skip
+DOC = re.sub(r"\]\([^)]*\)", "]", "".join((DOCS / f"{page}.md").read_text() for page in PAGES))
 
 
 def words(text: str) -> set[str]:

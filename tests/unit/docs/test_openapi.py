@@ -15,7 +15,10 @@ from contextcache.model import MAX_TTL_S, MIN_TTL_S
 from gateway.fronts import CORS_EXPOSED_HEADERS
 from gateway.http import routes
 
-DOC = re.sub(r"\]\([^)]*\)", "]", (Path(__file__).parents[3] / "docs/reference/http-api.md").read_text())
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = ("reference/http-api", "guides/contexts", "concepts/append-or-replay", "reference/usage", "guides/streams",
+         "guides/retries", "guides/accounting", "guides/kept-conversations", "reference/errors")  # fmt: skip
+DOC = re.sub(r"\]\([^)]*\)", "]", "".join((DOCS / f"{page}.md").read_text() for page in PAGES))
 NO_CALL = {"method_not_allowed"}
 """Answered to what is no operation of the document."""
 
@@ -55,7 +58,7 @@ def headers_in(text: str) -> set[str]:
 
 def test_the_calls_are_the_same(document):
     """Seen to fail with the row of the rewind taken out."""
-    table = DOC[DOC.index("| call | does |") : DOC.index("## Create")]
+    table = DOC[DOC.index("| call | does |") : DOC.index("## What a body may hold")]
     told = set()
     for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
         method = ""
@@ -116,7 +119,7 @@ def test_the_headers_of_answers_are_the_same(document):
         for answer in operation["responses"].values()
         for name in answer.get("headers", ())
     }
-    receipt = headers_in(DOC[DOC.index("### Receipt headers") : DOC.index("### Streams")])
+    receipt = headers_in(DOC[DOC.index("## Receipt headers") : DOC.index("# Streams")])
 
     # A page of a browser may read all of them.
     assert named == set(CORS_EXPOSED_HEADERS) - {"allow"}
@@ -127,7 +130,7 @@ def test_the_headers_of_answers_are_the_same(document):
 def test_the_fields_that_are_ours_are_the_same(document):
     """Seen to fail with `truncated_tokens` taken out of the model, and with `context_commit` out of the page."""
     schemas = document["components"]["schemas"]
-    usage = DOC[DOC.index("| field of `usage.context` | meaning |") : DOC.index("### Receipt headers")]
+    usage = DOC[DOC.index("| field of `usage.context` | meaning |") : DOC.index("## Receipt headers")]
     rows = set(re.findall(r"^\| `(\w+)` \|", usage, re.MULTILINE))
     turn = schemas["ChatCompletion"]["properties"].keys()
 
