@@ -13,8 +13,11 @@ from typing import Annotated, Any, cast
 import typer
 
 from contextcache.cli import output
+from contextcache.cli.examine import doctor
 from contextcache.cli.live import LOOKS, top, watch
 from contextcache.cli.place import NotConfigured, find_place, write_place
+from contextcache.cli.release import own_version
+from contextcache.cli.serve import PARTS, start
 from contextcache.client import ContextCache, ReplyStream, TextDelta
 from contextcache.client.errors import ApiError, ClientError, NotCreated
 from contextcache.client.types import ContextInfo, CreateFields, TurnFields
@@ -30,9 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Contexts of a deployment: list, ask, branch, watch. URL and key: --url and --api-key-file, CONTEXT_CACHE_URL "
     "and CONTEXT_CACHE_API_KEY, or what `login` wrote.",
-    epilog="Parts of a deployment start with `context-cache serve`; `context-cache doctor` examines one.",
 )
-
 _SECONDS_OF = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line")]
@@ -63,12 +64,21 @@ class _Asked:
 _asked = _Asked()
 
 
+def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer's
+    if wanted:
+        typer.echo(f"context-cache {own_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     url: Annotated[
         str | None, typer.Option(help="where the server is, https://llm.example.org", show_default=False)
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="file with the API key", show_default=False)] = None,
+    version: Annotated[  # noqa: ARG001, FBT002  # a flag, which prints and ends
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
+    ] = False,
 ) -> None:
     _asked.url, _asked.key_file = url, api_key_file
 
@@ -300,6 +310,24 @@ def rm(
                 )
     if failures:
         raise typer.Exit(REFUSED)
+
+
+app.command(epilog="Example: context-cache doctor --url https://llm.example.org --api-key-file key --story")(doctor)
+_serve = typer.Typer(no_args_is_help=True, help="Start a process of a deployment, of the package context-cache-server.")
+app.add_typer(_serve, name="serve")
+
+
+def _add_part(name: str) -> None:
+    # Every word after the part's name belongs to the part, --help too.
+    words = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @_serve.command(name, help=PARTS[name].purpose, context_settings=words)
+    def part(context: typer.Context) -> None:
+        raise typer.Exit(start(name, context.args))
+
+
+for _name in PARTS:
+    _add_part(_name)
 
 
 def run(arguments: list[str]) -> int:

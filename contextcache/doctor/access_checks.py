@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from pydantic import SecretStr
-
 from contextcache.doctor.finding import Finding, failed, ok, skipped, warning
-from contextcache.doctor.front import Front
+from contextcache.doctor.front import ApiKey, Front
 
 _SKEW_S = 20.0
 """Signed identities live for a minute, certificates and TTLs are compared with clocks."""
-_NO_KEY = SecretStr("context-cache-doctor-a-key-nobody-has")
+_NO_KEY = ApiKey("context-cache-doctor-a-key-nobody-has")
 _UNKNOWN = "ctx_00000000000000000000000000000000"
 _FORGED = {"x-context-identity": "v1.eyJ0ZW5hbnQiOiJkb2N0b3IifQ.00", "x-gateway-destination-endpoint": "192.0.2.1:9"}
 

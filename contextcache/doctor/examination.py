@@ -9,14 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import SecretStr
-
-from contextcache.doctor import access_checks, engine_checks, part_checks, tls_check
+from contextcache.doctor import access_checks, engine_checks, grpc_check, part_checks, tls_check
 from contextcache.doctor.finding import Finding, Level, failed, skipped
-from contextcache.doctor.front import Front, Unreachable
+from contextcache.doctor.front import ApiKey, Front, Unreachable
 from contextcache.doctor.story import story
-from contextcache.process.settings import TlsFiles
-from contextcache.wire.tls import WatchedTls
 
 _POLL_S = 2.0
 
@@ -28,7 +24,7 @@ class Plan:
     url: str
     version: str
     """The doctor's own."""
-    key: SecretStr | None = None
+    key: ApiKey | None = None
     model: str = ""
     """Empty: the first that is served."""
     with_story: bool = False
@@ -155,12 +151,9 @@ def _parts(plan: Plan, context: ssl.SSLContext) -> Iterator[Finding]:
         front = Front(plan.manager_url, key=None, timeout_s=plan.timeout_s, tls=context)
         yield from part_checks.manager(front)
         front.close()
-    tls = None if plan.parts_dir is None else _watched(plan.parts_dir, plan.server_name or "context-cache")
+    name = plan.server_name or "context-cache"
     for part, address in (("context-manager", plan.manager), ("kv-sidecar", plan.sidecar)):
         if address:
-            yield from part_checks.grpc_health(part, address, tls=tls, timeout_s=plan.timeout_s)
-
-
-def _watched(directory: Path, server_name: str) -> WatchedTls:
-    cert_file, key_file = directory / tls_check.CERT_FILE, directory / tls_check.KEY_FILE
-    return WatchedTls(TlsFiles(cert_file, key_file, directory / tls_check.CA_FILE, server_name))
+            yield from grpc_check.health(
+                part, address, parts_dir=plan.parts_dir, server_name=name, timeout_s=plan.timeout_s
+            )

@@ -14,12 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from pydantic import SecretStr
 
 from contextcache.client.proxies import proxy_of
 from contextcache.doctor.bounded_answer import EndlessAnswer, bounded, lines_of
 
 _ERROR_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An API key, which no report, log line or traceback shows."""
+
+    value: str = field(repr=False)
 
 
 class Unreachable(Exception):
@@ -74,7 +80,7 @@ class Front:
         self,
         url: str,
         *,
-        key: SecretStr | None,
+        key: ApiKey | None,
         timeout_s: float,
         tls: ssl.SSLContext | None = None,
         server_name: str = "",
@@ -103,7 +109,7 @@ class Front:
         body: Any = None,
         *,
         headers: Mapping[str, str] | None = None,
-        key: SecretStr | None = None,
+        key: ApiKey | None = None,
         with_key: bool = True,
     ) -> Answer:
         """Return the answer to one request. `key` is sent instead of the front's own. Raises Unreachable."""
@@ -138,11 +144,11 @@ class Front:
         return Stream(_answer(response, b"", (self._monotonic_s() - started_s) * 1000), arrivals_s, is_complete)
 
     def _request(
-        self, method: str, path: str, body: Any, headers: Mapping[str, str] | None, key: SecretStr | None
+        self, method: str, path: str, body: Any, headers: Mapping[str, str] | None, key: ApiKey | None
     ) -> httpx.Request:
         sent = dict(headers or {})
         if key is not None:
-            sent["authorization"] = f"Bearer {key.get_secret_value()}"
+            sent["authorization"] = f"Bearer {key.value}"
         return self._client.build_request(method, path, json=body, headers=sent, extensions=self._extensions)
 
     def _read(self, response: httpx.Response, started_s: float) -> bytes:

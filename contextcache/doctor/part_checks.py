@@ -1,19 +1,13 @@
-"""Single parts behind the front, when their addresses are given: metrics of gateway and injector, others' health."""
+"""Single parts behind the front, when their addresses are given: metrics of gateway and injector, a context-manager."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Iterator
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from contextcache.doctor.finding import Finding, failed, ok, skipped, warning
 from contextcache.doctor.front import Front, Unreachable
-from contextcache.wire.channels import open_channel
-from contextcache.wire.tls import WatchedTls
 
 _METRIC = "contextcache_gateway_requests_total"
 _REVIEWS = re.compile(r'^contextcache_injector_reviews_total\{outcome="([a-z-]+)"\} ([0-9.e+]+)$', re.MULTILINE)
@@ -84,24 +78,3 @@ def manager(front: Front) -> Iterator[Finding]:
         yield skipped("redis", "it does not tell how it is set (is it away, or does its ACL user lack +info?)")
     else:
         yield ok("redis", "is set as it must be")
-
-
-def grpc_health(part: str, address: str, *, tls: WatchedTls | None, timeout_s: float) -> Iterator[Finding]:
-    """Ask a part's gRPC health service."""
-    try:
-        status = asyncio.run(_ask(address, tls=tls, timeout_s=timeout_s))
-    except grpc.RpcError as exc:
-        hint = "Is it the right port, do its NetworkPolicy and (with tls.enabled) --tls-dir let this caller in?"
-        yield failed(part, f"{address} does not answer: {exc.code().name}", hint)
-        return
-    if status == health_pb2.HealthCheckResponse.SERVING:
-        yield ok(part, f"{address} serves")
-    else:
-        yield failed(part, f"{address} is draining or has not started", f"Look at the log of {part}.")
-
-
-async def _ask(address: str, *, tls: WatchedTls | None, timeout_s: float) -> int:
-    async with open_channel(address, tls=tls) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        return int(answer.status)

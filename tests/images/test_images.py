@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contextcache.__main__ import PARTS
+from contextcache.cli.serve import PARTS
 from deploy.docker.payload import make_payload
 from deploy.release import current
 from tests.kit.buildah import Buildah, missing_programs

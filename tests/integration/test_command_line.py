@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from typer import BadParameter
 
 from contextcache.cli import output, place
 from contextcache.cli.app import seconds
+from contextcache.cli.serve import PARTS
 from contextcache.client.types import context_info
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.gateway_parts import KEY, OPERATOR_KEY
@@ -404,12 +406,29 @@ async def test_a_chat_goes_on_line_by_line_until_an_empty_one(cli):
     assert shown.json[0]["turns"] == 3
 
 
-async def test_a_part_by_its_old_word_starts_with_a_note_beside_its_output(cli):
-    new, old = await cli("serve", "gateway", "--help"), await cli("gateway", "--help")
+async def test_every_command_is_listed_and_so_is_every_part(cli):
+    """Seen to fail with `serve` and `doctor` outside of the command line's own commands."""
+    commands, parts = await cli("--help"), await cli("serve", "--help")
+    doctor, part = await cli("doctor", "--help"), await cli("serve", "gateway", "--help")
 
-    assert (new.code, new.err) == (0, "")
-    assert (old.code, old.out) == (0, new.out)
-    assert old.err == "note: `context-cache gateway` is `context-cache serve gateway` now\n"
+    assert all(f" {name} " in commands.out for name in ("ls", "ask", "doctor", "serve"))
+    assert all(f" {name} " in parts.out for name in PARTS)
+    assert "--story" in doctor.out
+    assert "GATEWAY_" in part.out
+    assert {commands.code, parts.code, doctor.code, part.code} == {0}
+
+
+async def test_the_version_is_the_distributions(cli):
+    assert (await cli("--version")).out == f"context-cache {version('context-cache')}\n"
+
+
+async def test_words_are_completed(cli):
+    """Seen to fail with `doctor` started before typer sees it."""
+    words = {"_CONTEXT_CACHE_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    option = await cli(COMP_WORDS="context-cache doctor --sto", **words)
+    part = await cli(COMP_WORDS="context-cache serve gat", **words)
+
+    assert (option.out.split(), part.out.split()) == (["--story"], ["gateway"])
 
 
 def _read(descriptor):

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 import trustme
 from aiohttp import web
-from pydantic import SecretStr
 
 from contextcache.doctor.examination import Plan, examine
 from contextcache.doctor.finding import Level
+from contextcache.doctor.front import ApiKey
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.ports import free_port
@@ -26,7 +26,7 @@ PATIENCE_S = 120
 
 async def examined(url, **changes):
     """Return what the doctor finds, asked in a thread as the deployment is in this loop."""
-    plan = Plan(**{"url": url, "version": "0", "key": SecretStr(KEY), "timeout_s": PATIENCE_S} | changes)
+    plan = Plan(**{"url": url, "version": "0", "key": ApiKey(KEY), "timeout_s": PATIENCE_S} | changes)
     return await asyncio.to_thread(lambda: list(examine(plan, sleep=lambda _: None)))
 
 
@@ -106,7 +106,7 @@ async def test_a_key_of_nobody_ends_it_there(tmp_path, manager, engine):
         findings = await examined_until(
             lambda findings: levels(findings, level=Level.FAILED) == ["key"],
             gateway.url,
-            key=SecretStr("nobodys"),
+            key=ApiKey("nobodys"),
             with_story=True,
         )
 

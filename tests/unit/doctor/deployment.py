@@ -6,9 +6,8 @@ import json
 from email.utils import formatdate
 
 import httpx
-from pydantic import SecretStr
 
-from contextcache.doctor.front import Front
+from contextcache.doctor.front import ApiKey, Front
 
 KEY = "cc-right-key"
 NOW_S = 1_800_000_000.0
@@ -51,7 +50,7 @@ class Deployment:
     def front(self, *, key=KEY):
         return Front(
             "http://cc.llm.svc",
-            key=None if key is None else SecretStr(key),
+            key=None if key is None else ApiKey(key),
             timeout_s=5,
             transport=httpx.MockTransport(self._handle),
         )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import httpx
 import pytest
-from pydantic import SecretStr
 
+from contextcache.cli.app import run
 from contextcache.doctor import access_checks, examination
-from contextcache.doctor.__main__ import main
 from contextcache.doctor.examination import Plan, examine
 from contextcache.doctor.finding import Level, failed
-from contextcache.doctor.front import Front, Unreachable
+from contextcache.doctor.front import ApiKey, Front, Unreachable
 from contextcache.doctor.report import as_json, lines_of
 from tests.unit.doctor.deployment import KEY, Deployment
 
@@ -65,7 +63,7 @@ def test_answers_of_a_wrong_shape_are_findings_and_the_examination_goes_on(monke
     deployment = Deployment()
     deployment.answers[which] = NONSENSE[which]
     monkeypatch.setattr(examination, "Front", lambda *_, **__: deployment.front())
-    found = list(examine(Plan("http://cc.llm.svc", "0.1.0", key=SecretStr(KEY), with_story=True)))
+    found = list(examine(Plan("http://cc.llm.svc", "0.1.0", key=ApiKey(KEY), with_story=True)))
 
     checks = [finding.check for finding in found]
     assert "versions" in checks
@@ -89,10 +87,9 @@ def test_what_a_front_says_is_shown_in_part():
     assert len(next(iter(lines_of(failed("a", "x" * 100_000, ""))))) < 2000
 
 
-def test_a_password_in_the_url_is_refused_and_not_repeated(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor", "--url", "https://me:hunter2@llm.example.org"])
+def test_a_password_in_the_url_is_refused_and_not_repeated(capsys):
     with pytest.raises(SystemExit) as ended:
-        main()
+        run(["doctor", "--url", "https://me:hunter2@llm.example.org"])
 
     assert ended.value.code == 2
     assert "hunter2" not in "".join(capsys.readouterr())

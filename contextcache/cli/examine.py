@@ -1,0 +1,126 @@
+"""`context-cache doctor`: exit 0 when all works, 1 when a check failed, 2 when nothing could be checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from contextcache.cli import output
+from contextcache.cli.place import find_place
+from contextcache.cli.release import own_version
+from contextcache.doctor.examination import Plan, examine
+from contextcache.doctor.finding import Finding
+from contextcache.doctor.front import ApiKey
+from contextcache.doctor.report import as_json, exit_status, lines_of, summary
+
+_PARTS_DIR = Path("/etc/context-cache/tls")
+"""Directory where the chart mounts the certificate of the release's parts."""
+_NOT_CHECKED = 2
+
+
+def front_url(text: str) -> str:
+    """Return a URL that may be printed. Raises BadParameter."""
+    if not text.startswith(("http://", "https://")):
+        raise typer.BadParameter("must begin with http:// or https://")
+    if "@" in text.partition("://")[2].partition("/")[0]:
+        # The report prints the URL, and a password must not be printed.
+        raise typer.BadParameter("must not hold a user or a password; API keys go into --api-key-file")
+    return text
+
+
+_URL: Any = {"parser": front_url, "metavar": "URL", "show_default": False}
+
+
+def doctor(  # noqa: PLR0913  # its options
+    url: Annotated[
+        str | None,
+        typer.Option(help="URL that clients use, https://llm.example.org; default: the URL of `login`", **_URL),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="file with an API key in plain text; never printed", show_default=False)
+    ] = None,
+    story: Annotated[bool, typer.Option("--story", help="create a context, ask it, delete it")] = False,  # noqa: FBT002  # a flag
+    model: Annotated[str, typer.Option(help="model to ask; default: the first in the list", show_default=False)] = "",
+    wait_s: Annotated[float, typer.Option(min=0, help="seconds the deployment may take to become ready")] = 0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="seconds for one answer")] = 60,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,  # noqa: FBT002
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="PEM certificates of further CAs for the front's certificate", show_default=False),
+    ] = None,
+    server_name: Annotated[
+        str, typer.Option(help="name in the front's certificate if it is not the host", show_default=False)
+    ] = "",
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"directory with tls.crt, tls.key and ca.crt of the release; default: {_PARTS_DIR} if it exists",
+            show_default=False,
+        ),
+    ] = None,
+    gateway_metrics: Annotated[
+        str, typer.Option(help="URL of a gateway's metrics port, http://10.0.0.7:9090", show_default=False)
+    ] = "",
+    injector_metrics: Annotated[
+        str, typer.Option(help="URL of an injector's metrics port: skipped pods and the reasons", show_default=False)
+    ] = "",
+    manager_metrics: Annotated[
+        str, typer.Option(help="URL of a context-manager's metrics port: settings of its Redis", show_default=False)
+    ] = "",
+    manager: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="gRPC address of a context-manager", show_default=False)
+    ] = "",
+    sidecar: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="gRPC address of a kv-sidecar", show_default=False)
+    ] = "",
+) -> None:
+    """Examine a running deployment from outside, and say what is wrong and what cures it."""
+    key = None
+    if url is None:
+        url, known_key = find_place(None, None)
+        key = ApiKey(known_key)
+    try:
+        if api_key_file is not None:
+            key = _key_of(api_key_file)
+        plan = Plan(
+            url=url,
+            version=own_version(),
+            key=key,
+            model=model,
+            with_story=story,
+            wait_s=wait_s,
+            timeout_s=timeout_s,
+            metrics_url=gateway_metrics,
+            injector_url=injector_metrics,
+            manager_url=manager_metrics,
+            manager=manager,
+            sidecar=sidecar,
+            ca_file=ca_file,
+            parts_dir=tls_dir or (_PARTS_DIR if _PARTS_DIR.is_dir() else None),
+            server_name=server_name,
+        )
+        findings = _examine(plan, as_lines=not json)
+    except (OSError, ValueError) as exc:
+        output.say(f"cannot check {url}: {exc}")
+        raise typer.Exit(_NOT_CHECKED) from exc
+    typer.echo(as_json(url, findings) if json else f"\n{summary(findings)}")
+    raise typer.Exit(exit_status(findings))
+
+
+def _key_of(file: Path) -> ApiKey:
+    key = file.read_text().strip()
+    if not key:
+        raise ValueError(f"{file} is empty")
+    return ApiKey(key)
+
+
+def _examine(plan: Plan, *, as_lines: bool) -> list[Finding]:
+    findings = []
+    for finding in examine(plan):
+        findings.append(finding)
+        if as_lines:
+            for line in lines_of(finding):
+                typer.echo(line)
+    return findings
