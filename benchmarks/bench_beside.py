@@ -4,7 +4,7 @@ Three engines with the same model, threads, KV space and a gigabyte of memory ea
 time: ours, asked through Envoy and the gateway, by session; LMCache in multi-process mode, the only one that works on
 a CPU; and vLLM's `OffloadingConnector` with its file tier and our CPU copy worker, as upstream has none. Theirs are
 asked straight, with the whole conversation again. LMCache and vLLM come from PyPI into environments of their own.
-All are as they come: vLLM's processes spin beside theirs and not beside ours (ADR 0086), which on two cores counts.
+All are as they come: vLLM's processes spin beside theirs and not beside ours, which on two cores counts.
 
 Each round takes, of each length, by each system in turn, who is first alternates:
 

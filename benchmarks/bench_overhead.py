@@ -3,7 +3,7 @@
 Two engines with the same model, memory and threads, of which one works at a time: one with the connector, the turn
 middleware, its sidecar and the rest of a stack, one without anything of ours. Both are asked straight, past Envoy and
 the gateway (their cost: bench_front.py), for the same prompts, never seen before; who is first alternates. On a CPU
-vLLM's processes spin in the second only (ADR 0086), and that is what a user of it has.
+vLLM's processes spin in the second only, and that is what a user of it has.
 
 - ttft, request, token: one request by itself, from its sending: the first token, the end, the mean time between two;
 - burst: as many tokens from several requests at once, sent to answered: the inverse of the throughput;

@@ -1,4 +1,4 @@
--- Put behind row.lua: what is kept of requests that may come again (ADR 0053).
+-- Put behind row.lua: what is kept of requests that may come again.
 
 -- Returns 'answered' or 'key_reused' for a request that is not to be run, nil for any other. KEYS[6]: what it was
 -- answered.

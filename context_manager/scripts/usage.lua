@@ -1,4 +1,4 @@
--- Put behind row.lua: what is used, by day and key (ADR 0071), and what a session's last turns took.
+-- Put behind row.lua: what is used, by day and key, and what a session's last turns took.
 
 -- Adds sums to a day's hash. `said` is `<key>:<what> <number>` again and again, with blanks between.
 local function count_usage(key, said)

@@ -4,7 +4,7 @@
 descriptor and some 50 to 256 KiB, and nobody needs a certificate to begin one. Here who is over the bound waits in the
 kernel's queue, until a handshake ends or the oldest has had its `patience_s`, and goes: honest clients need
 milliseconds, silent ones keep nobody out. The gateway's front counts handshakes only, the webhook its idle connections
-too (ADR 0037). `ConnectionLimit` is for plain ports.
+too. `ConnectionLimit` is for plain ports.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ registered with OpenTelemetry globally: vLLM may have a tracer of its own in the
 only OpenTelemetry's API is imported; what makes spans and sends them is span_export.py's.
 
 Attributes never hold prompt text, token ids, keys or tenants. Session ids are allowed, as in log lines: an id alone
-opens nothing (ADR 0016).
+opens nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The story of a pod that ends and shares no store: its peers take its contexts over, the one used last first.
 
 1. Who could take any: peers that say which pod they belong to, whose engine made the same kind of KV, and that stay.
-2. Of each context: the manager notes the peer (the pointer before the bytes, ADR 0025), the peer is asked to pull
+2. Of each context: the manager notes the peer (the pointer before the bytes), the peer is asked to pull
    from here, and once it has sealed the KV the manager makes it the holder, unless that is another by now.
 3. It ends when all is handed over, with its time, or with its bytes. Whatever breaks off leaves a session that names
    this pod as its holder still: its next turn computes, or finds what a peer has; a delete reaches both.

@@ -4,7 +4,7 @@
 2. Once its engine has spoken, a pod that starts takes the list that its own name left, then, for a while, those of
    pods that are gone, one at a time.
 3. Of each context the manager is asked where it is. Where that still is the pod that is gone: the manager notes this
-   one (the pointer before the bytes, ADR 0025), the KV is pulled as nothing that anybody waits for (pace.py), and once
+   one (the pointer before the bytes), the KV is pulled as nothing that anybody waits for (pace.py), and once
    it is sealed this pod is the holder, unless another is by now.
 4. It ends with its number of contexts, half of the disk, its time, or its pod. Whatever breaks off leaves a session
    that names the pod that is gone: its next turn pulls or computes, as it would have.

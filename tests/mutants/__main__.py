@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: every promise has a test that notices when it is broken (docs/adr/0034).
+"""`python -m tests.mutants`: every promise has a test that notices when it is broken.
 
 The `.toml` files here list the mutants, by subject. Each is made in a copy of the tree, never in the tree itself, and
 its tests must fail there; in a copy that nothing was changed in, all of them must pass.

@@ -1,4 +1,4 @@
-"""A prompt that cannot fit the model's window is refused before all of it is tokenised (ADR 0099).
+"""A prompt that cannot fit the model's window is refused before all of it is tokenised.
 
 Tokenising takes a second per megabyte and holds up every other request of the pod. The beginning of a long prompt is
 enough to refuse it: a text that begins with more tokens than the window has cannot fit, however it goes on. Only the

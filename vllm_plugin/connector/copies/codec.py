@@ -29,7 +29,7 @@ STEPS = {"q8": 255, "q4": 15}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """What a page's numbers may be."""
 GROUP_NUMBERS = 64
-"""32: a tenth more bytes; 128: a quarter more error (docs/adr/0052)."""
+"""32: a tenth more bytes; 128: a quarter more error."""
 TINY = 2.0**-100
 """Numbers of a group that are no further apart come back as one of them: what they are multiplied by has no place."""
 _AT_ONCE = 32_768

@@ -1,7 +1,7 @@
 """What an engine's weights *are*, as short text for the fingerprint: a digest of their files, or the hub's commit.
 
 Equal on all ranks: each reads all files. What cannot be looked into is not guessed at: `None`, and the scheduler's
-half takes the weights for new at every start (ADR 0027).
+half takes the weights for new at every start.
 """
 
 from __future__ import annotations
