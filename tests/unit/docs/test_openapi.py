@@ -47,7 +47,7 @@ def codes_of(operation: dict[str, Any]) -> set[tuple[str, str]]:
 
 def listed_errors() -> set[tuple[str, str]]:
     rows = set(re.findall(r"^\| (\d{3}) \| `(\w+)` \|", DOC, re.MULTILINE))
-    return rows | set(re.findall(r"is its (404) `(model_not_found)`", DOC))
+    return rows | set(re.findall(r"the engine's (404) `(model_not_found)`", DOC))
 
 
 def headers_in(text: str) -> set[str]:
@@ -130,7 +130,7 @@ def test_the_headers_of_answers_are_the_same(document):
 def test_the_fields_that_are_ours_are_the_same(document):
     """Seen to fail with `truncated_tokens` taken out of the model, and with `context_commit` out of the page."""
     schemas = document["components"]["schemas"]
-    usage = DOC[DOC.index("| field of `usage.context` | meaning |") : DOC.index("## Receipt headers")]
+    usage = DOC[DOC.index("| field of `usage.context` | meaning |") : DOC.index("### Where a replay diverges")]
     rows = set(re.findall(r"^\| `(\w+)` \|", usage, re.MULTILINE))
     turn = schemas["ChatCompletion"]["properties"].keys()
 
