@@ -55,7 +55,7 @@ test-unit: install ## seconds, no sockets
 	@$(SUITE) --part unit
 test-integration: install ## real Valkey, gRPC and processes
 	@$(SUITE) --part integration
-test-vllm: install ## real vLLM; VLLM=0.29.0: the engine contract against that version, for the README's table
+test-vllm: install ## real vLLM; VLLM=0.29.0: the engine contract against that version, for the table of docs/operations/install.md
 	@$(if $(VLLM),$(PY) -m tests.suite.vllm_version $(VLLM),$(SUITE) --part vllm)
 test-gpu: install ## KV on a GPU, with GB/s; skipped by name where there is none
 	@$(PY) -m pytest tests/gpu -s

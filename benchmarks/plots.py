@@ -77,16 +77,34 @@ def first_token(ours: Result, peers: Result) -> Any:
 
 
 def conversation(result: Result) -> Any:
-    """Draw what a conversation costs, added up turn by turn."""
-    figure, (left, right) = _figure(2, "turns so far")
-    for way in dict.fromkeys(row["way"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["way"] == way]
-        _line(left, way, [(row["turn"], row["seconds"]) for row in rows])
-        _line(right, way, [(row["turn"], row["computed_tokens"] / 1000) for row in rows])
-    left.set(title="Seconds waited for answers", ylim=(0, None))
-    right.set(title="Thousand prompt tokens computed", ylim=(0, None))
-    for axes in (left, right):
+    """Draw the seconds that a client waits in a conversation: with and without the prefix in the engine.
+
+    The context was measured with its KV evicted before every turn. Its line is the same in both panels, so it shows
+    the worst case where the engine still has the prefix.
+    """
+    figure, panels = _figure(2, "turns")
+    ways = {
+        "Engine still has the prefix": {"context": ("context", 0, 5), "prefix cache": ("vLLM alone", 1, -7)},
+        "After eviction or restart": {"stateless": ("vLLM alone", 1, 0), "context": ("context", 0, 0)},
+    }
+    most_s = max(row["seconds"] for row in result["rows"])
+    for axes, (title, shown) in zip(panels, ways.items(), strict=True):
+        for way, (name, colour, lift) in shown.items():
+            points = [(row["turn"], row["seconds"]) for row in result["rows"] if row["way"] == way]
+            axes.plot(*zip(*points, strict=True), color=COLOURS[colour], linewidth=2)
+            turn, seconds = points[-1]
+            axes.annotate(
+                f"{name}, {seconds:.0f} s",
+                (turn, seconds),
+                (5, lift),
+                textcoords="offset points",
+                va="center",
+                color=COLOURS[colour],
+            )
+        axes.set(title=title, xlim=(0, result["turns"] * 1.43), ylim=(0, most_s * 1.05))
+        axes.set_yticks(range(0, int(most_s) + 1, 10), [f"{second} s" for second in range(0, int(most_s) + 1, 10)])
         _ticks(axes, range(0, result["turns"] + 1, 5))
+    panels[0].set_ylabel("time waited, all turns so far")
     return figure
 
 

@@ -73,11 +73,12 @@ def _ttft_from(way: str, beside: tuple[str, ...], result: Mapping[str, Any]) -> 
 
 def _conversation(result: Mapping[str, Any]) -> str:
     last = {row["way"]: row for row in result["rows"]}  # rows come turn by turn
-    told = (
-        f"{way} {row['seconds']:.0f} s and {_spaced(row['computed_tokens'])} tokens computed"
-        for way, row in last.items()
-    )
-    return f"{result['turns']} turns of about {result['turn_tokens']} new tokens: " + "; ".join(told)
+    costs = {way: (f"{row['seconds']:.0f} s", _spaced(row["computed_tokens"])) for way, row in last.items()}
+    return (
+        "{} turns of about {} tokens, after an eviction: vLLM alone takes {} and computes {} tokens. "
+        "A context takes {} and computes {}. "
+        "With the prefix still in the engine, vLLM alone takes {} and computes {}"
+    ).format(result["turns"], result["turn_tokens"], *costs["stateless"], *costs["context"], *costs["prefix cache"])
 
 
 def _beside(result: Mapping[str, Any]) -> str:
