@@ -14,7 +14,7 @@ CONTAINER_ANNOTATION = "context-cache.io/container"
 """Names the container where it cannot be told, or where several could be meant."""
 
 OLDEST_VLLM, NEWEST_VLLM = (0, 29), (0, 32)
-"""Of those the contract was tested with: `make test-vllm VLLM=…`, the README's table."""
+"""Of those the contract was tested with: `make test-vllm VLLM=…`, docs/operations/install.md."""
 _RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 _RUST_IN_SCRIPT = re.compile(rf"{_RUST_FRONT_END}=[\"']?([^\s\"';&|]*)")
 """As a script or `env` sets it."""

@@ -1,4 +1,4 @@
-"""`make test-vllm VLLM=0.29.0`: the engine contract against one version of vLLM; docs/operations/install.md shows such runs.
+"""`make test-vllm VLLM=0.29.0`: the engine contract against one version of vLLM, for docs/operations/install.md.
 
 The version lies in a folder of its own in front of `.venv` on the search path, with what it asks for and `.venv` has
 otherwise; each of the contract's rows is one run of pytest. What was seen is kept by version, with the commit.
