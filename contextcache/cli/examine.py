@@ -14,6 +14,8 @@ from contextcache.doctor.examination import Plan, examine
 from contextcache.doctor.finding import Finding
 from contextcache.doctor.front import ApiKey
 from contextcache.doctor.report import as_json, exit_status, lines_of, summary
+from contextcache.doctor.would_inject import NotJudged, patch_of
+from contextcache.doctor.would_inject import would_inject as previewed
 
 _PARTS_DIR = Path("/etc/context-cache/tls")
 """Directory where the chart mounts the certificate of the release's parts."""
@@ -30,6 +32,8 @@ def front_url(text: str) -> str:
     return text
 
 
+_MANIFESTS = "Manifests"
+_PREVIEW: Any = {"show_default": False, "rich_help_panel": _MANIFESTS}
 _URL: Any = {"parser": front_url, "metavar": "URL", "show_default": False}
 
 
@@ -75,8 +79,25 @@ def doctor(  # noqa: PLR0913  # its options
     sidecar: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="gRPC address of a kv-sidecar", show_default=False)
     ] = "",
+    would_inject: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="judge the pods of a manifest as the injector would; -: standard input", **_PREVIEW
+        ),
+    ] = "",
+    injector_parts: Annotated[
+        Path | None,
+        typer.Option(help="parts.json of the release, for --would-inject; default: the chart's defaults", **_PREVIEW),
+    ] = None,
+    release_namespace: Annotated[
+        str, typer.Option(help="namespace of the release, for --would-inject; default: any", **_PREVIEW)
+    ] = "",
+    show_patch: Annotated[bool, typer.Option("--show-patch", help="print JSON patches too", **_PREVIEW)] = False,  # noqa: FBT002
 ) -> None:
     """Examine a running deployment from outside, and say what is wrong and what cures it."""
+    if would_inject:
+        options = {"parts_file": injector_parts, "namespace": release_namespace, "with_patch": show_patch}
+        raise typer.Exit(_preview(would_inject, as_lines=not json, **options))
     key = None
     if url is None:
         url, known_key = find_place(None, None)
@@ -107,6 +128,23 @@ def doctor(  # noqa: PLR0913  # its options
         raise typer.Exit(_NOT_CHECKED) from exc
     typer.echo(as_json(url, findings) if json else f"\n{summary(findings)}")
     raise typer.Exit(exit_status(findings))
+
+
+def _preview(manifest: str, *, as_lines: bool, **options: Any) -> int:
+    """Print whether the injector would take the pods of a manifest; return the exit code."""
+    try:
+        findings = [*previewed(manifest, **options)]
+    except NotJudged as exc:
+        output.say(f"cannot judge {manifest}: {exc}")
+        return _NOT_CHECKED
+    if not as_lines:
+        typer.echo(as_json(manifest, findings, kind="manifest"))
+        return exit_status(findings)
+    for finding in findings:
+        for line in [*lines_of(finding), *filter(None, [patch_of(finding)])]:
+            typer.echo(line)
+    typer.echo(f"\n{summary(findings)}")
+    return exit_status(findings)
 
 
 def _key_of(file: Path) -> ApiKey:

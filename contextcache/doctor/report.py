@@ -37,11 +37,11 @@ def summary(findings: Sequence[Finding]) -> str:
     return "All is well." if not doubtful else f"All works; {doubtful} of {len(findings)} checks deserve a look."
 
 
-def as_json(url: str, findings: Sequence[Finding]) -> str:
-    """Return the whole report as one JSON object."""
+def as_json(examined: str, findings: Sequence[Finding], *, kind: str = "url") -> str:
+    """Return the whole report as one JSON object; `kind` is the key of `examined`."""
     counts = Counter(finding.level for finding in findings)
     report: dict[str, Any] = {
-        "url": url,
+        kind: examined,
         "ok": not counts[Level.FAILED],
         "failed": counts[Level.FAILED],
         "warnings": counts[Level.WARNING],

@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 
 from deploy.chart.tools import HELM_3, HELM_4
+from pod_injector.default_parts import default_parts
 from pod_injector.parts import read_parts
 from pod_injector.pod_patch import injection_patch
 from pod_injector.settings import InjectorSettings
@@ -194,3 +195,17 @@ def test_two_releases_of_one_name_in_two_namespaces_have_two_webhooks():
     }
 
     assert len(names) == 2
+
+
+def test_default_parts_decide_as_those_of_the_charts_default_values(tmp_path):
+    """`doctor --would-inject` without a release: names, ports, mounts and arguments are the chart's."""
+
+    def deciding(parts):
+        ports = [port["containerPort"] for port in parts.sidecar["ports"]]
+        names = parts.payload["name"], parts.sidecar["name"], [volume["name"] for volume in parts.volumes]
+        options = [word for word in parts.arguments if word.startswith("--")]
+        return names, ports, parts.port, parts.https, parts.mounts, options, parts.python_path, parts.engines
+
+    chart_s = parts_of(render(Release(VALUES, name="context-cache")), tmp_path)
+
+    assert deciding(default_parts()) == deciding(chart_s)

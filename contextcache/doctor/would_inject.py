@@ -1,0 +1,91 @@
+"""Whether the injector would take the pods of a manifest: its own decision, asked before a rollout.
+
+The decision is code of the injector, which belongs to the server's packages. The command line is installed without
+them, so this module imports the injector only when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contextcache.doctor.finding import Finding, failed, ok, warning
+
+_INJECTOR = "pod_injector"
+_NOT_INSTALLED = (
+    "--would-inject needs the injector, a part of another package: install context-cache-server[injector], "
+    "or run the doctor in the context-cache image"
+)
+_CURES = "docs/operations/pod-injector.md lists a cure for each reason."
+_SHAPE = "Does the API server take it? `kubectl apply --dry-run=server` says."
+_NO_TEMPLATE = "it has no pod template: no mapping with a list of `containers`"
+
+
+class NotJudged(ValueError):
+    """Nothing could be judged: no file, no YAML, no pod template, or no injector installed."""
+
+
+def would_inject(
+    manifest: str, *, parts_file: Path | None = None, namespace: str = "", with_patch: bool = False
+) -> Iterator[Finding]:
+    """Yield a finding for each pod template of a file (`-`: standard input). Raises NotJudged.
+
+    `parts_file`: the `parts.json` of a release; None: that of the chart's default values.
+    """
+    injector = _Injector()
+    try:
+        parts = injector.default_parts() if parts_file is None else injector.read_parts(parts_file)
+        found = [*injector.previews(_read(manifest, injector.bytes_max), parts, namespace=namespace)]
+    except (OSError, ValueError) as exc:
+        raise NotJudged(str(exc)) from exc
+    if not found:
+        raise NotJudged(_NO_TEMPLATE)
+    yield from (_finding(each, with_patch=with_patch) for each in found)
+
+
+class _Injector:
+    """The injector's functions. Raises NotJudged where they are not installed."""
+
+    def __init__(self) -> None:
+        # The injector logs a traceback for a pod that it cannot read; here the finding is enough.
+        logging.getLogger(_INJECTOR).addHandler(logging.NullHandler())
+        try:
+            self.default_parts: Any = importlib.import_module(f"{_INJECTOR}.default_parts").default_parts
+            self.read_parts: Any = importlib.import_module(f"{_INJECTOR}.parts").read_parts
+            self.previews: Any = importlib.import_module(f"{_INJECTOR}.preview").previews
+            self.bytes_max: int = importlib.import_module(f"{_INJECTOR}.manifests").BYTES_MAX
+        except ModuleNotFoundError as exc:
+            raise NotJudged(_NOT_INSTALLED) from exc
+
+
+def _read(manifest: str, bytes_max: int) -> bytes:
+    """Return a file's bytes, one more than allowed at most."""
+    if manifest == "-":
+        return sys.stdin.buffer.read(bytes_max + 1)
+    with Path(manifest).open("rb") as file:
+        return file.read(bytes_max + 1)
+
+
+def _finding(preview: Any, *, with_patch: bool) -> Finding:
+    facts = {"outcome": preview.outcome} | ({"patch": preview.patch} if with_patch and preview.is_injected else {})
+    check = "".join(character if character.isprintable() else "?" for character in preview.owner)
+    if preview.with_label:
+        return failed(check, preview.text, f"With the label: {preview.with_label}.", **facts)
+    if not preview.is_injected:
+        return failed(check, preview.text, _SHAPE if preview.outcome == "fault" else _CURES, **facts)
+    if preview.warns:
+        return warning(
+            check, preview.text, "It may work: `helm test` and `context-cache doctor --story` show it.", **facts
+        )
+    return ok(check, preview.text, **facts)
+
+
+def patch_of(finding: Finding) -> str:
+    """Return the patch of a finding as JSON; empty: it has none."""
+    patch = finding.facts.get("patch")
+    return json.dumps(patch, indent=2) if patch else ""
