@@ -1,0 +1,130 @@
+"""The examples of docs/sdks run as they are printed, against a real gateway, manager and pod (a toy engine).
+
+Only the URL, the key and the model of the local stack are replaced. Every prompt has some tokens cached, as the engine
+says, and the example prints how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.kit.clients import PydanticAI, Vercel
+from tests.kit.fake_vllm import FakeVllm, decode
+from tests.kit.gateway_parts import KEY
+from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.turn_pod import MODEL, running_turn_pod
+from tests.kit.vllm_words import anthropic_state, responses_state
+
+PAGES = Path("docs/sdks")
+CACHED = 7
+"""Less than any prompt here has."""
+QUESTIONS = ["Name a river in France.", "And one in Spain?", "And one in Italy?"]
+EXAMPLE_S = 90
+_BLOCK = re.compile(r"^```(python|javascript|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LOCAL_STACK = {"smollm2-135m-instruct": MODEL, "test-key-1234567890": KEY}
+
+
+def examples(page: str, language: str) -> list[str]:
+    """Return the blocks of a page in one language, installing aside."""
+    blocks = [text for kind, text in _BLOCK.findall((PAGES / f"{page}.md").read_text()) if kind == language]
+    return [text for text in blocks if not re.match(r"(pip|npm) install", text)]
+
+
+@pytest.fixture
+def engine():
+    state = SimpleNamespace(**vars(anthropic_state()), **vars(responses_state()))
+    return FakeVllm(state=state, cached_tokens=CACHED, answer=lambda ids: " The Loire.")
+
+
+@pytest.fixture
+async def url(tmp_path, manager, engine):
+    async with running_turn_pod(tmp_path, manager_port=manager.port, engine=engine) as pod:
+        settings = settings_for(tmp_path, {"pod-a": pod}, manager_port=manager.port)
+        async with running_gateway(settings, num_ready=1) as gateway:
+            yield gateway.url
+
+
+async def printed(command: list[str | Path], example: str, url: str, cwd: Path = Path()) -> str:
+    """Run one example as a program; return what it prints."""
+    for written, ours in ({"http://127.0.0.1:8000": url} | LOCAL_STACK).items():
+        assert written in example
+        example = example.replace(written, ours)
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        example,
+        cwd=cwd,
+        env=environment | {"PYTHONPATH": str(Path().absolute()), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(EXAMPLE_S):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+def saw_one_conversation(engine: FakeVllm, text: str, questions: list[str]) -> None:
+    """Assert that each prompt of the engine holds the questions so far, and that the cached tokens were printed."""
+    prompts = [decode(body["kv_transfer_params"]["prompt_token_ids"]) for body in engine.generations()]
+    assert [[question in prompt for question in questions] for prompt in prompts] == [
+        [asked <= number for asked in range(len(questions))] for number in range(len(questions))
+    ]
+    assert text.count("The Loire.") == len(questions)
+    assert len(re.findall(rf"\b{CACHED} of", text)) == len(questions)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "page",
+    ["openai", "anthropic", *(pytest.param(page, marks=pytest.mark.thorough) for page in ("langchain", "litellm"))],
+)
+async def test_the_example_keeps_one_conversation_and_prints_its_cached_tokens(page, url, engine):
+    text = await printed([sys.executable, "-c"], examples(page, "python")[0], url)
+
+    saw_one_conversation(engine, text, QUESTIONS)
+
+
+@pytest.mark.timeout(120)
+async def test_the_responses_example_continues_from_the_first_answer(url, engine):
+    text = await printed([sys.executable, "-c"], examples("openai", "python")[1], url)
+
+    assert f"[{CACHED} of" in text
+    assert len(engine.generations()) == 2
+
+
+@pytest.mark.timeout(120)
+async def test_our_own_clients_example_keeps_one_conversation(url, engine):
+    text = await printed([sys.executable, "-c"], examples("python", "python")[0], url)
+
+    saw_one_conversation(engine, "\n".join([text, f"{CACHED} of"]), QUESTIONS)
+
+
+@pytest.mark.timeout(120)
+async def test_the_curl_example_creates_continues_streams_and_deletes(url, engine):
+    text = await printed(["bash", "-c"], examples("curl", "sh")[0], url)
+
+    assert len(engine.generations()) == 3
+    assert len(re.findall(rf'"prompt_tokens_details": ?{{"cached_tokens": ?{CACHED}}}', text)) == 3
+    assert "data: [DONE]" in text
+    assert text.rstrip().endswith('"status":"success"}')
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+async def test_the_examples_in_environments_of_their_own_keep_one_conversation(url, engine):
+    python, _ = await asyncio.to_thread(PydanticAI.command, None)
+    saw_one_conversation(engine, await printed([python, "-c"], examples("pydantic-ai", "python")[0], url), QUESTIONS)
+
+    engine.requests.clear()
+    node, program = await asyncio.to_thread(Vercel.command, None)
+    command = [node, "--input-type=module", "--eval"]
+    text = await printed(command, examples("vercel-ai", "javascript")[0], url, cwd=program.parent)
+    saw_one_conversation(engine, text, QUESTIONS)
