@@ -84,19 +84,19 @@ class ApiError(ClientError):
 
 
 class InvalidRequest(ApiError):
-    """The request is malformed; `param` names the field."""
+    """The request is malformed. `param` names the field; a JSON fault is told with line and column."""
 
     code = "invalid_request"
 
 
 class HistoryAmbiguous(ApiError):
-    """The messages may be the whole conversation or new in it: say `context_mode`."""
+    """The messages may be the whole conversation or new ones: set `context_mode`, or omit the system prompt."""
 
     code = "history_ambiguous"
 
 
 class PreviousResponseNotFound(ApiError):
-    """Nothing is kept of the response to go on from, or no more: send the whole conversation."""
+    """`previous_response_id` is unknown, expired, replaced or not stored: send the whole conversation."""
 
     code = "previous_response_not_found"
 
@@ -108,133 +108,133 @@ class ModelMismatch(ApiError):
 
 
 class TtlOutOfRange(ApiError):
-    """The ttl is outside the deployment's bounds."""
+    """`ttl` is outside the deployment's bounds."""
 
     code = "ttl_out_of_range"
 
 
 class ContextLengthExceeded(ApiError):
-    """The conversation does not fit the model's window."""
+    """The conversation does not fit the model's window, even after truncation where the turn asks for it."""
 
     code = "context_length_exceeded"
 
 
 class InvalidApiKey(ApiError):
-    """There is no key, or one that nobody owns."""
+    """The API key is missing or unknown. `WWW-Authenticate` names the scheme."""
 
     code = "invalid_api_key"
 
 
 class OperatorOnly(ApiError):
-    """The key is good, and not an operator's."""
+    """The API key is valid, but not an operator's."""
 
     code = "operator_only"
 
 
 class ContextNotFound(ApiError):
-    """The context is absent, deleted, or another tenant's."""
+    """The context does not exist, was deleted, or belongs to another tenant: one answer for all three."""
 
     code = "context_not_found"
 
 
 class NotFound(ApiError):
-    """There is no such path, or it is the engine's own and does not pass."""
+    """The path does not exist, or the gateway does not pass this call of the engine."""
 
     code = "not_found"
 
 
 class ModelNotFound(ApiError):
-    """Nobody serves the model."""
+    """No pod serves the model."""
 
     code = "model_not_found"
 
 
 class MethodNotAllowed(ApiError):
-    """The path has other methods."""
+    """The path has other methods. `Allow` lists them."""
 
     code = "method_not_allowed"
 
 
 class UploadTooSlow(ApiError):
-    """The body stopped coming."""
+    """The body stopped coming, or comes at less than 32 KiB a second."""
 
     code = "upload_too_slow"
 
 
 class ContextBusy(ApiError):
-    """Another turn is running on the context."""
+    """Another turn runs on the context. `Retry-After` says when to try again."""
 
     code = "context_busy"
 
 
 class ContextExists(ApiError):
-    """The name is taken."""
+    """The `session_id` is taken."""
 
     code = "context_exists"
 
 
 class GenerationMismatch(ApiError):
-    """The context is not at the generation that was asked for."""
+    """The context is not at the generation of `If-Match`."""
 
     code = "generation_mismatch"
 
 
 class GenerationGone(ApiError):
-    """The generation to go back to was replaced, or is still to come."""
+    """The generation to go back to was replaced by a later turn, or does not exist yet."""
 
     code = "generation_gone"
 
 
 class IdempotencyKeyInUse(ApiError):
-    """What was kept of the first answer under this key went this moment."""
+    """A request with this key was answered, and its stored answer has just expired."""
 
     code = "idempotency_key_in_use"
 
 
 class AnswerNotKept(ApiError):
-    """The request was committed before, and its answer was too large to be kept."""
+    """The request was committed before, and its answer was too large to store."""
 
     code = "answer_not_kept"
 
 
 class ContextExpired(ApiError):
-    """The context's life has ended."""
+    """The context's `ttl` has ended. An hour later the answer is `context_not_found`."""
 
     code = "context_expired"
 
 
 class BodyTooLarge(ApiError):
-    """The body is over the deployment's limit."""
+    """The body exceeds 32 MiB, or the deployment's limit."""
 
     code = "body_too_large"
 
 
 class IdempotencyKeyReused(ApiError):
-    """The idempotency key stands for another request."""
+    """The idempotency key belongs to another request."""
 
     code = "idempotency_key_reused"
 
 
 class RateLimitExceeded(ApiError):
-    """The tenant asks faster than it may."""
+    """The tenant exceeds its request rate. `Retry-After` says when to try again."""
 
     code = "rate_limit_exceeded"
 
 
 class TooManyInFlight(ApiError):
-    """The tenant has as many requests in hand as it may."""
+    """The tenant has too many requests or bytes in flight, or exceeds its share of busy pods."""
 
     code = "too_many_in_flight"
 
 
 class ContextQuotaExceeded(ApiError):
-    """The tenant has as many contexts, or bytes of KV, as it may: delete some."""
+    """The tenant has reached a limit, which the message names: contexts, transcript bytes or KV bytes."""
 
     code = "context_quota_exceeded"
 
 
 class EndpointsSaturated(ApiError):
-    """Every pod has too many requests waiting."""
+    """Every pod has too many waiting requests. `Retry-After` says when to try again."""
 
     code = "endpoints_saturated"
 
@@ -246,31 +246,31 @@ class InternalError(ApiError):
 
 
 class EngineError(ApiError):
-    """The engine broke off before it answered."""
+    """The engine failed before it answered."""
 
     code = "engine_error"
 
 
 class NoReadyEndpoint(ApiError):
-    """No pod is ready, or none of the model's."""
+    """No pod is ready for the model, or the gateway is at its limits."""
 
     code = "no_ready_endpoint"
 
 
 class GatewayUnavailable(ApiError):
-    """No gateway is there to find the context."""
+    """Envoy reaches no gateway that could find the context. Requests without a context still pass."""
 
     code = "gateway_unavailable"
 
 
 class DeadlineExceeded(ApiError):
-    """The body did not arrive in time."""
+    """Behind Envoy, the gateway did not route the request in time."""
 
     code = "deadline_exceeded"
 
 
 class StoreUnavailable(ApiError):
-    """Context manager or Redis cannot be reached."""
+    """The context manager or Redis is unreachable. Requests without a context still pass."""
 
     code = "store_unavailable"
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from deploy.docs.blocks import filled
+from deploy.docs.commands import commands
+from deploy.docs.errors import errors_table
 from deploy.docs.figures import figures
+from deploy.docs.http import http_reference
 from deploy.docs.metrics import metrics_list
 from deploy.docs.parts import parts_table
 from deploy.docs.settings import settings_list
 
 ROOT = Path(__file__).resolve().parents[2]
+_WRITERS: Mapping[str, Callable[[str], str]] = {
+    "commands": commands,
+    "errors": errors_table,
+    "http": http_reference,
+    "metrics": metrics_list,
+    "parts": parts_table,
+    "settings": settings_list,
+}
 
 
 def written() -> Mapping[Path, str]:
@@ -27,7 +38,7 @@ def written() -> Mapping[Path, str]:
 def _write(page: Path, kind: str, name: str) -> str:
     if kind == "figures":
         return figures(name, "" if page.parent == ROOT else f"{os.path.relpath(ROOT, page.parent)}/")
-    return {"settings": settings_list, "metrics": metrics_list, "parts": parts_table}[kind](name)
+    return _WRITERS[kind](name)
 
 
 def main() -> None:
