@@ -96,7 +96,7 @@ bench-one: install ## one other; ONLY=agents|attacks|beside|checksum|codec|conve
 
 docs: install ## the documentation site into .build/site; REPOSITORY_URL=<its web page>: links to other files of the repository
 	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
-plots: install ## draw benchmarks/results as the pictures in docs/pictures
+plots: install ## draw the README's picture from benchmarks/results; the documentation site draws its own
 	@PYTHONPATH=. $(PY) -m benchmarks.plots
 
 images: ## both images, by docker or buildah; VLLM_IMAGE=<vLLM's> PYTHON_IMAGE=<Debian with Python> BUILDER=<program>

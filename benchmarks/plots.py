@@ -1,8 +1,8 @@
-"""Draws benchmarks/results as pictures, readable on light and on dark: `make plots`.
+"""Draw benchmarks/results as pictures, readable on light and on dark.
 
-Each is an SVG of a few kB in docs/pictures, made of one or two results and named after what it shows. Its colours of
-text and lines follow the reader's theme. Its first comment holds a digest of the results it was drawn from, by which a
-test tells that it is theirs still.
+Each picture is an SVG of one or two results. Its colours of text and lines follow the reader's theme. The documentation
+site draws its pictures when it is built. `make plots` draws the README's, which is a file in docs/pictures; its first
+comment holds a digest of the results, so that a test notices a picture of an older run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ Result = dict[str, Any]
 
 
 def main() -> None:
-    """Draw all, or those that are named."""
+    """Draw the README's pictures, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="default: all")
-    for name in parser.parse_args().names or DRAWN:
-        file = PICTURES / f"{name}.svg"
-        file.parent.mkdir(exist_ok=True)
+    parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="default: the README's")
+    parser.add_argument("--out", type=Path, default=PICTURES, help="folder of the pictures")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.names or README_SHOWS:
+        file = options.out / f"{name}.svg"
         file.write_text(drawn(name))
         say(f"drawn: {file.name}")
 
@@ -162,6 +164,7 @@ DRAWN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "placement": (placement, ("bench_simulate",)),
 }
 """How each picture is drawn, and of which results."""
+README_SHOWS = ("conversation",)
 
 
 def _figure(panels: int, along: str) -> tuple[Any, Sequence[Any]]:

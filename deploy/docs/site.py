@@ -1,8 +1,9 @@
-"""Hooks of the documentation site (mkdocs.yml): pages from outside docs/, and links that leave docs/.
+"""Hooks of the documentation site (mkdocs.yml): pages from outside docs/, drawn results, and links that leave docs/.
 
 The chart's reference, the changelog, and the pages on contributing and security stand outside docs/, where readers of
 the repository look for them. The site shows them as its own pages. A link to any other file of the repository leads to
-`repo_url`, and is plain text without it. A link to a missing file fails a strict build.
+`repo_url`, and is plain text without it. A link to a missing file fails a strict build. Pictures of results are drawn
+here; only the README's is a file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from benchmarks.plots import DRAWN, drawn
+
 ROOT = Path(__file__).resolve().parents[2]
 BORROWED = {
     "charts/context-cache/README.md": "reference/chart.md",
@@ -24,6 +27,8 @@ BORROWED = {
     "SECURITY.md": "project/security.md",
 }
 """Files outside docs/ that are pages of the site: path in the repository, path in docs/."""
+PICTURES = {f"docs/pictures/{name}.svg": name for name in DRAWN}
+"""Pictures of results: path in the repository, name of the drawing."""
 _LINK = re.compile(
     r"```.*?```|`[^`\n]*`|(?P<text>\[[^\[\]]*\])\((?P<path>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)", re.DOTALL
 )
@@ -31,9 +36,12 @@ _log = get_plugin_logger("site")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside docs/."""
+    """Add the pages from outside docs/, and the pictures."""
     for source, page in BORROWED.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for path, name in PICTURES.items():
+        if not (ROOT / path).exists():
+            files.append(File.generated(config, path.removeprefix("docs/"), content=drawn(name)))
     return files
 
 
@@ -47,7 +55,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
         if path is None or re.match(r"[a-z]+:", path):
             return link[0]
         target = os.path.normpath(Path(source).parent / path)
-        if not (ROOT / target).exists():
+        if target not in PICTURES and not (ROOT / target).exists():
             _log.warning("%s: no file %s", source, target)
         target += "/README.md" if (ROOT / target / "README.md").exists() else ""
         inside = BORROWED.get(target, target.removeprefix("docs/") if target.startswith("docs/") else "")
