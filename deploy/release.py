@@ -1,11 +1,12 @@
-"""`make release VERSION=1.2.3`: the version everywhere it stands, the changelog, a tag, and the snapshot of the tag.
+"""`make release VERSION=1.2.3`: write the version and the changelog, commit, tag, and store the snapshot of the tag.
 
-Everything stays on this machine, in two commits and a tag; what to push is printed. The version's own place is
-`pyproject.toml`. The next release's upgrade is rehearsed against the snapshot, which can only be taken of a tag.
+The first release has a section of the changelog that was written by hand. Later ones get theirs from the fragments in
+`changes/`. Nothing leaves this machine: the command makes two commits and a tag, and prints the push command.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import subprocess
 import sys
@@ -16,43 +17,43 @@ from deploy.local.progress import StepFailed, say
 
 ROOT = Path(__file__).resolve().parents[1]
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
-_STANDS = {
+_PLACES = {
     "pyproject.toml": r'^version = "{0}"$',
     "charts/context-cache/Chart.yaml": r'^(?:version: {0}|appVersion: "{0}")$|^ +image: context-cache(?:-vllm)?:{0}$',
-    "docs/operations/install.md": r"context-cache(?:-vllm)?:{0}|VERSION={0}",
 }
-"""Where a version stands, by file: a pattern with the version in it."""
+"""Pattern of each place that must name the version, by file."""
+_IN_PAGES = r"(?:context-cache(?:-vllm|-server)?(?::|==)|VERSION=|--version ){0}(?![\w.-])"
+"""Pattern of the version in commands of README.md and the pages in docs/."""
 
 
 def release(version: str, *, root: Path = ROOT) -> str:
-    """Commit and tag a release of what `root` holds; return the tag. Raises StepFailed: then nothing was changed."""
+    """Commit and tag a release of the tree in `root`; return the tag. Raises StepFailed; the tree is then unchanged."""
     before = current(root)
-    if not _VERSION.fullmatch(version) or _parts(version) <= _parts(before):
+    tag = f"v{version}"
+    if not _VERSION.fullmatch(version) or _parts(version) < _parts(before):
         raise StepFailed(f"{version or 'nothing'} is no version after {before}: make release VERSION=1.2.3")
     if _run(root, "git", "status", "--porcelain"):
-        raise StepFailed("there are changes that are not committed: a release is what is committed")
-    tag = f"v{version}"
+        raise StepFailed("the tree has changes that are not committed: commit them first")
     if _run(root, "git", "tag", "--list", tag):
-        raise StepFailed(f"{tag} is there already")
-    if not list((root / "changes").glob("*.*.md")):
-        raise StepFailed("changes/ is empty: nothing to release")
+        raise StepFailed(f"the tag {tag} exists already")
+    fragments = list((root / "changes").glob("*.*.md"))
+    if version != before and not fragments:
+        raise StepFailed("changes/ has no fragments: there is nothing to release")
     try:
-        for file, pattern in _STANDS.items():
-            _write_version(root / file, pattern, before, version)
-        _run(root, sys.executable, "-m", "towncrier", "build", "--yes", "--version", version)
+        if version == before:
+            _date_section(root, version, fragments)
+        else:
+            _write_version(root, before, version)
+            _run(root, sys.executable, "-m", "towncrier", "build", "--yes", "--version", version)
         for generated in ("deploy.chart", "deploy.docs"):
             _run(root, sys.executable, "-m", generated)
     except StepFailed:
         _run(root, "git", "reset", "--hard", "--quiet")
         raise
-    _run(root, "git", "add", "--all")
-    _run(root, "git", "commit", "--quiet", "--message", f"Release {version}")
+    _commit(root, f"Release {version}")
     _run(root, "git", "tag", "--annotate", tag, "--message", f"context-cache {version}")
     _run(root, sys.executable, "-m", "tests.upgrade.snapshot", tag)
-    _run(root, "git", "add", "tests/upgrade/releases")
-    _run(
-        root, "git", "commit", "--quiet", "--message", f"Snapshot of {tag}, which the next release is rehearsed against"
-    )
+    _commit(root, f"Snapshot of {tag} for the rehearsal of the next upgrade")
     return tag
 
 
@@ -63,20 +64,53 @@ def current(root: Path = ROOT) -> str:
 
 
 def notes(version: str, *, root: Path = ROOT) -> str:
-    """Return what the changelog says of a version, without its heading. Raises StepFailed when it says nothing."""
+    """Return the changelog's section of a version, without its heading. Raises StepFailed when there is none."""
     changelog = (root / "CHANGELOG.md").read_text()
     found = re.search(rf"^## \[{re.escape(version)}\].*?\n(.*?)(?=^## \[|\Z)", changelog, re.MULTILINE | re.DOTALL)
     if found is None:
-        raise StepFailed(f"CHANGELOG.md says nothing of {version}")
+        raise StepFailed(f"CHANGELOG.md has no section '## [{version}]'")
     return found.group(1).strip()
 
 
-def _write_version(file: Path, pattern: str, before: str, version: str) -> None:
+def _date_section(root: Path, version: str, fragments: list[Path]) -> None:
+    """Write today's date into the section of the first release, which was written by hand."""
+    notes(version, root=root)
+    if fragments:
+        names = ", ".join(sorted(path.name for path in fragments))
+        raise StepFailed(f"move the fragments in changes/ into the section {version} of CHANGELOG.md: {names}")
+    changelog = root / "CHANGELOG.md"
+    heading = f"## [{version}] - "
+    text = re.sub(rf"^{re.escape(heading)}.*$", heading + _today(), changelog.read_text(), flags=re.MULTILINE)
+    changelog.write_text(text)
+
+
+def _today() -> str:
+    return dt.datetime.now(dt.UTC).date().isoformat()
+
+
+def _write_version(root: Path, before: str, version: str) -> None:
+    for name, pattern in _PLACES.items():
+        if not _replace(root / name, pattern, before, version):
+            raise StepFailed(f"{Path(name).name} does not name version {before}")
+    for page in (root / "README.md", *(root / "docs").rglob("*.md")):
+        _replace(page, _IN_PAGES, before, version)
+
+
+def _replace(file: Path, pattern: str, before: str, version: str) -> bool:
+    """Replace the version in all matches; return whether there is one."""
     text = file.read_text()
     found = re.compile(pattern.format(re.escape(before)), re.MULTILINE)
-    if not found.search(text):
-        raise StepFailed(f"{file.name} does not name version {before}")
-    file.write_text(found.sub(lambda match: match.group().replace(before, version), text))
+    new, matches = found.subn(lambda match: match.group().replace(before, version), text)
+    if new != text:
+        file.write_text(new)
+    return matches > 0
+
+
+def _commit(root: Path, message: str) -> None:
+    """Commit all changes; without changes there is no commit."""
+    _run(root, "git", "add", "--all")
+    if _run(root, "git", "status", "--porcelain"):
+        _run(root, "git", "commit", "--quiet", "--message", message)
 
 
 def _parts(version: str) -> tuple[int, ...]:
@@ -91,7 +125,7 @@ def _run(root: Path, *command: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Release, or print this tree's `version`, or the changelog's `notes` on it; return the exit code."""
+    """Release, or print the tree's `version` or its section of the changelog (`notes`); return the exit code."""
     given = (sys.argv[1:] if arguments is None else arguments) or [""]
     try:
         if given[0] in {"version", "notes"}:

@@ -1,7 +1,8 @@
-"""`make release` on a copy of this tree: what it changes, what it refuses, and that the next upgrade starts from it."""
+"""`make release` on a copy of this tree: its changes, its refusals, and the snapshot for the next upgrade."""
 
-import shutil
+import re
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -10,91 +11,140 @@ import yaml
 
 from deploy.local.progress import StepFailed
 from deploy.release import current, notes, release
+from tests.kit.released import ROOT, add_fragment, commit, git, next_minor, repository_of_this_tree
 from tests.upgrade.snapshot import newest_snapshot
 
-ROOT = Path(__file__).parents[2]
-
-
-def git(root: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+FRAGMENTS = {
+    "a.feature.md": "Turns may sing.",
+    "b.fix.md": "Songs end.",
+    "c.removal.md": "Whistles.",
+    "d.doc.md": "Tunes.",
+}
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """All that is or could be committed here, as the only commit of a repository."""
-    root = tmp_path / "tree"
-    for name in git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
-        if (ROOT / name).is_file() and not name.startswith("benchmarks/results/"):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, root / name)
-    shutil.copytree(ROOT / "benchmarks" / "results", root / "benchmarks" / "results")
-    git(root, "init", "--quiet", "--initial-branch", "main")
-    git(root, "config", "user.name", "somebody")
-    git(root, "config", "user.email", "somebody@example.com")
-    git(root, "add", ".")
-    git(root, "commit", "--quiet", "--message", "all")
-    return root
+    return repository_of_this_tree(tmp_path / "tree")
 
 
-def test_a_release_is_named_everywhere_and_can_be_upgraded_from(tree):
-    (tree / "changes" / "seen.feature.md").write_text("What nobody has seen before.\n")
-    git(tree, "add", ".")
-    git(tree, "commit", "--quiet", "--message", "a feature")
+def without_fragments(tree: Path) -> None:
+    """Remove the fragments, if there are any: a tree is one that could be the first release."""
+    for fragment in (tree / "changes").glob("*.*.md"):
+        fragment.unlink()
+    if git(tree, "status", "--porcelain"):
+        commit(tree, "no fragments")
 
-    tag = release("1.2.3", root=tree)
 
-    assert tag == "v1.2.3"
-    assert current(tree) == "1.2.3"
+def test_a_release_writes_its_version_everywhere_and_stores_a_snapshot_of_its_tag(tree):
+    add_fragment(tree, "seen.feature.md", "Turns may sing.")
+    version = next_minor()
+
+    tag = release(version, root=tree)
+
+    assert tag == f"v{version}"
+    assert current(tree) == version
     chart = yaml.safe_load((tree / "charts" / "context-cache" / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == ("1.2.3", "1.2.3")
-    assert "context-cache:1.2.3" in chart["annotations"]["artifacthub.io/images"]
-    assert "context-cache:1.2.3" in (tree / "docs/operations/install.md").read_text()
-    assert "- What nobody has seen before.\n" in notes("1.2.3", root=tree)
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    assert f"context-cache:{version}" in chart["annotations"]["artifacthub.io/images"]
+    assert "- Turns may sing.\n" in f"{notes(version, root=tree)}\n"
     assert sorted(path.name for path in (tree / "changes").iterdir()) == ["README.md", "template.md.jinja"]
-    with tarfile.open(newest_snapshot(tree / "tests" / "upgrade" / "releases")) as archive:
-        assert "gateway/flows.py" in archive.getnames()
     assert git(tree, "status", "--porcelain") == ""
     assert git(tree, "log", "--format=%s", "-2").splitlines()[1] == git(tree, "log", "-1", "--format=%s", tag)
 
 
-def test_each_fragment_is_one_line_of_the_changelog_under_its_kind(tree):
-    fragments = len(list((tree / "changes").glob("*.*.md")))
+def test_the_snapshot_of_a_tag_is_code_that_starts(tree, tmp_path):
+    """Seen to fail with a package missing in the snapshot that the local stack imports."""
+    add_fragment(tree, "seen.feature.md", "Turns may sing.")
+    release(next_minor(), root=tree)
 
-    release("1.0.0", root=tree)
+    snapshot = newest_snapshot(tree / "tests" / "upgrade" / "releases")
+    with tarfile.open(snapshot) as archive:
+        archive.extractall(tmp_path / "code", filter="data")
+    imports = (
+        "import deploy.local.stack, gateway.flows, context_manager.manager, kv_sidecar.catalog; print(gateway.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", imports],
+        cwd=tmp_path / "code",
+        env={"PYTHONPATH": str(tmp_path / "code"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
 
-    told = notes("1.0.0", root=tree)
-    assert sum(line.startswith("- ") for line in told.splitlines()) == fragments
-    assert [line for line in told.splitlines() if line.startswith("#")] == [
-        "### Added",
-        "### Fixed",
-        "### Removed",
-        "### Documentation",
+    assert done.stdout.startswith(str(tmp_path / "code"))
+
+
+def test_the_first_release_is_the_current_version_with_the_date_of_its_tag(tree):
+    without_fragments(tree)
+    version = current(tree)
+    before = notes(version, root=tree)
+
+    assert release(version, root=tree) == f"v{version}"
+
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    assert re.search(heading, (tree / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert notes(version, root=tree) == before
+    with pytest.raises(StepFailed, match=f"the tag v{version} exists already"):
+        release(version, root=tree)
+
+
+def test_each_fragment_is_one_line_of_the_changelog_under_its_kind_and_above_the_releases_before(tree):
+    """Seen to fail with towncrier's underline, a line of `=`, below the heading."""
+    without_fragments(tree)
+    for name, text in FRAGMENTS.items():
+        add_fragment(tree, name, text)
+    version = next_minor()
+
+    release(version, root=tree)
+
+    lines = [line for line in notes(version, root=tree).splitlines() if line]
+    assert lines == [
+        *("### Added", "- Turns may sing.", "### Fixed", "- Songs end."),
+        *("### Removed", "- Whistles.", "### Documentation", "- Tunes."),
     ]
+    headings = re.findall(r"^## \[(.*?)\]", (tree / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == [version, current(ROOT)]
+
+
+def test_the_changelog_has_no_relative_links():
+    """Its text stands in the repository, on the site and on a release page: a relative link works in one of them."""
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "CHANGELOG.md").read_text())
+
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 @pytest.mark.parametrize(
     ("version", "spoil", "says"),
     [
-        ("0.1.0", "", "no version after 0.1.0"),
+        ("0.0.1", "", "no version after"),
         ("v9.0.0", "", "no version after"),
         ("", "", "make release VERSION=1.2.3"),
         ("9.0.0", "README.md", "not committed"),
-        ("9.0.0", "tag", "there already"),
+        ("9.0.0", "tag", "exists already"),
         ("9.0.0", "changes", "nothing to release"),
         ("9.0.0", "chart", "does not name version"),
+        ("current", "fragment", "move the fragments in changes/ into the section"),
+        ("current", "changelog", "CHANGELOG.md has no section"),
     ],
 )
-def test_what_is_no_release_changes_nothing(tree, version, spoil, says):
-    if spoil == "README.md":
-        (tree / spoil).write_text("changed")
-    elif spoil == "tag":
+def test_a_refused_release_changes_nothing(tree, version, spoil, says):
+    without_fragments(tree)
+    version = current(tree) if version == "current" else version
+    if spoil == "tag":
         git(tree, "tag", "v9.0.0")
-    elif spoil == "changes":
-        git(tree, "rm", "--quiet", "changes/*.*.md")
-        git(tree, "commit", "--quiet", "--message", "no news")
     elif spoil == "chart":
+        add_fragment(tree, "seen.feature.md", "Turns may sing.")
         (tree / "charts" / "context-cache" / "Chart.yaml").write_text("version: 8.0.0\n")
-        git(tree, "commit", "--quiet", "--all", "--message", "another chart")
+        commit(tree, "another chart")
+    elif spoil == "fragment":
+        add_fragment(tree, "seen.feature.md", "Turns may sing.")
+    elif spoil == "changelog":
+        (tree / "CHANGELOG.md").write_text("# Changelog\n")
+        commit(tree, "no section")
+    elif spoil == "README.md":
+        (tree / spoil).write_text("changed")
     before = git(tree, "rev-parse", "HEAD"), git(tree, "status", "--porcelain")
 
     with pytest.raises(StepFailed, match=says):
