@@ -36,6 +36,9 @@ KEPT = ROOT / ".build" / "renderings"
 KEPT_S = 24 * 3600
 """How long renderings stay after the last was added to theirs."""
 
+REGISTRY = "registry.example.org"
+"""The registry of our images, for each release that sets none: the chart in the tree installs with one only."""
+
 Document = dict[str, Any]
 
 
@@ -74,8 +77,15 @@ def helm_program(helm: Helm) -> Path:
 
 
 def run_helm(helm: Helm, *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None):
-    """Run Helm without the configuration, plugins and cluster of whoever runs the tests."""
+    """Run Helm without the configuration, plugins and cluster of the user who runs the tests.
+
+    With `--values -` the values in `stdin` are laid over one that names a registry for our images.
+    """
     with tempfile.TemporaryDirectory() as home:
+        registry = Path(home) / "registry.yaml"
+        registry.write_text(f"image: {{registry: {REGISTRY}}}\n")
+        if arguments[-2:] == ("--values", "-"):
+            arguments = (*arguments[:-2], "--values", str(registry), "--values", "-")
         outside = {"HOME": home, "HELM_CACHE_HOME": home, "HELM_CONFIG_HOME": home, "HELM_DATA_HOME": home}
         return subprocess.run(
             [str(helm_program(helm)), *arguments],

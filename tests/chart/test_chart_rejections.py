@@ -20,8 +20,23 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "no pods": ({"gateway": {"replicas": 0}}, ("gateway", "replicas")),
     "pods as text": ({"contextManager": {"replicas": "2"}}, ("contextManager", "replicas")),
     "half a pod": ({"envoy": {"replicas": 1.5}}, ("envoy", "replicas")),
-    "a floating tag": ({"image": {"tag": "latest"}}, ("image", "tag")),
-    "a floating tag of the engine": (merged(ENGINE, {"engine": {"image": {"tag": "latest"}}}), ("engine", "tag")),
+    "no registry of our images": (
+        {"image": {"registry": ""}},
+        ("image.registry is empty", "--set image.registry=registry.example.org/llm"),
+    ),
+    "a registry of the engine's image alone": (
+        merged(ENGINE, {"image": {"registry": ""}, "engine": {"image": {"registry": "registry.example.org"}}}),
+        ("image.registry is empty",),
+    ),
+    "a floating tag": ({"image": {"tag": "latest"}}, ("image.tag", "changes over time", "Set a version")),
+    "a floating tag of the engine": (
+        merged(ENGINE, {"engine": {"image": {"tag": "latest"}}}),
+        ("engine.image.tag", "engine.image.digest"),
+    ),
+    "a floating tag of one of the models": (
+        merged(ENGINE, {"models": {"small": {"image": {"tag": "main"}}}}),
+        ("models.small.image.tag",),
+    ),
     "a registry with a scheme": ({"image": {"registry": "https://registry.example.org"}}, ("image", "registry")),
     "a registry with a slash at its end": ({"image": {"registry": "registry.example.org/"}}, ("image", "registry")),
     "a collector without a port": ({"tracing": {"endpoint": "http://otel.monitoring.svc"}}, ("tracing", "endpoint")),

@@ -28,7 +28,7 @@ from tests.chart.releases import (
     Values,
     merged,
 )
-from tests.chart.rendering import CHART, Release, helm_says, render, run_helm
+from tests.chart.rendering import CHART, REGISTRY, Release, helm_says, render, run_helm
 
 KEDA: Values = {"gateway": {"keda": {"enabled": True, "prometheusServer": "http://prometheus:9090"}}}
 BASES: list[Values] = [
@@ -303,7 +303,11 @@ def test_images_come_from_where_the_values_say():
     fixed = {container["image"] for pod in pods(render(RELEASES["images by digest"])) for container in pod.containers}
 
     assert {image.partition(":5000/")[0] for image in images} == {"registry.example.org"}
-    assert fixed == {f"context-cache@{DIGEST}", f"context-cache-vllm@{DIGEST}", f"docker.io/envoyproxy/envoy@{DIGEST}"}
+    assert fixed == {
+        f"{REGISTRY}/context-cache@{DIGEST}",
+        f"{REGISTRY}/context-cache-vllm@{DIGEST}",
+        f"docker.io/envoyproxy/envoy@{DIGEST}",
+    }
 
 
 def vllm_of(release: str) -> tuple[dict, list[str]]:
