@@ -346,7 +346,7 @@ class ContextManagerClient:
         try:
             message = request()
         except (TypeError, ValueError) as exc:  # a number beyond 64 bits, a lone surrogate, a wrong type
-            raise InvalidRequest("a field cannot be sent to the context manager") from exc
+            raise InvalidRequest("a field has a value that gRPC cannot send to the context manager") from exc
         stub: Any = pb_grpc.ContextManagerServiceStub(self._connection.channel())
         # A request's message is named like its method.
         with child_span(f"{_SERVICE}/{type(message).__name__.removesuffix('Request')}", kind=SpanKind.CLIENT):

@@ -20,6 +20,7 @@ from contextcache.model import (
     MAX_WORD_CHARS,
     MIN_TTL_S,
     SESSION_ID_PATTERN,
+    SESSION_ID_RULE,
     TENANT_PATTERN,
     USAGE_COUNTS,
     HeldCacheRef,
@@ -59,27 +60,29 @@ class TtlBounds:
     def check(self, ttl_s: int) -> None:
         """Raise TtlOutOfRange; a life is never clamped."""
         if not self.min_s <= ttl_s <= self.max_s:
-            raise TtlOutOfRange(f"ttl must be {self.min_s} to {self.max_s} seconds", param="ttl")
+            raise TtlOutOfRange(f"ttl must be from {self.min_s} to {self.max_s} seconds", param="ttl")
 
 
 def check_session(tenant: str, session_id: str) -> None:
     """Raise InvalidRequest unless both could be somebody's."""
     check_tenant(tenant)
     if not SESSION_ID_PATTERN.fullmatch(session_id):
-        raise InvalidRequest("session_id must be 1 to 128 letters, digits, '_', '-' or '.'", param="session_id")
+        raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
 
 
 def check_tenant(tenant: str) -> None:
     """Raise InvalidRequest for a tenant that cannot be part of a key."""
     if not TENANT_PATTERN.fullmatch(tenant):
-        raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
+        raise InvalidRequest(
+            "tenant must be 1 to 64 letters, digits, '_', '-' or '.', and begin with a letter or digit", param="tenant"
+        )
 
 
 def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
     """Raise InvalidRequest for a lease nobody could hold."""
     _check_name("lease_id", lease_id)
     if lease_ttl_ms is not None and not 1 <= lease_ttl_ms <= MAX_LEASE_TTL_MS:
-        raise InvalidRequest(f"lease_ttl_ms must be 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
+        raise InvalidRequest(f"lease_ttl_ms must be from 1 to {MAX_LEASE_TTL_MS}", param="lease_ttl_ms")
 
 
 def check_batch(batch_id: str, sender: str, number: int) -> None:
@@ -88,19 +91,22 @@ def check_batch(batch_id: str, sender: str, number: int) -> None:
     if sender:
         _check_name("sender", sender)
     if not 0 <= number < 1 << 53:
-        raise InvalidRequest("number must be 0 to 2^53 - 1", param="number")
+        raise InvalidRequest("number must be from 0 to 2^53 - 1", param="number")
 
 
 def _check_name(param: str, said: str) -> None:
     if not (1 <= len(said) <= MAX_LEASE_ID_CHARS and said.isascii() and said.isprintable()):
-        raise InvalidRequest(f"{param} must be 1 to {MAX_LEASE_ID_CHARS} printable characters", param=param)
+        raise InvalidRequest(f"{param} must have 1 to {MAX_LEASE_ID_CHARS} printable ASCII characters", param=param)
 
 
 def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
     check_session(new.tenant, new.session_id)
     if new.session_id.startswith(KEPT_PREFIX):
-        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
+        raise InvalidRequest(
+            f"session_id must not begin with {KEPT_PREFIX}: the server uses this prefix for kept conversations",
+            param="session_id",
+        )
     if not 1 <= len(new.model_id) <= MAX_NAME_CHARS:
         raise InvalidRequest(f"model must have 1 to {MAX_NAME_CHARS} characters", param="model")
     bounds.check(new.ttl_s)
@@ -112,13 +118,13 @@ def check_commit(commit: TurnCommit) -> None:
     check_session(commit.tenant, commit.session_id)
     check_lease(commit.lease_id)
     if commit.expected_generation < 0:
-        raise InvalidRequest("expected_generation is never negative", param="expected_generation")
+        raise InvalidRequest("expected_generation must be 0 or more", param="expected_generation")
     if commit.keep_segments < 0:
-        raise InvalidRequest("keep_segments is never negative", param="keep_segments")
+        raise InvalidRequest("keep_segments must be 0 or more", param="keep_segments")
     if len(commit.segments) > MAX_COMMIT_SEGMENTS:
-        raise InvalidRequest(f"a commit has at most {MAX_COMMIT_SEGMENTS} segments", param="segments")
+        raise InvalidRequest(f"a commit may have at most {MAX_COMMIT_SEGMENTS} segments", param="segments")
     if commit.cache_ref and not CACHE_REF_PATTERN.fullmatch(commit.cache_ref):
-        raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
+        raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
     if commit.holder:
         check_holder(commit.holder)
     check_repeatable(commit.repeatable)
@@ -127,18 +133,21 @@ def check_commit(commit: TurnCommit) -> None:
     if commit.receipt is not None:
         check_receipt(commit.receipt)
     if len(commit.answer) > MAX_ANSWER_BYTES:
-        raise InvalidRequest(f"an answer of {MAX_ANSWER_BYTES} bytes at most is kept", param="answer")
+        raise InvalidRequest(f"a stored answer may have at most {MAX_ANSWER_BYTES} bytes", param="answer")
 
 
 def check_receipt(receipt: TurnReceipt) -> None:
     """Raise InvalidRequest for what no turn can have taken."""
     words = (receipt.source, receipt.match, receipt.reason)
     if not all(isinstance(w, str) and len(w) <= MAX_WORD_CHARS and w.isascii() and w.isprintable() for w in words):
-        raise InvalidRequest("a receipt's words are short phrases", param="receipt")
+        raise InvalidRequest(
+            f"source, match and reason of a receipt must have at most {MAX_WORD_CHARS} printable ASCII characters",
+            param="receipt",
+        )
     restore_ms, first_token_ms = receipt.restore_ms or 0, receipt.first_token_ms or 0
     counts = (receipt.generation, receipt.at_ms, receipt.took_ms, restore_ms, first_token_ms, *_tokens(receipt))
     if not all(isinstance(number, int) and 0 <= number <= MAX_COUNT for number in counts):
-        raise InvalidRequest("a receipt counts what is known, and never less than nothing", param="receipt")
+        raise InvalidRequest(f"the counts of a receipt must be whole numbers from 0 to {MAX_COUNT}", param="receipt")
 
 
 def _tokens(receipt: TurnReceipt) -> tuple[int, ...]:
@@ -148,18 +157,20 @@ def _tokens(receipt: TurnReceipt) -> tuple[int, ...]:
 def check_usage(usage: Sequence[Usage]) -> None:
     """Raise InvalidRequest for what nobody can have used."""
     if not 1 <= len(usage) <= MAX_USAGE_KEYS or len({one.key for one in usage}) != len(usage):
-        raise InvalidRequest(f"usage is of 1 to {MAX_USAGE_KEYS} keys, each once", param="usage")
+        raise InvalidRequest(f"usage must have 1 to {MAX_USAGE_KEYS} keys, each once", param="usage")
     for one in usage:
         if one.key and not KEY_NAME_PATTERN.fullmatch(one.key):
-            raise InvalidRequest("a key's name is 1 to 64 letters, digits, '_', '-' or '.'", param="usage")
+            raise InvalidRequest("the name of a key must be 1 to 64 letters, digits, '_', '-' or '.'", param="usage")
         if not set(one.counts) <= set(USAGE_COUNTS) or not all(0 <= n <= MAX_COUNT for n in one.counts.values()):
-            raise InvalidRequest("usage counts what is known, and never less than nothing", param="usage")
+            raise InvalidRequest(f"usage must have known counts only, each from 0 to {MAX_COUNT}", param="usage")
 
 
 def check_days(first_day: int, last_day: int) -> None:
     """Raise InvalidRequest for days that cannot be asked for."""
     if not 0 <= first_day <= last_day or last_day - first_day >= MAX_USAGE_DAYS:
-        raise InvalidRequest(f"from and to are 1 to {MAX_USAGE_DAYS} days, in their order", param="from")
+        raise InvalidRequest(
+            f"`from` must not be after `to`, and both must span at most {MAX_USAGE_DAYS} days", param="from"
+        )
 
 
 def check_repeatable(repeatable: Repeatable | None) -> None:
@@ -167,35 +178,35 @@ def check_repeatable(repeatable: Repeatable | None) -> None:
     if repeatable is not None and not all(
         DIGEST_PATTERN.fullmatch(digest) for digest in (repeatable.key, repeatable.request)
     ):
-        raise InvalidRequest("a repeatable request is named by two digests", param="repeatable")
+        raise InvalidRequest("a repeatable request must have two SHA-256 digests", param="repeatable")
 
 
 def check_generation(generation: int) -> None:
     """Raise InvalidRequest for what can be no generation of a context that was created."""
     if not 1 <= generation <= MAX_GENERATION:
-        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
+        raise InvalidRequest(f"generation must be a whole number from 1 to {MAX_GENERATION}", param="generation")
 
 
 def check_holder(holder: str) -> None:
     """Raise InvalidRequest for what can be no endpoint's name."""
     if not (1 <= len(holder) <= MAX_NAME_CHARS and holder.isprintable()):
-        raise InvalidRequest(f"holder has at most {MAX_NAME_CHARS} printable characters", param="holder")
+        raise InvalidRequest(f"holder must have 1 to {MAX_NAME_CHARS} printable characters", param="holder")
 
 
 def check_page(tenant: str, limit: int, after: str) -> None:
     """Raise InvalidRequest for a page that cannot be listed."""
     check_tenant(tenant)
     if not 1 <= limit <= MAX_LIST_LIMIT:
-        raise InvalidRequest(f"limit must be 1 to {MAX_LIST_LIMIT}", param="limit")
+        raise InvalidRequest(f"limit must be from 1 to {MAX_LIST_LIMIT}", param="limit")
     if after and not SESSION_ID_PATTERN.fullmatch(after):
-        raise InvalidRequest("after is not a session id", param="after")
+        raise InvalidRequest(f"after must be a session id: {SESSION_ID_RULE}", param="after")
 
 
 def check_held(held: Sequence[HeldCacheRef]) -> None:
     """Raise InvalidRequest for more KVs than one question may name, or for one that no session could name."""
     if len(held) > MAX_HELD_REFS:
-        raise InvalidRequest(f"one question names at most {MAX_HELD_REFS} KVs", param="held")
+        raise InvalidRequest(f"one call may name at most {MAX_HELD_REFS} cache_refs", param="held")
     for one in held:
         check_session(one.tenant, one.session_id)
         if not CACHE_REF_PATTERN.fullmatch(one.cache_ref):
-            raise InvalidRequest("cache_ref is not one of ours", param="cache_ref")
+            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")

@@ -92,7 +92,7 @@ class ContextCacheManager:
     async def register_session_cache(self, commit: TurnCommit) -> CacheSessionMetadata:
         """Commit the create: CREATING to READY, generation 1. Raises as `commit_turn`."""
         if commit.expected_generation != 0:
-            raise InvalidRequest("the first commit expects generation 0", param="expected_generation")
+            raise InvalidRequest("the first commit of a context must expect generation 0", param="expected_generation")
         return await self.commit_turn(commit)
 
     async def locate(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:
@@ -225,7 +225,7 @@ class ContextCacheManager:
         if generation is not None:
             check_generation(generation)
         if commit.segments or commit.expected_generation or commit.keep_segments:
-            raise InvalidRequest("a fork brings no segments", param="segments")
+            raise InvalidRequest("a fork must not have segments", param="segments")
         with self._metrics.store_call("fork"):
             session = await self._store.fork(
                 SessionKey(commit.tenant, source_id), generation=generation, commit=commit, now_ms=self._clock.now_ms()

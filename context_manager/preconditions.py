@@ -50,19 +50,19 @@ def judged(info: Info, *, tenant_bytes_max: int, wait_replicas: int) -> list[Pre
         told = f"redis may evict contexts: maxmemory-policy is {policy}, it must be noeviction"
         found.append(Precondition("eviction_policy", policy == "noeviction", told))
     if version := re.match(r"(\d+)\.(\d+)", str(info.get("redis_version", ""))):
-        told = f"redis is {version[0]}, 6.2 or newer is needed"
+        told = f"redis is {version[0]}, at least 6.2 is needed"
         found.append(Precondition("version", (int(version[1]), int(version[2])) >= _VERSION_MIN, told))
     if "aof_enabled" in info:
-        told = "redis writes no append-only file: a crash loses contexts (appendonly yes)"
+        told = "redis writes no append-only file, so a crash loses contexts: set appendonly yes"
         found.append(Precondition("append_only_file", bool(info["aof_enabled"]), told))
     if "maxmemory" in info:
         maxmemory, wanted = int(info["maxmemory"]), _TENANTS_MIN * tenant_bytes_max
-        told = f"one tenant may fill redis: MANAGER_TENANT_BYTES_MAX is {tenant_bytes_max}, maxmemory {maxmemory}"
+        told = f"one tenant may fill redis: MANAGER_TENANT_BYTES_MAX is {tenant_bytes_max}, maxmemory is {maxmemory}"
         is_met = not maxmemory or 0 < wanted <= maxmemory
         found.append(Precondition("memory", is_met, told))
     if "connected_slaves" in info and wait_replicas:
         num_replicas = int(info["connected_slaves"])
-        told = f"commits wait for {wait_replicas} replicas (MANAGER_REDIS_WAIT_REPLICAS), redis has {num_replicas}"
+        told = f"commits wait for {wait_replicas} replicas (MANAGER_REDIS_WAIT_REPLICAS), but redis has {num_replicas}"
         found.append(Precondition("replicas", num_replicas >= wait_replicas, told))
     return found
 
@@ -99,7 +99,7 @@ class StoreWatch:
         except ContextCacheError:
             self._forget()
             if not self._was_refused:
-                log.warning("redis does not tell how it is set; the ACL user needs +info")
+                log.warning("redis settings unreadable: the ACL user needs +info")
             self._was_refused = True
             return _REFUSED_INTERVAL_S
         self._was_refused = False
@@ -149,5 +149,5 @@ class StoreWatch:
                 wait_s = await self.look()
             except Exception:
                 # A gauge is no reason to end; the next look tries again.
-                log.exception("what redis is set to was not read by a fault of our own")
+                log.exception("redis settings check failed by an internal fault")
             await asyncio.sleep(wait_s)

@@ -54,13 +54,13 @@ def is_cluster(url: str) -> bool:
 def open_clients(url: str, *, timeout_s: float, max_connections: int, tls: RedisTls | None) -> RedisClients:
     """Return the clients of a URL. Raises ValueError, which repeats nothing of it: it may hold a password."""
     if tls is not None and not url.startswith("rediss"):
-        raise ValueError("certificate files for Redis need a URL that begins with rediss")
+        raise ValueError("certificate files for Redis need a URL with the scheme rediss://")
     try:
         return _open(url, timeout_s=timeout_s, max_connections=max_connections, tls=tls)
     except _WrongUrl as exc:
         raise ValueError(str(exc)) from None
     except (ValueError, TypeError) as exc:
-        raise ValueError(f"the Redis URL cannot be read ({type(exc).__name__})") from None
+        raise ValueError(f"the Redis URL is not valid ({type(exc).__name__})") from None
 
 
 class _WrongUrl(Exception):
@@ -83,11 +83,14 @@ def _open(url: str, *, timeout_s: float, max_connections: int, tls: RedisTls | N
     scheme, _, rest = url.partition("://")
     base, _, topology = scheme.partition("+")
     if base not in ("redis", "rediss", "unix") or topology not in ("", "cluster", "sentinel"):
-        raise _WrongUrl("unknown Redis URL scheme")
+        raise _WrongUrl(
+            "unknown scheme of the Redis URL; allowed: redis, rediss, unix, and redis or rediss with "
+            "+cluster or +sentinel"
+        )
     if base == "unix" and topology:
-        raise _WrongUrl("a Cluster or Sentinel is not reached over a Unix socket")
+        raise _WrongUrl("a Redis Cluster or Sentinel needs TCP, not a Unix socket")
     if "socket_timeout=" in rest:
-        raise _WrongUrl("socket_timeout does not belong into the Redis URL: the store has a deadline of its own")
+        raise _WrongUrl("the Redis URL must not contain socket_timeout: set MANAGER_REDIS_TIMEOUT_S")
     if topology == "cluster":
         return RedisClients(RedisCluster.from_url(f"{base}://{rest}", **options))
     if topology == "sentinel":
@@ -100,7 +103,7 @@ def _open_sentinel(rest: str, options: dict[str, Any], *, tls: bool) -> RedisCli
     user, at, hosts = parts.netloc.rpartition("@")
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
-        raise _WrongUrl("a Sentinel URL names its service: redis+sentinel://host:26379/<service>")
+        raise _WrongUrl("a Sentinel URL must name its service: redis+sentinel://host:26379/<service>")
     sentinels = []
     for host in hosts.split(","):
         name, _, port = host.rpartition(":") if ":" in host else (host, "", "26379")
@@ -167,7 +170,7 @@ class RedisTls:
             # The version stays, so that the files are tried again even when nobody touches them.
             self._look_at_s = now_s + _RETRY_INTERVAL_S
             self._on_failure()
-            log.warning("certificate for redis not reloaded", extra={"error": str(exc)})
+            log.warning("certificate for redis: reload failed, last good certificate stays", extra={"error": str(exc)})
             return False
         self._version = version
         log.info("certificate for redis reloaded")
@@ -185,14 +188,14 @@ class RedisTls:
         try:
             context = ssl.create_default_context(cafile=None if self._ca_file is None else str(self._ca_file))
         except ssl.SSLError as exc:
-            raise ValueError(f"{self._ca_file} holds no PEM certificate: {exc.reason or exc}") from exc
+            raise ValueError(f"{self._ca_file} has no PEM certificate: {exc.reason or exc}") from exc
         if self._cert_file is None:
             return
         try:
             context.load_cert_chain(self._cert_file, self._key_file, password="")
         except ssl.SSLError as exc:
             files = f"{self._cert_file} and {self._key_file}"
-            raise ValueError(f"{files} are not a PEM certificate and its key: {exc.reason or exc}") from exc
+            raise ValueError(f"{files} are not a PEM certificate and its private key: {exc.reason or exc}") from exc
 
 
 def redis_tls(settings: ManagerSettings, *, on_failure: Callable[[], None]) -> RedisTls | None:

@@ -166,7 +166,7 @@ class RedisConnection:
     def _client(self) -> Any:
         if self._tls is not None and self._tls.has_changed():
             # redis-py reads the files once for each connection that it keeps for good: they have to go.
-            self._replace_clients("redis clients of an old certificate")
+            self._replace_clients("redis clients with an old certificate")
         return self._clients.client
 
     def _replace_clients(self, why: str) -> None:
@@ -243,7 +243,7 @@ class RedisConnection:
             return answer  # a refusal wrote nothing that could be lost
         if isinstance(num_replicas, Exception):
             # What was written is there all the same: a master that becomes a replica says UNBLOCKED, an ACL NOPERM.
-            log.error("redis broke off a wait for replicas", extra=_error_fields(num_replicas))
+            log.error("redis ended a wait for replicas", extra=_error_fields(num_replicas))
             raise TooFewReplicas from num_replicas
         if num_replicas < wait.num_replicas:
             raise TooFewReplicas
@@ -270,7 +270,7 @@ def _mapped(exc: Exception) -> ContextCacheError:
     fields = _error_fields(exc)
     code = fields["redis_code"]
     if isinstance(exc, TooFewReplicas):
-        log.warning("too few replicas took a write in time", extra=fields)
+        log.warning("too few replicas acknowledged a write in time", extra=fields)
         return refusals.unavailable()
     # A script met a trunk that a Cluster is moving to another node.
     passing = isinstance(exc, _PASSING_ERRORS) or code in _PASSING_CODES or "non local key" in str(exc)

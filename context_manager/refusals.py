@@ -41,7 +41,7 @@ def exists() -> ContextExists:
 
 def too_many_contexts(contexts_max: int) -> ContextQuotaExceeded:
     """Return the answer to one context more than the tenant may have; waiting does not help, a delete does."""
-    return ContextQuotaExceeded(f"the tenant has all the contexts it may have ({contexts_max})")
+    return ContextQuotaExceeded(f"the tenant has reached its limit of {contexts_max} contexts")
 
 
 def busy(remaining_ms: int) -> ContextBusy:
@@ -56,7 +56,9 @@ def generation_mismatch(current: int) -> GenerationMismatch:
 
 def generation_gone(current: int) -> GenerationGone:
     """Return the answer to going back to what was replaced, is too long ago to be remembered, or is still to come."""
-    return GenerationGone(f"that generation is no part of the context, which is at {current}", param="generation")
+    return GenerationGone(
+        f"generation is not part of the context, which is at generation {current}", param="generation"
+    )
 
 
 def already_answered() -> AlreadyAnswered:
@@ -66,14 +68,14 @@ def already_answered() -> AlreadyAnswered:
 
 def key_reused() -> IdempotencyKeyReused:
     """Return the answer to another request under the same key."""
-    return IdempotencyKeyReused("this key was used for another request", param=_KEY)
+    return IdempotencyKeyReused("this idempotency key was used for a different request", param=_KEY)
 
 
 def too_many_bytes(bytes_max: int) -> ContextQuotaExceeded:
     """Return the answer to more bytes of transcripts and kept answers than the tenant may have."""
     return ContextQuotaExceeded(
-        f"the tenant's transcripts and kept answers reach its limit of {bytes_max} bytes (MANAGER_TENANT_BYTES_MAX): "
-        "delete contexts, or wait until some expire"
+        f"the tenant's transcripts and stored answers have reached the limit of {bytes_max} bytes "
+        "(MANAGER_TENANT_BYTES_MAX): delete contexts, or wait until some expire"
     )
 
 
@@ -89,14 +91,14 @@ def keeps_too_much(num_segments: int) -> InvalidRequest:
 
 def unknown_after() -> InvalidRequest:
     """Return the answer to a page that should start after a session nobody knows."""
-    return InvalidRequest("after names no context of the list", param="after")
+    return InvalidRequest("`after` names no context of this list", param="after")
 
 
 def damaged() -> ContextCacheError:
     """Return the answer to a row that cannot be read, or a transcript shorter than it says: never continue from it."""
-    return ContextCacheError("what is stored of the context is damaged")
+    return ContextCacheError("the stored context is damaged")
 
 
 def unavailable() -> StoreUnavailable:
     """Return the answer when the store did not answer in time."""
-    return StoreUnavailable("the session store cannot be reached", retry_after_s=1)
+    return StoreUnavailable("no connection to the session store", retry_after_s=1)

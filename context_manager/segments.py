@@ -38,7 +38,7 @@ class PackedSegment(Segment):
     def __init__(self, kind: SegmentKind, packed_ids: bytes, *, text: str, messages_json: str) -> None:
         """Take ids as they are packed. Raises ValueError when they are no whole number of u32."""
         if len(packed_ids) % ID_BYTES:
-            raise ValueError("packed ids are cut in the middle of one")
+            raise ValueError("the packed token ids end inside an id")
         for name, value in (
             ("kind", kind),
             ("packed_ids", packed_ids),
@@ -84,9 +84,9 @@ def pack_segment(segment: Segment) -> bytes:
         ids = packed(segment).packed_ids
         content = msgspec.msgpack.encode([segment.kind.value, ids, segment.text, segment.messages_json])
     except OverflowError as exc:
-        raise InvalidRequest("a token id is not an unsigned 32-bit number", param="token_ids") from exc
+        raise InvalidRequest("a token id must be an unsigned 32-bit integer", param="token_ids") from exc
     except UnicodeEncodeError as exc:
-        raise InvalidRequest("a segment holds text that is not valid Unicode", param="text") from exc
+        raise InvalidRequest("a segment must hold valid Unicode", param="text") from exc
     return msgspec.msgpack.encode(segment.num_tokens) + content
 
 
@@ -113,5 +113,5 @@ def unpack_segment(stored: bytes) -> PackedSegment:
     num_tokens = msgspec.msgpack.decode(stored[:head_bytes], type=int)
     kind, ids, text, messages_json = _CONTENT.decode(memoryview(stored)[head_bytes:])
     if len(ids) != num_tokens * 4:
-        raise ValueError("a segment says another number of tokens than it holds")
+        raise ValueError("a segment's num_tokens differs from the number of its token ids")
     return PackedSegment(SegmentKind(kind), ids, text=text, messages_json=messages_json)

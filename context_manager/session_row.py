@@ -250,7 +250,7 @@ def row_from_fields(tenant: str, session_id: str, fields: Mapping[str, str]) -> 
 def _number(text: str) -> int:
     # What row.lua takes for one.
     if not (len(text) <= _MAX_DIGITS and text.isascii() and text.isdigit()):
-        raise ValueError("no number of ours")
+        raise ValueError("the number is out of range")
     return int(text)
 
 

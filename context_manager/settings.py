@@ -19,65 +19,73 @@ class ManagerSettings(TlsSettings, TracingSettings):
     model_config = SettingsConfigDict(env_prefix="MANAGER_", frozen=True, extra="ignore")
 
     listen: str = Field(
-        "127.0.0.1:50051", description="gRPC address; port 0 takes any free one. Loopback unless the chart says more."
+        "127.0.0.1:50051",
+        description="gRPC address to listen on. Port 0 takes a free port. Loopback by default; the chart sets "
+        "another address.",
     )
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://host:26379/<service>; "
-        "an ACL user and password as user:password@. Secret because of the password.",
+        description="redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://host:26379/<service>. An ACL "
+        "user and password go in as user:password@. Secret because of the password.",
     )
     redis_timeout_s: float = Field(
-        0.7, gt=0, description="seconds until a silent Redis is given up, so that clients hear of it within a second"
+        0.7,
+        gt=0,
+        description="Seconds without an answer from Redis before a call fails. Short, so that clients get an error "
+        "within a second.",
     )
     redis_wait_replicas: int = Field(
         0,
         ge=0,
-        description="replicas that must have a commit before it is acknowledged (WAIT); with fewer in time the commit "
-        "counts as not made; 0: Redis' own promise",
+        description="Replicas that must acknowledge a commit (WAIT). If too few answer in time, the commit fails. 0: "
+        "no wait.",
     )
     redis_wait_timeout_s: float = Field(
-        0.3, gt=0, description="seconds to wait for those replicas; below MANAGER_REDIS_TIMEOUT_S"
+        0.3, gt=0, description="Seconds to wait for those replicas. Must be below MANAGER_REDIS_TIMEOUT_S."
     )
     tenant_contexts_max: int = Field(
-        0, ge=0, description="contexts one tenant may have; one more is 429 context_quota_exceeded; 0: no limit"
+        0,
+        ge=0,
+        description="Maximum number of contexts per tenant. Further creates get 429 context_quota_exceeded. 0: no "
+        "limit.",
     )
     tenant_bytes_max: int = Field(
         TENANT_BYTES_MAX,
         ge=0,
-        description="bytes in Redis one tenant may have: transcripts, kept answers, 4 KiB for each context; more is "
-        "429 context_quota_exceeded, and a turn that runs already is not committed; 0: no limit",
+        description="Maximum bytes in Redis per tenant: transcripts, stored answers and 4 KiB for each context. "
+        "Beyond it a create or turn gets 429 context_quota_exceeded. A running turn is not committed. 0: "
+        "no limit.",
     )
     redis_max_connections: int = Field(
-        32, ge=1, description="connections to each Redis node; calls beyond them wait within the timeout"
+        32, ge=1, description="Maximum connections to each Redis node. Further calls wait within the timeout."
     )
     redis_ca_file: Path | None = Field(
-        None, description="PEM certificates of who may sign Redis' certificate (rediss://); empty: the system's"
+        None,
+        description="PEM certificates of the CAs that sign Redis' certificate (rediss://). Empty: the system's CAs.",
     )
-    redis_cert_file: Path | None = Field(None, description="PEM certificate shown to Redis; empty: none")
-    redis_key_file: Path | None = Field(None, description="its PEM private key")
+    redis_cert_file: Path | None = Field(None, description="PEM certificate shown to Redis. Empty: none.")
+    redis_key_file: Path | None = Field(None, description="PEM private key of that certificate.")
     sweep_interval_s: float = Field(
         5.0,
         gt=0,
-        description="seconds between sweeps, of one manager for all; expiry is exact without them",
+        description="Seconds between sweeps. One manager sweeps for all. Expiry is exact without sweeps.",
     )
     tombstone_s: int = Field(
-        3600, ge=0, description="seconds an expired session answers 'expired' before it is simply not found"
+        3600, ge=0, description="Seconds for which an expired session answers 'expired'. After that it is not found."
     )
-    min_ttl_s: int = Field(MIN_TTL_S, ge=1, description="shortest life in seconds a client may ask for")
-    max_ttl_s: int = Field(MAX_TTL_S, ge=1, description="longest life in seconds a client may ask for")
-    metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus metrics; 0 turns them off")
-    metrics_host: str = Field("127.0.0.1", description="address the metrics listen on")
-    max_concurrent_rpcs: int = Field(
-        1000, ge=1, description="calls in progress; more are refused at once rather than queued"
-    )
-    drain_s: float = Field(5.0, ge=0, description="seconds that running calls may take to finish at shutdown")
-    log_level: str = Field("INFO", description="least level of the log lines: DEBUG, INFO, WARNING or ERROR")
+    min_ttl_s: int = Field(MIN_TTL_S, ge=1, description="Shortest life in seconds that a client may request.")
+    max_ttl_s: int = Field(MAX_TTL_S, ge=1, description="Longest life in seconds that a client may request.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus metrics. 0: no metrics.")
+    metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus metrics.")
+    max_concurrent_rpcs: int = Field(1000, ge=1, description="Maximum calls in progress. Further calls fail at once.")
+    drain_s: float = Field(5.0, ge=0, description="Seconds that running calls have to finish at shutdown.")
+    log_level: str = Field("INFO", description="Lowest level of the log lines: DEBUG, INFO, WARNING or ERROR.")
 
     @model_validator(mode="after")
     def _waits_that_can_be_kept(self) -> Self:
         scheme = self.redis_url.get_secret_value().partition("://")[0]
         if self.redis_wait_replicas and scheme.endswith("+cluster"):
-            raise ValueError("MANAGER_REDIS_WAIT_REPLICAS does not work with a Redis Cluster: leave it at 0")
+            raise ValueError("MANAGER_REDIS_WAIT_REPLICAS must be 0 with a Redis Cluster")
         if self.redis_wait_replicas and self.redis_wait_timeout_s >= self.redis_timeout_s:
             raise ValueError("MANAGER_REDIS_WAIT_TIMEOUT_S must be below MANAGER_REDIS_TIMEOUT_S")
         return self

@@ -100,7 +100,7 @@ class StoreClock(Clock):
         """
         if self._offset_ms is None and not self._own:
             self._own = True
-            log.warning("redis does not tell its time, this machine's clock counts; the ACL user needs +time")
+            log.warning("redis clock unreadable, this machine's clock counts: the ACL user needs +time")
 
     def _take(self, told_ms: int, *, sent_ms: float, got_ms: float) -> None:
         # The time was told somewhen between question and answer. An offset that agrees with that is left as it is: a
@@ -114,7 +114,7 @@ class StoreClock(Clock):
         self._metrics.clock_skew.set(skew_ms / 1000)
         is_wrong = abs(skew_ms) >= _SKEW_TOLD_MS
         if is_wrong and not self._told_skew:
-            log.warning("this machine's clock differs from redis', which counts", extra={"skew_ms": skew_ms})
+            log.warning("this machine's clock differs from redis' clock, which counts", extra={"skew_ms": skew_ms})
         self._told_skew = is_wrong
 
     async def _follow(self) -> None:
@@ -123,7 +123,7 @@ class StoreClock(Clock):
                 await self.measure()
             except Exception:
                 # Without this loop the clock would drift for good.
-                log.exception("redis' clock not read by a fault of our own")
+                log.exception("redis clock check failed by an internal fault")
             await asyncio.sleep(self._interval_s())
 
     def _interval_s(self) -> float:

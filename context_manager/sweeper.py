@@ -75,7 +75,7 @@ class SessionSweeper:
             self._num_failed += 1
             if type(exc) not in self._told:
                 self._told.add(type(exc))
-                log.exception("sweeps fail", exc_info=not isinstance(exc, ContextCacheError))
+                log.exception("sweep failed", exc_info=not isinstance(exc, ContextCacheError))
             return 0
 
     async def _sweep_shard(self, shard: int) -> int:
@@ -95,7 +95,7 @@ class SessionSweeper:
             return await self._manager.claim_sweep(for_ms=math.ceil(self._interval_s * 1000))
         except Exception:
             # Whatever it is, the pass says it: sweeping twice is as right as once.
-            log.debug("who sweeps is not known", exc_info=True)
+            log.debug("sweep leader unknown", exc_info=True)
             return True
 
 

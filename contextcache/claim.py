@@ -147,7 +147,10 @@ class Claims:
         if named is None or not SESSION_ID_PATTERN.fullmatch(named):
             raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
         if named.startswith(KEPT_PREFIX):
-            raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
+            raise InvalidRequest(
+                f"session_id must not begin with {KEPT_PREFIX}: the server uses this prefix for kept conversations",
+                param="session_id",
+            )
         return named
 
     def model(self) -> str | None:
@@ -168,7 +171,7 @@ class Claims:
                 return msgspec.json.decode(spelled)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             pass  # halves of characters, as Python reads them
-        raise InvalidRequest(f"{key} is too long, or no JSON", param=key)
+        raise InvalidRequest(f"{key} must be JSON of at most {_NAME_BYTES_MAX} bytes", param=key)
 
     def creates_if_missing(self) -> bool:
         """Return whether the context that is named is to be created where there is none."""
@@ -263,11 +266,9 @@ def _check_list(name: str, spelled: msgspec.Raw, check: Callable[[bytes | msgspe
             check(bytes(_with_plain_values(bytes(spelled))))
     except msgspec.ValidationError as exc:
         where = re.search(r"`\$([^`]*)`$", str(exc))
-        raise InvalidRequest(
-            f"{name}{where[1] if where else ''} is not of a type that belongs there", param=name
-        ) from exc
+        raise InvalidRequest(f"{name}{where[1] if where else ''} has the wrong type", param=name) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise InvalidRequest(f"{name} cannot be read", param=name) from exc
+        raise InvalidRequest(f"{name} is not valid JSON", param=name) from exc
 
 
 def _strict_claims(body: bytes) -> Claims:
@@ -302,13 +303,13 @@ def claimed_session(claims: Claims | None, header: str | None) -> SessionId | No
     contexts = {label for label in labels if label.startswith(MINTED_PREFIX)}
     if named is not None:
         if not contexts <= {named}:
-            raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
+            raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
         return named
     if len(contexts) > 1:
-        raise InvalidRequest("X-Session-ID is repeated and names different contexts", param="X-Session-ID")
+        raise InvalidRequest("X-Session-ID is repeated with different contexts; send it once", param="X-Session-ID")
     if not contexts and claims is not None and bytes(claims.fields.context_create) not in (b"", _NULL):
         raise InvalidRequest(
-            f"context_create needs a name: session_id, or an X-Session-ID that begins with {MINTED_PREFIX}",
+            f"context_create needs a session_id in the body, or an X-Session-ID that begins with {MINTED_PREFIX}",
             param="session_id",
         )
     return contexts.pop() if contexts else None
@@ -327,7 +328,7 @@ def refuse_session(claims: Claims | None) -> None:
     if claims is None:
         return
     if bytes(claims.fields.session_id) not in (b"", _NULL):
-        raise InvalidRequest("this call cannot carry a context: session_id is not for it", param="session_id")
+        raise InvalidRequest("session_id is not allowed here: this call cannot use a context", param="session_id")
 
 
 def is_opaque(content_type: str) -> bool:
@@ -365,7 +366,9 @@ def _allowed_arguments(spelled: msgspec.Raw) -> bytes | None:
     if not any(getattr(held, key) for key in FORBIDDEN_KEYS):
         return None
     if len(spelled) > _EXTRA_ARGUMENTS_BYTES_MAX:
-        raise InvalidRequest("vllm_xargs is too large to be looked through", param="vllm_xargs")
+        raise InvalidRequest(
+            f"vllm_xargs with these keys may hold at most {_EXTRA_ARGUMENTS_BYTES_MAX} bytes", param="vllm_xargs"
+        )
     try:
         members = _MEMBERS.decode(spelled)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -377,11 +380,11 @@ def _allowed_arguments(spelled: msgspec.Raw) -> bytes | None:
 def _rebuilt_arguments(body: bytes) -> bytes:
     """Return the extra arguments of a body as Python reads them, without forbidden keys. Raises InvalidRequest."""
     if len(body) > LARGE_BYTES:
-        raise InvalidRequest("a body with such vllm_xargs is too large to be looked through", param="vllm_xargs")
+        raise InvalidRequest(f"a body with such vllm_xargs may hold at most {LARGE_BYTES} bytes", param="vllm_xargs")
     try:
         found = json.loads(body.decode("utf-8", "surrogatepass"))["vllm_xargs"]
     except (ValueError, RecursionError) as exc:
-        raise InvalidRequest("vllm_xargs cannot be read", param="vllm_xargs") from exc
+        raise InvalidRequest("vllm_xargs is not a valid JSON object", param="vllm_xargs") from exc
     return json.dumps({key: value for key, value in found.items() if key not in FORBIDDEN_KEYS}).encode()
 
 
@@ -439,7 +442,7 @@ def _with_plain_values(text: bytes) -> bytearray:
 def _check_brackets(body: bytes) -> int:
     containers = body.count(b"[") + body.count(b"{")
     if containers > BRACKETS_MAX:
-        raise InvalidRequest(f"the body holds more than {BRACKETS_MAX} opening brackets")
+        raise InvalidRequest(f"the body has more than {BRACKETS_MAX} opening brackets")
     return containers
 
 
@@ -451,11 +454,11 @@ def _check_shape(body: bytes) -> None:
     structure = _structure(body)
     values = structure.count(b",")
     if values > VALUES_MAX:
-        raise InvalidRequest(f"the body holds more than {VALUES_MAX} values")
+        raise InvalidRequest(f"the body has more than {VALUES_MAX} values")
     if structure.count(b"[") + structure.count(b"{") > CONTAINERS_MAX:
-        raise InvalidRequest(f"the body holds more than {CONTAINERS_MAX} lists and objects")
+        raise InvalidRequest(f"the body has more than {CONTAINERS_MAX} lists and objects")
     if values > OTHER_VALUES_MAX and values - _num_ids(body) > OTHER_VALUES_MAX:
-        raise InvalidRequest(f"the body holds more than {OTHER_VALUES_MAX} values beside token ids")
+        raise InvalidRequest(f"the body has more than {OTHER_VALUES_MAX} values besides token ids")
     _check_depth(structure)
 
 
@@ -476,7 +479,7 @@ def _structure(body: bytes) -> bytes:
         outside.append(b"".join(pieces[quotes & 1 :: 2]).translate(None, _NO_STRUCTURE))
         quotes += len(pieces) - 1
         if quotes > 2 * STRINGS_MAX:
-            raise InvalidRequest(f"the body holds more than {STRINGS_MAX} keys and texts")
+            raise InvalidRequest(f"the body has more than {STRINGS_MAX} keys and strings")
         start = end
     return b"".join(outside)
 
@@ -540,14 +543,16 @@ def _explained(body: bytes, exc: Exception) -> InvalidRequest:
 
 def _placed(body: bytes, told: str) -> InvalidRequest:
     found = re.search(r"^(?:JSON is malformed: )?(.*) \(byte (\d+)\)$", told)
-    fault, position = (found[1], int(found[2])) if found else ("the end is missing, or half of a character", len(body))
+    fault, position = (
+        (found[1], int(found[2])) if found else ("unexpected end of the body, or an incomplete character", len(body))
+    )
     at = body[position : position + 1]
     before = len(body[:position].rstrip()) if position < len(body) else position
     for constant, start in ((b"NaN", position), (b"Infinity", position), (b"-Infinity", position - 1)):
         if start >= 0 and body.startswith(constant, start):
             return InvalidRequest(f"invalid JSON: {constant.decode()} is not a JSON number")
     if at >= b"\x80":
-        return InvalidRequest(f"the body is not UTF-8, or no JSON: bad byte at offset {position}")
+        return InvalidRequest(f"the body is not UTF-8, or not JSON: invalid byte at offset {position}")
     if fault.startswith("trailing comma"):
         position, fault = before - 1, f"extra comma before '{at.decode()}'"
     elif fault.startswith("expected ','"):

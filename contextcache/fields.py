@@ -38,7 +38,7 @@ def refuse_unknown(names: Iterable[str], allowed: frozenset[str], *, kind: str =
     """Raise InvalidRequest naming a field, or whatever `kind` is, that is not allowed, and the nearest that is."""
     for name in sorted(set(names) - allowed):
         meant, shown = meant_by(name, allowed), name[:NAME_CHARS_MAX]
-        told = f"allowed here: {', '.join(sorted(allowed)) or 'none'}" if meant is None else f"did you mean `{meant}`?"
+        told = f"allowed: {', '.join(sorted(allowed)) or 'none'}" if meant is None else f"did you mean `{meant}`?"
         raise InvalidRequest(f"unknown {kind} `{shown}`: {told}", param=shown)
 
 

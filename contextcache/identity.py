@@ -243,15 +243,15 @@ def _verify(purpose: str, token: str, secret: bytes) -> dict[str, Any]:
     version, _, rest = token.partition(".")
     body, _, mac = rest.partition(".")
     if len(token) > _MAX_TOKEN_CHARS or version != _VERSION or not token.isascii():
-        raise ForgedIdentity("not a signed token")
+        raise ForgedIdentity("the token is not signed")
     if not hmac.compare_digest(mac, _mac(purpose, body.encode(), secret)):
-        raise ForgedIdentity("the signature is wrong")
+        raise ForgedIdentity("the token's signature is wrong")
     try:
         payload = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
     except (binascii.Error, ValueError) as exc:
-        raise ForgedIdentity("not a signed token") from exc
+        raise ForgedIdentity("the token is not signed") from exc
     if not isinstance(payload, dict):
-        raise ForgedIdentity("not a signed token")
+        raise ForgedIdentity("the token is not signed")
     return payload
 
 

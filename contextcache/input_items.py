@@ -228,11 +228,11 @@ def check_items_of_input(spelled: bytes | msgspec.Raw) -> None:
     """
     items = _LIST.decode(spelled)
     if len(items) > ITEMS_MAX:
-        raise InvalidRequest(f"input holds more than {ITEMS_MAX} items", param="input")
+        raise InvalidRequest(f"input has more than {ITEMS_MAX} items", param="input")
     num_unchecked = sum(_num_unchecked(index, item) for index, item in enumerate(items))
     if num_unchecked > UNCHECKED_MAX:
         raise InvalidRequest(
-            f"input holds more than {UNCHECKED_MAX} items, and elements of their lists, of unusual types",
+            f"input has more than {UNCHECKED_MAX} items of unusual types, their list elements included",
             param="input",
         )
 
@@ -247,7 +247,7 @@ def _num_unchecked(index: int, item: msgspec.Raw) -> int:
         head = _HEAD.decode(item)
         name = head.type or (_REFERENCE if head.role is None else _MESSAGE)
         if name not in _DECODERS:
-            raise InvalidRequest(f"{place}.type is not a known type of item", param=place)
+            raise InvalidRequest(f"{place}.type is not a known item type", param=place)
         *flat, required = _DECODERS[name]
         for decoder in flat:
             with suppress(msgspec.ValidationError):
@@ -273,5 +273,5 @@ def _fault(item: str, told: str) -> str:
     place = item + (where[1] if where else "")
     missing = re.search(r"missing required field `(\w+)`", told)
     if missing:
-        return f"{place} has no `{missing[1]}`, which its type requires"
-    return f"{place} is not of a type that belongs there"
+        return f"{place} lacks `{missing[1]}`, which its type requires"
+    return f"{place} has the wrong type"

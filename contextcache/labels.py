@@ -60,9 +60,9 @@ class Labels:
             return True
         except (StoreUnavailable, TimeoutError):
             self._paused_until_ms = self._clock.now_ms() + PAUSE_MS
-            log.warning("labels are not looked up for a second: the context manager does not answer")
+            log.warning("label look-ups paused for a second: no answer from the context manager")
             return False
         except ContextCacheError as exc:  # of this context: others are looked up
-            log.warning("a label was not looked up", extra={"code": exc.code})
+            log.warning("label look-up failed", extra={"code": exc.code})
             return False
         return True

@@ -339,7 +339,7 @@ _KV_KINDS: dict[str, KVKind] = {kind: kind for kind in get_args(KVKind)}
 def kv_kind(text: str) -> KVKind:
     """Return the kind that a message or a file names. Raises InvalidRequest."""
     if text not in _KV_KINDS:
-        raise InvalidRequest("this kind of KV is not known", param="groups")
+        raise InvalidRequest(f"unknown kind of KV; allowed: {', '.join(_KV_KINDS)}", param="groups")
     return _KV_KINDS[text]
 
 

@@ -27,7 +27,7 @@ def read_repeatable(header: str | None, parts: Iterable[bytes]) -> Repeatable | 
     if header is None:
         return None
     if not _KEY.fullmatch(header):
-        raise InvalidRequest("Idempotency-Key has 1 to 255 printable ASCII characters", param="Idempotency-Key")
+        raise InvalidRequest("Idempotency-Key must have 1 to 255 printable ASCII characters", param="Idempotency-Key")
     request = hashlib.sha256()
     for part in parts:
         request.update(len(part).to_bytes(8, "little"))

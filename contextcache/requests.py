@@ -78,7 +78,7 @@ class TenantsInHand:
         """Count bytes. Raises TooManyInFlight, and counts nothing then."""
         if not self._bytes.take(tenant, size_bytes):
             raise self._refused_bytes(
-                f"this tenant has request bodies of {self._bytes.limit} bytes in hand, as many as it may"
+                f"this tenant's request bodies in flight have reached the limit of {self._bytes.limit} bytes"
             )
 
     def give_back_bytes(self, tenant: TenantId, size_bytes: int) -> None:
@@ -112,7 +112,7 @@ class TenantsInHand:
         if not self._requests.take(tenant, 1, elsewhere=elsewhere):
             self.refused(REQUESTS)
             raise TooManyInFlight(
-                f"this tenant has {self._requests.limit} requests in flight, as many as it may",
+                f"this tenant has reached its limit of {self._requests.limit} requests in flight",
                 retry_after_s=_RETRY_AFTER_S,
             )
         try:
@@ -127,10 +127,13 @@ class TenantsInHand:
         if self._requests.of(tenant) >= fair_share(limit, self._requests.num_sharing(tenant)):
             self.refused(SHARE)
             raise TooManyInFlight(
-                f"{limit} requests are in flight, and this tenant has its share of them", retry_after_s=_RETRY_AFTER_S
+                f"all {limit} requests that the gateway carries are in use, and this tenant has its fair share",
+                retry_after_s=_RETRY_AFTER_S,
             )
         if taken >= _TOTAL_OVERLOAD * limit:
-            raise NoReadyEndpoint("the gateway carries as many requests as it may", retry_after_s=_RETRY_AFTER_S)
+            raise NoReadyEndpoint(
+                f"the gateway has reached its limit of {limit} requests in flight", retry_after_s=_RETRY_AFTER_S
+            )
 
 
 def _nobody(limit: str) -> None:
@@ -184,7 +187,7 @@ class _Counts:
             return
         self.total -= amount
         left = self._taken[tenant] - amount
-        assert left >= 0, "more given back than taken"
+        assert left >= 0, "more returned than taken"
         if left:
             self._taken[tenant] = left
         else:

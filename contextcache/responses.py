@@ -77,7 +77,9 @@ def continued_by(
     elif said is not None:
         other = _conversation(said)
     if named is not None and other not in (None, named):
-        raise InvalidRequest("session_id names another context than the rest of the body", param="session_id")
+        raise InvalidRequest(
+            "session_id names a different context than previous_response_id or conversation", param="session_id"
+        )
     named = named or other
     stays = commits is not False
     if named is None:
@@ -124,7 +126,7 @@ def _previous(said: Any) -> tuple[int, SessionId]:
 def _conversation(said: Any) -> SessionId:
     name = said.get("id") if isinstance(said, dict) else said
     if not isinstance(name, str) or not SESSION_ID_PATTERN.fullmatch(name) or name.startswith(KEPT_PREFIX):
-        told = f"conversation must be a name, or an object with its id: {SESSION_ID_RULE}"
+        told = f"conversation must be a name, or an object with an `id`: {SESSION_ID_RULE}"
         raise InvalidRequest(told, param="conversation")
     return SessionId(name)
 

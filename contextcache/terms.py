@@ -59,7 +59,10 @@ def read_session_id(named: Any) -> SessionId | None:
     if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
         raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
     if named.startswith(KEPT_PREFIX):
-        raise InvalidRequest(f"no context is called {KEPT_PREFIX}…: kept conversations are", param="session_id")
+        raise InvalidRequest(
+            f"session_id must not begin with {KEPT_PREFIX}: the server uses this prefix for kept conversations",
+            param="session_id",
+        )
     return named
 
 
@@ -69,7 +72,7 @@ def read_generation(body: Mapping[str, Any]) -> int | None:
         return None
     generation = whole(body["generation"])
     if generation is None or not 1 <= generation <= MAX_GENERATION:
-        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
+        raise InvalidRequest(f"generation must be a whole number from 1 to {MAX_GENERATION}", param="generation")
     return generation
 
 
@@ -83,7 +86,7 @@ def read_if_match(header: str | None) -> int | None:
         return None
     found = _GENERATION_TAG.fullmatch(header.strip())
     if found is None:
-        raise InvalidRequest('If-Match must be one generation, as 3, "3" or W/"3", or *', param="If-Match")
+        raise InvalidRequest('If-Match must be one generation (3, "3" or W/"3") or *', param="If-Match")
     return int(found[1] or found[2])
 
 
@@ -127,7 +130,7 @@ def _ttl_s(body: Mapping[str, Any]) -> int | None:
     if ttl_s is None:
         raise InvalidRequest('ttl must be a whole number of seconds: 3600, or "3600s"', param="ttl")
     if not 0 < ttl_s <= _MAX_INTEGER:
-        raise TtlOutOfRange("ttl is out of range", param="ttl")
+        raise TtlOutOfRange(f"ttl must be from 1 to {_MAX_INTEGER} seconds", param="ttl")
     return ttl_s
 
 
@@ -135,7 +138,7 @@ def _metadata(given: Any) -> Mapping[str, str] | None:
     if given is None:
         return None
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise InvalidRequest("metadata must be an object of strings", param="metadata")
+        raise InvalidRequest("metadata must be an object whose values are strings", param="metadata")
     check_metadata(given)
     return given
 
@@ -146,8 +149,8 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
         raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
     for key, text in metadata.items():
         if not 1 <= len(key) <= MAX_METADATA_KEY_CHARS:
-            raise InvalidRequest(f"metadata keys have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
+            raise InvalidRequest(f"a metadata key must have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
         if len(text) > MAX_METADATA_VALUE_CHARS:
             raise InvalidRequest(
-                f"metadata values have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
+                f"a metadata value may have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
             )

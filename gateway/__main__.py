@@ -25,8 +25,8 @@ from gateway.tenants.keys import hash_key
 log = logging.getLogger(__name__)
 
 PURPOSE = (
-    "gateway: routes requests to vLLM pods and answers for contexts.\n"
-    "`python -m gateway hash-key` prints what the API-key file holds of the key on stdin."
+    "gateway: routes requests to vLLM pods and answers for contexts.\n`python -m gateway hash-key` "
+    "reads an API key from stdin and prints its hash for the API-key file."
 )
 
 

@@ -183,7 +183,7 @@ async def _discovered_endpoints(
     )
     stack.push_async_callback(_cancelled, asyncio.create_task(discovered.run(), name="discovery"))
     if not await discovered.until_tried(_FIRST_LIST_S):
-        log.warning("gateway starts without pods: the Kubernetes API has not listed them yet")
+        log.warning("gateway starts without pods: no list from the Kubernetes API yet")
     return discovered
 
 

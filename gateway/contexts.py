@@ -267,7 +267,9 @@ class KeptConversations:
         page = page_of(found, unreachable, limit=1)
         if not page.conversations:
             raise (
-                SidecarUnavailable("not every pod says what it keeps", retry_after_s=1) if unreachable else not_found()
+                SidecarUnavailable("not every pod reported its kept conversations", retry_after_s=1)
+                if unreachable
+                else not_found()
             )
         return page.conversations[0], unreachable
 

@@ -138,7 +138,7 @@ def page_of(
     told = sorted(map(_together, by_group.values()), key=lambda one: (-one.used_at_ms, one.group))
     names = [one.group for one in told]
     if after and after not in names:
-        raise InvalidRequest("no conversation is called that", param="after")
+        raise InvalidRequest("this tenant has no kept conversation with this session_id", param="after")
     first = names.index(after) + 1 if after else 0
     return KeptPage(told[first : first + limit], len(told) > first + limit, unreachable)
 

@@ -17,127 +17,128 @@ class Metrics:
         self.certificates = CertificateMetrics("contextcache_gateway", registry)
         self.requests = Counter(
             "contextcache_gateway_requests_total",
-            "Requests answered, by kind and HTTP status. `completion` was refused before it was known to be a turn or "
-            "stateless, `refused` before it was known to be anything. Status `routed`: sent on to a pod by Envoy, "
-            "whose answer this process does not see.",
+            "Answered requests, by kind and HTTP status. Kind `completion`: refused before the gateway knew "
+            "whether it was a turn. Kind `refused`: refused before its kind was known. Status `routed`: "
+            "Envoy forwarded the request and this process does not see the answer.",
             ["kind", "status"],
             registry=registry,
         )
         self.route_seconds = Histogram(
             "contextcache_gateway_route_seconds",
-            "Seconds the gateway itself added before a request left for its pod: body parsing, look-up, signing.",
+            "Seconds that the gateway added before a request left for its pod: parsing, look-up and signing.",
             ["kind"],
             buckets=_ROUTE_BUCKETS,
             registry=registry,
         )
         self.tenant_refusals = Counter(
             "contextcache_gateway_tenant_refusals_total",
-            "Requests refused because their tenant has as much in hand as it may, by limit: requests, bytes, share (an "
-            "equal share of what this gateway carries or of a busy pod).",
+            "Requests refused at a limit of their tenant, by limit. requests, bytes: the tenant's own limit. "
+            "share: its fair share of the gateway or of a busy pod.",
             ["limit"],
             registry=registry,
         )
         self.choices = Counter(
             "contextcache_gateway_choices_total",
-            "Pods chosen, by reason: holder, holder_away, holder_draining, holder_saturated, holder_queue, affinity, "
-            "least_loaded, strategy.",
+            "Pod choices, by reason: holder, holder_away, holder_draining, holder_saturated, holder_queue, "
+            "affinity, least_loaded, strategy.",
             ["reason"],
             registry=registry,
         )
         self.pulls = Counter(
             "contextcache_gateway_pulls_total",
-            "Sidecars told to fetch KV from the holder, by outcome: started, present, refused, unreachable.",
+            "Pulls of KV from a holder that the gateway started at sidecars, by outcome: started, present, "
+            "refused, unreachable.",
             ["outcome"],
             registry=registry,
         )
         self.ext_proc_streams = Gauge(
             "contextcache_gateway_ext_proc_streams",
-            "Requests whose head or body Envoy is still sending here.",
+            "Requests whose head or body Envoy is still sending to this gateway.",
             registry=registry,
         )
         self.endpoint_clock_skew = Gauge(
             "contextcache_gateway_endpoint_clock_skew_seconds",
-            "A pod's clock less this machine's, to a second, by endpoint. An identity is good for "
-            "GATEWAY_IDENTITY_TTL_S by the pod's clock.",
+            "Clock of the pod minus the clock of this machine, in whole seconds, by endpoint. Identities "
+            "expire after GATEWAY_IDENTITY_TTL_S by the pod's clock.",
             ["endpoint"],
             registry=registry,
         )
         self.endpoint_load = Gauge(
             "contextcache_gateway_endpoint_load_requests",
-            "Requests a pod said it has, by endpoint and state: running, waiting.",
+            "Requests that a pod reported, by endpoint and state: running, waiting.",
             ["endpoint", "state"],
             registry=registry,
         )
         self.endpoint_reload_failures = Counter(
             "contextcache_gateway_endpoint_reload_failures_total",
-            "Changes of the endpoint file that could not be read; the last good endpoints stay.",
+            "Failed reloads of a changed endpoint file. The last good endpoints stay in use.",
             registry=registry,
         )
         self.discovery_failures = Counter(
             "contextcache_gateway_discovery_failures_total",
-            "Lists and watches of the Kubernetes API that failed, by resource and reason: unavailable, forbidden, "
-            "unauthorized, starting (refused, for less than a minute, what was allowed before), not_found, expired, "
-            "invalid, internal. The last known pods stay.",
+            "Failed lists and watches of the Kubernetes API, by resource and reason: unavailable, forbidden, "
+            "unauthorized, starting, not_found, expired, invalid, internal. starting: the server refused a "
+            "call that it allowed before, for less than a minute. The last known pods stay in use.",
             ["resource", "reason"],
             registry=registry,
         )
         self.discovery_synced = Gauge(
             "contextcache_gateway_discovery_synced_timestamp_seconds",
-            "Unix time at which the Kubernetes API last said something, by resource; no sample without discovery.",
+            "Unix time in seconds of the last answer of the Kubernetes API, by resource. No sample without discovery.",
             ["resource"],
             registry=registry,
         )
         self.requests_in_flight = Gauge(
             "contextcache_gateway_requests_in_flight",
-            "Requests being carried, by endpoint.",
+            "Requests in flight, by endpoint.",
             ["endpoint"],
             registry=registry,
         )
         self.endpoint_ready = Gauge(
             "contextcache_gateway_endpoint_ready_state",
-            "1 when an endpoint is ready, else 0.",
+            "Readiness of an endpoint: 1 ready, 0 not ready.",
             ["endpoint"],
             registry=registry,
         )
         self.freed_bytes = Counter(
             "contextcache_gateway_freed_bytes_total",
-            "Bytes of KV freed by deletes.",
+            "Bytes of KV that deletes freed.",
             registry=registry,
         )
         self.unreachable_deletes = Counter(
             "contextcache_gateway_unreachable_deletes_total",
-            "Deletes that did not reach a sidecar; the KV goes by its TTL.",
+            "Deletes that did not reach a sidecar. Its KV expires at its TTL.",
             ["endpoint"],
             registry=registry,
         )
         self.auth_failures = Counter(
             "contextcache_gateway_auth_failures_total",
-            "Requests without a key anybody owns.",
+            "Requests without a known API key.",
             registry=registry,
         )
         self.key_reload_failures = Counter(
             "contextcache_gateway_key_reload_failures_total",
-            "Changes of the key file that could not be read; the last good keys stay.",
+            "Failed reloads of a changed key file. The last good keys stay in use.",
             registry=registry,
         )
         self.broken_exchanges = Counter(
             "contextcache_gateway_broken_exchanges_total",
-            "Exchanges that did not end as they should: connect, before_headers, after_headers, client_gone.",
+            "Exchanges with a pod that broke, by phase: connect, before_headers, after_headers, client_gone.",
             ["reason"],
             registry=registry,
         )
         self.probe_failures = Counter(
             "contextcache_gateway_probe_failures_total",
-            "Probe rounds that failed by a fault of our own.",
+            "Probe rounds that failed by an internal fault.",
             registry=registry,
         )
         self.ready = Gauge(
             "contextcache_gateway_ready_state",
-            "1 when this gateway said that it is ready, 0 when not, as `/readyz` was last answered; 0 before that.",
+            "Readiness of this gateway, as `/readyz` last answered: 1 ready, 0 not ready or not asked yet.",
             registry=registry,
         )
         self.lost_spans = Counter(
             "contextcache_gateway_lost_spans_total",
-            "Spans of traces that did not reach the collector.",
+            "Trace spans that did not reach the collector.",
             registry=registry,
         )

@@ -176,5 +176,5 @@ def _context_kind(method: str, path: str) -> Kind:
 
 def _allowed(kind: Kind, method: str, allow: str) -> Kind:
     if method not in allow.split(", "):
-        raise MethodNotAllowed(f"{method} is not possible here, only {allow}", allow=allow)
+        raise MethodNotAllowed(f"method {method} is not allowed here; allowed: {allow}", allow=allow)
     return kind

@@ -43,9 +43,9 @@ async def run(settings: SidecarSettings, stop: asyncio.Event) -> None:
         async with _metrics_served(settings, registry, server):
             await server.start()
             fields = {"addresses": settings.addresses(), "num_contexts": sidecar.catalog.num_contexts}
-            log.info("sidecar serves", extra=fields)
+            log.info("sidecar started", extra=fields)
             await stop.wait()
-            log.info("sidecar drains")
+            log.info("sidecar draining")
             await sidecar.drain()
             # While it serves: peers pull from here, and the engine may still be saving.
             await sidecar.hand_over()

@@ -161,7 +161,7 @@ class ContextCatalog:
         0: no limit. Raises InvalidRequest.
         """
         if not TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         used, limit = self._tiers.disk.tenant_bytes(tenant)
         if limit and 2 * used > limit:
             used = max(used - self._manifests.index.kept_bytes(tenant), 0)
@@ -232,7 +232,7 @@ class ContextCatalog:
         memory = self._tiers.memory
         slot = memory.hand_over(slot_id, place)
         if slot is None:
-            raise InvalidRequest("no such slot was lent for this file", param="slot_id")
+            raise InvalidRequest("slot_id was not lent for this file", param="slot_id")
         try:
             save, expected = self._saving.expected(place.cache_ref, place.rank, place.block_index)
         except ContextCacheError:
@@ -352,7 +352,7 @@ class ContextCatalog:
             is_pulled = begun and (tenant, cache_ref) in self._expected
             if is_pulled and (beginning := self._saving.beginning(tenant, cache_ref)) is not None:
                 return beginning
-            raise CacheRefPending("the KV is on its way")
+            raise CacheRefPending("the KV is not sealed yet")
         self._metrics.misses.inc()
         raise CacheRefNotFound(NOT_FOUND)
 
@@ -375,7 +375,7 @@ class ContextCatalog:
         Raises InvalidRequest.
         """
         if not TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         return await self._threads.run(self._keeping.shown, self._keeping.groups(tenant, group))
 
     def tier_of(self, manifest: Manifest | ManifestRecord) -> TierName:
@@ -409,9 +409,9 @@ class ContextCatalog:
         require_fingerprint(fingerprint, manifest.fingerprint)
         files = num_files(manifest)
         if not 0 <= rank < manifest.world_size or not all(0 <= index < files for index in block_indices):
-            raise InvalidRequest("there is no such block in this context", param="block_indices")
+            raise InvalidRequest("a block index is out of range", param="block_indices")
         if len(set(block_indices)) != len(block_indices):
-            raise InvalidRequest("a block is asked for once", param="block_indices")
+            raise InvalidRequest("a block index appears twice", param="block_indices")
         wanted = list(block_indices)
         leased = None
         if lease is not None:
@@ -592,7 +592,7 @@ class ContextCatalog:
         try:
             await self._tiers.put_aside(key)
         except OSError:
-            log.warning("block cannot be put aside", extra={"block": key.file_name}, exc_info=True)
+            log.warning("block quarantine failed", extra={"block": key.file_name}, exc_info=True)
         await self._free(_keys_of(await self._lose(lambda: self._manifests.index.holders(key))))
 
     async def _delete(self, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef]) -> Removed:

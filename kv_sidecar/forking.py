@@ -16,6 +16,7 @@ from contextcache.errors import ContextExists, ContextExpired, InvalidRequest
 from contextcache.model import (
     CACHE_REF_PATTERN,
     SESSION_ID_PATTERN,
+    SESSION_ID_RULE,
     TENANT_PATTERN,
     CacheRef,
     Manifest,
@@ -51,13 +52,13 @@ class NewFork:
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         if not SESSION_ID_PATTERN.fullmatch(self.session_id):
-            raise InvalidRequest("not a session_id", param="session_id")
+            raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
         if not 1 <= len(self.sources) <= MAX_SOURCES:
-            raise InvalidRequest(f"a fork has 1 to {MAX_SOURCES} sources", param="sources")
+            raise InvalidRequest(f"a fork must have 1 to {MAX_SOURCES} sources", param="sources")
         if not all(CACHE_REF_PATTERN.fullmatch(ref) for ref in (self.cache_ref, *self.sources)):
-            raise InvalidRequest("not a cache_ref", param="cache_ref")
+            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
 
 
 class Forks:
@@ -106,7 +107,7 @@ class Forks:
             self._saving.check_not_deleted(new.tenant, new.session_id, cache_ref, started_at_ms=begun_ms)
             taken = self._manifests.index.get(cache_ref)
             if taken is not None and (taken.tenant, taken.session_id) != (new.tenant, new.session_id):
-                raise ContextExists("this cache_ref is sealed")
+                raise ContextExists("this cache_ref is already sealed")
             known = self._manifests.index.get(source.cache_ref)
             if manifest is None or known is None or known.keys != source.keys:
                 return None  # deleted, lost or saved anew since it was read

@@ -56,7 +56,7 @@ class Keeping:
             record = self._manifests.live(manifest.tenant, cache_ref, now_ms=self._clock.now_ms())
             if record is not None and record.is_kept and record.cache_ref not in self._replaced:
                 self.use(cache_ref, manifest.expires_at_ms)
-                raise ContextExists("these tokens are kept already")
+                raise ContextExists("these tokens are already kept")
 
     def use(self, cache_ref: CacheRef, expires_at_ms: int) -> None:
         """Note that something was used, and how long it lives for that. Nothing for what is a session's."""

@@ -31,9 +31,9 @@ class LeaseTerms:
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not _LEASE_ID.fullmatch(self.lease_id):
-            raise InvalidRequest("a lease id is 16 to 64 letters and digits", param="lease_id")
+            raise InvalidRequest("a lease id must have 16 to 64 letters and digits", param="lease_id")
         if self.life_ms < 1:
-            raise InvalidRequest("a lease has a time", param="lease_ms")
+            raise InvalidRequest("a lease must have a duration above 0", param="lease_ms")
 
 
 @dataclass(slots=True)

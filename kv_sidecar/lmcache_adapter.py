@@ -84,7 +84,7 @@ class _Tasks(Generic[Result]):
         try:
             result = work()
         except Exception:  # LMCache waits for every task it began
-            log.exception("a task of the second tier failed")
+            log.exception("second tier task failed")
         finally:
             self._end(number, result)
 
@@ -129,7 +129,7 @@ class SidecarL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 try:
                     saved.append((key, self._objects.put(key, _bytes_of(room))))
                 except ContextCacheError as exc:
-                    log.warning("an object was not saved", extra={"reason": exc.code})
+                    log.warning("object not saved", extra={"reason": exc.code})
             new = [(key, size) for key, size in saved if key not in self._sizes_bytes]
             if new and len(self._sizes_bytes) < _SIZES_MAX:
                 self._sizes_bytes.update(new)
@@ -199,7 +199,7 @@ def _found(keys: Sequence[ObjectKey], is_there: Callable[[int], bool]) -> Bitmap
             if is_there(number):
                 bits.set(number)
         except ContextCacheError as exc:
-            log.warning("an object was not loaded", extra={"reason": exc.code})
+            log.warning("object not loaded", extra={"reason": exc.code})
     return bits
 
 

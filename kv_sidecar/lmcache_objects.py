@@ -143,7 +143,7 @@ class SidecarObjects:
         file = parse_block_file(data)
         file.verify(self._meta(stored))
         if file.pages.nbytes != len(room):
-            raise CorruptBlock("the object is of another size")
+            raise CorruptBlock("the object has a different size")
         room[:] = file.pages.data
 
     def delete(self, key: ObjectName) -> int:

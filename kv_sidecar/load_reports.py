@@ -65,11 +65,13 @@ class LoadReports:
     def put(self, report: pb.LoadReport) -> None:
         """Keep a rank's report beside those of the other ranks. Raises InvalidRequest."""
         if not 0 < len(report.request_id) <= MAX_REQUEST_ID_CHARS:
-            raise InvalidRequest("a report needs a request_id of 1 to 256 characters", param="request_id")
+            raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_CHARS} characters", param="request_id")
         if not 0 <= report.size_bytes <= MAX_SIZE_BYTES:
-            raise InvalidRequest("a report's size_bytes is none that was injected", param="size_bytes")
+            raise InvalidRequest(f"size_bytes must be from 0 to {MAX_SIZE_BYTES}", param="size_bytes")
         if not 0 <= report.rank < max(report.world_size, 1) <= MAX_WORLD_SIZE:
-            raise InvalidRequest("rank and world_size do not fit", param="rank")
+            raise InvalidRequest(
+                f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
+            )
         self.forget_old()
         kept = self._reports.get(report.request_id)
         if kept is None:

@@ -27,119 +27,119 @@ class SidecarMetrics:
             return Counter(f"contextcache_sidecar_{name}", text, labels, registry=registry)
 
         self._registry = registry
-        self.saves = counter("saves", "Saves announced by engine ranks, or for a pull.")
-        self.blocks_taken = counter("taken_blocks", "Block files taken in and verified.")
-        self.bytes_taken = counter("taken_bytes", "Bytes of those files.")
+        self.saves = counter("saves", "Saves that engine ranks or pulls announced.")
+        self.blocks_taken = counter("taken_blocks", "Block files received and verified.")
+        self.bytes_taken = counter("taken_bytes", "Bytes of received block files.")
         self.seals = counter("seals", "Manifests made durable.")
         self.refused = counter(
             "refused_saves",
-            "Saves that ended without a manifest, by code of the error, or by the reason an engine's rank gave "
-            "(`staging_full`, `queue_full`, …; words this release does not know: `other`).",
+            "Saves that ended without a manifest, by error code or by the reason that an engine's rank gave "
+            "(`staging_full`, `queue_full`, …). `other`: a reason that this release does not know.",
             ("code",),
         )
-        self.hits = counter("served_blocks", "Blocks handed out, by tier they were found in.", ("tier",))
-        self.misses = counter("misses", "Questions for a manifest that is not there, not any more, or not readable.")
+        self.hits = counter("served_blocks", "Blocks read, by the tier that had them.", ("tier",))
+        self.misses = counter("misses", "Look-ups of a manifest that is absent, deleted or unreadable.")
         self.prefix_matches = counter(
             "prefix_matches",
-            "Questions for whatever begins like a prompt, by whether `some` was named or `none`.",
+            "Prefix look-ups for a prompt, by result: `some` or `none`.",
             ("found",),
         )
         self.peer_matches = counter(
             "peer_matches",
-            "The same question to another pod's sidecar (`peer`), or to the shared store of a conversation that is not "
-            "known here (`object`): `some` is fetched from there, `none`, or it was `silent`.",
+            "Prefix look-ups elsewhere, at another pod's sidecar (`peer`) or in the shared store (`object`), "
+            "by result. `some`: a pull starts. `none`: no match. `silent`: no answer.",
             ("source", "found"),
         )
         self.replaced = counter(
             "replaced_contexts",
             "Manifests of kept KV removed because a longer one of the same conversation begins with it.",
         )
-        self.deletes = counter("deleted_contexts", "Manifests removed because somebody asked.")
-        self.collected = counter("collected_contexts", "Manifests removed because their time was over.")
+        self.deletes = counter("deleted_contexts", "Manifests that a delete removed.")
+        self.collected = counter("collected_contexts", "Manifests removed at their expiry.")
         self.evicted = counter(
             "evicted_contexts",
-            "Manifests removed to make room on disk, used longest ago first: their next turn computes.",
+            "Manifests evicted from disk to make room, least recently used first. Their next turn computes the prompt.",
         )
         self.orphaned = counter(
             "orphaned_contexts",
-            "Manifests removed because no session names them any more: a delete that did not arrive, a crash, a "
-            "session that moved on.",
+            "Manifests removed because no session names them: after a lost delete, a crash, or a newer generation.",
         )
         self.failed_questions = counter(
             "failed_manager_questions",
-            "Questions which KV is still named that had no usable answer; nothing is freed for them.",
+            "Calls of the context manager about stored KV that had no usable answer. The sidecar frees "
+            "nothing after such a call.",
         )
         self.freed_bytes = counter("freed_bytes", "Bytes of block files removed from disk.")
         self.quarantined = counter(
-            "quarantined_files", "Block files, manifests and anything in their place that was put aside as damaged."
+            "quarantined_files", "Damaged files in quarantine: block files, manifests and anything in their place."
         )
         self.last_collect = Gauge(
             "contextcache_sidecar_last_collect_timestamp_seconds",
-            "Unix time at which the last whole pass of the collector began; 0: none since the start.",
+            "Unix time in seconds at which the last complete collector pass began. 0: none since the start.",
             registry=registry,
         )
         self.leases = counter(
-            "leases", "Leases on KV by how they went: ended by the engine, expired, refused for their number.", ("end",)
+            "leases", "Leases on KV, by end: ended by the engine, expired, or refused at the limit.", ("end",)
         )
         self.bad_copies = counter(
             "bad_memory_copies",
-            "Blocks in the memory tier that were not what the manifest vouches for; dropped, and read from disk.",
+            "Blocks in memory that differed from their manifest. The sidecar dropped them and read the disk.",
         )
-        self.collector_failures = counter("collector_failures", "Collector passes that broke off.")
+        self.collector_failures = counter("collector_failures", "Collector passes that failed.")
         self._count_moves(counter)
         self.store_writes = counter(
             "store_writes",
-            "Contexts, and what is kept, written to the shared store, by how that ended (`written`, `present` before, "
-            "`deleted` or `gone` meanwhile, `no_key` for their tenant, `queue_full`, `unavailable`: tried again, "
-            "`internal_error`).",
+            "Contexts and kept KV written to the shared store, by outcome. `present`: already there. "
+            "`deleted`, `gone`: removed meanwhile. `no_key`: no encryption key for their tenant. "
+            "`unavailable`: will be retried. Others: `written`, `queue_full`, `internal_error`.",
             ("outcome",),
         )
         self.store_bytes = counter(
-            "store_bytes", "Bytes of block files written to the shared store and read from there.", ("operation",)
+            "store_bytes", "Bytes of block files written to and read from the shared store.", ("operation",)
         )
         self.store_unopened = counter(
             "store_unopened_objects",
-            "Objects of the shared store that did not open (a key that is not here, or changed bytes): misses.",
+            "Objects of the shared store that could not be decrypted, because of a missing key or changed "
+            "bytes. Each is a miss.",
         )
         self.store_evicted = counter(
             "store_evicted_contexts",
-            "Contexts that left the shared store to make room there, used longest ago first; they stay where they are.",
+            "Contexts evicted from the shared store, least recently used first. Copies on pods stay.",
         )
         self.store_waiting = Gauge(
             "contextcache_sidecar_store_waiting",
-            "Contexts, and what is kept, not yet written to the shared store.",
+            "Contexts and kept KV that wait to be written to the shared store.",
             registry=registry,
         )
         self.certificates = CertificateMetrics("contextcache_sidecar", registry)
         self._io_seconds = Histogram(
             "contextcache_sidecar_io_seconds",
-            "Time of one block file's read, write or check, by tier (`host`: memory).",
+            "Seconds to read, write or check one block file, by tier (`host`: memory).",
             ("operation", "tier"),
             buckets=IO_SECONDS,
             registry=registry,
         )
         self._io_bytes = counter("io_bytes", "Bytes read, written and checked, by tier.", ("operation", "tier"))
-        self.lent_bytes = Gauge(
-            "contextcache_sidecar_lent_bytes", "Bytes of slots that engines may be writing to.", registry=registry
-        )
+        self.lent_bytes = Gauge("contextcache_sidecar_lent_bytes", "Bytes of slots lent to engines.", registry=registry)
         self.free_inodes = Gauge(
             "contextcache_sidecar_free_inodes",
-            "Files that the filesystem of the data directory still takes; `+Inf` where it does not say. KV is evicted "
-            "below 1 024, or below 5 % of all on a small filesystem.",
+            "Files that the filesystem of the data directory can still create. `+Inf`: unknown. KV is "
+            "evicted below 1 024, or below 5 % on a small filesystem.",
             registry=registry,
         )
-        self.lost_spans = counter("lost_spans", "Spans of traces that did not reach the collector.")
+        self.lost_spans = counter("lost_spans", "Trace spans that did not reach the collector.")
         self.tenant_bytes = TenantBytes(
             "contextcache_sidecar_tenant_bytes",
-            "Bytes of block files on disk by tenant, each file once: the `SIDECAR_TENANTS_SHOWN_MAX` largest by name, "
-            "all others under an empty one. `SIDECAR_TENANT_LIMIT_BYTES` is held against it; shown anew in each pass "
-            "of the collector.",
+            "Bytes of block files on disk by tenant, each file once. The largest `SIDECAR_TENANTS_SHOWN_MAX` "
+            "tenants have a name. All others share an empty name. Limit: `SIDECAR_TENANT_LIMIT_BYTES`. "
+            "Updated by each collector pass.",
             registry=registry,
         )
         self.store_tenant_bytes = TenantBytes(
             "contextcache_sidecar_store_tenant_bytes",
-            "Bytes of block files in the shared store by tenant, as the last pass over it counted them: each pod of a "
-            "release shows the same. Named as those on disk; `SIDECAR_STORE_TENANT_LIMIT_BYTES` is held against it.",
+            "Bytes of block files in the shared store by tenant, from the last pass over it. Every pod of a "
+            "release shows the same figures. Names as in the disk metric. Limit: "
+            "`SIDECAR_STORE_TENANT_LIMIT_BYTES`.",
             registry=registry,
         )
         for tier in TIERS:
@@ -149,34 +149,35 @@ class SidecarMetrics:
         """KV from and to other pods."""
         self.pulls = counter(
             "pulls",
-            "Requests to pull from a peer, by how they ended (`pulled`, `deadline`, an error code) or why not "
-            "(`present`, `peer_not_allowed`, `no_engine`, `too_many_pulls`, `draining`).",
+            "Pulls from a peer, by outcome. Ended: `pulled`, `deadline` or an error code. Not started: "
+            "`present`, `peer_not_allowed`, `no_engine`, `too_many_pulls`, `draining`.",
             ("outcome",),
         )
-        self.pulled_bytes = counter("pulled_bytes", "Bytes of block files fetched from peers and verified.")
+        self.pulled_bytes = counter("pulled_bytes", "Bytes of block files pulled from peers and verified.")
         self.pull_seconds = Histogram(
             "contextcache_sidecar_pull_seconds",
-            "How long pulls took, those that failed too.",
+            "Duration of pulls in seconds, failed pulls included.",
             buckets=PULL_SECONDS,
             registry=self._registry,
         )
         self.handed_over = counter(
             "handed_over_contexts",
-            "Contexts that a pod that ends gave to a peer, by how that ended (`moved`: the peer is the holder now; "
-            "`refused` by the peer, `gone`: no session names them, `failed`).",
+            "Contexts that an ending pod offered to a peer, by outcome. `moved`: the peer is the holder now. "
+            "`refused`: by the peer. `gone`: no session names them. `failed`: by an error.",
             ("outcome",),
         )
         self.warmed = counter(
             "warmed_contexts",
-            "Contexts of pods that are gone which this one, at its start, set out to take over, by how that ended "
-            "(`warmed`: the KV came and this pod is their holder; `present`: it was here; `elsewhere`: another pod has "
-            "it by now; `gone`: no session names them; `no_room`; else why the pull or the manager's answer failed).",
+            "Contexts of gone pods that this pod tried to take over at its start, by outcome. `warmed`: "
+            "pulled, this pod is the holder. `present`: already here. `elsewhere`: another pod is the "
+            "holder. `gone`: no session names them. `no_room`: no space. Else the error code of the pull or "
+            "of the manager.",
             ("outcome",),
         )
         self.hot_lists = counter(
             "hot_lists",
-            "Lists of the contexts used last, in the shared store: `written` of this pod's, `taken` over from one that "
-            "is gone; `unavailable` store, `internal_error`.",
+            "Lists of recently used contexts in the shared store, by outcome. `written`: this pod's list. "
+            "`taken`: taken over from a gone pod. `unavailable`: no store. `internal_error`: a fault.",
             ("outcome",),
         )
 
@@ -189,9 +190,11 @@ class SidecarMetrics:
 
     def watch(self, usage: dict[str, Callable[[], TierUsage]], num_contexts: Callable[[], int]) -> None:
         """Show how full each tier is, and how many contexts there are, whenever somebody looks."""
-        blocks = Gauge("contextcache_sidecar_blocks", "Block files by tier.", ("tier",), registry=self._registry)
-        size = Gauge("contextcache_sidecar_bytes", "Bytes of block files by tier.", ("tier",), registry=self._registry)
-        limit = Gauge("contextcache_sidecar_limit_bytes", "Limit by tier; 0: none.", ("tier",), registry=self._registry)
+        blocks = Gauge("contextcache_sidecar_blocks", "Block files, by tier.", ("tier",), registry=self._registry)
+        size = Gauge("contextcache_sidecar_bytes", "Bytes of block files, by tier.", ("tier",), registry=self._registry)
+        limit = Gauge(
+            "contextcache_sidecar_limit_bytes", "Limit in bytes, by tier. 0: none.", ("tier",), registry=self._registry
+        )
         contexts = Gauge("contextcache_sidecar_contexts", "Sealed manifests.", registry=self._registry)
         contexts.set_function(num_contexts)
         for tier, of_tier in usage.items():

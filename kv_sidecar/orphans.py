@@ -99,7 +99,7 @@ class Orphans:
         except StoreUnavailable as exc:
             self._note_silence(cause_of(exc) or exc.message)
         except TimeoutError:
-            self._note_silence("the questions of one pass took too long")
+            self._note_silence("the calls of one pass reached their time limit")
         alone = refs - {record.cache_ref for record in records} | {record.cache_ref for record in found}
         return [record for record in found if prompt_ref(record.cache_ref) in alone]
 
@@ -139,12 +139,12 @@ class Orphans:
 
     def _refused(self, reason: str) -> None:
         self._metrics.failed_questions.inc()
-        log.warning("manager gave no usable answer about stored KV", extra={"reason": reason})
+        log.warning("no usable answer from the manager about stored KV", extra={"reason": reason})
 
     def _note_silence(self, reason: str) -> None:
         self._metrics.failed_questions.inc()
         if not self._is_silent:
-            log.warning("manager does not say which KV is named; nothing is freed for it", extra={"reason": reason})
+            log.warning("no answer from the manager about stored KV, none is freed", extra={"reason": reason})
         self._is_silent = True
 
 

@@ -25,10 +25,10 @@ def unmet(
         limit = "max"
     if limit.isdecimal() and int(limit) < memory_bytes + _PROCESS_BYTES:
         wanted = memory_bytes + _PROCESS_BYTES
-        yield f"the container may be killed for memory: its limit is {limit} bytes, arena and process need {wanted}"
+        yield (f"the kernel may kill the container: its memory limit is {limit} bytes, arena and process need {wanted}")
     size_bytes = shutil.disk_usage(data_dir).total
     if size_bytes < disk_limit_bytes:
         yield (
-            "the disk fills before the limit, and saves are refused then: SIDECAR_DISK_LIMIT_BYTES is "
+            "the disk fills before its limit, and saves then fail: SIDECAR_DISK_LIMIT_BYTES is "
             f"{disk_limit_bytes}, the filesystem of SIDECAR_DATA_DIR has {size_bytes} bytes"
         )

@@ -56,7 +56,7 @@ class TenantQuota:
     def check(self, tenant: TenantId, size_bytes: int) -> None:
         """Raise ContextQuotaExceeded when the tenant may not have so much more."""
         if self.limit_bytes and tenant != NOBODY and self._used[tenant] + size_bytes > self.limit_bytes:
-            raise ContextQuotaExceeded("the tenant's contexts have reached their limit of bytes")
+            raise ContextQuotaExceeded("the tenant's contexts have reached their limit of bytes on this disk")
 
     def cancel(self, tenant: TenantId, size_bytes: int) -> None:
         """Give back what was reserved; the file counts by `settle`."""

@@ -75,7 +75,7 @@ class Retention:
         await self.make_share(tenant, size_bytes, for_kept=for_kept)
         await self._make(lambda: self._disk.shortage(size_bytes), self._kept if for_kept else self._all, tenant)
         if for_kept and not self._disk.shortage(size_bytes).is_over:
-            raise StorageFull("contexts have all the room there is")
+            raise StorageFull("contexts use all the room on this disk")
 
     async def make_share(self, tenant: TenantId, size_bytes: int, *, for_kept: bool = False) -> None:
         """Remove kept KV of a tenant until so much more is within its limit, or none is left. Raises OSError.
@@ -168,7 +168,7 @@ class Collector:
             except Exception:
                 # The loop must live: what failed now is tried again in the next pass.
                 self._metrics.collector_failures.inc()
-                log.exception("collector pass broke off")
+                log.exception("collector pass failed")
             else:
                 if collect == self._collect[0]:
                     self._metrics.last_collect.set(began_s)

@@ -16,6 +16,7 @@ from contextcache.model import (
     CACHE_REF_PATTERN,
     KEPT_PREFIX,
     SESSION_ID_PATTERN,
+    SESSION_ID_RULE,
     TENANT_PATTERN,
     CacheRef,
     KVGroup,
@@ -80,15 +81,17 @@ class NewSave:
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         if not SESSION_ID_PATTERN.fullmatch(self.session_id):
-            raise InvalidRequest("not a session_id", param="session_id")
+            raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
         if not CACHE_REF_PATTERN.fullmatch(self.cache_ref):
-            raise InvalidRequest("not a cache_ref", param="cache_ref")
+            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
         if not 0 <= self.rank < self.world_size <= MAX_WORLD_SIZE:
-            raise InvalidRequest("rank and world_size do not fit", param="rank")
+            raise InvalidRequest(
+                f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
+            )
         if not self.token_ids:
-            raise InvalidRequest("a save needs at least one token", param="token_ids")
+            raise InvalidRequest("a save must have at least one token", param="token_ids")
         check_fingerprint_text(self.fingerprint)
 
     def manifest(self, *, block_tokens: int) -> Manifest:
@@ -253,11 +256,11 @@ class FailedSave:
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         if not CACHE_REF_PATTERN.fullmatch(self.cache_ref):
-            raise InvalidRequest("not a cache_ref", param="cache_ref")
+            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
         if not _REASON.fullmatch(self.reason):
-            raise InvalidRequest("a reason is one short fixed phrase", param="reason")
+            raise InvalidRequest("reason must be one short fixed phrase", param="reason")
 
 
 def counted_reason(reason: str) -> str:

@@ -112,7 +112,7 @@ class Saving:
         if save is None:
             raise self._no_save(cache_ref)
         if rank not in save.prepared or not 0 <= block_index < num_files(save.manifest):
-            raise InvalidRequest("the save has no such block", param="block_index")
+            raise InvalidRequest("block_index is not part of the save", param="block_index")
         return save, block_meta(save.manifest, block_index, rank)
 
     async def take(self, save: SaveInFlight, expected: BlockMeta, take_in: Callable[[], Awaitable[int]]) -> int:
@@ -145,7 +145,7 @@ class Saving:
             raise self._no_save(cache_ref)
         stored = all(self._tiers.checksum(key) for key in rank_keys(save.manifest, rank))
         if rank not in save.prepared or save.early or not stored:
-            raise SaveIncomplete("blocks of this rank are missing")
+            raise SaveIncomplete("a block of this rank is missing")
         save.sealed.add(rank)
         return save if save.is_complete else None
 
@@ -284,11 +284,11 @@ class Saving:
         now_ms = self._clock.now_ms()
         self.check_not_deleted(new.tenant, new.session_id, new.cache_ref, started_at_ms=new.started_at_ms)
         if self._failed.is_over(new.cache_ref, new.started_at_ms, now_ms):
-            raise ContextDeleted("another rank gave this save up")
+            raise ContextDeleted("another rank ended this save")
         if new.expires_at_ms <= now_ms:
             raise ContextExpired("the context has expired")
         if self._manifests.index.get(new.cache_ref) is not None:
-            raise ContextExists("this cache_ref is sealed")
+            raise ContextExists("this cache_ref is already sealed")
         save = self._saves.get(new.cache_ref)
         if save is not None:
             self._agree(save, new, manifest)
@@ -311,7 +311,7 @@ class Saving:
             as_known = replace(manifest, token_ids=known.token_ids, groups=known.groups, files=known.files)
             agrees = as_known == known and known.token_ids[:size] == manifest.token_ids[:size]
         if not agrees:
-            raise InvalidRequest("ranks disagree about this cache_ref", param="cache_ref")
+            raise InvalidRequest("the ranks sent different data for this cache_ref", param="cache_ref")
         if save.early and (not new.early or len(manifest.token_ids) > len(known.token_ids)):
             self._saves.become(save, manifest)
             save.early = new.early
@@ -319,7 +319,7 @@ class Saving:
     def _no_save(self, cache_ref: CacheRef) -> ContextCacheError:
         if self._failed.get(cache_ref, self._clock.now_ms()) is not None:
             return ContextDeleted("the save was dropped")
-        return SaveIncomplete("there is no save under this cache_ref")
+        return SaveIncomplete("no save with this cache_ref is open")
 
     def _finished_manifest(self, save: SaveInFlight) -> Manifest | None:
         """Return the manifest with what it vouches for; None when another call has just written it."""
@@ -337,7 +337,7 @@ class Saving:
         sizes = [self._tiers.stored_bytes(key) or 0 for key in keys]
         checksums = tuple(self._tiers.checksum(key) or "" for key in keys)
         if not all(sizes) or not all(checksums):
-            raise SaveIncomplete("a block this save counted on has gone")
+            raise SaveIncomplete("a block of this save is missing")
         return replace(manifest, size_bytes=sum(sizes), block_checksums=checksums)
 
     async def _fail(self, save: SaveInFlight, error: ContextCacheError) -> None:

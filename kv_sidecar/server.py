@@ -68,7 +68,9 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
         settings = self._sidecar.settings
         check_fingerprint(request.fingerprint, request.fingerprint_json)
         if not 0 <= request.rank < request.world_size <= MAX_WORLD_SIZE:
-            raise InvalidRequest("rank and world_size do not fit", param="rank")
+            raise InvalidRequest(
+                f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
+            )
         self._sidecar.engine.introduce(request.rank, request.world_size, request.fingerprint, request.fingerprint_json)
         return pb.HandshakeResponse(
             block_tokens=settings.block_tokens,
@@ -119,9 +121,12 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
     async def LendSlots(self, request: pb.LendSlotsRequest, context: Context) -> pb.LendSlotsResponse:
         sizes_bytes, limit_bytes = request.sizes_bytes, self._sidecar.settings.block_size_bytes_max
         if len(sizes_bytes) != len(request.block_indices) or not 0 < len(sizes_bytes) <= MAX_LENT_AT_ONCE:
-            raise InvalidRequest("a size for each file, please, and not too many", param="sizes_bytes")
+            raise InvalidRequest(
+                f"sizes_bytes must have one entry per block_indices entry, 1 to {MAX_LENT_AT_ONCE} of them",
+                param="sizes_bytes",
+            )
         if min(sizes_bytes) < 1 or max(sizes_bytes) > limit_bytes:
-            raise InvalidRequest("the block file is larger than this sidecar takes", param="sizes_bytes")
+            raise InvalidRequest(f"a block file must have 1 to {limit_bytes} bytes", param="sizes_bytes")
         places = [Place(request.cache_ref, request.rank, index) for index in request.block_indices]
         timeout_s = min(max(request.timeout_ms, 0), MAX_WAIT_SLOT_MS) / 1000
         wanted = list(zip(places, sizes_bytes, strict=True))

@@ -26,185 +26,205 @@ class SidecarSettings(TlsSettings, TracingSettings):
     model_config = SettingsConfigDict(env_prefix="SIDECAR_", frozen=True, extra="ignore")
 
     unix_socket: Path | None = Field(
-        None, description="Path of the Unix socket for the engine in the same pod; empty: none."
+        None, description="Path of the Unix socket for the engine in the same pod. Empty: none."
     )
     listen: str = Field(
-        "127.0.0.1:50061", description="host:port for gateways, turn middleware and peers; empty: none."
+        "127.0.0.1:50061", description="host:port for gateways, turn middleware and peers. Empty: none."
     )
     data_dir: Path = Field(
-        Path("data/sidecar"), description="Directory of blocks and manifests; one process at a time."
+        Path("data/sidecar"), description="Directory of blocks and manifests, for one process at a time."
     )
     memory_limit_bytes: int | None = Field(
         None,
         ge=0,
-        description="Bytes of the memory tier, taken at the start and shared with the engine (the arena); 0: nothing "
-        "is kept in memory and blocks travel as gRPC frames; empty: a quarter of the container's memory limit, 1 GiB "
-        "where it has none.",
+        description="Bytes of the memory tier. The sidecar allocates them at the start and shares them with the "
+        "engine (the arena). 0: no memory tier; blocks travel as gRPC frames. Empty: a quarter of the "
+        "container's memory limit, or 1 GiB without a limit.",
     )
     disk_limit_bytes: int = Field(
         32 << 30,
         ge=0,
-        description="Bytes of blocks on disk, a hard limit: from 95 % on the contexts used longest ago make room, down "
-        "to 90 %; 0: none, then the volume's size is the limit and saves beyond it are refused.",
+        description="Maximum bytes of blocks on disk. From 95 % the sidecar evicts the least recently used contexts, "
+        "down to 90 %. 0: no limit but the volume's size, and a save on a full volume fails.",
     )
     tenant_guarantee_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes of blocks of each tenant that no other tenant's saves push out; with all tenants' together "
-        "above SIDECAR_DISK_LIMIT_BYTES saves may be refused; 0: none.",
+        description="Bytes of blocks of each tenant that other tenants' saves cannot evict. Saves may fail if all "
+        "tenants together reserve more than SIDECAR_DISK_LIMIT_BYTES. 0: none.",
     )
     tenant_limit_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes of blocks one tenant may have on this disk, a hard limit: its saves beyond it are refused, "
-        "its new contexts get 429; 0: none.",
+        description="Maximum bytes of one tenant's blocks on this disk. Saves beyond it fail, and new contexts get a "
+        "429. 0: no limit.",
     )
     manager: str = Field(
         "",
-        description="gRPC address of the context manager, asked which stored KV no session names any more; empty: such "
-        "KV goes by its TTL.",
+        description="gRPC address of the context manager. The sidecar asks it which stored KV no session names any "
+        "more. Empty: such KV expires at its TTL.",
     )
-    manager_timeout_s: float = Field(2.0, gt=0, description="Seconds for one such question.")
+    manager_timeout_s: float = Field(2.0, gt=0, description="Deadline of one such call in seconds.")
     orphan_after_s: int = Field(
         300,
         ge=1,
-        description="Seconds after its seal from which KV that no session names is freed; longer than a create waits "
-        "for its seal and its commit.",
+        description="Seconds after the seal before KV that no session names is freed. Longer than a create waits for "
+        "its seal and its commit.",
     )
     block_tokens: int = Field(
-        256, ge=1, le=65536, description="Least tokens in one block file; it holds whole blocks of the engine's."
+        256, ge=1, le=65536, description="Minimum tokens in one block file. A file holds whole blocks of the engine."
     )
     block_size_bytes_max: int = Field(
         256 << 20,
         ge=1 << 12,
-        description="Largest block file accepted, in bytes; bounds the memory of one frame stream.",
+        description="Maximum bytes of one block file. It bounds the memory of one frame stream.",
     )
     frame_streams_max: int = Field(
-        4, ge=1, le=64, description="Block files put together from frames at once; others wait (flow control)."
+        4,
+        ge=1,
+        le=64,
+        description="Block files assembled from frames at one time. Further streams wait (flow control).",
     )
     collect_interval_s: float = Field(30.0, gt=0, description="Seconds between two passes of the collector.")
     save_deadline_s: int = Field(
-        120, ge=1, description="Seconds after its last block from which an unsealed save is dropped."
+        120, ge=1, description="Seconds after its last block before an unsealed save is dropped."
     )
-    saves_max: int = Field(1024, ge=1, description="Saves in flight; more are refused.")
-    tombstone_s: int = Field(3600, ge=0, description="Seconds for which deleted names refuse a late save.")
-    tombstones_max: int = Field(65536, ge=1, description="Deleted names remembered; the oldest are forgotten first.")
+    saves_max: int = Field(1024, ge=1, description="Maximum saves in flight. Further saves fail.")
+    tombstone_s: int = Field(3600, ge=0, description="Seconds for which a deleted name refuses a late save.")
+    tombstones_max: int = Field(
+        65536, ge=1, description="Number of deleted names remembered. The oldest are forgotten first."
+    )
     spare_s: int = Field(
-        300, ge=0, description="Seconds for which the blocks of a context that misses a file wait for its next save."
+        300, ge=0, description="Seconds for which the blocks of an incomplete context wait for its next save."
     )
     leftover_s: int = Field(
         600, ge=1, description="Seconds after which unannounced, unfinished and quarantined files are removed."
     )
     leases_max: int = Field(
-        1024, ge=1, description="Loads that keep their blocks in place at once; one more keeps them less long."
+        1024,
+        ge=1,
+        description="Maximum number of concurrent loads that hold a lease. Further loads still run, but their blocks "
+        "may be evicted before they end.",
     )
     lease_s: int = Field(
         300,
         ge=1,
-        description="Longest time in seconds for which a load that nobody ends keeps its blocks in memory and on disk.",
+        description="Maximum seconds for which a load without an end keeps its blocks in memory and on disk.",
     )
-    prefetch_blocks: int = Field(1, ge=0, le=8, description="Blocks read ahead of the one the engine is copying.")
+    prefetch_blocks: int = Field(1, ge=0, le=8, description="Blocks to read ahead of the block that the engine copies.")
     io_threads: int = Field(
-        4, ge=1, le=64, description="Threads that read and hash, and as many that write; each holds one block's memory."
+        4,
+        ge=1,
+        le=64,
+        description="Threads that read and hash, and as many that write. Each holds the memory of one block.",
     )
-    waiters_max: int = Field(4096, ge=1, description="Calls that may wait for a seal or a report; more get no wait.")
-    reports_max: int = Field(4096, ge=1, description="Load reports kept.")
+    waiters_max: int = Field(
+        4096, ge=1, description="Maximum calls that wait for a seal or a report. Further calls get no wait."
+    )
+    reports_max: int = Field(4096, ge=1, description="Maximum number of load reports kept.")
     report_s: int = Field(60, ge=1, description="Seconds for which a load report is kept.")
     peers: tuple[str, ...] = Field(
         (),
-        description="Sidecars that may be pulled from, a JSON list of host:port, host or network (10.0.0.0/8); "
-        '"*": any; empty: pulls are off.',
+        description="Sidecars from which this sidecar may pull: a JSON list of host:port, host or network "
+        '(10.0.0.0/8). "*": any. Empty: no pulls.',
     )
-    pulls_max: int = Field(8, ge=1, description="Pulls from peers at once, half of them of prefixes; more are refused.")
+    pulls_max: int = Field(
+        8, ge=1, description="Maximum pulls from peers at one time, half of them for prefixes. Further pulls fail."
+    )
     pull_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Longest time of one pull, plus what its bytes take at SIDECAR_PULL_BYTES_PER_S_MIN; a request may "
-        "ask for less.",
+        description="Maximum seconds of one pull, plus the time of its bytes at SIDECAR_PULL_BYTES_PER_S_MIN. A "
+        "request may set less.",
     )
     pull_bytes_per_s_min: int = Field(
-        50_000_000, ge=1, description="Slowest rate of a pull, in bytes per second: larger contexts get more time."
+        50_000_000, ge=1, description="Slowest rate of a pull in bytes per second. Larger contexts get more time by it."
     )
     pull_manifest_timeout_s: float = Field(
-        1.0, gt=0, description="Longest wait for a peer's manifest, a few KB: one that takes longer hangs."
+        1.0, gt=0, description="Maximum seconds to wait for a peer's manifest of a few KB."
     )
     endpoint_name: str = Field(
         "",
-        description="This pod's name as the gateway knows it, as TURN_ENDPOINT_NAME; empty: this sidecar hands no "
-        "contexts on when it ends, and takes none over.",
+        description="Name of this pod in the gateway, the same as TURN_ENDPOINT_NAME. Empty: this sidecar neither "
+        "hands over contexts at its end nor takes any over.",
     )
     handover_s: float = Field(
         20.0,
         ge=0,
-        description="Seconds after SIGTERM in which, without a store, peers take over the contexts that are here, the "
-        "one used last first; the pod's grace period has to be longer; 0: none.",
+        description="Seconds after SIGTERM in which peers take over this pod's contexts, most recently used first. "
+        "Applies without a shared store. The pod's grace period must be longer. 0: none.",
     )
     handover_bytes_max: int = Field(
-        16 << 30, ge=0, description="Bytes of contexts that peers take over when this sidecar ends; 0: no limit."
+        16 << 30, ge=0, description="Bytes of contexts that peers take over at the end of this sidecar. 0: no limit."
     )
     handover_peers: tuple[str, ...] = Field(
         (),
-        description="Sidecars that may take contexts over, a JSON list of host:port, of a host all its addresses (a "
-        "headless Service); empty: those that SIDECAR_PEERS names by host:port.",
+        description="Sidecars that may take over contexts: a JSON list of host:port. A host stands for all its "
+        "addresses (a headless Service). Empty: the host:port entries of SIDECAR_PEERS.",
     )
     handover_address: str = Field(
-        "", description="host:port under which peers reach this sidecar; empty: SIDECAR_LISTEN."
+        "", description="host:port under which peers reach this sidecar. Empty: SIDECAR_LISTEN."
     )
     store_url: str = Field(
         "",
-        description="Store that all pods of a release share, under which KV outlives its pod: s3://bucket/path, "
-        "gs://…, az://… (credentials as their own tools find them) or file:///directory that all mount; empty: none.",
+        description="Store that all pods of a release share, so that KV outlives its pod: s3://bucket/path, gs://…, "
+        "az://… (with the credentials of their own tools) or file:///directory on a shared mount. Empty: "
+        "none.",
     )
     store_keys_file: Path | None = Field(
         None,
-        description="JSON file of the keys that KV in the store is encrypted with, by tenant; a change takes effect "
-        "within seconds; empty: it is not encrypted.",
+        description="JSON file of the encryption keys for KV in the store, by tenant. A change takes effect within "
+        "seconds. Empty: no encryption.",
     )
     warm_contexts_max: int = Field(
         64,
         ge=0,
-        description="Contexts that, with a store, SIDECAR_MANAGER and SIDECAR_ENDPOINT_NAME, are taken over at the "
-        "start from pods that are gone, before anybody asks for them; 0: none, and none are listed for others.",
+        description="Contexts of gone pods to take over at the start. Needs a store, SIDECAR_MANAGER and "
+        "SIDECAR_ENDPOINT_NAME. 0: none, and this pod lists none for others.",
     )
-    store_timeout_s: float = Field(10.0, gt=0, description="Longest time of one call to the store, with its retries.")
+    store_timeout_s: float = Field(
+        10.0, gt=0, description="Maximum seconds of one call to the store, retries included."
+    )
     store_bytes_per_s: int = Field(
-        0, ge=0, description="Bytes of KV written to the store per second, at most; 0: as many as it takes."
+        0, ge=0, description="Maximum bytes of KV written to the store per second. 0: no limit."
     )
     store_queue_max: int = Field(
         100_000,
         ge=1,
-        description="Contexts and what is kept of plain requests that wait to be written to the store; the oldest give "
-        "way, kept ones first.",
+        description="Maximum contexts and kept conversations that wait to be written to the store. Beyond it the "
+        "oldest are dropped, kept conversations first.",
     )
     store_flush_s: float = Field(
         20.0,
         ge=0,
-        description="Seconds after SIGTERM in which what the store lacks is written, what was used last first.",
+        description="Seconds after SIGTERM to write contexts to the store that it lacks, most recently used first.",
     )
     store_grace_s: int = Field(
         3600,
         ge=60,
-        description="Age in seconds from which an object that nothing names is removed from the store; longer than any "
-        "context takes to be written.",
+        description="Age in seconds from which an object without a manifest is removed from the store. Longer than "
+        "the write of any context.",
     )
     store_limit_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes of blocks in the store, of the whole release: from 95 % on the contexts used longest ago "
-        "leave it, down to 90 %, in its collector's pass; 0: no limit. No save is refused for it.",
+        description="Maximum bytes of blocks in the store, over the whole release. From 95 % a collector pass evicts "
+        "the least recently used contexts, down to 90 %. Saves never fail for it. 0: no limit.",
     )
     store_tenant_limit_bytes: int = Field(
-        0, ge=0, description="The same for each tenant's blocks in the store; 0: no limit."
+        0, ge=0, description="Maximum bytes of each tenant's blocks in the store, by the same rule. 0: no limit."
     )
     store_collect_interval_s: int = Field(
-        900, ge=1, description="Seconds between two passes over the store, of all pods together."
+        900, ge=1, description="Seconds between two passes over the store, over all pods together."
     )
-    max_concurrent_rpcs: int = Field(256, ge=8, description="Calls served at once; more are refused by gRPC.")
-    drain_s: float = Field(5.0, ge=0, description="Seconds that running calls get to end after SIGTERM.")
+    max_concurrent_rpcs: int = Field(
+        256, ge=8, description="Maximum calls served at one time. gRPC refuses further calls."
+    )
+    drain_s: float = Field(5.0, ge=0, description="Seconds that running calls have to finish after SIGTERM.")
     tenants_shown_max: int = Field(
-        20, ge=0, le=1000, description="Tenants whose bytes the metrics show by name, the largest; 0: none."
+        20, ge=0, le=1000, description="Number of tenants that the metrics show by name, largest first. 0: none."
     )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint; 0: off.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the Prometheus endpoint. 0: off.")
     log_level: str = Field("INFO", description="Python log level.")
 
     metrics_host: str = Field("127.0.0.1", description="Address of the Prometheus endpoint; 0.0.0.0 in a pod.")
@@ -225,7 +245,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         rules = PeerRules(("*",))
         if not all(rules.allow(peer) for peer in value):
-            raise ValueError("not host:port")
+            raise ValueError("every entry must be host:port")
         return value
 
     @field_validator("store_url")
@@ -237,7 +257,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
     @model_validator(mode="after")
     def _listens_somewhere(self) -> SidecarSettings:
         if not self.listen and self.unix_socket is None:
-            raise ValueError("set SIDECAR_LISTEN or SIDECAR_UNIX_SOCKET")
+            raise ValueError("set SIDECAR_LISTEN or SIDECAR_UNIX_SOCKET, or both")
         return self
 
     def addresses(self) -> list[str]:

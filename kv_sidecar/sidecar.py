@@ -179,7 +179,7 @@ class Sidecar:
                 door.open()
             except OSError:
                 # The address is longer than the other one: frames are slower, and right.
-                log.warning("no arena for the engine: its socket cannot be opened", exc_info=True)
+                log.warning("no arena for the engine: its socket could not be opened", exc_info=True)
             else:
                 self.door = door
 
@@ -255,7 +255,7 @@ class Sidecar:
         except CacheRefNotFound:
             if not (bring and self.bring(tenant, [cache_ref])):
                 raise
-            raise CacheRefPending("the KV is on its way") from None
+            raise CacheRefPending("the KV is not sealed yet") from None
         if self.shared is not None:
             self.shared.note_use(tenant, manifest.session_id, cache_ref)
         return manifest
@@ -284,7 +284,7 @@ class Sidecar:
         try:
             await self.shared.end_delete(removal)
         except SidecarUnavailable as exc:
-            log.warning("shared store does not take a delete; it is tried again", extra={"reason": exc.message})
+            log.warning("shared store refused a delete, will retry", extra={"reason": exc.message})
         return removed
 
     async def hand_over(self) -> None:
@@ -302,7 +302,7 @@ class Sidecar:
             limits=limits,
             metrics=self.metrics,
         )
-        log.info("peers have what was here", extra={"num_moved": await story.run()})
+        log.info("contexts handed over to peers", extra={"num_moved": await story.run()})
 
     async def flush(self) -> None:
         """Write to the shared store what it lacks, and remove what is to go there, as far as there is time.
@@ -311,7 +311,7 @@ class Sidecar:
         """
         if self.shared is not None:
             left = await self.shared.flush(self.settings.store_flush_s)
-            log.info("shared store has what was here", extra={"num_left": left})
+            log.info("contexts written to the shared store", extra={"num_left": left})
         if self.warming is not None:
             await self.warming.leave()
 

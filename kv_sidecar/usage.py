@@ -76,7 +76,7 @@ class UsageMeter:
             async with asyncio.timeout(PASS_S):
                 await self._tell()
         except (ContextCacheError, TimeoutError) as exc:
-            log.warning("the manager does not count what is held; told again", extra={"reason": type(exc).__name__})
+            log.warning("usage not counted by the manager, will retry", extra={"reason": type(exc).__name__})
 
     def _add(self, held: Held, elapsed_ms: int) -> None:
         for tier in {*held, *self._before}:
@@ -104,5 +104,5 @@ class UsageMeter:
                 await self._sink.add_usage(tenant, batch.batch_id, usage, sender=self._sender, number=batch.number)
             except InvalidRequest as exc:
                 # It would be refused for ever, and every tenant's behind it would wait.
-                log.warning("usage that was refused is dropped", extra={"error": str(exc)})
+                log.warning("refused usage dropped", extra={"error": str(exc)})
             del self._unsent[tenant]

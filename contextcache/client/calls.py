@@ -63,7 +63,7 @@ class Page(Generic[T]):
 def create(model: str, text: Prompt | None, messages: Sequence[Message] | None, fields: CreateFields) -> Call[Reply]:
     """Create a context with a prompt, or with messages. Raises ValueError for both or neither."""
     if (text is None) == (messages is None):
-        raise ValueError("a create has a prompt or messages, not both")
+        raise ValueError("a create takes either `prompt` or `messages`, not both")
     said = {"prompt": text} if messages is None else {"messages": list(messages)}
     return _turn("/v1/context", {"model": model, **said}, fields, CreateFields)
 
@@ -144,7 +144,7 @@ def deployment(after: str | None, limit: int | None) -> Call[dict[str, Any]]:
 def created(reply: Reply) -> Reply:
     """Return the answer of a create. Raises NotCreated where it left no context."""
     if reply.raw.get("session_id") is None:
-        raise NotCreated("the answer came, the context is not there", reply=reply)
+        raise NotCreated("the server answered but stored no context", reply=reply)
     return reply
 
 
@@ -165,8 +165,8 @@ def _check_names(fields: Mapping[str, Any], known: type) -> None:
     for name in fields:
         if name not in names:
             meant = get_close_matches(name, names, n=1)
-            hint = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(names)}"
-            extra = "; a field of the engine goes into extra={…}" if "extra" in names else ""
+            hint = f"did you mean {meant[0]!r}?" if meant else f"allowed: {', '.join(names)}"
+            extra = "; pass the engine's own fields in extra={…}" if "extra" in names else ""
             raise TypeError(f"unexpected keyword argument {name!r}: {hint}{extra}")
 
 

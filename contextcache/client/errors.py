@@ -287,7 +287,7 @@ def api_error(status: int, body: object, headers: Mapping[str, str], *, way: str
     error = parsed.get("error")
     said: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
     cls = BY_CODE.get(str(said.get("code")), ApiError)
-    message = str(said.get("message") or f"the server answered {status}{way}")
+    message = str(said.get("message") or f"the server answered with HTTP status {status}{way}")
     return cls(message, status=status, body=parsed, headers=headers)
 
 

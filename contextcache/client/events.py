@@ -62,7 +62,7 @@ class StreamReader:
                 if line.startswith(b"data:") and not self.is_finished:
                     yield from self._event(bytes(line[5:].strip()))
         if len(self._rest) > _EVENT_BYTES_MAX:
-            raise BrokenStream("an event larger than any answer's", text=self.text)
+            raise BrokenStream(f"an event of the stream has more than {_EVENT_BYTES_MAX} bytes", text=self.text)
 
     @property
     def text(self) -> str:
@@ -72,7 +72,7 @@ class StreamReader:
     def end(self) -> None:
         """Raise BrokenStream unless the answer came to its end."""
         if not self.is_finished:
-            raise BrokenStream("the answer broke off before its end", text=self.text)
+            raise BrokenStream("the stream ended before the answer was complete", text=self.text)
 
     def _event(self, data: bytes) -> Iterator[Event]:
         if data == b"[DONE]":
@@ -80,15 +80,15 @@ class StreamReader:
             try:
                 whole = self._whole()
             except (AttributeError, LookupError, TypeError, ValueError) as exc:
-                raise BrokenStream("what came is no answer", text=self.text) from exc
+                raise BrokenStream("the stream has an event that is not an answer", text=self.text) from exc
             yield Finished(whole)
             return
         try:
             chunk = json.loads(data)
         except (ValueError, RecursionError) as exc:
-            raise BrokenStream("what came is no answer", text=self.text) from exc
+            raise BrokenStream("the stream has an event that is not JSON", text=self.text) from exc
         if not isinstance(chunk, dict):
-            raise BrokenStream("what came is no answer", text=self.text)
+            raise BrokenStream("the stream has an event that is not an object", text=self.text)
         if chunk.get("error") is not None:
             raise api_error(_status_of(chunk), chunk, self.headers)
         self._last = {**self._last, **chunk}
@@ -97,7 +97,7 @@ class StreamReader:
             for choice in (chunk.get("choices") or ())[:1]:
                 yield from self._choice(choice)
         except (AttributeError, LookupError, TypeError) as exc:
-            raise BrokenStream("what came is no answer", text=self.text) from exc
+            raise BrokenStream("the stream has an event that is not an answer", text=self.text) from exc
 
     def _choice(self, choice: Mapping[str, Any]) -> Iterator[Event]:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason

@@ -15,7 +15,9 @@ def openai_options(place: Place, session_id: str, options: Mapping[str, Any]) ->
     call can say: `extra_body={"session_id": …}`. Raises ValueError for such a name.
     """
     if not session_id.startswith("ctx_"):
-        raise ValueError(f"a header cannot name {session_id!r}: give each call extra_body={{'session_id': …}}")
+        raise ValueError(
+            f"a header cannot carry session_id {session_id!r}; pass extra_body={{'session_id': …}} with each call"
+        )
     headers = {"X-Session-ID": session_id, **options.get("default_headers", {})}
     known = {"base_url": f"{place.base_url}/v1", "api_key": place.api_key}
     return {**known, **options, "default_headers": headers}

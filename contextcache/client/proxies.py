@@ -58,7 +58,7 @@ def through(proxy: Proxy | None, url: str) -> str:
     """Return the end of an error's message: through which proxy a server was asked, and how to change that."""
     if proxy is None:
         return ""
-    return f" (through the proxy {proxy.shown} of {proxy.variable}; without it: NO_PROXY={urlsplit(url).hostname})"
+    return f" (through proxy {proxy.shown} from {proxy.variable}; to bypass it, set NO_PROXY={urlsplit(url).hostname})"
 
 
 def _checked(value: str, variable: str, host: str) -> str:
@@ -69,10 +69,10 @@ def _checked(value: str, variable: str, host: str) -> str:
         scheme = proxy.scheme if proxy.host and urlsplit(value).port != 0 else ""
     if scheme not in _SCHEMES:
         usable = ", ".join(f"{name}://HOST:PORT" for name in _SCHEMES)
-        raise ValueError(f"{variable} names the proxy {_shown(value)}, which is none of {usable}: {cure}")
+        raise ValueError(f"{variable} names the proxy {_shown(value)}; allowed: {usable}; {cure}")
     if scheme.startswith("socks") and find_spec("socksio") is None:
         raise ValueError(
-            f"{variable} names the proxy {_shown(value)}, which needs a package: pip install 'httpx[socks]'; or {cure}"
+            f"{variable} names the proxy {_shown(value)}, which needs a package: pip install 'httpx[socks]', or {cure}"
         )
     return value
 
@@ -85,7 +85,7 @@ def _shown(value: str) -> str:
 
 def _variable(kind: str, value: str) -> str:
     named = (name for name, said in os.environ.items() if name.lower() == f"{kind}_proxy" and said == value)
-    return next(named, "the system's settings")
+    return next(named, "the system settings")
 
 
 def _port_of(server: SplitResult) -> int:

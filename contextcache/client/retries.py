@@ -78,16 +78,16 @@ class Place:
         url = base_url or os.environ.get("CONTEXT_CACHE_URL", "")
         key = api_key or os.environ.get("CONTEXT_CACHE_API_KEY", "")
         if not url.startswith(("http://", "https://")):
-            raise ValueError("say where the server is: base_url, or CONTEXT_CACHE_URL=https://…")
+            raise ValueError("no server URL: pass base_url or set CONTEXT_CACHE_URL=https://…")
         try:
             httpx.URL(url)
         except httpx.InvalidURL as exc:
-            told = "base_url is no URL; an IPv6 address stands in brackets: http://[::1]:8000"
+            told = "base_url is not a valid URL; write an IPv6 address in brackets: http://[::1]:8000"
             raise ValueError(f"{told} ({exc})") from exc
         if "@" in url.partition("://")[2].partition("/")[0]:
-            raise ValueError("a URL with a user or a password is told in errors: it must hold none")
+            raise ValueError("base_url must not contain a user or password: error messages show it")
         if not key or not key.isascii() or not key.isprintable():
-            raise ValueError("say an API key: api_key, or CONTEXT_CACHE_API_KEY=…")
+            raise ValueError("no API key: pass api_key or set CONTEXT_CACHE_API_KEY=… (printable ASCII)")
         return cls(url.rstrip("/").removesuffix("/v1"), key)
 
     @override
@@ -145,4 +145,4 @@ def no_foreign_errors(place: Place) -> Iterator[None]:
     try:
         yield
     except httpx.RequestError as exc:
-        raise ConnectionFailed(f"{place.base_url} broke off: {type(exc).__name__}: {exc}") from exc
+        raise ConnectionFailed(f"the connection to {place.base_url} broke: {type(exc).__name__}: {exc}") from exc

@@ -72,7 +72,7 @@ class KubernetesApi:
                 return cls(lambda: _from_file(file), namespace=current["context"].get("namespace") or "default")
             return cls.in_pod(_SERVICE_ACCOUNT)
         except (config.ConfigException, KeyError, OSError) as exc:
-            raise ValueError(f"no Kubernetes API server to ask: {exc}") from exc
+            raise ValueError(f"no Kubernetes API server configured: {exc}") from exc
 
     @classmethod
     def in_pod(cls, service_account: Path, *, environ: Mapping[str, str] | None = None) -> Self:
@@ -100,7 +100,7 @@ class KubernetesApi:
             if not metadata.get("continue"):
                 return Listing(tuple(objects), resource_version_of(page))
             query = query | {"continue": metadata["continue"]}
-        raise KubernetesAnswerInvalid(f"a {resource.kind}List of more than {_PAGES_MAX} pages")
+        raise KubernetesAnswerInvalid(f"{resource.kind}List has more than {_PAGES_MAX} pages")
 
     @asynccontextmanager
     async def watch(
@@ -160,9 +160,11 @@ class KubernetesApi:
         except (aiohttp.ClientSSLError, ssl.SSLError, config.ConfigException) as exc:
             # So may the CA.
             await self.close()
-            raise KubernetesUnavailable(f"the API server cannot be spoken to: {type(exc).__name__}") from exc
+            raise KubernetesUnavailable(
+                f"connection to the Kubernetes API server failed: {type(exc).__name__}"
+            ) from exc
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            raise KubernetesUnavailable(f"no answer of the API server: {type(exc).__name__}") from exc
+            raise KubernetesUnavailable(f"no answer from the Kubernetes API server: {type(exc).__name__}") from exc
 
     async def _connected(self) -> ApiClient:
         if self._client is None:
@@ -204,13 +206,13 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncGenerator[WatchEvent, 
         try:
             line = await answer.content.readline()
         except ValueError as exc:
-            raise KubernetesAnswerInvalid("a watch event of more than any object's size") from exc
+            raise KubernetesAnswerInvalid("a watch event from the Kubernetes API server is too large") from exc
         if not line:
             return
         event = json_object(line)
         kind, subject = event.get("type"), event.get("object")
         if not isinstance(subject, dict):
-            raise KubernetesAnswerInvalid("a watch event without an object")
+            raise KubernetesAnswerInvalid("a watch event from the Kubernetes API server has no object")
         if kind == "ERROR":
             raise status_error(subject.get("code"), subject)
         if kind in {"ADDED", "MODIFIED", "DELETED", "BOOKMARK"}:
@@ -224,5 +226,5 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytes:
         pieces.append(piece)
         size_bytes += len(piece)
         if size_bytes > _BODY_BYTES_MAX:
-            raise KubernetesAnswerInvalid(f"an answer of more than {_BODY_BYTES_MAX} bytes")
+            raise KubernetesAnswerInvalid(f"the Kubernetes API server's answer has more than {_BODY_BYTES_MAX} bytes")
     return b"".join(pieces)

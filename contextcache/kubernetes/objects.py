@@ -145,7 +145,7 @@ def checked_page(resource: Resource, page: KubernetesObject) -> list[KubernetesO
     # Anything else with status 200 must not pass for "there is nothing"; Go writes that as null too.
     items = page.get("items", "absent")
     if page.get("kind") != f"{resource.kind}List" or not (items is None or isinstance(items, list)):
-        raise KubernetesAnswerInvalid(f"the answer is no {resource.kind}List")
+        raise KubernetesAnswerInvalid(f"the Kubernetes API server's answer is not a {resource.kind}List")
     return items or []
 
 
@@ -154,9 +154,9 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         found = json.loads(raw)
     except (RecursionError, ValueError) as exc:
-        raise KubernetesAnswerInvalid("the answer is no JSON") from exc
+        raise KubernetesAnswerInvalid("the Kubernetes API server's answer is not JSON") from exc
     if not isinstance(found, dict):
-        raise KubernetesAnswerInvalid("the answer is no object")
+        raise KubernetesAnswerInvalid("the Kubernetes API server's answer is not an object")
     return found
 
 
@@ -164,7 +164,7 @@ def resource_version_of(found: KubernetesObject) -> str:
     """Return where a watch goes on. Raises KubernetesAnswerInvalid when there is none."""
     version = (found.get("metadata") or {}).get("resourceVersion")
     if not isinstance(version, str) or not version:
-        raise KubernetesAnswerInvalid("the answer has no resource version")
+        raise KubernetesAnswerInvalid("the Kubernetes API server's answer has no resource version")
     return version
 
 
@@ -180,4 +180,4 @@ def status_error(status: object, body: KubernetesObject) -> KubernetesError:
     """Return the error that a code and a Status object are."""
     message = str(body.get("message") or "")[:_MESSAGE_LENGTH_MAX]
     cls = _ERRORS.get(status, KubernetesUnavailable) if isinstance(status, int) else KubernetesUnavailable
-    return cls(f"{status}: {message}" if message else f"the API server answered {status}")
+    return cls(f"{status}: {message}" if message else f"the Kubernetes API server answered with status {status}")

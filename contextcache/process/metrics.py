@@ -114,7 +114,7 @@ class _Connections:
         try:
             return await answer()
         except Exception:
-            log.exception("a page could not be made", extra={"path": path})
+            log.exception("metrics page failed", extra={"path": path})
             return Page(b"a fault of ours\n", status=500)
 
 
@@ -135,13 +135,13 @@ class CertificateMetrics:
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._expiry = Gauge(
             f"{prefix}_certificate_expiry_timestamp_seconds",
-            "Unix time at which the certificate in use ends.",
+            "Unix time in seconds at which the TLS certificate in use expires.",
             ["certificate"],
             registry=registry,
         )
         self.reload_failures = Counter(
             f"{prefix}_certificate_reload_failures_total",
-            "Tries to read changed certificate files that failed; the last good ones stay.",
+            "Failed reloads of changed TLS certificate files. The last good certificate stays in use.",
             registry=registry,
         )
 

@@ -34,12 +34,16 @@ class TlsSettings(ProcessSettings):
     """Mutual TLS of a part: with these files it shows its certificate to others and believes only the CA's."""
 
     tls_cert_file: Path | None = Field(
-        None, description="PEM certificate chain shown to other parts; empty, with the two below: no TLS"
+        None, description="PEM certificate chain shown to other parts. Empty, with the next two settings: no TLS"
     )
-    tls_key_file: Path | None = Field(None, description="its PEM private key; both are read again when they change")
-    tls_ca_file: Path | None = Field(None, description="PEM certificates of who may sign other parts' certificates")
+    tls_key_file: Path | None = Field(
+        None, description="PEM private key of that certificate. Both files are read again when they change"
+    )
+    tls_ca_file: Path | None = Field(
+        None, description="PEM certificates of the CAs that sign the other parts' certificates"
+    )
     tls_server_name: str = Field(
-        "context-cache", min_length=1, description="name that every part's certificate carries, whatever its address"
+        "context-cache", min_length=1, description="name in every part's certificate, whatever the part's address"
     )
 
     @field_validator("tls_cert_file", "tls_key_file", "tls_ca_file", mode="before")
@@ -65,13 +69,14 @@ class TracingSettings(ProcessSettings):
     """Where a part's spans go."""
 
     traces_endpoint: str = Field(
-        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no traces"
+        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces"
     )
     traces_sample_ratio: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="share of traces begun here that are kept; one begun by the caller is kept as it says",
+        description="share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it "
+        "starts",
     )
 
 
@@ -90,7 +95,7 @@ def read_secret(path: Path) -> bytes:
     """Return the secret in a file, without surrounding white space. Raises ValueError when it is too short."""
     secret = path.read_bytes().strip()
     if len(secret) < 32:
-        raise ValueError(f"the secret in {path} has {len(secret)} bytes; 32 or more are needed")
+        raise ValueError(f"secret file {path} has {len(secret)} bytes; it needs at least 32")
     return secret
 
 

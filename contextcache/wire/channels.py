@@ -76,7 +76,7 @@ class Connection:
         await asyncio.gather(*leftovers, return_exceptions=True)
 
     def _close_later(self, channel: grpc.aio.Channel) -> None:
-        task = asyncio.create_task(_close_in_time(channel), name="channel of an old certificate")
+        task = asyncio.create_task(_close_in_time(channel), name="channel with an old certificate")
         self._leftovers.add(task)
         task.add_done_callback(self._leftovers.discard)
 

@@ -91,7 +91,7 @@ class LateCallError(grpc.RpcError):
     @override
     def details(self) -> str:
         """Return the reason."""
-        return "the request was not sent by its deadline"
+        return "the request was not sent before its deadline"
 
     @override
     def trailing_metadata(self) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def error_from_rpc(exc: grpc.RpcError, *, unavailable: type[ContextCacheError]) 
     code = metadata.get(CODE_KEY)
     error_class = ERRORS_BY_CODE.get(code) if isinstance(code, str) else None
     if error_class is None:
-        return unavailable(f"an inner service gave no answer: {exc.code().name.lower()}", retry_after_s=1)
+        return unavailable(f"no answer from an inner service: {exc.code().name.lower()}", retry_after_s=1)
     detail = _detail(metadata.get(DETAIL_KEY))
     return error_class(
         exc.details() or exc.code().name, param=detail.get("param"), retry_after_s=detail.get("retry_after_s")

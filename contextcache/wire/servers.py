@@ -131,8 +131,8 @@ class _Call:
 
 
 async def _end_overlong(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    log.warning("a call took too long and was ended", extra={"peer": context.peer()})
-    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call took longer than any may")
+    log.warning("call ended at its time limit", extra={"peer": context.peer()})
+    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call reached the server's time limit")
 
 
 def plain_server(*, max_concurrent_rpcs: int, tracer: Tracer = NO_TRACER, tls: WatchedTls | None) -> grpc.aio.Server:
@@ -278,7 +278,7 @@ class NamedPeers(grpc.aio.ServerInterceptor):
     async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._name in context.auth_context().get("peer_dns", ()) or context.peer().startswith("unix:"):
             return
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the certificate is not one of this deployment")
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the certificate does not belong to this deployment")
 
 
 _KINDS: tuple[tuple[str, Callable[..., Method]], ...] = (

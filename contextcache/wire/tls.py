@@ -101,7 +101,7 @@ class WatchedTls:
         except (OSError, ValueError) as exc:
             # The version stays too, so that the files are tried again even when nobody touches them.
             self._look_at_s = self._monotonic_s() + _RETRY_INTERVAL_S
-            log.warning("certificate not reloaded, the last good one stays", extra={"error": str(exc)})
+            log.warning("certificate reload failed, last good certificate stays", extra={"error": str(exc)})
             self._on_failure()
             return
         log.info("certificate reloaded", extra={"expires_at_s": round(self._material.expires_at_s)})
@@ -161,17 +161,17 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
         context.load_cert_chain(files.cert_file, files.key_file, password=_no_password)
     except ssl.SSLError as exc:
         raise ValueError(
-            f"{files.cert_file} and {files.key_file} are not a PEM certificate and its key: {exc.reason or exc}"
+            f"{files.cert_file} and {files.key_file} are not a PEM certificate and its private key: {exc.reason or exc}"
         ) from exc
     try:
         context.load_verify_locations(files.ca_file)
     except ssl.SSLError as exc:
-        raise ValueError(f"{files.ca_file} holds no PEM certificate: {exc.reason or exc}") from exc
+        raise ValueError(f"{files.ca_file} has no PEM certificate: {exc.reason or exc}") from exc
     return context
 
 
 def _no_password() -> str:
-    raise ValueError("the TLS key is encrypted; it must not be")
+    raise ValueError("the TLS private key is encrypted; remove its password")
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, *, server_name: str | None) -> float:
@@ -194,9 +194,9 @@ def _checked(client: ssl.SSLContext, server: ssl.SSLContext, files: TlsFiles) ->
     try:
         return shake_hands(client, server, server_name=files.server_name)
     except ssl.SSLCertVerificationError as exc:
-        raise ValueError(f"other parts would refuse {files.cert_file}: {exc.verify_message}") from exc
+        raise ValueError(f"other parts would reject {files.cert_file}: {exc.verify_message}") from exc
     except ssl.SSLError as exc:
-        raise ValueError(f"other parts would refuse {files.cert_file}: {exc.reason or exc}") from exc
+        raise ValueError(f"other parts would reject {files.cert_file}: {exc.reason or exc}") from exc
 
 
 def _is_through(side: ssl.SSLObject) -> bool:

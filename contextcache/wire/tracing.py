@@ -84,7 +84,9 @@ def open_tracer(endpoint: str, *, part: str, sample_ratio: float, on_lost: Calla
     try:
         from contextcache.wire.span_export import Provider
     except ImportError as exc:
-        raise ValueError(f"traces to {endpoint} need the extra `tracing` of context-cache") from exc
+        raise ValueError(
+            f"traces to {endpoint} need the extra `tracing`: pip install 'context-cache[tracing]'"
+        ) from exc
     return Tracer(Provider(endpoint, part=part, sample_ratio=sample_ratio, on_lost=on_lost))
 
 

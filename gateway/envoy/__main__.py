@@ -12,9 +12,8 @@ from gateway.envoy.attendant import attend
 from gateway.envoy.folder import write_folder
 from gateway.envoy.settings import EnvoySettings
 
-_USAGE = """\
-usage: context-cache serve envoy bootstrap   write Envoy's bootstrap, its SDS files and its keys into ENVOY_CONFIG_DIR
-       context-cache serve envoy attend      keep its keys current; on SIGTERM drain it, and end when nothing runs"""
+_USAGE = """usage: context-cache serve envoy bootstrap   write bootstrap, SDS files and keys to ENVOY_CONFIG_DIR
+       context-cache serve envoy attend      update Envoy's keys; on SIGTERM drain Envoy"""
 
 
 def main(arguments: list[str]) -> int:

@@ -28,7 +28,7 @@ async def drain(settings: EnvoySettings, hurry: asyncio.Event) -> None:
     try:
         async with _Admin(settings.admin_address) as admin:
             await admin.fail_health_check()
-            log.info("envoy drains", extra={"active_requests": await admin.num_active()})
+            log.info("envoy draining", extra={"active_requests": await admin.num_active()})
             closed_s = started_s + settings.drain_delay_s
             await _wait(hurry, closed_s - loop.time())
             await admin.close_port()
@@ -37,7 +37,7 @@ async def drain(settings: EnvoySettings, hurry: asyncio.Event) -> None:
                 await _wait(hurry, min(left_s, _POLL_S))
     except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
         # Not started yet, gone, or too ill to answer: nothing to wait for.
-        log.warning("envoy cannot be drained", extra={"error": str(exc)})
+        log.warning("envoy drain failed", extra={"error": str(exc)})
 
 
 async def _wait(event: asyncio.Event, within_s: float) -> None:

@@ -27,7 +27,7 @@ def write_folder(settings: EnvoySettings) -> Path:
     for name in _CERTIFICATES:
         path = getattr(settings, name)
         if path and not Path(path).is_file():
-            raise ValueError(f"ENVOY_{name.upper()}: there is no file {path}")
+            raise ValueError(f"ENVOY_{name.upper()}: file {path} does not exist")
     folder = Path(settings.config_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if settings.api_keys_file:

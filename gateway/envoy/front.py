@@ -162,7 +162,9 @@ class EnvoyFront:
         except ContextCacheError as exc:
             await self._refuse(call, exc)
         except TimeoutError:
-            await self._refuse(call, DeadlineExceeded("the request did not arrive in time", retry_after_s=1))
+            await self._refuse(
+                call, DeadlineExceeded("the request did not arrive before its deadline", retry_after_s=1)
+            )
         except Exception as exc:  # noqa: BLE001  # the boundary of a request
             # The boundary of a request: a fault of ours costs one answer, in the shape of every other error.
             raised = traceback_without_messages(exc)
@@ -180,7 +182,7 @@ class EnvoyFront:
         kind = self._gateway.kind_of(head.method, head.path)
         call.kind = kind.value
         if kind in {Kind.OWN, Kind.CONTROL}:
-            raise PathNotFound("this call is answered by the gateway's HTTP front: the proxy has to route it there")
+            raise PathNotFound("the proxy must route this call to the gateway's HTTP front")
         admission = self._gateway.admit(kind, head.headers, path=head.path, request_id=call.minted_id, subset=subset)
         with self._gateway.in_flight(admission):
             await self._answer_admitted(call, admission)
@@ -206,7 +208,9 @@ class EnvoyFront:
         elif call.body_mode == pb.BODY_SEND_MODE_BUFFERED:
             await self._answer_whole(call, admission)
         else:
-            raise ContextCacheError("the proxy must show request bodies: BUFFERED or FULL_DUPLEX_STREAMED")
+            raise ContextCacheError(
+                "the proxy must send request bodies to the gateway: mode BUFFERED or FULL_DUPLEX_STREAMED"
+            )
 
     async def _route_by_head(self, call: _Call, admission: Admission) -> Forward | None:
         """Return where a request goes; None when its body is needed to know."""
@@ -245,7 +249,7 @@ class EnvoyFront:
             message = await held.wait_for(call.stream.read(), size_bytes=call.head.declared_bytes)
             call.deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
             if not message.HasField("request_body"):
-                raise InvalidRequest("the request has trailers and no body")
+                raise InvalidRequest("the request has trailers but no body")
             held.add(message.request_body.body)
             del message  # it has the body once more
             # Routed now, not at the head: the pod's load and the identity's time are of after the upload.

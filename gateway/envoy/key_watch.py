@@ -55,7 +55,7 @@ class KeyWatch:
         except (OSError, ValueError) as exc:
             # Tried again at every look, told once.
             if version != self._failed_version:
-                log.warning("key file not taken over, Envoy keeps the last good keys", extra={"error": str(exc)})
+                log.warning("key file rejected, Envoy keeps the last good keys", extra={"error": str(exc)})
             self._failed_version = version
         else:
             self._version = version

@@ -25,12 +25,12 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
     """Return Envoy's `local_reply_config`; the first rule that matches answers."""
     # The gateway itself refuses bodies with a content-length, and calls that are known to have a body.
     bytes_max = collected_bytes_max(settings)
-    too_large = BodyTooLarge(f"without a content-length, this call's body is over the limit of {bytes_max} bytes")
+    too_large = BodyTooLarge(f"the body of a request without Content-Length is over the limit of {bytes_max} bytes")
     away = GatewayUnavailable("no gateway is available", retry_after_s=1)
-    busy = NoReadyEndpoint("the proxy carries as much as it may", retry_after_s=1)
-    slow = InvalidRequest("the rest of the request did not come in time")
+    busy = NoReadyEndpoint("the proxy has reached its limit of requests or memory", retry_after_s=1)
+    slow = InvalidRequest("the rest of the request did not arrive before the upload deadline")
     # Envoy took them, and then not ours beside them.
-    crowded = InvalidRequest("the request has too many headers, or too long ones")
+    crowded = InvalidRequest("the request has too many headers, or headers that are too long")
     return {
         "mappers": [
             _mapper(_details("request_payload_too_large"), too_large),
@@ -42,12 +42,12 @@ def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:
                 f"xds.cluster_name in ['{GATEWAY_HTTP}', '{GATEWAY_STREAMS}'] && ({_UNREACHED} || {_BROKEN})", away
             ),
             _mapper(_UNREACHED, NoReadyEndpoint("no pod can be reached", retry_after_s=1)),
-            _mapper(_BROKEN, EngineFailed("the engine broke off")),
+            _mapper(_BROKEN, EngineFailed("the engine closed the connection before its answer ended")),
             _mapper(_details("overload*"), busy),
             _mapper(_details("request_overall_timeout", "request_header_timeout"), slow),
             _mapper(_details("header_mutation_result_exceeds_limit"), crowded),
             # The status says more than we could; only the shape is ours.
-            _mapper(_MALFORMED, InvalidRequest("the request is not HTTP as it is spoken here"), keep_status=True),
+            _mapper(_MALFORMED, InvalidRequest("the request is not valid HTTP"), keep_status=True),
         ]
     }
 

@@ -22,7 +22,7 @@ TRACES_PORT = 4317
 def _address(text: str) -> str:
     found = _ADDRESS.fullmatch(text)
     if found is None or not 0 < int(found[2]) <= 65535:
-        raise ValueError(f"{text!r} is not host:port")
+        raise ValueError(f"{text!r} must be host:port")
     return text
 
 
@@ -38,7 +38,7 @@ Address = Annotated[str, AfterValidator(_address)]
 
 def _absolute(path: str) -> str:
     if path and not path.startswith("/"):
-        raise ValueError(f"{path!r} is not an absolute path")
+        raise ValueError(f"{path!r} must be an absolute path")
     return path
 
 
@@ -65,8 +65,8 @@ class GatewayAddress(BaseModel):
         http, _, ext_proc = value.partition(",")
         return {"http": http, "ext_proc": ext_proc}
 
-    http: Address = Field(description="its HTTP front, which answers control calls")
-    ext_proc: Address = Field(description="its external processor (gRPC)")
+    http: Address = Field(description="Address of the gateway's HTTP front, which answers control calls.")
+    ext_proc: Address = Field(description="Address of the gateway's external processor (gRPC).")
 
 
 class EnvoySettings(ProcessSettings):
@@ -75,95 +75,122 @@ class EnvoySettings(ProcessSettings):
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="ENVOY_")
 
     gateways: tuple[GatewayAddress, ...] = Field(
-        min_length=1, description='JSON list of the plugin\'s replicas, "host:http port,host:ext_proc port"'
+        min_length=1, description='JSON list of the gateways, "host:http port,host:ext_proc port".'
     )
     pods: tuple[Address, ...] = Field(
         min_length=1,
-        description="JSON list of vLLM pods, host:port; the plugin's choice is found here by IP and port, so a pod "
-        "given by name gets only requests that nobody chose a pod for",
+        description="JSON list of vLLM pods, host:port. Envoy finds the pod that the gateway chose by IP and port. A "
+        "pod given by name therefore gets only requests without a chosen pod.",
     )
-    listen_host: str = Field("127.0.0.1", description="address to listen on")
-    listen_port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    admin_host: str = Field("127.0.0.1", description="address of Envoy's admin interface, which can stop it: loopback")
-    admin_port: int = Field(9901, ge=0, le=65535, description="its port; 0 takes a free one")
+    listen_host: str = Field("127.0.0.1", description="Address to listen on.")
+    listen_port: int = Field(8000, ge=0, le=65535, description="Port to listen on. 0 takes a free port.")
+    admin_host: str = Field(
+        "127.0.0.1",
+        description="Address of Envoy's admin interface. Loopback only, because the interface can stop Envoy.",
+    )
+    admin_port: int = Field(9901, ge=0, le=65535, description="Port of Envoy's admin interface. 0 takes a free port.")
     engine_paths: tuple[EngineCall, ...] = Field(
-        (), description='calls beside inference that reach the engine, "GET /version", as GATEWAY_ENGINE_PATHS'
+        (),
+        description='Calls besides inference that reach the engine, such as "GET /version". Must equal '
+        "GATEWAY_ENGINE_PATHS.",
     )
     cors_origins: tuple[CorsOrigin, ...] = Field(
-        (), description="origins whose pages may call from a browser, as GATEWAY_CORS_ORIGINS; empty: none"
+        (), description="Origins whose pages may call from a browser. Must equal GATEWAY_CORS_ORIGINS. Empty: none."
     )
     fail_open_stateless: bool = Field(
         True,
-        description="serve requests that claim no context while every gateway is down; without api_keys_file nobody "
-        "checks keys then",
+        description="Serve requests without a context while every gateway is down. Without api_keys_file Envoy then "
+        "serves them without a key.",
     )
     max_body_bytes: int = Field(
         32 << 20,
         gt=0,
         le=1 << 30,
-        description="bytes of the largest request body, as GATEWAY_MAX_BODY_BYTES; more is 413",
+        description="Largest request body in bytes. Must equal GATEWAY_MAX_BODY_BYTES. A larger body gets a 413.",
     )
     max_heap_bytes: int = Field(
-        2 << 30, ge=1 << 28, description="bytes of Envoy's own memory near which it takes no more requests (503)"
+        2 << 30,
+        ge=1 << 28,
+        description="Memory of Envoy in bytes. Near this limit Envoy answers new requests with 503.",
     )
-    max_connections: int = Field(20_000, gt=0, description="client connections at one time; more are closed")
-    max_requests: int = Field(10_000, gt=0, description="requests at one time to each cluster; more are 503")
-    trusted_hops: int = Field(0, ge=0, description="proxies in front whose X-Forwarded-For is believed")
+    max_connections: int = Field(20_000, gt=0, description="Client connections at one time. Envoy closes further ones.")
+    max_requests: int = Field(
+        10_000, gt=0, description="Requests at one time to each cluster. Further requests get a 503."
+    )
+    trusted_hops: int = Field(
+        0, ge=0, description="Number of trusted proxies in front of Envoy that set X-Forwarded-For."
+    )
     plugin_timeout_s: float = Field(
-        5.0, gt=0, description="seconds the plugin has for one message; a slow context manager (2 s) must fit in"
+        5.0,
+        gt=0,
+        description="Seconds that the gateway has to answer one message. Must exceed 2 s, the deadline of a call of "
+        "the context manager.",
     )
-    connect_timeout_s: float = Field(1.0, gt=0, description="seconds to connect to a gateway or a pod")
-    upload_timeout_s: float = Field(300.0, gt=0, description="seconds a client has to send a whole request")
-    idle_timeout_s: float = Field(600.0, gt=0, description="seconds without a byte of an answer; covers a long prompt")
-    total_timeout_s: float = Field(3600.0, gt=0, description="seconds an answer may take in all")
+    connect_timeout_s: float = Field(1.0, gt=0, description="Seconds to connect to a gateway or a pod.")
+    upload_timeout_s: float = Field(300.0, gt=0, description="Seconds that a client has to send a whole request.")
+    idle_timeout_s: float = Field(
+        600.0, gt=0, description="Seconds without a byte of an answer. Must cover the prefill of a long prompt."
+    )
+    total_timeout_s: float = Field(3600.0, gt=0, description="Maximum duration of an answer in seconds.")
     drain_delay_s: int = Field(
         1,
         ge=0,
-        description="seconds from SIGTERM (admin /ready is 503, answers close their connection) to closing the port",
+        description="Seconds from SIGTERM until the port closes. Meanwhile admin /ready answers 503, and each answer "
+        "closes its connection.",
     )
-    drain_timeout_s: float = Field(600.0, ge=0, description="seconds running requests get to finish after that")
+    drain_timeout_s: float = Field(
+        600.0, ge=0, description="Seconds that running requests have to finish after the port closed."
+    )
     tls_cert_file: EnvoyPath = Field(
         "",
-        description="PEM certificate chain that Envoy shows to gateways and pods; empty, with the two below: no TLS "
-        "towards them",
+        description="PEM certificate chain that Envoy shows to gateways and pods. Empty, with the next two settings: "
+        "no TLS to them.",
     )
-    tls_key_file: EnvoyPath = Field("", description="its PEM private key, in the same folder")
-    tls_ca_file: EnvoyPath = Field("", description="PEM certificates of who may sign theirs")
+    tls_key_file: EnvoyPath = Field("", description="PEM private key of that certificate, in the same folder.")
+    tls_ca_file: EnvoyPath = Field(
+        "", description="PEM certificates of the CAs that sign the certificates of gateways and pods."
+    )
     tls_server_name: str = Field(
-        "context-cache", min_length=1, description="name that every part's certificate carries, whatever its address"
+        "context-cache", min_length=1, description="Name in every part's certificate, whatever the part's address."
     )
     listen_cert_file: EnvoyPath = Field(
-        "", description="PEM certificate chain shown to clients, with its key HTTPS; empty: plain HTTP"
+        "", description="PEM certificate chain shown to clients. With its key it enables HTTPS. Empty: plain HTTP."
     )
-    listen_key_file: EnvoyPath = Field("", description="its PEM private key, in the same folder")
+    listen_key_file: EnvoyPath = Field("", description="PEM private key of that certificate, in the same folder.")
     config_dir: EnvoyPath = Field(
         "/etc/context-cache/envoy",
         min_length=1,
-        description="folder of what is written for Envoy: envoy.json, the SDS files that name its certificates, keys",
+        description="Folder for Envoy's files: envoy.json, the SDS files that name its certificates, and the keys.",
     )
     api_keys_file: EnvoyPath = Field(
         "",
-        description="JSON file of key hashes and tenants, as GATEWAY_API_KEYS_FILE; Envoy then checks keys itself; "
-        "followed when it changes; empty: it does not look at keys",
+        description="JSON file of key hashes and tenants, the same as GATEWAY_API_KEYS_FILE. Envoy checks API keys "
+        "with it and follows its changes. Empty: Envoy checks no keys.",
     )
     metrics_listen: str = Field(
         "",
-        description="host:port where Envoy answers /stats/prometheus, /ready and /healthz, no TLS; empty: none",
+        description="host:port where Envoy answers /stats/prometheus, /ready and /healthz without TLS. Empty: none.",
     )
     traces_endpoint: str = Field(
-        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no traces"
+        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."
     )
     traces_sample_ratio: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="share of traces begun here that are kept; one begun by the caller is kept as it says",
+        description="Share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it "
+        "starts.",
     )
     traces_ca_file: EnvoyPath = Field(
-        "/etc/ssl/certs/ca-certificates.crt", description="PEM certificates of who may sign a https:// collector's"
+        "/etc/ssl/certs/ca-certificates.crt",
+        description="PEM certificates of the CAs that sign the certificate of a https:// collector.",
     )
-    access_log: str = Field("/dev/stdout", description="file of the access log, JSON lines; empty: none")
-    log_level: str = Field("INFO", description="of what writes the bootstrap and drains; not Envoy's own")
+    access_log: str = Field("/dev/stdout", description="File of the access log in JSON lines. Empty: none.")
+    log_level: str = Field(
+        "INFO",
+        description="Log level of the process that writes the bootstrap and drains Envoy. It does not change Envoy's "
+        "own log.",
+    )
 
     @property
     def admin_address(self) -> str:
@@ -179,13 +206,15 @@ class EnvoySettings(ProcessSettings):
     @model_validator(mode="after")
     def _admin_is_local(self) -> Self:
         if not is_loopback(self.admin_host):
-            raise ValueError(f"whoever reaches the admin interface rules Envoy: loopback only, not {self.admin_host}")
+            raise ValueError(
+                f"the admin interface can stop Envoy: admin_host must be a loopback address, not {self.admin_host}"
+            )
         return self
 
     @model_validator(mode="after")
     def _probes_find_the_admin_interface(self) -> Self:
         if self.metrics_listen and not self.admin_port:
-            raise ValueError("metrics_listen shows the admin interface's: admin_port must be known")
+            raise ValueError("metrics_listen shows pages of the admin interface: admin_port must not be 0")
         return self
 
     @field_validator("metrics_listen")
@@ -199,7 +228,7 @@ class EnvoySettings(ProcessSettings):
         url = urlsplit(text)
         right = url.scheme in ("http", "https") and url.hostname and url.port != 0
         if text and (not right or url.path.strip("/") or url.query):
-            raise ValueError(f"{text!r} is not http://host:port or https://host:port")
+            raise ValueError(f"{text!r} must be http://host:port or https://host:port")
         return text
 
     @model_validator(mode="after")
@@ -213,5 +242,7 @@ class EnvoySettings(ProcessSettings):
             (self.listen_cert_file, self.listen_key_file),
         ):
             if posixpath.dirname(cert_file) != posixpath.dirname(key_file):
-                raise ValueError(f"{cert_file} and {key_file} lie in two folders; Envoy watches one for new files")
+                raise ValueError(
+                    f"{cert_file} and {key_file} must be in the same folder: Envoy watches one folder for new files"
+                )
         return self

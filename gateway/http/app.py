@@ -116,7 +116,7 @@ class HttpFront(FastAPI):
             log.debug("client gone", extra={"request_id": exchange.request_id})
         except Broken as exc:
             # Returning without the last message breaks the client's connection: there must be no clean end.
-            log.warning("answer broken off", extra={"request_id": exchange.request_id, "error": exc.message})
+            log.warning("answer cut off", extra={"request_id": exchange.request_id, "error": exc.message})
         except ContextCacheError as exc:
             log_refusal(exc, request_id=exchange.request_id)
             await exchange.send_error(exc)
@@ -199,7 +199,9 @@ class HttpFront(FastAPI):
             except ConnectTimedOut as exc:
                 num_late += 1
                 if num_late == _LATE_CONNECTS_MAX:
-                    raise NoReadyEndpoint("no pod took the connection in time", retry_after_s=1) from exc
+                    raise NoReadyEndpoint(
+                        "no pod accepted the connection before the deadline", retry_after_s=1
+                    ) from exc
                 forward = await self.gateway.reroute(forward, unreachable=name, certain=False)
             except ConnectFailed:
                 # Ends: a refused pod is not chosen again before a probe has found it healthy.
@@ -271,7 +273,7 @@ def _with_own_path(scope: Scope) -> Scope:
 
 async def _refuse_protocol(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "websocket":
-        raise RuntimeError(f"the gateway does not speak {scope['type']}")
+        raise RuntimeError(f"the gateway does not support {scope['type']}")
     await receive()
     await send({"type": "websocket.close", "code": 1000})
 

@@ -115,7 +115,7 @@ class Carrier:
             if gone:
                 self._metrics.broken_exchanges.labels("client_gone").inc()
                 raise ClientGone from exc
-            raise self._broken(exchange, f"the engine took longer than {self._total_timeout_s:g} s") from exc
+            raise self._broken(exchange, f"the engine did not finish within {self._total_timeout_s:g} s") from exc
 
     async def _carry(self, forward: Forward, body: bytes, exchange: Exchange) -> None:
         data = forward.body if forward.body is not None else body
@@ -134,9 +134,9 @@ class Carrier:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
             self._metrics.broken_exchanges.labels("connect").inc()
             late = isinstance(exc, aiohttp.ConnectionTimeoutError)
-            raise (ConnectTimedOut if late else ConnectFailed)(f"{forward.endpoint.name} cannot be reached") from exc
+            raise (ConnectTimedOut if late else ConnectFailed)(f"no connection to {forward.endpoint.name}") from exc
         except (aiohttp.ClientError, aiohttp.ServerTimeoutError, ConnectionError) as exc:
-            raise self._broken(exchange, "the engine broke off") from exc
+            raise self._broken(exchange, "the engine closed the connection before its answer ended") from exc
 
     async def _answer(self, answer: aiohttp.ClientResponse, exchange: Exchange) -> None:
         await exchange.start(answer.status, _headers_to_client(answer))

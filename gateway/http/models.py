@@ -75,7 +75,10 @@ class _Answered(BaseModel):
 
     model: Model
     max_tokens: int | None = Field(
-        None, ge=0, description="0: compute and keep the prompt, answer nothing; of a context only."
+        None,
+        ge=0,
+        description="Maximum length of the answer. 0 on a create or turn: compute and keep the prompt, generate "
+        "nothing.",
     )
     stream: bool | None = False
 
@@ -83,7 +86,9 @@ class _Answered(BaseModel):
 class _Termed(_Answered):
     """What a create says of the life of a context."""
 
-    ttl: Ttl = Field(DEFAULT_TTL_S, description="Life in seconds, 3600 or `3600s`; never clamped.")
+    ttl: Ttl = Field(
+        DEFAULT_TTL_S, description='Life in seconds, as `3600` or `"3600s"`. A value out of range is a 400.'
+    )
     ttl_policy: Literal["fixed", "sliding"] | None = "fixed"
     mode: Literal["session", "prefix", "common_prefix"] | None = Field(
         "session", description="`common_prefix` is another name for `prefix`."
@@ -92,7 +97,9 @@ class _Termed(_Answered):
 
 
 class _Create(_Termed):
-    session_id: SessionId | None = Field(None, description="The client's own name for the context; minted when absent.")
+    session_id: SessionId | None = Field(
+        None, description="Name of the context, chosen by the client. Without it the server makes one."
+    )
 
 
 class CreateFromPrompt(_Create):
@@ -113,11 +120,11 @@ class ContextPatch(TypedDict, total=False):
     """What is to change of a context; what is not there stays. null is as if a field were not there, but for `ttl`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
-    ttl: Annotated[Ttl, Field(description="A new life from now, in seconds.")]
+    ttl: Annotated[Ttl, Field(description="New life from now, in seconds.")]
     ttl_policy: Literal["fixed", "sliding"] | None
     metadata: Annotated[
         dict[MetadataKey, MetadataValue] | None,
-        Field(max_length=MAX_METADATA_KEYS, description="Takes the place of all there was."),
+        Field(max_length=MAX_METADATA_KEYS, description="Replaces all metadata of the context."),
     ]
 
 
@@ -126,10 +133,13 @@ class ContextFork(TypedDict, total=False):
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
     generation: Annotated[
-        int | None, Field(ge=1, le=MAX_GENERATION, description="Where it begins; the newest when absent.")
+        int | None,
+        Field(ge=1, le=MAX_GENERATION, description="Generation at which the fork begins. Without it: the newest."),
     ]
-    session_id: Annotated[SessionId | None, Field(description="The client's own name for it; minted when absent.")]
-    ttl: Annotated[Ttl, Field(description="Life in seconds; never clamped.")]
+    session_id: Annotated[
+        SessionId | None, Field(description="Name of the fork, chosen by the client. Without it the server makes one.")
+    ]
+    ttl: Annotated[Ttl, Field(description="Life in seconds. A value out of range is a 400.")]
     ttl_policy: Literal["fixed", "sliding"] | None
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=MAX_METADATA_KEYS)]
 
@@ -139,7 +149,12 @@ class ContextRewind(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
     generation: Annotated[
-        int, Field(ge=1, le=MAX_GENERATION, description="As `generation` and `X-Context-Generation` told it.")
+        int,
+        Field(
+            ge=1,
+            le=MAX_GENERATION,
+            description="Generation as in `generation` or `X-Context-Generation` of an earlier answer.",
+        ),
     ]
 
 
@@ -149,16 +164,23 @@ class Truncation(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["last_history_tokens", "rolling_tokens"]
-    tokens: int = Field(ge=1, description="Kept of the history at most, or cut of it at once at least.")
+    tokens: int = Field(
+        ge=1,
+        description="`last_history_tokens`: most history tokens to keep. `rolling_tokens`: fewest tokens to cut at "
+        "once.",
+    )
 
 
 class _Turn(_Termed):
-    session_id: SessionId | None = Field(None, description="The context to continue; also as header X-Session-ID.")
+    session_id: SessionId | None = Field(
+        None, description="Context to continue. The header X-Session-ID may name it instead."
+    )
     context_mode: Literal["auto", "append", "replay"] | None = "auto"
     context_commit: bool | None = True
     truncation: Truncation | None = None
     context_create: Literal["if_missing"] | None = Field(
-        None, description="Create the context where there is none: ttl, ttl_policy, mode and metadata count then."
+        None,
+        description="Create the context if it does not exist, with ttl, ttl_policy, mode and metadata of this request.",
     )
 
 
@@ -191,21 +213,23 @@ class NewResponse(_Turn):
     """A response to give; a turn with `previous_response_id`, `conversation` or `session_id`; a create with `store`."""
 
     input: str | Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
-    instructions: str | None = Field(None, description="Of this request alone.")
+    instructions: str | None = Field(None, description="Instructions for this request only.")
     previous_response_id: str | None = Field(
-        None, pattern=r"^resp_[1-9][0-9]{0,14}_[A-Za-z0-9_.-]{1,128}$", description="One of `store`'s to go on from."
+        None,
+        pattern=r"^resp_[1-9][0-9]{0,14}_[A-Za-z0-9_.-]{1,128}$",
+        description="Id of a stored response to continue.",
     )
     conversation: SessionId | ConversationName | None = Field(
-        None, description="The context's name: it is created where there is none."
+        None, description="Name of the context to continue. If it does not exist, it is created."
     )
-    store: bool | None = Field(None, description="True: kept as a context. False: nothing of it is kept.")
+    store: bool | None = Field(None, description="true: store the response as a context. false: store nothing.")
     truncation: Truncation | Literal["disabled"] | None = None  # type: ignore[assignment]  # OpenAI's default
 
 
 class Diverged(BaseModel):
     """Where a replay leaves the context, and why."""
 
-    message: int | None = Field(..., description="Position in the messages that were sent; null for text and ids.")
+    message: int | None = Field(..., description="Position in the request's messages. null for text and token ids.")
     token: int
     why: str
 
@@ -214,19 +238,21 @@ class ContextUsage(BaseModel):
     """What of a prompt was reused, and whether the turn is part of the context now."""
 
     computed_tokens: int = Field(..., ge=1, description="Prompt tokens that were computed.")
-    cached_tokens: int = Field(..., ge=0, description="Prompt tokens that were not.")
+    cached_tokens: int = Field(..., ge=0, description="Prompt tokens that were read from the cache.")
     saved_tokens: int = Field(..., ge=0, description="Cached tokens that the context already had.")
     context_tokens: int = Field(..., ge=0)
     source: Literal["device", "host", "disk", "peer", "object", "recompute", "none"]
     restore_ms: float | None = Field(...)
     committed: bool
     saved_ms: int | None = Field(
-        None, ge=0, description="What computing the cached tokens would have taken, less `restore_ms`."
+        None, ge=0, description="Estimated milliseconds to compute the cached tokens, less `restore_ms`."
     )
-    match: Literal["append", "exact", "extend", "diverge"] | None = Field(None, description="Of a turn.")
+    match: Literal["append", "exact", "extend", "diverge"] | None = Field(
+        None, description="Relation of a turn's prompt to the context."
+    )
     diverged: Diverged | None = None
-    truncated_tokens: int | None = Field(None, ge=1, description="Cut of the context, so that the turn fits.")
-    reason: str | None = Field(None, description="Why it was not committed; else why there was no KV.")
+    truncated_tokens: int | None = Field(None, ge=1, description="Tokens cut from the context so that the turn fits.")
+    reason: str | None = Field(None, description="Reason why the turn was not committed, or else why no KV was reused.")
 
 
 class Usage(BaseModel):
@@ -235,13 +261,13 @@ class Usage(BaseModel):
     prompt_tokens: int = Field(
         ...,
         ge=0,
-        description="The whole prompt on chats; of a context's completion the computed tokens. `X-Usage-Format` says "
-        "otherwise.",
+        description="Tokens of the whole prompt on chats. On a context's completion: computed tokens. "
+        "`X-Usage-Format` changes this.",
     )
     completion_tokens: int | None = Field(None, ge=0)
     total_tokens: int = Field(..., ge=0)
     prompt_tokens_details: dict[str, int | None] | None = None
-    context: ContextUsage | None = Field(None, description="Of a context's request.")
+    context: ContextUsage | None = Field(None, description="Reuse figures of a request with a context.")
 
 
 class _Completed(BaseModel):
@@ -259,7 +285,7 @@ class Completed(_Completed):
     """What a completion, or a chat completion, answers."""
 
     usage: Usage | None = None
-    session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
+    session_id: str | None = Field(None, description="Context of the request. null: its create was not committed.")
     expires_at: int | None = None
 
 
@@ -273,7 +299,9 @@ class Created(_Completed):
     """What a create answers: a completion, or a chat completion where it has messages."""
 
     usage: CreatedUsage
-    session_id: str | None = Field(..., description="null: it was not committed, `usage.context.reason` says why.")
+    session_id: str | None = Field(
+        ..., description="Name of the new context. null: it was not committed; `usage.context.reason` tells why."
+    )
     expires_at: int
 
 
@@ -284,7 +312,7 @@ class MessageUsage(BaseModel):
     output_tokens: int = Field(..., ge=0)
     cache_creation_input_tokens: int | None = Field(None, ge=0)
     cache_read_input_tokens: int | None = Field(None, ge=0)
-    context: ContextUsage | None = Field(None, description="Of a context's request.")
+    context: ContextUsage | None = Field(None, description="Reuse figures of a request with a context.")
 
 
 class AnsweredMessage(BaseModel):
@@ -298,7 +326,7 @@ class AnsweredMessage(BaseModel):
     model: str
     content: list[dict[str, JsonValue]]
     usage: MessageUsage
-    session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
+    session_id: str | None = Field(None, description="Context of the request. null: its create was not committed.")
     expires_at: int | None = None
 
 
@@ -315,7 +343,7 @@ class ResponseUsage(BaseModel):
     input_tokens_details: ResponseTokens
     output_tokens: int = Field(..., ge=0)
     total_tokens: int = Field(..., ge=0)
-    context: ContextUsage | None = Field(None, description="Of a context's request.")
+    context: ContextUsage | None = Field(None, description="Reuse figures of a request with a context.")
 
 
 class Answered(BaseModel):
@@ -323,13 +351,17 @@ class Answered(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    id: str = Field(..., description="To go on from, where it is kept: `resp_`, the generation, `_`, the context.")
+    id: str = Field(
+        ...,
+        description="Id of the response. If stored, the next request continues from it: `resp_`, the generation, "
+        "`_`, the context.",
+    )
     status: str
     model: str
     output: list[dict[str, JsonValue]]
     usage: ResponseUsage | None = Field(...)
     conversation: ConversationName | None = None
-    session_id: str | None = Field(None, description="Of a context's request; null: its create was not committed.")
+    session_id: str | None = Field(None, description="Context of the request. null: its create was not committed.")
     expires_at: int | None = None
 
 
@@ -360,9 +392,9 @@ class Error(BaseModel):
         }
     )
 
-    type: Literal["error"] = Field(description="In Anthropic's words.")
+    type: Literal["error"] = Field(description="Field of Anthropic's error format.")
     error: ErrorInfo
-    detail: str = Field(description="The message again.")
+    detail: str = Field(description="The same text as `error.message`.")
 
 
 class Holder(TypedDict):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, TypeAdapter, WithJsonSchema
 from contextcache.claim import read_object
 from contextcache.errors import ERRORS_BY_CODE, InvalidRequest, OperatorOnly
 from contextcache.fields import refuse_unknown
-from contextcache.model import KEPT_PREFIX, MAX_LIST_LIMIT, TenantId
+from contextcache.model import KEPT_PREFIX, MAX_GENERATION, MAX_LIST_LIMIT, TenantId
 from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
 from gateway.flows import Gateway
@@ -63,15 +63,15 @@ from gateway.paths import PathNotFound
 def _day(said: object) -> date:
     day = date.fromisoformat(str(said))
     if day.isoformat() != said:  # pydantic alone takes seconds since 1970, the library weeks
-        raise ValueError("a day is YYYY-MM-DD")
+        raise ValueError("a day must be YYYY-MM-DD")
     return day
 
 
 Day = Annotated[date, BeforeValidator(_day)]
 DEFAULT_LIST_LIMIT = 20
 DESCRIPTION = (
-    "Create a context once, then send its `session_id` and only the new turn. Errors have OpenAI's body plus "
-    "`detail`. Everything else under `/v1/` is the engine's own API, passed through."
+    "Create a context once, then send its `session_id` and only the new turn. Errors have OpenAI's "
+    "body plus `detail`. The gateway passes all other paths under `/v1/` to the engine."
 )
 
 _EPOCH = date(1970, 1, 1)
@@ -108,8 +108,15 @@ _RECEIPT: dict[str, Any] = {
     "Server-Timing": _TEXT,
 }
 _REQUIRED_RECEIPT = {name: {**header, "required": True} for name, header in _RECEIPT.items()}
-_REPLAYED = {"Idempotent-Replayed": {"schema": {"const": "true"}, "description": "It is the answer of the first one."}}
-_SOURCE = {"X-Context-Source": {"schema": {"type": "string"}, "description": "Of a request whose KV is kept."}}
+_REPLAYED = {
+    "Idempotent-Replayed": {
+        "schema": {"const": "true"},
+        "description": "The answer repeats the first answer under this key.",
+    }
+}
+_SOURCE = {
+    "X-Context-Source": {"schema": {"type": "string"}, "description": "Source of the KV of a request whose KV is kept."}
+}
 _RETRY = {"Retry-After": _NUMBER}
 _ERROR_HEADERS: dict[int, dict[str, Any]] = {
     401: {"WWW-Authenticate": {"required": True, **_TEXT}},
@@ -118,13 +125,13 @@ _ERROR_HEADERS: dict[int, dict[str, Any]] = {
     503: {"Retry-After": {"required": True, "schema": {"type": "integer", "minimum": 0}}},
 }
 _KEY = HTTPBearer(
-    scheme_name="key", description="Or the same key in `X-Api-Key`; two different ones are 401.", auto_error=False
+    scheme_name="key", description="The key may also be in `X-Api-Key`. Two different keys are a 401.", auto_error=False
 )
 _NAMED = "$response.header.X-Session-ID"
 _CALL = {"parameters": {"session_id": _NAMED}}
 _TURN = {"requestBody": {"session_id": _NAMED, "model": "$request.body#/model"}}
 _CARRIED: dict[str, Any] = {
-    "description": "The engine's completion object, or its event stream, plus what the context adds.",
+    "description": "The engine's completion object or event stream, with the context's fields.",
     "content": {"text/event-stream": {}},
     # What can be done with the context that the answer names.
     "links": {
@@ -162,7 +169,7 @@ def _carried(model: type[BaseModel], *codes: str, headers: dict[str, Any]) -> di
 
 def _turn_answers(model: type[BaseModel] = Completed, *more: str) -> dict[int | str, dict[str, Any]]:
     """Return what a completion answers, `more` codes too: without a context the engine refuses in its own words."""
-    its = "what the engine itself refuses, of a request without a context"
+    its = "an error of the engine itself, for a request without a context"
     found = _carried(model, *_TURNS, *more, headers=_RECEIPT | _SOURCE)
     for status in (400, 404):
         found[status] = {"description": f"{found[status]['description']}; or {its}", "content": _OBJECT}
@@ -208,14 +215,16 @@ FieldsOrNone = Annotated[dict[str, Any], Depends(_fields_or_none)]
 IfMatch = Annotated[
     str | None,
     WithJsonSchema({"type": "string", "pattern": r'^([0-9]{1,15}|(W/)?"[0-9]{1,15}"|\*)$'}),
-    Header(description="A generation: nothing happens on another. `*`: any, of a context that is there."),
+    Header(
+        description="Generation that the context must have. Any other generation is a 409. `*` accepts any generation."
+    ),
 ]
 RepeatKey = Annotated[
     str,
     Header(
         alias="Idempotency-Key",
         pattern=r"^[!-~]([ -~]{0,253}[!-~])?$",
-        description="The client's name for this request: sent again within a day, it is answered again and not run.",
+        description="Client's name for this request. A repeat within a day gets the first answer again.",
     ),
 ]
 UsageHeader = Annotated[
@@ -223,8 +232,8 @@ UsageHeader = Annotated[
     WithJsonSchema({"type": "string"}),
     Header(
         alias="X-Usage-Format",
-        description="How usage counts the prompt: `openai`, whole; `context`, what was computed. Without it the key or "
-        "the endpoint decides.",
+        description="Prompt count in usage. `openai`: the whole prompt. `context`: the computed tokens. Without it "
+        "the key or the endpoint decides.",
     ),
 ]
 KeepAliveHeader = Annotated[
@@ -232,8 +241,8 @@ KeepAliveHeader = Annotated[
     WithJsonSchema({"type": "string", "pattern": "^([1-9]|[1-5][0-9]|60)$"}),
     Header(
         alias="X-Keep-Alive-Comments",
-        description="Seconds of silence, 1 to 60, after which a stream gets its head and a comment. Receipt headers "
-        "are not known by then, and an error that follows is an event.",
+        description="Seconds of silence, 1 to 60, after which a stream sends its head and a comment. The head then "
+        "lacks the receipt headers, and a later error is an event.",
     ),
 ]
 SessionHeader = Annotated[
@@ -241,13 +250,16 @@ SessionHeader = Annotated[
     WithJsonSchema({"type": "string", "pattern": "^[!-~]{1,128}$"}),
     Header(
         alias="X-Session-ID",
-        description="The context to continue. Without `ctx_` a label: the name of one of your contexts, or nothing.",
+        description="Context to continue. A value without `ctx_` is a label: the name of one of the tenant's "
+        "contexts, or ignored.",
     ),
 ]
 KeepHeader = Annotated[
     str | None,
     WithJsonSchema({"type": "string", "pattern": "^[!-~]{1,128}$"}),
-    Header(alias="X-Context-Keep", description="`off`: the KV of this request is not kept, whatever its key says."),
+    Header(
+        alias="X-Context-Keep", description="`off`: do not keep the KV of this request, whatever the key's default."
+    ),
 ]
 SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
 
@@ -327,14 +339,14 @@ async def list_contexts(
         str,
         Query(
             max_length=128,
-            description="`last_id` of the page before, or any context's id, deleted within the hour too; an unknown "
-            "id is 400.",
+            description="`last_id` of the page before, or the id of any context, also of one deleted within the last "
+            "hour. An unknown id is a 400.",
         ),
     ] = "",
     model: Annotated[str, Query(max_length=1024)] = "",
     kind: Annotated[
         Literal["session", "kept"],
-        Query(description="`kept`: what is kept of requests without a context, what was used last first."),
+        Query(description="`kept`: the kept conversations of requests without a context, last used first."),
     ] = "session",
 ) -> ContextList | KeptList:
     """List the tenant's live contexts, newest first."""
@@ -400,7 +412,7 @@ async def rewind_context(
     refuse_unknown(said, frozenset(ContextRewind.__annotations__))
     generation, expected = read_generation(said), read_if_match(if_match)
     if generation is None:
-        raise InvalidRequest("generation must be a whole number, 1 or more", param="generation")
+        raise InvalidRequest(f"generation must be a whole number from 1 to {MAX_GENERATION}", param="generation")
     rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
     return context_object(*await rewound)
 
@@ -426,13 +438,17 @@ async def read_usage(
     request: Request,
     gateway: AskedGateway,
     tenant: Tenant,
-    from_: Annotated[Day | None, Query(alias="from", description="First day, UTC; without it the last.")] = None,
-    to: Annotated[Day | None, Query(description="Last day; without it today. At most 31 days in all.")] = None,
-    of: Annotated[str, Query(alias="tenant", max_length=64, description="Another one's: for operators' keys.")] = "",
+    from_: Annotated[Day | None, Query(alias="from", description="First day in UTC. Without it: the last day.")] = None,
+    to: Annotated[
+        Day | None, Query(description="Last day in UTC. Without it: today. At most 31 days in total.")
+    ] = None,
+    of: Annotated[
+        str, Query(alias="tenant", max_length=64, description="Name of another tenant. Needs an operator's key.")
+    ] = "",
 ) -> UsageOfTenant:
     """Say what the tenant used, by day and API key."""
     if of not in {"", tenant}:
-        _check_operator(request, "this key may ask for its own tenant alone")
+        _check_operator(request, "this key may read the usage of its own tenant only")
     first_day, last_day = (None if day is None else (day - _EPOCH).days for day in (from_, to))
     report = await gateway.usage(of or tenant, first_day=first_day, last_day=last_day)
     return usage_of_tenant(of or tenant, report, operator=request.state.operator)
@@ -447,10 +463,10 @@ async def read_deployment(
     request: Request,
     gateway: AskedGateway,
     limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
-    after: Annotated[str, Query(max_length=64, description="Tenants whose names come after this one.")] = "",
+    after: Annotated[str, Query(max_length=64, description="Lists tenants whose names sort after this one.")] = "",
 ) -> DeploymentObject:
     """Say how the pods are and which tenants there are, as this gateway sees it; for operators' keys."""
-    _check_operator(request, "only an operator's key may look at the deployment")
+    _check_operator(request, "only an operator's key may read the deployment")
     return deployment_object(gateway.deployment.view(limit=limit, after=after))
 
 
@@ -480,7 +496,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-_UNREADY = {"description": "Not ready; the metrics port says what is missing.", "content": _OBJECT}
+_UNREADY = {"description": "Not ready. `/readyz` of the metrics port names the missing part.", "content": _OBJECT}
 
 
 @operations.get("/readyz", responses=_answers() | {503: _UNREADY})

@@ -93,7 +93,7 @@ class Reflector(Generic[_Read]):
                 await asyncio.sleep(self._delay_s(reason))
             except Exception as exc:
                 # The loop must live: without it pods would come and go unseen.
-                log.exception("discovery failed by a fault of our own", extra={"resource": self._resource.plural})
+                log.exception("discovery failed by an internal fault", extra={"resource": self._resource.plural})
                 self._failed(exc, "internal")
                 await asyncio.sleep(self._delay_s("internal"))
 
@@ -131,7 +131,7 @@ class Reflector(Generic[_Read]):
                     self._works()
                     got_somewhere = True
         if not got_somewhere:
-            raise KubernetesUnavailable("a watch ended as soon as it had begun")
+            raise KubernetesUnavailable("the watch ended immediately")
         self._heard()
 
     def _take(self, kind: str, subject: KubernetesObject) -> None:
@@ -152,7 +152,7 @@ class Reflector(Generic[_Read]):
         self._worked, self._refused_since_s = True, None
         if self._failing_with is not None:
             self._failing_with = None
-            log.info("discovery works again", extra={"resource": self._resource.plural})
+            log.info("discovery recovered", extra={"resource": self._resource.plural})
 
     def _failed(self, exc: Exception, reason: str) -> None:
         self._metrics.discovery_failures.labels(self._resource.plural, reason).inc()
@@ -164,7 +164,7 @@ class Reflector(Generic[_Read]):
         if isinstance(exc, KubernetesExpired) or self._failing_with == reason:
             return
         self._failing_with = reason
-        log.warning("discovery fails, the last known pods stay", extra=self._fields(exc, reason))
+        log.warning("discovery failed, last known pods stay", extra=self._fields(exc, reason))
 
     def _reason(self, exc: KubernetesError) -> str:
         """Return why it failed; refused by a server that allowed it before or was away, it is `starting` at first."""
@@ -179,9 +179,9 @@ class Reflector(Generic[_Read]):
     def _fields(self, exc: Exception, reason: str) -> dict[str, object]:
         fields: dict[str, object] = {"resource": self._resource.plural, "error": str(exc)}
         if reason == "starting":
-            fields["means"] = "refused what was allowed before, as an API server does that has just started"
+            fields["means"] = "the server refuses a call that it allowed before, as a starting API server does"
         if reason in _REFUSED:
-            fields["needs"] = "a Role, bound to this service account, with the verbs list and watch"
+            fields["needs"] = "a Role with the verbs list and watch, bound to this service account"
             fields["needs_on"] = f"{self._resource.plural} of {self._resource.group_version}"
             fields["needs_in"] = self._selection.namespace
         return fields

@@ -120,11 +120,11 @@ class Roster:
     def _found(self, model: ModelId | None, subset: frozenset[str] | None) -> Candidates:
         ready = [state for state in self.states if state.ready and (subset is None or state.endpoint.address in subset)]
         if not ready:
-            raise NoReadyEndpoint("no pod is ready to take the request", retry_after_s=RETRY_AFTER_S)
+            raise NoReadyEndpoint("no pod is ready", retry_after_s=RETRY_AFTER_S)
         if model is not None:
             serving = [state for state in ready if not state.models or model in state.models]
             if not serving and (model in self._served or any(not state.models for state in self.states)):
-                raise NoReadyEndpoint("no pod of this model is ready", retry_after_s=RETRY_AFTER_S)
+                raise NoReadyEndpoint("no pod that serves this model is ready", retry_after_s=RETRY_AFTER_S)
             ready = serving or ready
         return Candidates([state for state in ready if not state.endpoint.draining] or ready)
 

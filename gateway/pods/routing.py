@@ -249,9 +249,10 @@ def _some(candidates: Candidates, query: RouteQuery, limits: LoadLimits, rng: Ra
     if below_share := [state for state in candidates.states if state.tenants.is_below_share(query.tenant)]:
         return below_share
     if all(state.tenants.takes(query.tenant) for state in candidates.states):
-        raise EndpointsSaturated("every pod has too many requests waiting", retry_after_s=RETRY_AFTER_S)
+        raise EndpointsSaturated("every pod's queue is full", retry_after_s=RETRY_AFTER_S)
     raise TooManyInFlight(
-        "every pod is busy, and this tenant has its share of their requests in flight", retry_after_s=_SHARE_RETRY_S
+        "every pod is busy, and this tenant has its fair share of their requests in flight",
+        retry_after_s=_SHARE_RETRY_S,
     )
 
 

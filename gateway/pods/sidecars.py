@@ -104,7 +104,7 @@ class Sidecars(Mapping[str, KVSidecar]):
             except Exception:
                 # The loop must live: without it connections to pods long gone would stay.
                 self._metrics.probe_failures.inc()
-                log.exception("round of the sidecars failed")
+                log.exception("sidecar poll failed")
             await asyncio.sleep(self._interval_s)
 
     async def ask_all(self) -> None:
@@ -149,7 +149,7 @@ class Sidecars(Mapping[str, KVSidecar]):
             async with asyncio.timeout(self._timeout_s):
                 await client.close()
         except TimeoutError:
-            log.warning("a sidecar's connection did not close in time")
+            log.warning("sidecar connection did not close in time")
 
     def _client(self, address: str) -> SidecarClient:
         client = self._clients.get(address)
@@ -274,7 +274,7 @@ class Holders:
                 )
         except (ContextCacheError, TimeoutError) as exc:
             fields = {"session_id": child.session_id, "endpoint": session.holder, "error": type(exc).__name__}
-            log.warning("fork begins without KV", extra=fields)
+            log.warning("fork starts without KV", extra=fields)
             return None
 
     def _may_have(self, session: CacheSessionMetadata) -> list[str]:
@@ -292,7 +292,7 @@ class Holders:
                 await self._sidecars[name].touch_context(session.tenant, session.session_id, session.expires_at_ms)
         except (ContextCacheError, TimeoutError) as exc:
             fields = {"session_id": session.session_id, "endpoint": name, "error": type(exc).__name__}
-            log.warning("KV keeps the end it had", extra=fields)
+            log.warning("KV lifetime not extended", extra=fields)
 
     async def _sealed_state(self, sidecar: KVSidecar, session: CacheSessionMetadata) -> KVState:
         is_coming, reason = False, ""
@@ -327,7 +327,7 @@ class Holders:
         except (ContextCacheError, TimeoutError) as exc:
             self._metrics.unreachable_deletes.labels(name).inc()
             log.warning(
-                "KV not deleted, its TTL will",
+                "KV not deleted, expires at its TTL",
                 extra={"session_id": session_id, "endpoint": name, "error": type(exc).__name__},
             )
             return None

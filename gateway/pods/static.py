@@ -45,7 +45,7 @@ class EndpointFile:
             self.endpoints = _read(self._path)
         except (OSError, ValueError) as exc:
             self._metrics.endpoint_reload_failures.inc()
-            log.warning("endpoint file not reloaded, the last good endpoints stay", extra={"error": str(exc)})
+            log.warning("endpoint file reload failed, last good endpoints stay", extra={"error": str(exc)})
             return None
         log.info("endpoint file reloaded", extra={"num_endpoints": len(self.endpoints)})
         return self.endpoints
@@ -55,7 +55,7 @@ def _read(path: Path) -> tuple[Endpoint, ...]:
     with path.open("rb") as file:
         raw = file.read(_FILE_BYTES_MAX + 1)
     if len(raw) > _FILE_BYTES_MAX:
-        raise ValueError(f"{path} is over {_FILE_BYTES_MAX} bytes")
+        raise ValueError(f"{path} is larger than {_FILE_BYTES_MAX} bytes")
     try:
         found = _LIST.validate_json(raw)
     except ValidationError as exc:

@@ -45,8 +45,8 @@ KEY_BYTES_MAX = 1024
 """Longer ones are nobody's: who has no key chooses what is hashed here, and in Envoy."""
 _SPACES = " \t"
 """Around a header's value (RFC 9110), for Envoy's check too; a space of another alphabet is part of a key."""
-KEY_NEEDED = "an API key is needed: Authorization: Bearer <key>, or X-Api-Key: <key>"
-KEY_UNKNOWN = "this API key is not known"
+KEY_NEEDED = "no API key: send Authorization: Bearer <key> or X-Api-Key: <key>"
+KEY_UNKNOWN = "unknown API key"
 _FILE_BYTES_MAX = 16 << 20
 """A hundred thousand keys."""
 _GONE = (0, 0, 0)
@@ -117,7 +117,7 @@ class KeyFile:
             except Exception:
                 # The loop must live: without it a key that was taken back would be good for ever.
                 self._metrics.key_reload_failures.inc()
-                log.exception("look at the key file failed")
+                log.exception("key file check failed")
 
     def reload_if_changed(self) -> None:
         """Read the file again if it is another than before; what it says counts whole, or not at all."""
@@ -131,7 +131,7 @@ class KeyFile:
             # It may be half written: read again until it is good, told once for each state it was seen in.
             if (version or _GONE) != self._failed_version:
                 self._metrics.key_reload_failures.inc()
-                log.warning("key file not reloaded, the last good keys stay", extra={"error": str(exc)})
+                log.warning("key file reload failed, last good keys stay", extra={"error": str(exc)})
             self._version, self._failed_version = None, version or _GONE
         else:
             self._version, self._failed_version = version, None
@@ -149,7 +149,7 @@ def hash_key(key: str) -> str:
     """Return what the key file holds of a key. Raises ValueError for what can be none."""
     data = key.strip().encode()
     if not data or b"," in data or len(data) > KEY_BYTES_MAX:
-        raise ValueError(f"the key is empty, has a comma, or is longer than {KEY_BYTES_MAX} bytes")
+        raise ValueError(f"the key must have 1 to {KEY_BYTES_MAX} bytes and no comma")
     return hashlib.sha256(data).hexdigest()
 
 
@@ -170,7 +170,7 @@ def _key_in(headers: Mapping[str, str]) -> str:
     if _KEY_HEADER in headers:
         named.add(headers[_KEY_HEADER].strip(_SPACES))
     if len(named) > 1:
-        raise Unauthorized("Authorization and X-Api-Key name different keys: send one")
+        raise Unauthorized("Authorization and X-Api-Key carry different keys: send one key")
     key = named.pop() if named else ""
     # A comma joins headers that were sent twice.
     if not key or "," in key:
@@ -185,7 +185,7 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
     try:
         parsed = json.loads(_read_file(path), object_pairs_hook=_without_repetition)
     except (RecursionError, ValueError) as exc:
-        raise ValueError(f"{path} is not JSON, or too large") from exc
+        raise ValueError(f"{path} is not JSON, or larger than {_FILE_BYTES_MAX} bytes") from exc
     entries = parsed.get("keys") if isinstance(parsed, dict) else None
     if not isinstance(entries, list):
         raise ValueError(f'{path} has no list "keys"')  # noqa: TRY004 - a broken file is one kind of error
@@ -197,7 +197,7 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
         except ValueError as exc:
             raise ValueError(f"{path}: key {number} {exc}") from None
         if callers.setdefault(digest, known.setdefault(caller, caller)) != caller:
-            raise ValueError(f"{path}: key {number} stands twice, and not saying the same")
+            raise ValueError(f"{path}: key {number} appears twice with different fields")
     return callers
 
 
@@ -205,7 +205,7 @@ def _read_file(path: Path) -> bytes:
     # Without waiting: a pipe under this name would stop the gateway for as long as nobody writes into it.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a file")
+            raise ValueError("not a regular file")
         data = file.read(_FILE_BYTES_MAX + 1)
     if len(data) > _FILE_BYTES_MAX:
         raise ValueError("too large")
@@ -215,7 +215,7 @@ def _read_file(path: Path) -> bytes:
 def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice in one object: which of the two counts would be anybody's guess")
+        raise ValueError("an object has the same name twice")
     return found
 
 
@@ -248,7 +248,7 @@ def _name(entry: dict[str, Any]) -> str:
 def _flag(entry: dict[str, Any], name: str) -> bool:
     said = entry.get(name, False)
     if not isinstance(said, bool):
-        raise ValueError(f'has a "{name}" that is neither true nor false')  # noqa: TRY004 - a broken file is one kind
+        raise ValueError(f'has a "{name}" that must be true or false')  # noqa: TRY004 - a broken file is one kind
     return said
 
 
@@ -258,4 +258,4 @@ def _choice(entry: dict[str, Any], name: str, choices: type[_Choice]) -> _Choice
     try:
         return None if said is None else choices(said)
     except ValueError:
-        raise ValueError(f'has a "{name}" that is not one of {", ".join(one.value for one in choices)}') from None
+        raise ValueError(f'has a "{name}" that must be one of {", ".join(one.value for one in choices)}') from None

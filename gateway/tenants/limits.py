@@ -96,7 +96,9 @@ class TenantLimits(TenantsInHand):
         wait_ms = due_ms - self._tolerance_ms - now_ms
         if wait_ms > 0:
             self._due_ms[tenant] = due_ms
-            raise TenantRateExceeded("too many requests from this tenant", retry_after_s=math.ceil(wait_ms / 1000))
+            raise TenantRateExceeded(
+                "this tenant has reached its limit of requests per second", retry_after_s=math.ceil(wait_ms / 1000)
+            )
         self._due_ms[tenant] = due_ms + self._interval_ms
         self._due_ms.move_to_end(tenant)
         while len(self._due_ms) > _MAX_TENANTS:
@@ -113,8 +115,10 @@ class TenantLimits(TenantsInHand):
         _, in_hand_bytes = self.held_by(tenant)
         if in_hand_bytes + size_bytes > self._total_bytes_max - self.held_bytes:
             if in_hand_bytes:
-                raise self._refused_bytes("this tenant has as large a share of all request bodies in hand as it may")
-            raise NoReadyEndpoint("the gateway holds as many request bodies as it may", retry_after_s=1)
+                raise self._refused_bytes(
+                    "this tenant's request bodies in flight have reached its fair share of the gateway's memory"
+                )
+            raise NoReadyEndpoint("the gateway has reached its limit of request bodies in memory", retry_after_s=1)
         super().take_bytes(tenant, size_bytes)
         self.held_bytes += size_bytes
 
@@ -149,7 +153,7 @@ class Upload:
             async with asyncio.timeout_at(ends_s):
                 return await piece
         except TimeoutError as exc:
-            raise UploadTooSlow("the request body did not come in time") from exc
+            raise UploadTooSlow("the request body did not arrive before the upload deadline") from exc
 
     def came(self, size_bytes: int) -> None:
         """Count bytes of the body as there. Raises BodyTooLarge."""

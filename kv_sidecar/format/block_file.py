@@ -89,7 +89,7 @@ class BlockFileWriter:
 
     def begin(self, room: memoryview) -> None:
         """Take `size_bytes` of writable memory."""
-        assert len(room) == self.size_bytes, "room for the file and no more"
+        assert len(room) == self.size_bytes, "more bytes than the file has"
         self._data = room
         self.pages = np.frombuffer(room, dtype=np.uint8, offset=self._start)
 
@@ -119,7 +119,7 @@ class BlockFile:
         """The whole file."""
         header, start = decode_header(self.data)
         if header.tensor != TENSOR or header.dtype != "U8" or len(header.shape) not in {1, 3}:
-            raise CorruptBlock("the file holds no pages")
+            raise CorruptBlock("the file has no pages")
         self.meta, self.checksum = _meta_of(header.metadata)
         self.codec = header.metadata.get(_CODEC, "")
         """How the pages are stored; empty: as they are."""
@@ -140,7 +140,7 @@ class BlockFile:
         if expected is not None:
             check_head(meta, self.checksum, expected, vouched=vouched)
         if meta.kind == "block" and block_id(meta.fingerprint, meta.tenant, meta.parent, meta.token_ids) != meta.name:
-            raise CorruptBlock("the block's id is not that of its tokens")
+            raise CorruptBlock("the block's id does not match its tokens")
         if _checksum(self._tensor) != self.checksum:
             raise CorruptBlock("the block's checksum is wrong")
 
@@ -159,9 +159,9 @@ def parse_head(data: memoryview) -> tuple[BlockMeta, str]:
 def check_head(meta: BlockMeta, checksum: str, expected: BlockMeta, *, vouched: str = "") -> None:
     """Compare what a file says with what must be there; `vouched` empty: no manifest vouches. Raises CorruptBlock."""
     if meta != expected:
-        raise CorruptBlock("the block is not the one that belongs here")
+        raise CorruptBlock("the file holds a different block")
     if vouched and checksum != vouched:
-        raise CorruptBlock("the block's bytes are not those the manifest vouches for")
+        raise CorruptBlock("the block's checksum differs from the manifest")
 
 
 def parse_block_file(data: bytes | bytearray | memoryview) -> BlockFile:
@@ -200,7 +200,7 @@ def _meta_of(metadata: Mapping[str, str]) -> tuple[BlockMeta, str]:
         kind, checksum = metadata["kind"], metadata["checksum"]
         is_first = metadata["format"] == FORMAT_1
         if not (is_first or metadata["format"] == FORMAT) or kind not in _KINDS or not _CHECKSUM.fullmatch(checksum):
-            raise CorruptBlock("the file is no block file of this version")
+            raise CorruptBlock("the file is not a block file of this version")
         meta = BlockMeta(
             kind=_KINDS[kind],
             name=metadata["name"],

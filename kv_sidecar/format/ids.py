@@ -114,7 +114,7 @@ def chain_packed(fingerprint: str, tenant: str, packed: bytes, *, block_tokens: 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Return token ids as unsigned 32-bit little-endian integers. Raises OverflowError when one does not fit."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID):
-        raise OverflowError("a token id does not fit 32 bits")
+        raise OverflowError("a token id must fit into 32 bits")
     return np.array(token_ids, dtype="<u4").tobytes()
 
 
@@ -132,13 +132,13 @@ def check_fingerprint(fingerprint: str, fingerprint_json: str) -> None:
     """Raise InvalidRequest unless `fingerprint` is the hex SHA-256 of `fingerprint_json` (not checked when empty)."""
     check_fingerprint_text(fingerprint)
     if fingerprint_json and hashlib.sha256(fingerprint_json.encode()).hexdigest() != fingerprint:
-        raise InvalidRequest("the fingerprint is not the SHA-256 of its JSON", param="fingerprint")
+        raise InvalidRequest("the fingerprint must be the SHA-256 of its JSON", param="fingerprint")
 
 
 def check_fingerprint_text(fingerprint: str) -> None:
     """Raise InvalidRequest for a fingerprint that is empty or too long."""
     if not 0 < len(fingerprint) <= MAX_FINGERPRINT_CHARS:
-        raise InvalidRequest("a fingerprint has 1 to 128 characters", param="fingerprint")
+        raise InvalidRequest("a fingerprint must have 1 to 128 characters", param="fingerprint")
 
 
 def engine_fingerprint(fingerprint: str) -> str:
@@ -149,7 +149,7 @@ def engine_fingerprint(fingerprint: str) -> str:
 def require_fingerprint(asked: str, stored: str) -> None:
     """Raise FingerprintMismatch unless KV stored under `stored` may be injected by who asks with `asked`."""
     if asked != stored:
-        raise FingerprintMismatch("the KV was made under another fingerprint")
+        raise FingerprintMismatch("the KV has a different fingerprint")
 
 
 def differences(before_json: str, after_json: str) -> list[str]:

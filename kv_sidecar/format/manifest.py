@@ -52,14 +52,14 @@ def check_groups(groups: Sequence[KVGroup], num_tokens: int, *, block_tokens_min
     """Raise InvalidRequest unless groups are what `num_tokens` tokens may have; blocks no smaller than the least."""
     digests = [group.digest for group in groups]
     if not 1 <= len(groups) <= MAX_GROUPS or len(set(digests)) != len(digests):
-        raise InvalidRequest("there are groups, each once", param="groups")
+        raise InvalidRequest(f"groups must have 1 to {MAX_GROUPS} groups with different digests", param="groups")
     if not is_plain(groups) and not all(_DIGEST.fullmatch(digest) for digest in digests):
-        raise InvalidRequest("a group is named by 16 hex digits", param="groups")
+        raise InvalidRequest("a group's digest must be 16 hex digits", param="groups")
     for group in groups:
         edges = [edge for run in group.runs for edge in run]
         apart = all(left < right for left, right in pairwise(edges))
         if not 1 <= len(group.runs) <= MAX_RUNS or not apart or edges[0] < 0 or edges[-1] != num_tokens:
-            raise InvalidRequest("runs are ascending and apart, and end with the context", param="groups")
+            raise InvalidRequest("a group's runs must be ascending, separate, and end with the context", param="groups")
         if group.block_tokens < block_tokens_min or group.window < 0:
             raise InvalidRequest("a group's blocks are too small", param="groups")
         if max(group.block_tokens, group.window) > _INT32_MAX:
@@ -67,7 +67,7 @@ def check_groups(groups: Sequence[KVGroup], num_tokens: int, *, block_tokens_min
         if (group.kind == "full_attention" and group.runs != ((0, num_tokens),)) or (
             (group.kind == "sliding_window") != (group.window > 0)
         ):
-            raise InvalidRequest("a group's runs or window are not those of its kind", param="groups")
+            raise InvalidRequest("a group's runs or window do not fit its kind", param="groups")
 
 
 def context_files(
@@ -121,7 +121,7 @@ def first_blocks(
     is_all = num_tokens >= len(manifest.token_ids)
     end = len(manifest.token_ids) if is_all else num_tokens // size * size
     if not end or any(group.kind != "full_attention" for group in manifest.groups):
-        raise CacheRefNotFound("no beginning of this KV stands by itself")
+        raise CacheRefNotFound("no prefix of this KV is complete")
     cut = replace(
         manifest,
         cache_ref=cache_ref,
@@ -213,7 +213,7 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
     metadata = dict(header.metadata)
     is_ours = (header.tensor, header.dtype, len(header.shape)) == (TENSOR, "U32", 1)
     if not is_ours or metadata.get("format") not in {FORMAT, FORMAT_FORK, FORMAT_1}:
-        raise CorruptBlock("the file is no manifest of this version")
+        raise CorruptBlock("the file is not a manifest of this version")
     checksum = metadata.pop("checksum", "")
     if manifest_checksum(metadata, tensor) != checksum:
         raise CorruptBlock("the manifest's checksum is wrong")
@@ -225,7 +225,7 @@ def decode_manifest(file: bytes | memoryview) -> Manifest:
         raise CorruptBlock("the manifest's metadata is incomplete") from exc
     refs = [manifest.cache_ref, *([manifest.tail_ref] if metadata["format"] == FORMAT_FORK else [])]
     if again != metadata or not all(map(CACHE_REF_PATTERN.fullmatch, refs)):
-        raise CorruptBlock("the manifest's blocks are not those of its tokens")
+        raise CorruptBlock("the manifest's blocks do not match its tokens")
     return replace(manifest, block_checksums=_block_checksums(dict(header.supplement), checksum, manifest))
 
 
@@ -233,9 +233,9 @@ def check_block_checksums(manifest: Manifest) -> None:
     """Raise CorruptBlock unless there is a checksum for every file, or for none."""
     found = manifest.block_checksums
     if not all(_CHECKSUM.fullmatch(checksum) for checksum in found):
-        raise CorruptBlock("the manifest's block checksums are none")
+        raise CorruptBlock("the manifest's block checksums are malformed")
     if found and len(found) != num_files(manifest) * manifest.world_size:
-        raise CorruptBlock("the manifest does not vouch for every block")
+        raise CorruptBlock("the manifest lacks the checksum of a block")
 
 
 def manifest_checksum(metadata: Mapping[str, str], tensor: bytes) -> str:
@@ -282,7 +282,7 @@ def _block_checksums(supplement: dict[str, str], manifest_s: str, manifest: Mani
         return ()
     checksum = supplement.pop("checksum", "")
     if manifest_checksum(supplement, manifest_s.encode()) != checksum:
-        raise CorruptBlock("the checksum of the manifest's supplement is wrong")
+        raise CorruptBlock("the manifest's supplement has a wrong checksum")
     listed = supplement.get("block_checksums", "")
     found = tuple(listed.split(" ")) if listed else ()
     check_block_checksums(replace(manifest, block_checksums=found))
@@ -294,7 +294,7 @@ def _manifest_of(metadata: Mapping[str, str], token_ids: tuple[int, ...]) -> Man
     expires_at_ms, size_bytes = int(metadata["expires_at_ms"]), int(metadata["size_bytes"])
     is_sent = 0 <= expires_at_ms <= _INT64_MAX and 0 <= size_bytes <= _INT64_MAX
     if not 1 <= world_size <= MAX_WORLD_SIZE or not token_ids or not is_sent:
-        raise ValueError("numbers that cannot be")
+        raise ValueError("a number is out of range")
     if metadata["format"] == FORMAT_1:
         groups: tuple[KVGroup, ...] = (plain_group(len(token_ids), int(metadata["block_tokens"])),)
     else:

@@ -74,23 +74,23 @@ def decode_header(file: memoryview) -> tuple[TensorHeader, int]:
     length = int.from_bytes(file[:HEAD_BYTES], "little")
     start = HEAD_BYTES + length
     if len(file) < HEAD_BYTES or length > _MAX_HEADER_BYTES or start > len(file):
-        raise CorruptBlock("the file is shorter than its head")
+        raise CorruptBlock("the file is shorter than its header")
     try:
         header = _header_of(json.loads(bytes(file[HEAD_BYTES:start])))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
-        raise CorruptBlock("the head of the file is not what it must be") from exc
+        raise CorruptBlock("the file's header is malformed") from exc
     if start + header.data_bytes != len(file):
-        raise CorruptBlock("the file does not end where its tensor ends")
+        raise CorruptBlock("the file's size differs from its header")
     return header, start
 
 
 def _header_of(document: Any) -> TensorHeader:
     if not isinstance(document, dict):
-        raise TypeError("the head is no object")
+        raise TypeError("the header is not an object")
     metadata = document.pop("__metadata__")
     ((tensor, entry),) = document.items()
     if entry.keys() - {SUPPLEMENT} != _KEYS or entry["dtype"] not in _DTYPE_BYTES:
-        raise ValueError("the tensor's entry is not one of ours")
+        raise ValueError("the tensor's entry has unknown fields or an unknown dtype")
     header = TensorHeader(
         tensor, entry["dtype"], _shape(entry["shape"]), _texts(metadata), _texts(entry.get(SUPPLEMENT, {}))
     )
@@ -101,15 +101,15 @@ def _header_of(document: Any) -> TensorHeader:
 
 def _shape(sizes: Any) -> tuple[int, ...]:
     if not isinstance(sizes, list) or len(sizes) > MAX_DIMENSIONS:
-        raise TypeError("no shape")
+        raise TypeError("the shape is not a list, or too long")
     if not all(type(size) is int and 0 <= size <= _MAX_SIZE for size in sizes):
-        raise ValueError("sizes that cannot be")
+        raise ValueError("a size is out of range")
     return tuple(sizes)
 
 
 def _texts(pairs: Any) -> dict[str, str]:
     if not isinstance(pairs, dict) or not all(isinstance(value, str) for value in pairs.values()):
-        raise TypeError("texts that are none")
+        raise TypeError("the metadata is not an object of strings")
     for key, value in pairs.items():
         # JSON can spell half a character; nothing can be done with it, least of all a checksum.
         f"{key}{value}".encode()

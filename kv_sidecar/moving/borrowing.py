@@ -99,7 +99,10 @@ class Prefixes:
                 matches = await self._ask(question, tokens_min)
             begun = self._begin(question, matches, tokens_min, peer=question.peer)
         except (ContextCacheError, TimeoutError) as exc:
-            log.info("peer did not say what it has", extra={"peer": question.peer, "reason": type(exc).__name__})
+            log.info(
+                "no answer from the peer to a prefix look-up",
+                extra={"peer": question.peer, "reason": type(exc).__name__},
+            )
             return "silent", []
         return "some" if begun else "none", begun
 
@@ -121,7 +124,7 @@ class Prefixes:
             is_told = True
             begun = self._begin(question, matches, tokens_min, peer="")
         except (ContextCacheError, TimeoutError) as exc:
-            log.info("shared store did not say what it has", extra={"reason": type(exc).__name__})
+            log.info("no answer from the shared store to a prefix look-up", extra={"reason": type(exc).__name__})
             return "silent", []
         finally:
             self._num_questions -= 1

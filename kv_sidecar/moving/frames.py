@@ -40,9 +40,9 @@ class FrameAssembly:
             await self._slots.acquire()
             self._place = place
         if place != self._place:
-            raise InvalidRequest("a block file began before the one before it ended")
+            raise InvalidRequest("a block file began before the previous one ended")
         if len(self._data) + len(frame) > self._limit_bytes:
-            raise InvalidRequest("the block file is larger than this sidecar takes")
+            raise InvalidRequest(f"the block file has more than {self._limit_bytes} bytes")
         self._data += frame
         return self._data if last else None
 

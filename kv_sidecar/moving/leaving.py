@@ -120,7 +120,7 @@ class HandOver:
                     ends = await asyncio.gather(*(self._hand_over(record, peers) for record in hottest))
                     moved += sum(ends)
         except TimeoutError:
-            log.info("no time is left to hand contexts over")
+            log.info("no time left to hand over contexts")
         finally:
             await asyncio.gather(*(door.close() for door in doors), return_exceptions=True)
         return moved
@@ -152,7 +152,7 @@ class HandOver:
             outcome = "gone"
         except ContextCacheError as exc:
             outcome = "failed"
-            log.warning("context is not handed over", extra={"cache_ref": record.cache_ref, "reason": exc.code})
+            log.warning("context not handed over", extra={"cache_ref": record.cache_ref, "reason": exc.code})
         self._metrics.handed_over.labels(outcome).inc()
         return outcome == "moved"
 
@@ -195,7 +195,7 @@ async def _addresses(peers: Iterable[str]) -> set[str]:
             async with asyncio.timeout(_RESOLVE_S):
                 infos = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except (OSError, TimeoutError):
-            log.warning("peer's name has no address", extra={"peer": peer})
+            log.warning("peer name has no address", extra={"peer": peer})
             continue
         for *_, address in infos:
             ip = str(address[0])

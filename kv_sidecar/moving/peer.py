@@ -70,7 +70,7 @@ class PeerSidecar:
             # In a thread, as the names of a long context's blocks take a while.
             return await asyncio.to_thread(lambda: with_files(manifest_from_pb(answer.manifest)))
         except InvalidRequest as exc:
-            raise CorruptBlock("the peer's manifest is none") from exc
+            raise CorruptBlock("the peer sent an invalid manifest") from exc
 
     async def match(self, question: PrefixQuestion, tokens_min: int) -> Sequence[Found]:
         """See pulling.Peer."""
@@ -105,7 +105,7 @@ class PeerSidecar:
             async with FrameAssembly(self._slots, limit_bytes=self._limit_bytes) as frames:
                 async for response in call:
                     if not wanted:
-                        raise CorruptBlock("the peer sent more blocks than were asked for")
+                        raise CorruptBlock("the peer sent more blocks than the pull requested")
                     place = (manifest.cache_ref, rank, response.block_index)
                     data = await frames.add(place, response.frame, last=response.last_frame)
                     if data is not None:
@@ -113,11 +113,11 @@ class PeerSidecar:
         except grpc.RpcError as exc:
             raise error_from_rpc(exc, unavailable=SidecarUnavailable) from exc
         except InvalidRequest as exc:
-            raise CorruptBlock("the peer sent more than a block") from exc
+            raise CorruptBlock("the peer sent more bytes than a block has") from exc
         finally:
             call.cancel()
         if wanted:
-            raise CorruptBlock("the peer left blocks out")
+            raise CorruptBlock("the peer sent fewer blocks than the pull requested")
 
     async def close(self) -> None:
         """Close the connection."""

@@ -52,7 +52,7 @@ class PeerRules:
             elif _ENTRY.fullmatch(entry):
                 self._names.add(entry.lower())
             else:
-                raise ValueError(f"{entry!r} is no host:port, host, network or '*'")
+                raise ValueError(f"{entry!r} must be host:port, a host, a network or '*'")
 
     def allow(self, address: str) -> bool:
         """Return whether `address`, a plain `host:port`, may be pulled from. Names are compared, never resolved."""
@@ -97,9 +97,9 @@ class EngineRanks:
     def introduce(self, rank: int, world_size: int, fingerprint: str, fingerprint_json: str) -> None:
         """Note what a rank said of itself; another number of ranks is another engine."""
         changed = differences(self._fingerprint_json, fingerprint_json) if self._fingerprint_json else []
-        log.info("engine introduced", extra={"fingerprint": fingerprint, "rank": rank})
+        log.info("engine registered", extra={"fingerprint": fingerprint, "rank": rank})
         if changed:
-            log.warning("engine has another fingerprint than the one before", extra={"changed": changed})
+            log.warning("engine fingerprint changed", extra={"changed": changed})
         if world_size != self.world_size:
             self._fingerprints.clear()
         self.world_size = world_size

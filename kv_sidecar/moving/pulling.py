@@ -150,13 +150,13 @@ class Wanted:
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         if not 0 < len(self.cache_refs) <= MAX_REFS:
-            raise InvalidRequest(f"a pull names 1 to {MAX_REFS} cache_refs", param="cache_refs")
+            raise InvalidRequest(f"a pull must name 1 to {MAX_REFS} cache_refs", param="cache_refs")
         if not all(CACHE_REF_PATTERN.fullmatch(ref) for ref in self.cache_refs):
-            raise InvalidRequest("not a cache_ref", param="cache_refs")
+            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_refs")
         if self.timeout_s < 0:
-            raise InvalidRequest("a timeout is not negative", param="timeout_ms")
+            raise InvalidRequest("timeout must be 0 or more", param="timeout_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,7 @@ class Pulls:
         started_at_ms = self._clock.now_ms()
         if not wanted.peer:
             store = self._paced_store if wanted.is_unasked else self._store
-            assert store is not None, "it was not refused"
+            assert store is not None, "a store is open"
             await self._pull_from(store, wanted, deadline, started_at_ms)
             return
         peer = self._connect(wanted.peer, self._timeout_s(wanted))
@@ -411,14 +411,14 @@ class Pulls:
         Raises StorageFull for what is larger than what may come unasked.
         """
         if not self._is_waited_for(wanted) and manifest.size_bytes > wanted.unasked_bytes_max:
-            raise StorageFull("it is too large to come unasked")
+            raise StorageFull(f"the KV has {manifest.size_bytes} bytes; a warm-up may pull {wanted.unasked_bytes_max}")
         ends_at_s = deadline.when()
         if not wanted.timeout_s and ends_at_s is not None:
             deadline.reschedule(ends_at_s + manifest.size_bytes / self._limits.bytes_per_s_min)
 
     async def _find(self, wanted: Wanted, peer: Peer) -> Manifest:
         """Return the first manifest that can be used here; the others are then no longer waited for."""
-        missed: ContextCacheError = CacheRefNotFound("the peer has none of these")
+        missed: ContextCacheError = CacheRefNotFound("the peer has none of these cache_refs")
         for cache_ref in wanted.cache_refs:
             try:
                 manifest = await self._sealed(peer, wanted.tenant, cache_ref)
@@ -443,11 +443,11 @@ class Pulls:
     def _check(self, manifest: Manifest, tenant: TenantId, cache_ref: CacheRef) -> None:
         """Raise FingerprintMismatch when this engine cannot use it, CorruptBlock when it is not what was asked for."""
         if (manifest.tenant, manifest.cache_ref) != (tenant, cache_ref):
-            raise CorruptBlock("the peer sent another manifest")
+            raise CorruptBlock("the peer sent a different manifest")
         usable = (self._engine.fingerprint, self._engine.world_size)
         is_small = any(group.block_tokens < self._limits.block_tokens for group in manifest.groups)
         if (engine_fingerprint(manifest.fingerprint), manifest.world_size) != usable or is_small:
-            raise FingerprintMismatch("the peer's KV was made by another engine")
+            raise FingerprintMismatch("the peer's KV is from an engine with a different fingerprint")
         check_block_checksums(manifest)
 
     async def _save(self, manifest: Manifest, source: Manifest, peer: Peer, started_at_ms: int) -> None:
@@ -530,7 +530,7 @@ class Pulls:
         del self._tasks[task]
         self._give_way()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("pull broke", exc_info=error)
+            log.error("pull failed", exc_info=error)
 
 
 async def _all_of(steps: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -136,12 +136,12 @@ class Warming:
             except Exception:
                 outcome = "internal_error"
                 num_failures += 1
-                log.exception("a context is not taken over", extra={"session_id": session_id})
+                log.exception("context not taken over", extra={"session_id": session_id})
             self._metrics.warmed.labels(outcome).inc()
             self._num_left -= outcome not in _NOTHING_TO_DO
             num_warmed += outcome == "warmed"
             num_failures += outcome == SidecarUnavailable.code
-        log.info("took over from a pod that is gone", extra={"endpoint": found.endpoint, "num_contexts": num_warmed})
+        log.info("contexts of a gone pod taken over", extra={"endpoint": found.endpoint, "num_contexts": num_warmed})
 
     async def _take_over(self, gone: str, tenant: TenantId, session_id: SessionId) -> str:
         """Take over one context; return how that ended."""
@@ -201,8 +201,8 @@ class Warming:
             return await work()
         except SidecarUnavailable as exc:
             self._metrics.hot_lists.labels("unavailable").inc()
-            log.warning("shared store does not serve the lists of hot contexts", extra={"reason": exc.message})
+            log.warning("shared store unavailable for the lists of hot contexts", extra={"reason": exc.message})
         except Exception:
             self._metrics.hot_lists.labels("internal_error").inc()
-            log.exception("hot contexts are not taken over")
+            log.exception("hot contexts not taken over")
         return None

@@ -206,7 +206,7 @@ class SealedManifests:
         """Delete what can be deleted, and return it: one file that stays must not keep the others."""
         failed = self._store.delete(record.cache_ref for record in records)
         for cache_ref, error in failed.items():
-            log.warning("manifest cannot be removed", extra={"cache_ref": cache_ref}, exc_info=error)
+            log.warning("manifest not removed", extra={"cache_ref": cache_ref}, exc_info=error)
         return [record for record in records if record.cache_ref not in failed]
 
     def _delete_files(self, records: list[ManifestRecord]) -> None:
@@ -241,7 +241,7 @@ class ManifestStore:
             return None
         manifest = decode_manifest(data)
         if manifest.cache_ref != cache_ref or tenant not in {None, manifest.tenant}:
-            raise CorruptBlock("the manifest is another's")
+            raise CorruptBlock("the manifest belongs to a different context")
         return manifest
 
     def in_common(self, record: ManifestRecord, prompt: Prompt, first: int, count: int) -> int | None:
@@ -254,7 +254,7 @@ class ManifestStore:
             with reading(self._path(record.cache_ref)) as (descriptor, size_bytes):
                 start = tensor_start(os.pread(descriptor, HEAD_BYTES, 0))
                 if start + record.num_tokens * TOKEN_BYTES != size_bytes:
-                    raise CorruptBlock("the manifest is not as long as its head says")
+                    raise CorruptBlock("the manifest's size differs from its header")
                 theirs = os.pread(descriptor, count * TOKEN_BYTES, start + first * TOKEN_BYTES)
         except FileNotFoundError:
             return None
@@ -275,11 +275,11 @@ class ManifestStore:
 
     def put_aside(self, cache_ref: CacheRef) -> None:
         """Move a manifest file that is not what was written into quarantine, or leave it where it cannot be moved."""
-        log.warning("manifest put aside", extra={"cache_ref": cache_ref})
+        log.warning("manifest in quarantine", extra={"cache_ref": cache_ref})
         try:
             self._directory.put_aside(self._path(cache_ref))
         except OSError:
-            log.warning("it cannot be put aside", extra={"cache_ref": cache_ref}, exc_info=True)
+            log.warning("manifest quarantine failed", extra={"cache_ref": cache_ref}, exc_info=True)
 
     def read_all(self) -> Iterator[Manifest]:
         """Yield every manifest; bad files are put aside and left out. Raises SidecarUnavailable."""

@@ -65,12 +65,12 @@ class PrefixQuestion:
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
         if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("not a tenant", param="tenant")
+            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
         check_fingerprint_text(self.fingerprint)
         if len(self.token_ids) % TOKEN_BYTES:
-            raise InvalidRequest("token ids have four bytes each", param="token_ids")
+            raise InvalidRequest("token ids must have four bytes each", param="token_ids")
         if len(self.beginning) > BEGINNING_CHARS_MAX:
-            raise InvalidRequest("a beginning has a short name", param="beginning")
+            raise InvalidRequest(f"beginning may have at most {BEGINNING_CHARS_MAX} characters", param="beginning")
 
 
 class Beginnings:

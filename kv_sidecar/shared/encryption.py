@@ -87,7 +87,7 @@ class TenantKey:
         try:
             return self._cipher.decrypt(nonce, data[start + _NONCE_BYTES :], bytes(data[:start]) + name.encode())
         except (InvalidTag, ValueError):
-            raise KeyNotAtHand("the object does not open: another key's, or changed") from None
+            raise KeyNotAtHand("the object cannot be decrypted: wrong key or changed bytes") from None
 
 
 class StoreKeys:
@@ -122,7 +122,7 @@ class StoreKeys:
         try:
             keys = _read(self._path)
         except (OSError, ValueError) as exc:
-            log.warning("store keys not reloaded, the last good ones stay", extra={"error": str(exc)})
+            log.warning("store key file reload failed, last good keys stay", extra={"error": str(exc)})
         else:
             self._version, self._keys, self._derived = version, keys, {}
             log.info("store keys reloaded", extra={"num_tenants": len(keys)})
@@ -144,14 +144,14 @@ def opened(keys: Sequence[TenantKey] | None, name: str, data: memoryview) -> Buf
     key_id = key_id_of(data)
     if keys is None:
         if key_id is not None:
-            raise KeyNotAtHand("the object is encrypted, and there are no keys here")
+            raise KeyNotAtHand("the object is encrypted, but this sidecar has no keys")
         return data
     if key_id is None:
         # Whoever can write there could have written it: what is not encrypted is nobody's word.
         raise KeyNotAtHand("the object is not encrypted")
     key = next((key for key in keys if key.id == key_id), None)
     if key is None:
-        raise KeyNotAtHand("the object's key is not here")
+        raise KeyNotAtHand("this sidecar lacks the object's key")
     return key.decrypt(name, data)
 
 
@@ -160,14 +160,14 @@ def _read(path: Path) -> Mapping[str, Sequence[_Key]]:
         found = _FILE.validate_json(path.read_bytes())
     except ValidationError as exc:
         fault = exc.errors(include_input=False, include_url=False, include_context=False)[0]
-        raise ValueError(f"the store's key file is not right: {fault['type']}") from None
+        raise ValueError(f"the store's key file is not valid: {fault['type']}") from None
     for tenant, keys in found.items():
         if tenant != _OTHERS and not TENANT_PATTERN.fullmatch(tenant):
-            raise ValueError("the store's key file names what is no tenant")
+            raise ValueError("the store's key file has an invalid tenant name")
         if not keys or len({key.id for key in keys}) < len(keys):
-            raise ValueError("a tenant of the store's key file has no key, or two of one id")
+            raise ValueError("a tenant in the store's key file has no key, or two keys of one id")
         if any(len(key.key) != _KEY_BYTES for key in keys):
-            raise ValueError(f"a key of the store's key file has not {_KEY_BYTES} bytes")
+            raise ValueError(f"a key in the store's key file must have {_KEY_BYTES} bytes")
     return found
 
 

@@ -68,7 +68,7 @@ class ObjectStore:
         try:
             self._store = from_url(url, retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=timeout_s)})
         except (BaseError, OSError) as exc:
-            raise ValueError(f"the store cannot be used: {type(exc).__name__}") from None
+            raise ValueError(f"the store cannot be opened: {type(exc).__name__}") from None
 
     async def put(self, name: str, data: Buffer) -> None:
         """Write an object, replacing one of the same name."""
@@ -91,11 +91,11 @@ class ObjectStore:
         """
         async with self._call():
             if await self._is_no_file(name):
-                raise CorruptBlock("something else lies where an object belongs")
+                raise CorruptBlock("the object's path is not a regular file")
             try:
                 found = await obstore.get_async(self._store, name)
                 if found.meta["size"] > limit_bytes:
-                    raise CorruptBlock("the object is larger than what was written")
+                    raise CorruptBlock(f"the object has more than {limit_bytes} bytes")
                 return memoryview(await found.bytes_async())
             except _ABSENT:
                 return None
@@ -161,7 +161,7 @@ class ObjectStore:
             async with asyncio.timeout(self._timeout_s):
                 yield
         except (BaseError, OSError, TimeoutError) as exc:
-            raise SidecarUnavailable(f"the shared store does not serve: {type(exc).__name__}") from None
+            raise SidecarUnavailable(f"no answer from the shared store: {type(exc).__name__}") from None
 
 
 def check_store_url(url: str) -> None:
@@ -169,7 +169,10 @@ def check_store_url(url: str) -> None:
     parts = urlsplit(url)
     named = parts.path.startswith("/") and not parts.netloc if parts.scheme == "file" else bool(parts.netloc)
     if url and not (parts.scheme in SCHEMES and named):
-        raise ValueError(f"a store is one of {', '.join(f'{scheme}://' for scheme in SCHEMES)}, and what to use there")
+        raise ValueError(
+            f"SIDECAR_STORE must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)} and name a "
+            "bucket or directory"
+        )
 
 
 def _told(found: Any) -> StoredObject:

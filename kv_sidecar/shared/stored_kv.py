@@ -52,7 +52,7 @@ class StoredKV:
             if data is not None:
                 self._metrics.store_bytes.labels("read").inc(len(data))
                 return data
-        raise CacheRefNotFound("a block has gone from the shared store")
+        raise CacheRefNotFound("a block is missing in the shared store")
 
     async def read(self, name: str) -> Manifest | None:
         """Return the manifest under an object's name, or None. Raises CorruptBlock, SidecarUnavailable."""

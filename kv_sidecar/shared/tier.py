@@ -191,12 +191,12 @@ class SharedTier:
                 backoff_s = BACKOFF_S
             except SidecarUnavailable as exc:
                 self._metrics.store_writes.labels("unavailable").inc()
-                log.warning("shared store refuses a write", extra={"reason": exc.message})
+                log.warning("shared store refused a write", extra={"reason": exc.message})
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _BACKOFF_S_MAX)
             except Exception:
                 self._metrics.store_writes.labels("internal_error").inc()
-                log.exception("write to the shared store broke")
+                log.exception("write to the shared store failed")
 
     async def _write_next(self) -> None:
         """Write one context, or what is kept; what the store refuses goes to the end of the queue.
@@ -344,7 +344,7 @@ class SharedTier:
         if await self._objects.size_bytes(block_name(record.tenant, file_name)) is None:
             async with self._local.block(block) as data:
                 if data is None:
-                    raise CacheRefNotFound("the block has gone")
+                    raise CacheRefNotFound("the block is no longer stored")
                 await self._pace(len(data))
                 await self.stored.put(block_name(record.tenant, file_name), data, key)
                 self._metrics.store_bytes.labels("write").inc(len(data))
@@ -364,7 +364,7 @@ class SharedTier:
         """Return a manifest of the store. Raises CacheRefNotFound, CorruptBlock, SidecarUnavailable."""
         found = None if cache_ref in self._deleted else await self.stored.read(manifest_name(tenant, cache_ref))
         if found is None:
-            raise CacheRefNotFound("the shared store has no such KV")
+            raise CacheRefNotFound("the shared store has no KV with this cache_ref")
         if found.expires_at_ms <= self._clock.now_ms():
             raise CacheRefNotFound("the KV in the shared store has expired")
         self.note_use(tenant, found.session_id, cache_ref)

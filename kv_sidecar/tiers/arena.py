@@ -155,7 +155,7 @@ class ArenaDoor:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError:
-                log.warning("the arena's socket cannot accept", exc_info=True)
+                log.warning("arena socket cannot accept", exc_info=True)
                 await asyncio.sleep(1)
                 continue
             if len(self._tasks) > _BORROWERS_MAX:
@@ -177,7 +177,7 @@ class ArenaDoor:
             while await asyncio.get_running_loop().sock_recv(connection, _WORD_BYTES):
                 pass
         except OSError:
-            log.warning("the arena's descriptor could not be handed over", exc_info=True)
+            log.warning("arena descriptor not handed over", exc_info=True)
         finally:
             connection.close()
             self._on_gone(borrower)
@@ -216,7 +216,7 @@ class MappedArena:
     def view(self, offset: int, size_bytes: int) -> memoryview:
         """Return a stretch of the region. Raises ValueError for one that is not inside."""
         if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
-            raise ValueError("outside the arena")
+            raise ValueError("offset outside the arena")
         return self._view[offset : offset + size_bytes]
 
 

@@ -63,7 +63,7 @@ class DataDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             self.close()
-            raise OSError(f"{self.root} belongs to another kv-sidecar that is running") from exc
+            raise OSError(f"{self.root} is in use by another kv-sidecar") from exc
         make_real_directory(self.tmp)
         make_real_directory(self.quarantine)
         for entry in entries(self.tmp):
@@ -203,11 +203,11 @@ class DataDirectory:
         return found, strangers
 
     def _put_aside_or_leave(self, path: Path) -> None:
-        log.warning("something else lay where a file or directory belongs", extra={"directory": path.parent.name})
+        log.warning("wrong type of file or directory set aside", extra={"directory": path.parent.name})
         try:
             self.put_aside(path)
         except OSError:
-            log.warning("it cannot be put aside", exc_info=True)
+            log.warning("file not set aside", exc_info=True)
 
     def _clear_the_way(self, final: Path) -> None:
         """Create a fan-out directory that outlives a crash like the files in it; put aside whatever blocks a rename."""
@@ -286,7 +286,7 @@ def entries(directory: Path) -> Iterator[os.DirEntry[str]]:
     except OSError as exc:
         if exc.errno in _SHORT:
             raise  # what it holds would count as gone, and what is with it would be removed
-        log.warning("directory cannot be read", extra={"directory": directory.name})
+        log.warning("directory unreadable", extra={"directory": directory.name})
 
 
 def remove_whatever(path: Path) -> int:
@@ -300,7 +300,7 @@ def remove_whatever(path: Path) -> int:
     except FileNotFoundError:
         return 0
     except OSError:
-        log.warning("leftover cannot be removed", extra={"directory": path.parent.name}, exc_info=True)
+        log.warning("leftover file not removed", extra={"directory": path.parent.name}, exc_info=True)
         return 0
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
@@ -321,7 +321,7 @@ def remove_old(directory: Path, *, before_ms: int) -> int:
 def make_real_directory(path: Path) -> None:
     """Create a directory; a file or link in its place is removed, not what a link points to. Raises OSError."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        log.warning("something lay where a directory belongs", extra={"directory": path.name})
+        log.warning("file in the place of a directory removed", extra={"directory": path.name})
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
 
@@ -357,12 +357,12 @@ def open_regular(path: Path) -> tuple[int, int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         if exc.errno in _NO_FILE:
-            raise CorruptBlock("something else lies where a file belongs") from exc
+            raise CorruptBlock("the path is not a regular file") from exc
         raise
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise CorruptBlock("something else lies where a file belongs")
+        raise CorruptBlock("the path is not a regular file")
     return descriptor, status.st_size
 
 

@@ -140,7 +140,7 @@ class DiskStore(BlockStore):
         """
         with reading(self.path_of(key)) as (descriptor, size):
             if size != len(room) or _read_all(descriptor, room) != size:
-                raise CorruptBlock("the file is not as long as it was")
+                raise CorruptBlock("the file's size changed")
 
     @override
     def delete(self, key: BlockKey) -> int:
@@ -258,7 +258,7 @@ def _size_or_none(path: Path) -> int | None:
     try:
         return regular_size(path)
     except OSError:
-        log.warning("block file cannot be looked at", extra={"directory": path.parent.name}, exc_info=True)
+        log.warning("block file not checked", extra={"directory": path.parent.name}, exc_info=True)
         return None
 
 

@@ -82,7 +82,7 @@ class MemoryStore(BlockStore):
         with self._lock:
             slot = self._lru.allocate(size_bytes)
         if slot is None:
-            raise StorageFull("pinned and lent slots leave no room in the memory tier")
+            raise StorageFull("leased and lent slots leave no room in the memory tier")
         try:
             yield self.view(slot)
         except BaseException:
@@ -100,7 +100,7 @@ class MemoryStore(BlockStore):
         """
         with self._lock:
             if borrower not in self.borrowers:
-                raise SidecarUnavailable("this arena is not lent to that process")
+                raise SidecarUnavailable("the arena was not lent to this process")
             if self._lent and self.lent_bytes + size_bytes > self.limit_bytes // 2:
                 return None
             slot = self._lru.allocate(size_bytes)

@@ -125,4 +125,4 @@ class IoThreads:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             # Whoever still waits gets it too; this line is for those who left.
-            log.debug("step failed", exc_info=task.exception())
+            log.debug("background step failed", exc_info=task.exception())

@@ -359,7 +359,7 @@ class Tiers:
         """Quarantine a block whose bytes are wrong. Raises OSError when it cannot be moved."""
         self._checksums.pop(key, None)
         await self._threads.write(self._put_aside, key)
-        log.warning("block put aside", extra={"block": key.file_name})
+        log.warning("block in quarantine", extra={"block": key.file_name})
 
     @asynccontextmanager
     async def _use_of(self, key: BlockKey) -> AsyncGenerator[None, None]:
@@ -410,7 +410,7 @@ class Tiers:
         key = wanted.expected.key
         self._brought.discard(key)
         if not self.is_stored(key):
-            raise CacheRefNotFound("a block of this cache_ref is gone")
+            raise CacheRefNotFound("a block of this cache_ref is missing")
         # As a write: what is freed meanwhile is freed after this, with what this puts into memory.
         async with self._use_of(key):
             try:
@@ -418,7 +418,7 @@ class Tiers:
             except OSError as exc:
                 raise SidecarUnavailable("the disk cannot be read") from exc
             if not self.is_stored(key):
-                raise CacheRefNotFound("a block of this cache_ref is gone")
+                raise CacheRefNotFound("a block of this cache_ref is missing")
         self._metrics.hits.labels(fetched.tier).inc()
         return replace(fetched, vouched=wanted.vouched)
 
@@ -444,7 +444,7 @@ class Tiers:
                 parse_block_file(data).verify(wanted.expected, vouched=wanted.vouched)
             except CorruptBlock:
                 self._metrics.bad_copies.inc()
-                log.warning("bad copy in memory dropped", extra={"block": wanted.expected.key.file_name})
+                log.warning("damaged copy in memory dropped", extra={"block": wanted.expected.key.file_name})
                 self.memory.delete(wanted.expected.key)
                 return None
         return FetchedBlock(wanted.block_index, "host", data=data)
@@ -472,7 +472,7 @@ class Tiers:
             data = self.disk.read(key)
             count_bytes(len(data or b""))
         if data is None:
-            raise CacheRefNotFound("a block of this cache_ref is gone")
+            raise CacheRefNotFound("a block of this cache_ref is missing")
         self._verified(data, wanted.expected, wanted.vouched, tier="disk")
         self._keep_in_memory(key, data)
         return FetchedBlock(wanted.block_index, "disk", data=bytes(data))
@@ -513,7 +513,7 @@ class Tiers:
                 freed_bytes += self.disk.delete(key)
             except OSError:
                 # It stays counted, and the collector's next pass tries again.
-                log.warning("block cannot be removed", extra={"block": key.file_name}, exc_info=True)
+                log.warning("block not removed", extra={"block": key.file_name}, exc_info=True)
         return freed_bytes
 
     def _put_aside(self, key: BlockKey) -> None:

@@ -195,7 +195,7 @@ class TestPlain(_RenderedRelease):
             answer = pool.submit(front.stream, prompt="one two three", max_tokens=1500, ignore_eos=True)
             killed = cluster.replace(old)
             events = answer.result()
-        [drained] = [line for line in old["attendant"].log.read_text().splitlines() if "envoy drains" in line]
+        [drained] = [line for line in old["attendant"].log.read_text().splitlines() if "envoy draining" in line]
 
         assert json.loads(drained)["active_requests"] >= 1
         assert events[-1]["choices"][0]["finish_reason"] == "length"

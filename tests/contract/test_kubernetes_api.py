@@ -232,5 +232,5 @@ async def test_credentials_are_read_again_when_they_are_refused(kube, tmp_path, 
 
 
 def test_without_a_cluster_there_is_nobody_to_ask(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no Kubernetes API server to ask"):
+    with pytest.raises(ValueError, match="no Kubernetes API server configured"):
         client_of(tmp_path / "none", monkeypatch)

@@ -75,7 +75,7 @@ async def test_a_server_of_another_ca_is_not_spoken_to(api, kube):
     await kube.away()
     await kube.back()
 
-    with pytest.raises(KubernetesUnavailable, match="cannot be spoken to"):
+    with pytest.raises(KubernetesUnavailable, match="connection to the Kubernetes API server failed"):
         await api.list(SELECTION)
     assert kube.requests == []
 

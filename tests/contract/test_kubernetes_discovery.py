@@ -206,7 +206,7 @@ async def test_without_the_role_it_waits_for_it_and_says_what_is_missing(kube, f
         kube.allows = lambda *_: True
         await discovery.until(A)
 
-    said = [record for record in caplog.records if record.message.startswith("discovery fails")]
+    said = [record for record in caplog.records if record.message.startswith("discovery failed")]
     assert sorted(record.needs_on for record in said) == ["endpointslices of discovery.k8s.io/v1", "pods of v1"]
     assert {record.needs_in for record in said} == {"ns"}
 

@@ -20,7 +20,7 @@ DEADLINE_S = 40
 FINE = {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED}
 NOT_OURS = FINE | {grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED}
 """Of bytes that are no message: gRPC refuses them before we see them."""
-MISUSE = "the proxy must show request bodies"
+MISUSE = "the proxy must send request bodies"
 
 TEXTS = st.text(max_size=30) | st.sampled_from(("", "/v1/context", "/v1/completions", "POST", "GET", "\0", "é"))
 NAMES = st.sampled_from((

@@ -99,7 +99,7 @@ def test_a_server_elsewhere_is_asked_through_the_proxy(environment, serve, name)
 
 def test_an_error_on_the_way_names_the_proxy(environment, serve, capsys):
     environment.setenv("HTTP_PROXY", f"http://user:{PASSWORD}@{DEAD}")
-    told = f"(through the proxy http://{DEAD} of HTTP_PROXY; without it: NO_PROXY=llm.example.org)"
+    told = f"(through proxy http://{DEAD} from HTTP_PROXY; to bypass it, set NO_PROXY=llm.example.org)"
     client = ContextCache("http://llm.example.org", KEY, retries=Retries(times=0))
     with client, pytest.raises(ConnectionFailed) as dead:
         client.models()

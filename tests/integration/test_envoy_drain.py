@@ -114,7 +114,7 @@ async def test_an_envoy_that_is_gone_already_is_not_waited_for(tmp_path, free_po
         attended.attendant.send_signal(signal.SIGTERM)
 
         assert await attended.ended() == 0
-        assert "envoy cannot be drained" in (tmp_path / "attendant.log").read_text()
+        assert "envoy drain failed" in (tmp_path / "attendant.log").read_text()
 
 
 async def test_an_attendant_without_a_good_key_file_says_so_and_ends(tmp_path):

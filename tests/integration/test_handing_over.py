@@ -171,7 +171,7 @@ async def test_a_pod_ends_in_time_when_nobody_can_take_anything_over(world: Worl
     assert await asyncio.to_thread(ends.end) == 0
 
     print(f"ended after {time.monotonic() - began_s:.1f} s")
-    assert "sidecar drains" in ends.sidecar.events()
+    assert "sidecar draining" in ends.sidecar.events()
     await asyncio.to_thread(lambda: ends.sidecar.start(**ends.environment))
     ends.rank = EngineRank(ends.sidecar.address)
     assert await asyncio.to_thread(ends.rank.load, new) == {pb.TIER_DISK}

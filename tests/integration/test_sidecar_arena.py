@@ -146,7 +146,7 @@ def test_a_borrower_learns_of_the_sidecar_s_end_and_borrows_from_the_next_one(si
         assert bytes(old.view(0, 8)) == b"8 bytes."
         sidecar.start()
         later = wait_until(lambda: prepared(rank), what="the new sidecar answers", despite=(SidecarUnavailable,))
-        with pytest.raises(SidecarUnavailable, match="not lent to that process"):
+        with pytest.raises(SidecarUnavailable, match="not lent to this process"):
             lent_beside(rank, later)
 
     with closing(EngineRank(sidecar.address)) as rank:

@@ -123,7 +123,7 @@ def test_the_sockets_are_for_their_user_and_group_and_sigterm_drains_and_ends_we
     for name in ("s.sock", "s.sock.arena"):
         assert stat.S_IMODE((sidecar.root / name).stat().st_mode) == 0o660
     assert sidecar.end(signal.SIGTERM) == 0
-    assert sidecar.events()[-1] == "sidecar drains"
+    assert sidecar.events()[-1] == "sidecar draining"
 
 
 def test_a_second_process_on_the_same_directory_is_refused(sidecar: SidecarProcess) -> None:
@@ -135,7 +135,7 @@ def test_a_second_process_on_the_same_directory_is_refused(sidecar: SidecarProce
     finally:
         second.kill()
         second.wait()
-    assert "belongs to another kv-sidecar" in sidecar.log.read_text()
+    assert "is in use by another kv-sidecar" in sidecar.log.read_text()
     rank = EngineRank(sidecar.address)
     rank.close()
 

@@ -165,7 +165,7 @@ async def test_errors_arrive_as_the_class_they_left_as(running: Running) -> None
         await manifest_of
     with pytest.raises(SaveIncomplete):
         await asyncio.to_thread(rank.client.seal, new.cache_ref, 0)
-    with pytest.raises(InvalidRequest, match="rank and world_size do not fit"):
+    with pytest.raises(InvalidRequest, match="rank must be below world_size"):
         await asyncio.to_thread(rank.client.handshake, FINGERPRINT, "", 1, 1)
     with pytest.raises(InvalidRequest, match="blocks are too small"):
         await asyncio.to_thread(rank.prepare, replace(new, groups=(plain_group(len(PROMPT), 3),)))

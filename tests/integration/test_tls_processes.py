@@ -94,7 +94,7 @@ def running(module: str, environment: dict[str, str]):
     )
     try:
         lines = (json.loads(line) for line in process.stderr if line.startswith("{"))
-        next(line for line in lines if line["event"] in (f"{PARTS[module]} started", "sidecar serves"))
+        next(line for line in lines if line["event"] in (f"{PARTS[module]} started", "sidecar started"))
         yield process
     finally:
         process.kill()
@@ -168,7 +168,7 @@ def test_certificate_files_that_cannot_serve_end_the_start_with_the_reason(tmp_p
     assert result.returncode == 1
     told = json.loads(result.stderr.splitlines()[-1])
     assert told["event"] == f"{PARTS[module]} cannot start"
-    assert ("tls.key" if fault == "missing" else "other parts would refuse") in told["error"]
+    assert ("tls.key" if fault == "missing" else "other parts would reject") in told["error"]
     assert "Traceback" not in result.stderr
 
 

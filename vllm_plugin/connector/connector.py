@@ -379,4 +379,4 @@ def _read_secret(settings: ConnectorSettings) -> bytes:
     try:
         return read_secret(settings.secret_path)
     except OSError as exc:
-        raise ValueError(f"the secret file {settings.secret_file} cannot be read") from exc
+        raise ValueError(f"secret file {settings.secret_file} is not readable") from exc

@@ -55,19 +55,19 @@ class LayerGroup:
 def carried_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[LayerGroup, ...]:
     """Return the groups of an engine. Raises UncarriedEngine when its KV cannot be saved and loaded page by page."""
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        text = 'a load that fails would end its request: set "kv_load_failure_policy": "recompute"'
+        text = 'a failed load would end its request: set "kv_load_failure_policy": "recompute"'
         raise UncarriedEngine("failure_policy", text)
     if vllm_config.model_config.is_encoder_decoder:
-        raise UncarriedEngine("encoder_decoder", "encoder-decoder models keep KV of what is not in the prompt")
+        raise UncarriedEngine("encoder_decoder", "encoder-decoder models keep KV of data outside the prompt")
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            raise UncarriedEngine("context_parallel", f"pages are cut by {name} > 1")
+            raise UncarriedEngine("context_parallel", f"{name} above 1 splits pages")
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
-        raise UncarriedEngine("pipeline_parallel", "ranks have different layers, and a context is of one kind of them")
+        raise UncarriedEngine("pipeline_parallel", "with pipeline parallelism the ranks have different layers")
     layers = vllm_config.compilation_config.static_forward_context
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise UncarriedEngine("kv_dtype", "KV is scaled by what each engine sees first")
+        raise UncarriedEngine("kv_dtype", "each engine computes its own KV scales (calculate_kv_scales)")
     found = tuple(_layer_group(group, layers) for group in kv_cache_config.kv_cache_groups)
     if not found:
         raise UncarriedEngine("no_layers", "the engine has no KV layers")
@@ -82,7 +82,7 @@ def _layer_group(group: Any, layers: Mapping[str, Any]) -> LayerGroup:
     _require_decoders(group.layer_names, layers)
     kinds = {_kind(spec) for spec in _layer_specs(group.kv_cache_spec)}
     if len(kinds) != 1:
-        raise UncarriedEngine("unsupported_layers", "layers of several kinds share a block table")
+        raise UncarriedEngine("unsupported_layers", "layers of different kinds share a block table")
     [(kind, window)] = kinds
     return LayerGroup(kind, group.kv_cache_spec.block_size, window, tuple(group.layer_names))
 
@@ -92,14 +92,14 @@ def _kind(spec: Any) -> tuple[KVKind, int]:
     name = type(spec).__name__
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode not in {"none", "align"} or spec.num_speculative_blocks:
-            raise UncarriedEngine("unsupported_layers", "states are kept in a way that we do not know")
+            raise UncarriedEngine("unsupported_layers", "the state layers use an unsupported cache mode")
         return "state", 0
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
-        raise UncarriedEngine("unsupported_layers", f"layers of kind {name} are neither attention nor states")
+        raise UncarriedEngine("unsupported_layers", f"layers of kind {name} are neither attention nor state layers")
     if getattr(spec, "non_causal", False) or getattr(spec, "non_causal_multi_token_decode", False):
-        raise UncarriedEngine("unsupported_layers", "layers attend to tokens that come later")
+        raise UncarriedEngine("unsupported_layers", "layers attend to later tokens")
     if getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "model_version", None):
-        raise UncarriedEngine("unsupported_layers", f"layers of kind {name} keep states of several tokens")
+        raise UncarriedEngine("unsupported_layers", f"layers of kind {name} keep one state for several tokens")
     if (mode := getattr(spec, "kv_quant_mode", _PLAIN_VALUES)) not in _PLAIN_MODES:
         raise UncarriedEngine("kv_dtype", f"KV of kind {getattr(mode, 'name', mode)} may have scales outside its pages")
     # A window as an attribute of full attention is fine: blocks of all tokens are kept, and only fewer are read.

@@ -57,7 +57,7 @@ class Reporter:
                 with self._lock:
                     self._owed.setdefault(arena, set()).update(slot_ids)
         if is_lost:
-            raise SidecarUnavailable("the sidecar was not told of slots that nobody writes to")
+            raise SidecarUnavailable("slots could not be returned to the sidecar")
 
     def _queue(self, call: Callable[[EngineSidecar], None]) -> None:
         def deliver() -> None:

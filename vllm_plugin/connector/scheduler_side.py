@@ -152,15 +152,15 @@ class SchedulerSide:
             return
         self._left_alone = reason
         self.counters.add("left_alone", reason)
-        log.warning("the KV of this engine is left alone", extra={"reason": reason, "why": text})
+        log.warning("KV of this engine is not saved or loaded", extra={"reason": reason, "why": text})
 
     def learn_ranks(self, ranks: Iterable[RankFacts]) -> None:
         """Take what the workers are. When they differ, nothing is loaded or saved."""
         if not self._identity.learn(ranks):
-            self.leave_alone("ranks_differ", "ranks have different fingerprints: other weights or settings on a node?")
+            self.leave_alone("ranks_differ", "ranks have different fingerprints: their weights or settings differ")
         elif not self._identity.are_weights_known:
             self.counters.add("unknown_weights")
-            log.warning("the weights cannot be looked into: their KV will not outlive this engine")
+            log.warning("weights unknown, their KV will not outlive this engine")
 
     def reset(self) -> bool:
         """Let nothing that was saved before be loaded; what the sidecar stores stays until its end.
@@ -171,7 +171,7 @@ class SchedulerSide:
         self._pending_saves.clear()
         self._saved_again.clear()
         self.counters.add("forgotten")
-        log.info("saved KV is not used from now on: the engine was told to forget")
+        log.info("saved KV no longer used: the engine was told to forget")
         for request_id, tracked in self._requests.items():
             tracked.forget_saved()
             self._checkpoints.end(request_id)
@@ -453,7 +453,7 @@ class SchedulerSide:
             transfer = verify_kv_transfer(token, self._secret)
         except ForgedIdentity:
             self.counters.add("forged_tokens")
-            log.warning("kv transfer token refused")
+            log.warning("kv-transfer token refused")
             return None
         return transfer
 

@@ -26,69 +26,71 @@ class ConnectorSettings:
     sidecar: str
     """gRPC address of the kv-sidecar, such as `unix:///run/context-cache/sidecar.sock`. Required."""
     secret_file: str
-    """File with the deployment's secret: only tokens signed with it are obeyed. Required."""
+    """File with the deployment's signing secret. The connector obeys only tokens signed with it. Required."""
     weights_epoch: str = WEIGHTS_UNNAMED
-    """Operator's name for the weights. Needed only where they cannot be looked into (loaded from an object store, by
-    a plugin): without it their KV does not outlive the engine. Change it when they change."""
+    """Operator's name for the weights. Needed only if the connector cannot read them: from an object store, or loaded
+    by a plugin. Without it their KV does not outlive the engine. Change it with the weights."""
     staging_limit_bytes: int = 1 << 30
     """Bytes copied out of the engine and not yet taken by the sidecar, in its arena or in our memory. 1 GiB is one
-    context of 8 192 tokens of an 8-billion-parameter model in bf16; a larger one goes by pieces, and the engine's
-    blocks are held meanwhile."""
+    context of 8 192 tokens of an 8-billion-parameter model in bf16. A larger context goes in pieces, and holds the
+    engine's blocks meanwhile."""
     early_saves: str = "auto"
-    """Send full blocks while a request runs: `on`, `off`, or `auto`, which is `on` unless the engine computes on the
-    CPU, whose cores the copying and writing would take (a create of 5 800 tokens took a tenth longer on two)."""
+    """Send full blocks while a request runs: `on`, `off` or `auto`. `auto` is `off` only if the engine computes on the
+    CPU, because the copies take its cores. On two cores a create of 5 800 tokens took a tenth longer."""
     codec: str = CODEC_NONE
-    """How KV is stored: `none`, as it is; `q8`, 8.5 bits a number; `q4`, 4.5 bits. What is restored then differs a
-    little from what was computed (docs/project/codec.md), for half or a quarter of the bytes of bf16 and some CPU time.
-    Changing it begins anew: KV stored in another way is a miss."""
+    """Encoding of stored KV: `none`, as it is; `q8`, 8.5 bits per number; `q4`, 4.5 bits. `q8` and `q4` take half or a
+    quarter of the bytes of bf16 and some CPU time. Restored KV then differs a little from the computed one
+    (docs/project/codec.md). KV stored with another codec is a miss."""
     manifest_deadline_ms: int = 1_000
-    """Longest wait for a manifest before the request is computed instead. A lookup takes milliseconds, a dead
-    sidecar refuses at once; only one that hangs, on a machine busy beyond its cores, comes near. One that stayed
-    silent is waited for a tenth of this until it has answered again."""
+    """Maximum wait for a manifest before the request is computed. A look-up takes milliseconds, and a dead sidecar
+    refuses at once. Only a hanging sidecar comes near the limit. After one such wait the limit is a tenth, until the
+    sidecar answers again."""
     own_save_wait_ms: int = 2_000
-    """Longest wait for a manifest this engine is itself still saving: the next turn may come before the seal."""
+    """Maximum wait for a manifest that this engine is still saving: the next turn may come before the seal."""
     pull_wait_ms: int = 2_000
-    """Longest wait for KV that the sidecar is pulling from another pod, from the first time it says so. What takes
-    longer is computed instead, behind the tokens that have come, and the turn after starts from it."""
+    """Maximum wait for KV that the sidecar is pulling from another pod, from its first answer that says so. After that
+    the engine computes the rest, and the next turn starts from it."""
     prepare_deadline_ms: int = 2_000
-    """Longest time a finished request's blocks are held, plus the allowance of the next field, before they are freed
-    unsaved; and the longest time the sidecar may take nothing meanwhile."""
+    """Maximum time for which a finished request's blocks wait to be saved, plus the allowance of the next setting.
+    Also the maximum time without progress at the sidecar. After it the blocks are freed unsaved."""
     save_bytes_per_ms_min: int = 100_000
-    """Slowest rate a save may have: each so many bytes allow one more ms (100 MB/s, a slow disk). Counts only for
-    contexts larger than the staging: what fits is copied at once."""
+    """Slowest rate of a save: each such number of bytes allows one more ms (100 MB/s, a slow disk). Counts only for
+    contexts larger than the staging, because smaller ones are copied at once."""
     save_deadline_ms: int = 30_000
-    """Longest time for one call that hands over some 64 MiB, or seals, after a save's blocks were copied."""
+    """Maximum time of one call that hands over some 64 MiB, or that seals, after a save's blocks were copied."""
     load_deadline_ms: int = 5_000
-    """Longest time for one load, plus the allowance of the next field; then the request is computed instead."""
+    """Maximum time of one load, plus the allowance of the next setting. After it the request is computed."""
     load_bytes_per_ms_min: int = 100_000
-    """Slowest rate a load may have: each so many bytes allow one more ms (100 MB/s, a slow disk)."""
+    """Slowest rate of a load: each such number of bytes allows one more ms (100 MB/s, a slow disk)."""
     match_tokens_min: int = 64
-    """Tokens that KV of anything else of the tenant's must bring beyond what a turn names, for it to be looked for: two
-    prompts of one template always share a few."""
+    """Minimum tokens that a prefix match in other KV of the tenant must add to the turn's own KV. Two prompts of one
+    template always share a few tokens."""
     match_prefix: bool = True
-    """Start new contexts, and those whose own KV is gone, from whatever the tenant has."""
+    """Start new contexts, and contexts without KV, from the longest prefix in any KV of the tenant."""
     load_always_ms: int = 20
-    """A load that is expected to take no longer is made; a longer one where computing is expected to take longer still.
-    What short ones take is chance. Raise it to spare the GPU, where a first token may come later for it: an H200
-    computes 900 tokens of an 8B model in 20 ms."""
+    """A load with a shorter estimate always runs. A longer one runs only if computing is estimated to take longer.
+    Short estimates are noise. Raise it to spare the GPU, which may delay first tokens: an H200 computes 900 tokens of
+    an 8B model in 20 ms."""
     lookup_threads: int = 16
-    """Manifest questions in flight at once. One that waits for a save or a pull keeps its thread: there are more of
-    them than a sidecar has pulls at once, so that those waits hold nobody else up."""
+    """Manifest look-ups in flight at once. A look-up that waits for a save or a pull keeps its thread. A sidecar runs
+    fewer pulls at once than this, so such waits never block other look-ups."""
     load_threads: int = 2
-    """Loads copied at once; one fills about one memory channel."""
+    """Loads copied at once. One load fills about one memory channel."""
     save_threads: int = 4
-    """Saves gathered at once, and as many handed over at once; small ones get past large ones that wait for room."""
+    """Saves gathered at once, and as many handed over at once. Small saves can then pass large ones that wait for
+    room."""
     queue_limit: int = 64
-    """Loads, saves and questions waiting, each; beyond it a load fails over to computing and a save is skipped."""
+    """Maximum waiting loads, saves and look-ups, each. Beyond it a load becomes a computation and a save is
+    skipped."""
     prefault_kv_cache: bool = True
-    """Touch a CPU engine's KV memory at its start, not in the first restores (copies/layout.py); its whole KV space is
-    then resident at once. Nothing happens on GPUs."""
+    """Touch a CPU engine's KV memory at its start, not in the first restores (copies/layout.py). All of it is then
+    resident at once. No effect on GPUs."""
     traces_endpoint: str = ""
-    """OTLP/gRPC address of a trace collector, http://host:4317 or https://…; empty: no spans of loads and saves.
-    Whether a turn is traced is decided where it came in."""
+    """OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no spans of loads and saves. The
+    first process of a turn decides whether it is traced."""
     shutdown_deadline_ms: int = 2_000
-    """Longest time `shutdown` waits for saves to be sealed and threads to end. vLLM kills a worker that takes longer
-    than VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS (5)."""
+    """Maximum time for which `shutdown` waits for seals and threads. vLLM kills a worker that takes longer than
+    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS (5)."""
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -98,7 +100,7 @@ class ConnectorSettings:
             raise ValueError(f"kv_connector_extra_config has unknown keys: {', '.join(unknown)}")
         for name in ("sidecar", "secret_file"):
             if not extra.get(name):
-                raise ValueError(f"kv_connector_extra_config needs {name!r}")
+                raise ValueError(f"kv_connector_extra_config needs the key {name!r}")
         for name, value in extra.items():
             wanted = str(fields[name].type)
             if type(value).__name__ != wanted:

@@ -237,7 +237,7 @@ class RankLink:
         with self._lock:
             if self._terms is None:
                 if not self.is_worth_trying():
-                    raise SidecarUnavailable("the sidecar did not answer lately")
+                    raise SidecarUnavailable("the sidecar failed recently, no call until it is back")
                 self._terms = self._ask()
             return self._terms
 
@@ -248,7 +248,7 @@ class RankLink:
                 facts.fingerprint, facts.fingerprint_json, facts.rank, facts.world_size
             )
             if answer.block_tokens < 1:
-                raise InvalidRequest("the sidecar says no size of its blocks")
+                raise InvalidRequest("the sidecar sent no block size")
         except ContextCacheError as exc:
             self._pause_ms = min(max(2 * self._pause_ms, _FIRST_PAUSE_MS), _LONGEST_PAUSE_MS)
             self._next_try_at_ms = self._clock.now_ms() + self._pause_ms
@@ -266,5 +266,5 @@ class RankLink:
             # No thread to be had; another machine, another user, a sandbox that passes no descriptors: frames are
             # slower, and right.
             self._counters.add("refused_arenas")
-            log.warning("no arena; KV travels in frames", exc_info=True)
+            log.warning("no arena, KV travels in frames", exc_info=True)
             return None

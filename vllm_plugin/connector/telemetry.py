@@ -114,12 +114,12 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLL
         counter = metric_types[Counter]
         self._events = counter(
             name="contextcache_connector_events",
-            documentation="What the connector did or could not do, by event and reason.",
+            documentation="Events of the connector, by event and reason.",
             labelnames=[*labelnames, "event", "reason"],
         )
         self._bytes = counter(
             name="contextcache_connector_loaded_bytes",
-            documentation="Bytes of KV injected into the engine.",
+            documentation="Bytes of KV loaded into the engine.",
             labelnames=labelnames,
         )
 

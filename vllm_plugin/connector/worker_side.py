@@ -138,7 +138,9 @@ class WorkerSide:
         for reason in reasons:
             self.counters.add("uncoded_groups", reason)
         if reasons:
-            log.warning("KV stored as it is", extra={"codec": self._settings.codec, "reasons": sorted(set(reasons))})
+            log.warning(
+                "KV is stored without a codec", extra={"codec": self._settings.codec, "reasons": sorted(set(reasons))}
+            )
 
     def adopt(self, fingerprint_json: str) -> None:
         """Take the fingerprint that the scheduler's half made when the weights were given up for changed."""

@@ -77,13 +77,15 @@ class TurnAdmission:
                 usage = await self._quotas.tenant_usage(tenant)
         except (ContextCacheError, TimeoutError) as exc:
             self._unasked_until_ms = now_ms + _UNASKED_MS
-            log.warning("quota not known, create admitted", extra={"tenant": tenant, "reason": type(exc).__name__})
+            log.warning("quota unknown, create admitted", extra={"tenant": tenant, "reason": type(exc).__name__})
             return
         if not usage.limit_bytes:
             self._unasked_until_ms = now_ms + _UNASKED_MS
         elif usage.size_bytes >= usage.limit_bytes * _CREATE_SHARE:
             self._count(QUOTA)
-            raise ContextQuotaExceeded("this tenant's contexts hold as many bytes as they may: delete some")
+            raise ContextQuotaExceeded(
+                "this tenant's contexts have reached their limit of bytes in this pod: delete some"
+            )
 
     def _count(self, limit: str) -> None:
         if self._metrics is not None:

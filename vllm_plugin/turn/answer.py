@@ -62,8 +62,8 @@ class AnswerResult:
         if self.finish_reason not in _GIVEN_UP:
             return
         if not self.token_ids:
-            raise NoReadyEndpoint("the engine takes no more turns", retry_after_s=1)
-        raise EngineFailed("the engine gave up before the answer's end")
+            raise NoReadyEndpoint("the engine accepts no more turns", retry_after_s=1)
+        raise EngineFailed("the engine failed before the answer ended")
 
     def take_usage(self, usage: dict[str, Any]) -> None:
         """Read the engine's usage object."""
@@ -169,7 +169,7 @@ class JsonAnswer:
             if self._request.prefill_only:
                 _without_output(choice)
         except UNREADABLE as exc:
-            raise EngineFailed("the engine's answer cannot be read") from exc
+            raise EngineFailed("the engine's answer is not valid") from exc
         self.result.check_finished()
         _settle_result(self.result, self._request)
 
@@ -211,7 +211,7 @@ class SseAnswer:
         except ContextCacheError:
             raise
         except UNREADABLE as exc:
-            raise EngineFailed("the engine sent an event that cannot be read") from exc
+            raise EngineFailed("the engine sent an invalid event") from exc
 
     def complete(self) -> None:
         """Check that the stream came to its proper end. Raises EngineFailed, NoReadyEndpoint."""
@@ -219,7 +219,7 @@ class SseAnswer:
             return
         self.result.check_finished()
         if not self._done or not self._finish_events or self._usage_event is None:
-            raise EngineFailed("the engine's stream broke off")
+            raise EngineFailed("the engine's stream broke")
         _settle_result(self.result, self._request)
 
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -260,7 +260,7 @@ class SseAnswer:
             self._done = True
             return event.raw if self.result.error and self.tells_done else b""
         if self._done:
-            raise EngineFailed("the engine went on after its end")
+            raise EngineFailed("the engine sent data after the end")
         answer = json.loads(event.data)
         if answer.get("error"):
             self.result.error = True

@@ -50,7 +50,9 @@ class Anthropic:
         """Return those of the application behind us. Raises InvalidRequest: it has none."""
         serving: Any = getattr(getattr(scope.get("app"), "state", None), "anthropic_serving_messages", None)
         if not all(hasattr(serving, name) for name in (*_CONVERTERS, _MERGE)):
-            raise InvalidRequest("this engine carries no contexts here: session_id is not for it", param="session_id")
+            raise InvalidRequest(
+                "this engine does not support contexts on /v1/messages: leave session_id out", param="session_id"
+            )
         told = {"merge_inline_system": getattr(serving, _MERGE)}
         if hasattr(serving, _EFFORT):
             told["disabled_thinking_effort"] = await getattr(serving, _EFFORT)()
@@ -63,7 +65,7 @@ class Anthropic:
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         if sum(_num_parts(body.get(name)) for name in ("messages", "system", "tools")) > _PARTS_MAX:
-            raise InvalidRequest(f"messages and tools have at most {_PARTS_MAX} parts together", param="messages")
+            raise InvalidRequest(f"messages and tools may have at most {_PARTS_MAX} parts in total", param="messages")
         try:
             asked = _types(self.serving).AnthropicMessagesRequest.model_validate(body)
             chat = self.serving.to_chat_completion_request(asked, **self.told)
@@ -71,7 +73,7 @@ class Anthropic:
             raise refused(exc) from exc
         except (AttributeError, LookupError, TypeError) as exc:
             # What a tool's result holds has no type of vLLM's own: its converter takes it for what it looks like.
-            raise InvalidRequest("a message's parts are not what their types say", param="messages") from exc
+            raise InvalidRequest("a part of a message does not match its type", param="messages") from exc
         said: dict[str, Any] = chat.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return said | {key: body[key] for key in OUR_FIELDS if key in body}
 
@@ -101,7 +103,7 @@ class _Message(JsonAnswer):
             told = _types(self._serving).ChatCompletionResponse.model_validate(self._stripped())
             self._message = self._serving.messages_full_converter(told).model_dump(exclude_none=True)
         except (ValueError, LookupError) as exc:
-            raise EngineFailed("the engine's answer is no message") from exc
+            raise EngineFailed("the engine's answer is not a message") from exc
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -160,7 +162,7 @@ class _Stream(SseAnswer):
         while True:
             try:
                 if self._step.send(None) is not None:
-                    raise EngineFailed("vLLM waits for something else than the answer")
+                    raise EngineFailed("vLLM waits for data other than the answer")
                 break
             except StopIteration as one:
                 told.append(one.value)
@@ -168,7 +170,7 @@ class _Stream(SseAnswer):
             except StopAsyncIteration:
                 break
         if any(one.startswith("event: error") for one in told):
-            raise EngineFailed("the engine's events are no message")
+            raise EngineFailed("the engine's events do not form a message")
         return "".join(told).encode()
 
 

@@ -182,7 +182,11 @@ class Delivery:
         if self._failure is not None:
             raise self._failure
         if not self.complete:
-            raise EngineFailed(f"no patience left with the {lost_with}" if lost_with else "the engine broke off")
+            raise EngineFailed(
+                f"the {lost_with} reached its time limit"
+                if lost_with
+                else "the engine closed the connection before its answer ended"
+            )
 
 
 def _content_type(start: Message) -> str:

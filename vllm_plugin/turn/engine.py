@@ -111,7 +111,7 @@ class Engine:
             async with asyncio.timeout(_TOKENIZE_DEADLINE_S):
                 await self._app(self._scope_for(path, raw), _body_then(raw, never), send)
         except TimeoutError as exc:
-            raise EngineFailed(f"{path} gave no answer in {_TOKENIZE_DEADLINE_S:.0f} s") from exc
+            raise EngineFailed(f"{path} did not answer within {_TOKENIZE_DEADLINE_S:.0f} s") from exc
         if status != 200:
             raise engine_error(status, bytes(parts))
         answer = json.loads(bytes(parts))

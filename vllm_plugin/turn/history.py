@@ -73,7 +73,7 @@ def find_new(stored: Sequence[Meaning], sent: Sent, *, is_chat: bool) -> tuple[i
     if sent.follows and not _head_length(told):
         return _find_following(known, sent)
     if sent.follows and not sent.has_stored_ids and not any(map(known.has, told)):
-        raise _ambiguous("these messages have a system message of their own and nothing of the context")
+        raise _ambiguous("the messages have their own system message and nothing from the context")
     results = _find_results(known, told)
     if results and not _answers_again(known.calls, [told[at] for at in results]):
         return results
@@ -143,7 +143,7 @@ def _find_following(stored: _Stored, sent: Sent) -> tuple[int, ...] | None:
     )
     if not new or any(stored.has(told[at]) or (sent.has_stored_ids and told[at].role == ASSISTANT) for at in new):
         raise HistoryAmbiguous(
-            f"some of these messages are in the context already: send only the new ones, or set {_WHAT_TO_SET}",
+            f"some of these messages are already in the context: send only the new ones, or set {_WHAT_TO_SET}",
             param="messages",
         )
     return new
@@ -178,10 +178,10 @@ def is_resend(stored: Sequence[Meaning], sent: Sequence[Meaning], *, is_chat: bo
     repeats = any(message in known and not calls.get(message.answers) for message in body)
     if head:
         if not repeats:
-            raise _ambiguous("these messages have a system message of their own and nothing of the context")
+            raise _ambiguous("the messages have their own system message and nothing from the context")
         return True
     if any(message.role == SYSTEM for message in sent):
-        raise _ambiguous("a system message stands among these messages")
+        raise _ambiguous("the messages have a system message that is not the first")
     return _answers_again(calls, sent) or (repeats and len(sent) > 1)
 
 
@@ -189,7 +189,7 @@ def check_append(sent: Sequence[Meaning]) -> None:
     """Raise HistoryAmbiguous for new messages that begin like a conversation of their own."""
     if _head_length(sent):
         raise HistoryAmbiguous(
-            f'new messages have no system message of their own: leave it out, or set {_WHAT_TO_SET}, not "append"',
+            f'new messages must not begin with a system message: leave it out, or set {_WHAT_TO_SET}, not "append"',
             param="context_mode",
         )
 
@@ -241,5 +241,5 @@ def _head_length(messages: Sequence[Meaning]) -> int:
 
 
 def _ambiguous(what: str) -> HistoryAmbiguous:
-    text = f"{what}: set {_WHAT_TO_SET}; send only the new ones, without a system message, if they are not"
+    text = f"{what}: set {_WHAT_TO_SET}, or else send only the new messages without a system message"
     return HistoryAmbiguous(text, param="messages")

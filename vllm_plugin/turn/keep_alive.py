@@ -38,7 +38,9 @@ def read_keep_alive(headers: Mapping[str, str]) -> int | None:
     if said is None:
         return None
     if said not in _SECONDS:
-        raise InvalidRequest(f"X-Keep-Alive-Comments must be a number of seconds, 1 to {len(_SECONDS)}", param=HEADER)
+        raise InvalidRequest(
+            f"X-Keep-Alive-Comments must be a whole number of seconds from 1 to {len(_SECONDS)}", param=HEADER
+        )
     return int(said)
 
 
@@ -133,7 +135,7 @@ def _error_event(path: str, body: bytes) -> bytes:
         said = json.loads(body)["error"]
         message = str(said["message"])
     except (ValueError, LookupError, TypeError):
-        said = error_object(EngineFailed("the engine's error cannot be read"))
+        said = error_object(EngineFailed("the engine's error is not valid"))
         message = str(said["message"])
     if path == MESSAGES_PATH:
         return b"event: error\ndata: %b\n\n" % json.dumps({"type": "error", "error": said}).encode()

@@ -236,7 +236,7 @@ class LMCacheKV(KVSidecar, TokenAddressed):
     async def _remove(self, kv: SaltedTokens, instances: Sequence[Instance]) -> None:
         """Delete at all servers, again while something is locked. Raises SidecarUnavailable when it still is."""
         if not instances:
-            raise SidecarUnavailable("LMCache's coordinator knows no server")
+            raise SidecarUnavailable("LMCache's coordinator lists no server")
         for left in reversed(range(_ROUNDS)):
             removed = await asyncio.gather(*(self._api.delete(instance, kv) for instance in instances))
             if not any(one.skipped for one in removed):
@@ -245,7 +245,7 @@ class LMCacheKV(KVSidecar, TokenAddressed):
                 # A pin of a process that is gone counts too: one goes with each round.
                 await self._api.unpin(kv)
                 await asyncio.sleep(_PAUSE_S)
-        raise SidecarUnavailable("LMCache has not deleted all KV of a context: some of it is locked")
+        raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
 
     async def _delete_listed(self, salt: str, instances: Sequence[Instance]) -> int:
         """Delete what the directory lists under a salt, when its tokens are not known: this process is younger."""
@@ -253,7 +253,7 @@ class LMCacheKV(KVSidecar, TokenAddressed):
         if keys:
             removed = await asyncio.gather(*(self._api.delete_keys(instance, keys) for instance in instances))
             if any(one.skipped for one in removed):
-                raise SidecarUnavailable("LMCache has not deleted all KV of a context: some of it is locked")
+                raise SidecarUnavailable("LMCache did not delete all KV of a context: some of it is locked")
         return 0
 
     def _hold(self, session: CacheSessionMetadata, token_ids: Sequence[int]) -> _Held:
@@ -284,7 +284,7 @@ class LMCacheKV(KVSidecar, TokenAddressed):
             try:
                 wait_s = max(await self.expire(), 0) / 1000
             except Exception:
-                log.exception("a sweep of expired KV failed")
+                log.exception("sweep of expired KV failed")
                 wait_s = _RETRY_MS / 1000
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait_s, _IDLE_S)):

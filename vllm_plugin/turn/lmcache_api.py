@@ -142,7 +142,7 @@ class LMCacheApi:
                 raise _unreadable() from exc
             if len(found) < _KEYS_A_PAGE:
                 return keys
-        raise SidecarUnavailable("LMCache's directory is too large to be searched for a context")
+        raise SidecarUnavailable("LMCache's directory is too large to search for a context")
 
     async def delete_keys(self, instance: Instance, keys: Sequence[dict[str, Any]]) -> Removed:
         """Delete unlocked objects in all tiers of one server; pins of theirs stay, and hold nothing."""
@@ -179,7 +179,7 @@ class LMCacheApi:
                             return _read(answer)
                     await asyncio.sleep(_PAUSE_S)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as exc:
-            raise SidecarUnavailable(f"LMCache cannot be reached in time ({type(exc).__name__})") from exc
+            raise SidecarUnavailable(f"no answer from LMCache before the deadline ({type(exc).__name__})") from exc
         raise AssertionError("at least one attempt")
 
     def _open(self) -> httpx.AsyncClient:
@@ -193,7 +193,7 @@ class LMCacheApi:
 def _read(answer: httpx.Response) -> dict[str, Any]:
     if not answer.is_success:
         # Its words may quote what it was sent.
-        raise SidecarUnavailable(f"LMCache answered {answer.status_code} to {answer.request.url.path}")
+        raise SidecarUnavailable(f"LMCache answered with status {answer.status_code} to {answer.request.url.path}")
     try:
         found = answer.json()
     except ValueError as exc:
@@ -211,4 +211,4 @@ def _count(answer: dict[str, Any], name: str) -> int:
 
 
 def _unreadable() -> SidecarUnavailable:
-    return SidecarUnavailable("LMCache's answer cannot be read")
+    return SidecarUnavailable("LMCache's answer is not valid")

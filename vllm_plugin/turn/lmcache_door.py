@@ -108,7 +108,7 @@ class _Calls:
         return pb.WaitSealedResponse(sealed=outcome.is_sealed, reason=outcome.reason)
 
     async def _no_manifest(self, _request: pb.GetManifestRequest, _context: object) -> pb.GetManifestResponse:
-        raise CacheRefNotFound("LMCache keeps this pod's KV, and has no manifests")
+        raise CacheRefNotFound("LMCache stores this pod's KV, which has no manifests")
 
     async def _no_fork(self, _request: pb.ForkContextRequest, _context: object) -> pb.ForkContextResponse:
         return pb.ForkContextResponse(forked=False)

@@ -132,7 +132,7 @@ def _number(written: str) -> float | int:
     """Return 2.0 as 2, which is how JavaScript writes it. Raises ValueError for what JSON cannot write again."""
     number = float(written)
     if not math.isfinite(number):
-        raise ValueError("too large")
+        raise ValueError("the number is too large")
     return int(number) if number.is_integer() and abs(number) < _EXACT_MAX else number
 
 

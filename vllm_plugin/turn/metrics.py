@@ -20,17 +20,20 @@ class TurnMetrics:
         """Register everything in `registry`."""
         self.certificates = CertificateMetrics("contextcache_turn", registry)
         self.turns = Counter(
-            f"{_PREFIX}turns_total", "Turns answered", ["kind", "verdict", "source"], registry=registry
+            f"{_PREFIX}turns_total",
+            "Answered turns, by kind, verdict and source",
+            ["kind", "verdict", "source"],
+            registry=registry,
         )
         self.outcomes = Counter(
             f"{_PREFIX}matches_total",
-            "How prompts stood to their transcript: append, exact, extend, diverge",
+            "Relation of prompts to their transcripts, by outcome: append, exact, extend, diverge",
             ["outcome"],
             registry=registry,
         )
         self.divergences = Counter(
             f"{_PREFIX}divergences_total",
-            "Resends that left what was stored, by why: the words of `usage.context.diverged`",
+            "Replays that differ from their stored transcript, by reason (as in `usage.context.diverged`)",
             ["why"],
             registry=registry,
         )
@@ -38,18 +41,21 @@ class TurnMetrics:
             f"{_PREFIX}prompt_tokens_total", "Prompt tokens, cached or computed", ["how"], registry=registry
         )
         self.refused_commits = Counter(
-            f"{_PREFIX}refused_commits_total", "Answers delivered without a commit", ["reason"], registry=registry
+            f"{_PREFIX}refused_commits_total",
+            "Delivered answers without a commit, by reason",
+            ["reason"],
+            registry=registry,
         )
         self.refused_requests = Counter(
             f"{_PREFIX}refused_requests_total",
-            "Creates, turns and unrouted requests answered with an error of ours, by code",
+            "Creates, turns and unrouted requests that this middleware answered with an error, by code",
             ["code"],
             registry=registry,
         )
         self.aborts = Counter(
             f"{_PREFIX}aborts_total",
-            "Turns that ended early, by reason: `engine` broke off, fell silent or was given up, `client` read "
-            "nothing, `turn` for every lease given back",
+            "Turns that ended early, by reason. `engine`: it failed or reached its time limit. `client`: it "
+            "stopped reading. `turn`: every lease given back",
             ["reason"],
             registry=registry,
         )
@@ -58,61 +64,64 @@ class TurnMetrics:
         )
         self.refusals = Counter(
             f"{_PREFIX}tenant_refusals_total",
-            "Requests refused because their tenant has as much as it may, by limit: requests, bytes, quota",
+            "Requests refused at a limit of their tenant, by limit: requests, bytes, quota",
             ["limit"],
             registry=registry,
         )
         self.first_token_seconds = Histogram(
             f"{_PREFIX}first_token_seconds",
-            "Streamed turns: from the lease to the first token, by kind and by where most cached tokens came from",
+            "Seconds from the lease to the first token of streamed turns, by kind and by source of most cached tokens",
             ["kind", "source"],
             buckets=_SECONDS,
             registry=registry,
         )
         self.timed_tokens = Counter(
             f"{_PREFIX}timed_prompt_tokens_total",
-            "Prompt tokens of those turns, cached or computed: seconds per computed token say what the cached saved",
+            "Prompt tokens of the turns in first_token_seconds, cached or computed",
             ["how", "source"],
             registry=registry,
         )
         self.restore_seconds = Histogram(
             f"{_PREFIX}restore_seconds",
-            "From the engine's first question about a context's KV until it was injected, by tier",
+            "Seconds from the engine's first look-up of a context's KV until its load ended, by tier",
             ["source"],
             buckets=_SECONDS,
             registry=registry,
         )
         self.kept_requests = Counter(
             f"{_PREFIX}kept_requests_total",
-            "Requests of keys that have their KV kept, by `hit`, `miss`, `recomputed` or `unknown`, and why not",
+            "Requests whose key keeps their KV, by verdict (`hit`, `miss`, `recomputed`, `unknown`) and "
+            "reason of a miss",
             ["verdict", "reason"],
             registry=registry,
         )
         self.transcript_segments = Counter(
             f"{_PREFIX}transcript_segments_total",
-            "Segments of the transcripts that turns began with: `known` in this process already, or `sent` by the "
-            "manager. Mostly sent: conversations change processes at nearly every turn, or pause over ten minutes",
+            "Segments of the transcripts that turns began with: `known` in this process, or `sent` by the "
+            "manager. Mostly sent: most turns run in another process than the turn before, or after a pause "
+            "of ten minutes",
             ["how"],
             registry=registry,
         )
         self.transcript_memory = Gauge(
             f"{_PREFIX}transcript_memory_bytes",
-            "Transcripts remembered in this process; 128 MiB at most",
+            "Bytes of transcripts in the memory of this process, at most 128 MiB",
             registry=registry,
         )
         self.expired_identities = Counter(
             f"{_PREFIX}expired_identities_total",
-            "Requests whose identity had expired when they came: turns and creates get 503, others pass without being "
-            "kept. The clocks of pod and gateway differ",
+            "Requests whose identity had expired on arrival, because the clocks of pod and gateway differ. "
+            "Turns and creates get a 503. The KV of others is not kept",
             registry=registry,
         )
         self.gateway_clock_skew = Gauge(
             f"{_PREFIX}gateway_clock_skew_seconds",
-            "This machine's clock less that of the gateway that signed the last request, its way here included",
+            "Clock of this machine minus the clock of the gateway that signed the last request, in seconds, "
+            "transit included",
             registry=registry,
         )
         self.lost_spans = Counter(
-            f"{_PREFIX}lost_spans_total", "Spans of traces that did not reach the collector", registry=registry
+            f"{_PREFIX}lost_spans_total", "Trace spans that did not reach the collector", registry=registry
         )
 
     def count_match(self, outcome: Outcome, diverged: Divergence | None) -> None:

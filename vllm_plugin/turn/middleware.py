@@ -132,7 +132,7 @@ class TurnMiddleware:
             return
         if self._draining.value and _needs_engine(scope):
             # What vLLM makes of it is an error 500, and of its own health a 200.
-            ending = NoReadyEndpoint("this pod is about to end", retry_after_s=1)
+            ending = NoReadyEndpoint("this pod is shutting down", retry_after_s=1)
             await self._refuse(ending, _Started(send))
             return
         if scope["type"] == "http" and scope["path"] == _HEALTH_PATH:
@@ -482,7 +482,7 @@ def _read_turn(
     remove_forbidden_keys(body)
     if named is not None and body.get("session_id") not in (None, named):
         # Signed by the head alone, perhaps: then nobody has read yet whether the body names another context.
-        raise InvalidRequest("the body and X-Session-ID name different contexts", param="session_id")
+        raise InvalidRequest("the body and the X-Session-ID header name different contexts", param="session_id")
     request = read_turn(path, body, headers) if words is None else words.turn(body, headers, raw, named)
     if IDEMPOTENCY_HEADER not in headers:
         return body, request
@@ -502,9 +502,9 @@ async def read_body(receive: Receive, *, limit_bytes: int, held: BodyInHand | No
             async with asyncio.timeout(_BODY_IDLE_S):
                 message = await receive()
         except TimeoutError as exc:
-            raise InvalidRequest(f"the body came to no end within {_BODY_IDLE_S:.0f} s of silence") from exc
+            raise InvalidRequest(f"no byte of the body arrived for {_BODY_IDLE_S:.0f} s") from exc
         if message["type"] == "http.disconnect":
-            raise InvalidRequest("the client left before its body was complete")
+            raise InvalidRequest("the client closed the connection before its body was complete")
         chunk = message.get("body", b"")
         if len(body) + len(chunk) > limit_bytes:
             raise BodyTooLarge(f"the body is over {limit_bytes} bytes")

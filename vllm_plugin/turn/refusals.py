@@ -50,12 +50,12 @@ def refused(error: Any, *, item: tuple[str, int] | None = None) -> ContextCacheE
     if not hasattr(error, "errors"):
         return InvalidRequest(_sentence(str(error)), param=_param(getattr(error, "parameter", None)))
     if (wrong := error.error_count()) > _ERRORS_MAX:
-        return InvalidRequest(f"{wrong} fields are not what a message has")
+        return InvalidRequest(f"{wrong} fields of a message are wrong")
     first = error.errors()[0]
     fields, fault = _fields(first["loc"]), first["msg"]
     if item is not None and fields == [item[0]]:
         # The list may be a text too: that it is none is the first error, and says nothing of the item.
-        fields, fault = [*item], "is not what its type says"
+        fields, fault = [*item], "does not match its type"
     elif item is not None and fields[:2] == [item[0], 0]:
         fields[1] = item[1]
     return _field_error(_param(".".join(map(str, fields))), fault)
@@ -67,7 +67,7 @@ def engine_error(status: int, body: bytes) -> ContextCacheError:
         told = json.loads(body)["error"]
         message, param = str(told["message"]), _param(told.get("param"))
     except (ValueError, KeyError, TypeError, AttributeError):
-        message, param = f"the engine answered {status}", None
+        message, param = f"the engine answered with status {status}", None
     if status == 404:
         return ModelNotFound(_sentence(message), param="model")
     if status == 503:
@@ -76,7 +76,7 @@ def engine_error(status: int, body: bytes) -> ContextCacheError:
         return EngineFailed(_sentence(message))
     if _LISTED.match(message):
         found = _MESSAGE.search(message)
-        return _field_error(param, ast.literal_eval(found[1]) if found else "is not what the engine takes")
+        return _field_error(param, ast.literal_eval(found[1]) if found else "is not valid")
     kind = ContextLengthExceeded if "maximum context length" in message else InvalidRequest
     return kind(_sentence(message), param=param)
 

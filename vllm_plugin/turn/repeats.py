@@ -66,16 +66,16 @@ async def give_again(kept: KeptAnswer, said: Repeatable, send: Send) -> None:
     Raises IdempotencyKeyReused for another request, AnswerNotKept, ContextCacheError for one that is damaged.
     """
     if kept.request != said.request:
-        raise IdempotencyKeyReused("this key was used for another request", param="Idempotency-Key")
+        raise IdempotencyKeyReused("this idempotency key was used for a different request", param="Idempotency-Key")
     if not kept.answer:
-        told = f"the request was answered before, and committed as generation {kept.generation}"
-        raise AnswerNotKept(f"{told}; its answer was too large to be kept", param="Idempotency-Key")
+        told = f"the request was already answered, and committed as generation {kept.generation}"
+        raise AnswerNotKept(f"{told}; its answer was too large to store", param="Idempotency-Key")
     try:
         # A little more than there can be: names and headers.
         raw = zlib.decompressobj().decompress(kept.answer, RAW_BYTES_MAX + (1 << 16))
         placeholder, head, body = _PACKED.decode(raw)
     except (zlib.error, msgspec.DecodeError) as exc:
-        raise ContextCacheError("what was kept of the answer is damaged") from exc
+        raise ContextCacheError("the stored answer is damaged") from exc
     expires_at_s = str(kept.expires_at_ms // 1000)
     whole = body.replace(placeholder.encode(), expires_at_s.encode())
     headers = [(name, text.replace(placeholder, expires_at_s)) for name, text in head]

@@ -33,12 +33,12 @@ MESSAGES_PATH = "/v1/messages"
 _USAGE_FORMATS = {usage.value: usage for usage in UsageFormat}
 NEVER_FROM_CLIENTS = frozenset({*FORBIDDEN_KEYS, "return_token_ids"})
 _REFUSED: Mapping[str, str] = {
-    "echo": "echo repeats the whole prompt, which a context exists to avoid",
+    "echo": "echo repeats the whole prompt, which a context avoids",
     "use_beam_search": "beam search has no single answer to append to the context",
-    "prompt_embeds": "a context is made of token ids, not of embeddings",
+    "prompt_embeds": "a context stores token ids, not embeddings",
     "truncate_prompt_tokens": "a context is never cut silently",
-    "continue_final_message": "the answer must be a message of its own",
-    "suffix": "a context only grows at its end",
+    "continue_final_message": "the answer must be a new message",
+    "suffix": "a context grows only at its end",
 }
 
 
@@ -208,10 +208,10 @@ def _token_ids(prompt: list[Any]) -> tuple[int, ...]:
     # In C, and for a million ids in a moment: one look at their kinds, one at each end.
     kinds = set(map(type, prompt))
     if kinds & {str, list}:
-        raise InvalidRequest("one context takes one prompt, not several", param="prompt")
+        raise InvalidRequest("a context takes one prompt, not several", param="prompt")
     ids = prompt if kinds == {int} else [whole(item) for item in prompt]
     if None in ids or min(ids) < 0 or max(ids) >= 2**32:
-        raise InvalidRequest("token ids must be whole numbers, 0 or more", param="prompt")
+        raise InvalidRequest("token ids must be whole numbers from 0", param="prompt")
     return tuple(ids)
 
 
@@ -222,7 +222,7 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest("each message needs a role", param=f"messages[{index}]")
         if not _is_text(message.get("content")):
-            raise InvalidRequest("a context holds text only", param=f"messages[{index}].content")
+            raise InvalidRequest("a context can store only text", param=f"messages[{index}].content")
     return tuple(messages)
 
 
@@ -250,9 +250,13 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
         if body.get(key):
             raise InvalidRequest(f"{key} cannot be used with a context: {reason}", param=key)
     if body.get("add_generation_prompt") is False:
-        raise InvalidRequest("a context's turn always asks for an answer", param="add_generation_prompt")
+        raise InvalidRequest(
+            "add_generation_prompt must not be false: a turn always generates an answer", param="add_generation_prompt"
+        )
     if body.get("include_reasoning") is False:
-        raise InvalidRequest("hidden reasoning cannot be kept in a context", param="include_reasoning")
+        raise InvalidRequest(
+            "include_reasoning must not be false: a context stores the reasoning", param="include_reasoning"
+        )
 
 
 def _truncation(path: str, body: dict[str, Any]) -> Truncation | None:
@@ -260,14 +264,14 @@ def _truncation(path: str, body: dict[str, Any]) -> Truncation | None:
     if said is None:
         return None
     if path == CONTEXT_PATH:
-        raise InvalidRequest("truncation is for turns, each says it for itself", param="truncation")
+        raise InvalidRequest("truncation is not allowed on a create: set it on each turn", param="truncation")
     if not isinstance(said, dict) or set(said) != {"type", "tokens"}:
         raise InvalidRequest('truncation must be {"type": …, "tokens": …}', param="truncation")
     kind = next((kind for kind in TruncationType if kind.value == said["type"]), None)
     tokens = whole(said["tokens"])
     if kind is None or tokens is None or tokens < 1:
         names = " or ".join(kind.value for kind in TruncationType)
-        raise InvalidRequest(f"truncation has the type {names}, and tokens of 1 or more", param="truncation")
+        raise InvalidRequest(f"truncation must have the type {names}, and tokens of at least 1", param="truncation")
     return Truncation(kind, tokens)
 
 
@@ -276,7 +280,7 @@ def _creates_if_missing(path: str, body: dict[str, Any]) -> bool:
     if asked is None:
         return False
     if asked != IF_MISSING or path == CONTEXT_PATH:
-        told = "is for turns" if path == CONTEXT_PATH else f"must be {IF_MISSING}"
+        told = "is not allowed on a create" if path == CONTEXT_PATH else f"must be {IF_MISSING}"
         raise InvalidRequest(f"context_create {told}", param="context_create")
     return True
 

@@ -58,8 +58,8 @@ _ITEMS_MAX = 1 << 13
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
 _REFUSED: Mapping[str, str] = {
     "background": "a turn is answered while its client waits",
-    "previous_input_messages": "the context has what came before",
-    "stop": "a text may end within a token",
+    "previous_input_messages": "the context has the previous messages",
+    "stop": "a stop text may end within a token",
 }
 _ENDS = {"completed": "stop", "incomplete": "length"}
 """Finish reasons by status."""
@@ -91,7 +91,9 @@ class Responses:
         except AttributeError:
             rendering = None
         if not all(hasattr(rendering, name) for name in _RENDERING):
-            raise InvalidRequest("this engine carries no contexts here: session_id is not for it", param="session_id")
+            raise InvalidRequest(
+                "this engine does not support contexts on /v1/responses: leave session_id out", param="session_id"
+            )
         return cls(serving, rendering, frozenset(ends))
 
     def turn(
@@ -105,7 +107,7 @@ class Responses:
         label = named if named is not None and named == label_of(header) else None
         asked = continued_by(RESPONSES_PATH, read_strict_claims(raw), header, label=label)
         if asked is None or asked.session_id not in (None, named):
-            raise InvalidRequest("the body names another context than the request was routed for", param="session_id")
+            raise InvalidRequest("the body names a different context than the gateway routed", param="session_id")
         for key, reason in _REFUSED.items():
             if body.get(key):
                 raise InvalidRequest(f"{key} cannot be used with a context: {reason}", param=key)
@@ -160,17 +162,17 @@ class Responses:
         """
         items, tools = given.get("input"), given.get("tools")
         if sum(len(held) for held in (items, tools) if isinstance(held, list)) > _ITEMS_MAX:
-            raise InvalidRequest(f"input and tools have at most {_ITEMS_MAX} items together", param="input")
+            raise InvalidRequest(f"input and tools may have at most {_ITEMS_MAX} items in total", param="input")
         for index, tool in enumerate(tools if isinstance(tools, list) else ()):
             if _kind(tool) not in _TOOLS:
-                raise InvalidRequest("a context's tools are the client's own: functions", param=f"tools[{index}]")
+                raise InvalidRequest("a context's tools must be functions of the client", param=f"tools[{index}]")
             self._validated({"input": "", "tools": [tool]}, item=("tools", index))
         if not isinstance(items, list):
             return self._validated(given), items
         parsed: list[Any] = []
         for index, item in enumerate(items):
             if not _is_text_item(item):
-                raise InvalidRequest("a context holds text, and calls with their results", param=f"input[{index}]")
+                raise InvalidRequest("a context can store only text, calls and their results", param=f"input[{index}]")
             parsed += self._validated({"input": [item]}, item=("input", index)).input
         return self._validated({**given, "input": ""}), parsed
 
@@ -187,7 +189,7 @@ class Responses:
         except client_errors() as exc:
             raise refused(exc) from exc
         except (AttributeError, LookupError, TypeError) as exc:
-            raise InvalidRequest("an item's parts are not what its type says", param="input") from exc
+            raise InvalidRequest("a part of an item does not match its type", param="input") from exc
 
     def _tools(self, parsed: Any) -> list[dict[str, Any]] | None:
         leaves_out = self.serving.online_renderer.exclude_tools_when_tool_choice_none
@@ -261,7 +263,7 @@ class _Whole(JsonAnswer):
             self._answer = json.loads(bytes(self._body))
             self._told.read(self._answer, self.result)
         except UNREADABLE as exc:
-            raise EngineFailed("the engine's response cannot be read") from exc
+            raise EngineFailed("the engine's response is not valid") from exc
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -296,11 +298,11 @@ class _Stream(SseAnswer):
         if self.result.error:
             return
         if self._last is None:
-            raise EngineFailed("the engine's stream broke off")
+            raise EngineFailed("the engine's stream broke")
         try:
             self._told.read(self._whole["response"], self.result)
         except UNREADABLE as exc:
-            raise EngineFailed("the engine's response cannot be read") from exc
+            raise EngineFailed("the engine's response is not valid") from exc
 
     @override
     def closing(self, usage: dict[str, Any], session: dict[str, Any]) -> bytes:
@@ -311,7 +313,7 @@ class _Stream(SseAnswer):
     @override
     def _take_answer_event(self, event: Event, answer: dict[str, Any]) -> bytes:
         if self._last is not None:
-            raise EngineFailed("the engine went on after its end")
+            raise EngineFailed("the engine sent data after the end")
         kind = answer["type"]
         if kind in ("error", "response.failed"):
             return self.failing(event)
@@ -378,7 +380,7 @@ def _continues(body: Mapping[str, Any]) -> bool:
 def _truncation(body: Mapping[str, Any]) -> Any:
     said = body.get("truncation")
     if said == "auto":
-        told = 'a context is cut as it is told to: {"type": "rolling_tokens", "tokens": …}, not "auto"'
+        told = 'truncation must be {"type": "rolling_tokens", "tokens": …} with a context, not "auto"'
         raise InvalidRequest(told, param="truncation")
     return None if said == "disabled" else said
 

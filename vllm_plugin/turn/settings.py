@@ -16,94 +16,111 @@ class TurnSettings(TlsSettings, TracingSettings):
 
     model_config = SettingsConfigDict(env_prefix="TURN_", frozen=True, extra="ignore")
 
-    manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager")
-    sidecar: str = Field("127.0.0.1:50061", description="gRPC address of this pod's kv-sidecar; unix:///path works")
+    manager: str = Field("127.0.0.1:50051", description="gRPC address of the context manager.")
+    sidecar: str = Field("127.0.0.1:50061", description="gRPC address of this pod's kv-sidecar. unix:///path works.")
     lmcache_url: str = Field(
         "",
-        description="HTTP address of the LMCache server of this engine, http://host:port: it keeps KV in the place of "
-        "our connector and sidecar. Whole chunks of tokens only, a delete that nobody verifies, no authentication, so "
-        "keep it on the pod network (docs/guides/lmcache.md). Empty: the sidecar does",
+        description="HTTP address of this engine's LMCache server, http://host:port. LMCache then stores KV instead "
+        "of our connector and sidecar. It stores whole chunks of tokens, does not verify deletes and has "
+        "no authentication, so keep it on the pod network (docs/guides/lmcache.md). Empty: the sidecar stores "
+        "KV.",
     )
     lmcache_coordinator_url: str = Field(
-        "", description="HTTP address of LMCache's coordinator, which deletes and pins; required with TURN_LMCACHE_URL"
+        "", description="HTTP address of LMCache's coordinator, which deletes and pins. Required with TURN_LMCACHE_URL."
     )
     lmcache_model: str = Field(
-        "", description="model as the engine was given it (vLLM's --model); required with TURN_LMCACHE_URL"
+        "", description="Model as given to the engine (vLLM's --model). Required with TURN_LMCACHE_URL."
     )
-    lmcache_world_size: int = Field(1, description="ranks of the engine: tensor times pipeline parallel", ge=1)
+    lmcache_world_size: int = Field(
+        1, description="Ranks of the engine: tensor parallel size times pipeline parallel size.", ge=1
+    )
     lmcache_listen: str = Field(
         "",
-        description="gRPC address at which this process answers the gateway in the sidecar's place, so that a deleted "
-        "context is deleted in LMCache; required with TURN_LMCACHE_URL",
+        description="gRPC address at which this process answers the gateway instead of the sidecar, so that a delete "
+        "reaches LMCache. Required with TURN_LMCACHE_URL.",
     )
     lmcache_deadline_ms: int = Field(
-        2_000, description="ms for one call to LMCache, its retries included; a delete is several", gt=0
+        2_000, description="Milliseconds for one call to LMCache, retries included. A delete makes several calls.", gt=0
     )
-    secret_file: Path = Field(description="file with the deployment's signing secret, 32 bytes or more")
+    secret_file: Path = Field(description="File with the deployment's signing secret, at least 32 bytes.")
     endpoint_name: str = Field(
-        "engine-0", description="this pod's name as the gateway knows it: the holder of what it saves"
+        "engine-0", description="Name of this pod in the gateway: the holder of the KV that it saves."
     )
     single_tenant: str = Field(
-        "", description="serve requests without an identity header as this tenant; empty: leave them alone"
+        "", description="Tenant of requests without an identity header. Empty: leave such requests alone."
     )
-    max_body_bytes: int = Field(32 << 20, description="bytes; larger request bodies get 413", gt=0)
+    max_body_bytes: int = Field(
+        32 << 20, description="Maximum bytes of a request body. A larger body gets a 413.", gt=0
+    )
     tenant_turns_max: int = Field(
         0,
-        description="requests of one tenant in flight in this pod's API server process, with and without a context; "
-        "more get 429 too_many_in_flight; 0: no limit",
+        description="Maximum requests of one tenant in flight in this pod's API server process, with and without a "
+        "context. Further requests get 429 too_many_in_flight. 0: no limit.",
         ge=0,
     )
     tenant_bytes_max: int = Field(
-        0, description="bytes of one tenant's request bodies in hand in this pod; more get 429; 0: no limit", ge=0
+        0,
+        description="Maximum bytes of one tenant's request bodies in memory in this pod. Further bodies get a 429. "
+        "0: no limit.",
+        ge=0,
     )
     quota_deadline_ms: int = Field(
         200,
-        description="ms a create waits for the sidecar to say what the tenant has before it goes on",
+        description="Milliseconds that a create waits for the sidecar's figures of the tenant. After that it goes on.",
         gt=0,
     )
     lease_ttl_ms: int = Field(
-        15_000, description="ms; a turn whose process died blocks its session for at most this long", ge=1000
+        15_000, description="Milliseconds. A turn whose process died blocks its session for at most this time.", ge=1000
     )
     replay_threshold: float = Field(
-        0.8, description="share of the transcript's characters a prompt must repeat to count as a replay", gt=0, le=1
+        0.8,
+        description="Share of the transcript's characters that a prompt must repeat to count as a replay.",
+        gt=0,
+        le=1,
     )
     seal_deadline_ms: int = Field(
-        2_000, description="ms a create waits for its KV to be durable before it answers all the same", ge=0, le=30_000
+        2_000,
+        description="Milliseconds that a create waits for its KV to be durable. After that it answers anyway.",
+        ge=0,
+        le=30_000,
     )
     report_deadline_ms: int = Field(
         50,
-        description="ms to wait for the connector's load report before the receipt says less; at the end of an answer "
-        "that began with cached tokens at least 500",
+        description="Milliseconds to wait for the connector's load report before the receipt leaves figures out. At "
+        "least 500 after an answer that began with cached tokens.",
         ge=0,
         le=1000,
     )
     kept_ttl_s: int = Field(
         3_600,
         ge=60,
-        description="seconds for which the KV of a request without a context is kept after it was last used, for keys "
-        "that ask for it",
+        description="Seconds for which the KV of a request without a context is kept after its last use, for keys "
+        "that keep KV.",
     )
     engine_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="seconds without a byte from the engine until a turn is given up; covers a queue and a long answer",
+        description="Seconds without a byte from the engine before a turn fails. Must cover the queue and the "
+        "prefill of a long prompt.",
     )
     client_timeout_s: float = Field(
-        120.0, gt=0, description="seconds a client may leave a piece of its answer unread until its turn is given up"
+        120.0,
+        gt=0,
+        description="Seconds for which a client may leave a part of its answer unread before its turn fails.",
     )
     drain_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="seconds after SIGTERM until turns that still run are given up; vLLM's --shutdown-timeout, after "
-        "which it would leave them without an end",
+        description="Seconds after SIGTERM before running turns fail. Equal to vLLM's --shutdown-timeout, after "
+        "which vLLM would leave them without an end.",
     )
-    rpc_deadline_ms: int = Field(2_000, description="ms for one call to the manager or the sidecar", gt=0)
+    rpc_deadline_ms: int = Field(2_000, description="Milliseconds for one call to the manager or the sidecar.", gt=0)
 
     @model_validator(mode="after")
     def _one_body_fits(self) -> Self:
         if 0 < self.tenant_bytes_max < self.max_body_bytes:
             # A body between the two would be asked to come again for ever.
-            raise ValueError("TURN_TENANT_BYTES_MAX is 0 or at least TURN_MAX_BODY_BYTES")
+            raise ValueError("TURN_TENANT_BYTES_MAX must be 0 or at least TURN_MAX_BODY_BYTES")
         return self
 
     @model_validator(mode="after")

@@ -233,7 +233,7 @@ class Settlement:
             async with asyncio.timeout(_SEGMENT_DEADLINE_S):
                 return await answer_segment(engine, turn.request, result)
         except TimeoutError as exc:
-            raise EngineFailed("the engine did not say which tokens the answer has") from exc
+            raise EngineFailed("the engine did not return the answer's token ids") from exc
 
     async def _commit_twice(self, turn: Turn, commit: TurnCommit) -> CacheSessionMetadata:
         """Commit; once more when no answer came, because the first may have been made durable all the same.

@@ -157,7 +157,7 @@ class TurnStory:
     ) -> None:
         """Make a context: reserve, answer the first prompt, save its KV, register. Raises ContextCacheError."""
         if not request.commit:
-            raise InvalidRequest("a create always commits", param="context_commit")
+            raise InvalidRequest("context_commit must not be false on a create", param="context_commit")
         lease_id = secrets.token_hex(16)
         async with self._taking(new.tenant, new.session_id, lease_id):
             session = await self._manager.reserve(
@@ -250,7 +250,8 @@ class TurnStory:
             # Known already: the engine would have to be handed all those ids to say the same.
             given, window = len(turn.prompt.token_ids), engine.max_model_len
             raise ContextLengthExceeded(
-                f"context and prompt have {given} tokens, the window {window}: rewind the context, or say `truncation`"
+                f"context and prompt have {given} tokens, but the model's window has {window}: rewind the "
+                "context, or set `truncation`"
             )
         turn.timings_ms["compose"] = self._clock.now_ms() - turn.started_ms
         patience = Patience(
@@ -276,7 +277,7 @@ class TurnStory:
             if not delivery.started:
                 raise
             # The stream has begun: closing the connection without `[DONE]` is the only honest way to say it broke.
-            log.warning("answer broke off", extra={"session_id": turn.session.session_id, "reason": exc.message})
+            log.warning("answer cut off", extra={"session_id": turn.session.session_id, "reason": exc.message})
         finally:
             delivery.close()
             await self._settlement.forget_load(turn)
@@ -293,7 +294,7 @@ class TurnStory:
                 path, body = client.asking(turn.request.path, self._engine_body(turn))
                 await engine.generate(path, body, receive, delivery.take)
         except TimeoutError:
-            log.warning("the engine did not end a request", extra={"session_id": turn.session.session_id})
+            log.warning("engine did not end a request", extra={"session_id": turn.session.session_id})
         finally:
             self._patiences.discard(patience)
         delivery.check_complete(lost_with=patience.lost_with)

@@ -117,5 +117,5 @@ async def _cut_ids(
 
 def _check(num_tokens: int, limit: int) -> None:
     if num_tokens > limit:
-        told = f"what cannot be cut has {num_tokens} tokens, beside the answer the model's window has {limit}"
+        told = f"the part that cannot be cut has {num_tokens} tokens; besides the answer the model's window has {limit}"
         raise ContextLengthExceeded(told)

@@ -35,7 +35,9 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
 
 
 def _away() -> GatewayUnavailable:
-    return GatewayUnavailable("no gateway is there to route this session", retry_after_s=_RETRY_AFTER_S)
+    return GatewayUnavailable(
+        "this request did not pass a gateway, so its context cannot be used", retry_after_s=_RETRY_AFTER_S
+    )
 
 
 def without_strangers(app: ASGIApp) -> ASGIApp:
@@ -74,7 +76,7 @@ def _is_stranger(scope: Scope) -> bool:
 
 
 async def _refuse_stranger(send: Send) -> None:
-    error = NoReadyEndpoint("the pod that was chosen is not reached yet", retry_after_s=_RETRY_AFTER_S)
+    error = NoReadyEndpoint("the proxy has not reached the chosen pod yet", retry_after_s=_RETRY_AFTER_S)
     body = error_body(error)
     headers = [(name.encode(), value.encode()) for name, value in error_headers(error)]
     headers.append((b"content-length", str(len(body)).encode()))

@@ -34,7 +34,7 @@ async def refuse_too_long(engine: Engine, request: TurnRequest, prompt: Prompt) 
             window = await engine.window(request.model)
             if len(prompt.token_ids) >= window:
                 raise ContextLengthExceeded(
-                    f"the prompt has {len(prompt.token_ids)} tokens, the model's window {window}"
+                    f"the prompt has {len(prompt.token_ids)} tokens, but the model's window has {window}"
                 )
     elif prompt.messages is not None:
         await _refuse_long_chat(engine, request, prompt.messages)
@@ -51,7 +51,7 @@ async def _refuse_long_text(engine: Engine, model: str, text: str) -> None:
         piece = await engine.tokenize(model, text[start : start + num_chars], add_special_tokens=False)
         num_tokens += len(piece) - CUT_TOKENS
         if num_tokens >= window:
-            raise ContextLengthExceeded(f"the prompt has more than {window} tokens, the model's window")
+            raise ContextLengthExceeded(f"the prompt has more than {window} tokens, the size of the model's window")
 
 
 async def _refuse_long_chat(engine: Engine, request: TurnRequest, messages: Sequence[Mapping[str, Any]]) -> None:

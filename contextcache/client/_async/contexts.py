@@ -184,7 +184,7 @@ class AsyncContexts:
                 yield one
             if (after := page.after) is None:
                 return
-        raise NotUnderstood(f"the pages of a list go round in a circle: {after!r} comes again")
+        raise NotUnderstood(f"the server's list repeats itself: cursor {after!r} came twice")
 
 
 class AsyncContext:
@@ -312,7 +312,7 @@ class AsyncReplyStream:
         async for _ in self._events:
             pass
         if self._reply is None:
-            raise ValueError("the stream was left before its end")
+            raise ValueError("the stream was closed before the answer ended")
         return self._reply
 
     async def close(self) -> None:

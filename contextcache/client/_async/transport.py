@@ -55,13 +55,15 @@ class AsyncTransport:
             return call.read(json_of(response), named(response))
         except (AttributeError, LookupError, TypeError, ValueError) as exc:
             way = through(self._proxy, self.place.base_url)
-            raise NotUnderstood(f"something else than context-cache answered at {self.place.base_url}{way}") from exc
+            raise NotUnderstood(
+                f"the answer is not from context-cache: check the URL {self.place.base_url}{way}"
+            ) from exc
 
     @asynccontextmanager
     async def stream(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
         """Give the head of an answer whose body comes bit by bit. Raises ApiError, ConnectionFailed, until the head."""
         response = await self._answered(call.streamed(), is_whole=False)
-        assert response is not None, "what streams is never known to have happened"
+        assert response is not None, "a streamed call has no answer to skip"
         try:
             with no_foreign_errors(self.place):
                 yield response
@@ -103,8 +105,10 @@ class AsyncTransport:
         async for piece in response.aiter_bytes():
             content += piece
             if len(content) > _WHOLE_BYTES_MAX:
-                raise NotUnderstood(f"{self.place.base_url} answered with more than {_WHOLE_BYTES_MAX >> 20} MiB")
+                raise NotUnderstood(f"{self.place.base_url} sent an answer of more than {_WHOLE_BYTES_MAX >> 20} MiB")
             if time.monotonic() - began_s > self._timeout_s:
-                raise httpx.ReadTimeout("the answer did not come to its end in time", request=response.request)
+                raise httpx.ReadTimeout(
+                    f"the answer did not end within {self._timeout_s:g} s", request=response.request
+                )
         headers = [(name, value) for name, value in response.headers.multi_items() if name not in _OF_THE_WAY]
         return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)

@@ -183,7 +183,7 @@ class Contexts:
             yield from page.data
             if (after := page.after) is None:
                 return
-        raise NotUnderstood(f"the pages of a list go round in a circle: {after!r} comes again")
+        raise NotUnderstood(f"the server's list repeats itself: cursor {after!r} came twice")
 
 
 class Context:
@@ -307,7 +307,7 @@ class ReplyStream:
         for _ in self._events:
             pass
         if self._reply is None:
-            raise ValueError("the stream was left before its end")
+            raise ValueError("the stream was closed before the answer ended")
         return self._reply
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ NEW = NewSession("demo", "ctx_1", "smol", ttl_s=60)
 
 
 class FlakyStore(MemorySessionStore):
-    """A memory store whose sweeps fail while `is_away`."""
+    """A memory store whose sweep failed while `is_away`."""
 
     is_away = False
     is_anothers: bool | None = False
@@ -90,7 +90,7 @@ async def test_it_outlives_a_store_that_is_away(caplog: pytest.LogCaptureFixture
 
     assert rig.sample("sessions_abandoned") == 1
     swept = [record for record in caplog.records if record.name == "context_manager.sweeper"]
-    told = ["sweeps fail"]
+    told = ["sweep failed"]
     assert [record.message for record in swept if record.levelno >= logging.WARNING] == told
     assert not any(record.exc_info for record in swept)
     rig.store.is_away = True
@@ -114,7 +114,7 @@ async def test_a_fault_of_our_own_is_told_with_its_traceback_once(
     await asyncio.sleep(60)
 
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert [record.message for record in errors] == ["sweeps fail"]
+    assert [record.message for record in errors] == ["sweep failed"]
     assert errors[0].exc_info
     assert rig.sample("sweep_failures") == 12
     await rig.sweeper.stop()

@@ -88,7 +88,7 @@ def test_a_key_of_another_certificate_is_refused(certificates):
     certificate, ca = files.cert_file.read_bytes(), files.ca_file.read_bytes()
     certificates.replace(certificate, certificates.ca.issue_cert("x").private_key_pem.bytes(), ca)
 
-    with pytest.raises(ValueError, match="are not a PEM certificate and its key"):
+    with pytest.raises(ValueError, match="are not a PEM certificate and its private key"):
         tls_of(certificates)
 
 

@@ -88,16 +88,16 @@ def test_what_is_wrong_and_where_is_said(read, body, message):
     [
         (b'{"a": ' + b"1" * 5000 + b"}", "too many digits"),
         (b'{"a": "\xff"}', "not UTF-8"),
-        (b'{"a": "\\ud800"}', "half of a character"),
-        (b'{"\\ud800": 1}', "half of a character"),
+        (b'{"a": "\\ud800"}', "an incomplete character"),
+        (b'{"\\ud800": 1}', "an incomplete character"),
         (b'{"messages": [{"role": "user", "content": "\\udc00"}]}', "surrogate pair"),
         (b'{"messages": [{"role": "user", "tool_calls": [{"id": "\\ud800"}]}]}', "surrogate pair"),
         (b'{"a": ' + b"[" * DEPTH_MAX + b"1" + b"]" * DEPTH_MAX + b"}", "nested too deeply"),
         (b'{"a": ' + b'{"a": ' * 900 + b"1" + b"}" * 901, "nested too deeply"),
         (b'{"a": [' + b"[]," * CONTAINERS_MAX + b"[]]}", "lists and objects"),
-        (b'{"a": [' + b'"",' * STRINGS_MAX + b'""]}', "keys and texts"),
-        (b'{"a": [' + rb'"\\",' * STRINGS_MAX + b'""]}', "keys and texts"),
-        (b"{" + b'"a":0,' * STRINGS_MAX + b'"a":0}', "keys and texts"),
+        (b'{"a": [' + b'"",' * STRINGS_MAX + b'""]}', "keys and strings"),
+        (b'{"a": [' + rb'"\\",' * STRINGS_MAX + b'""]}', "keys and strings"),
+        (b"{" + b'"a":0,' * STRINGS_MAX + b'"a":0}', "keys and strings"),
         (b'{"a": [' + b"1," * VALUES_MAX + b"1,1]}", "values"),
         (b'{"a": [' + b"[]," * 2_000_001 + b"[]]}", "opening brackets"),
     ],
@@ -115,10 +115,10 @@ def test_what_is_built_is_bounded_in_depth_and_width(body, message):
         (b'{"a": ' + b"[" * DEPTH_MAX + b"1" + b"]" * DEPTH_MAX + b"}", "nested too deeply"),
         (b'{"a": [' + b"[]," * CONTAINERS_MAX + b"[]]}", "lists and objects"),
         (b"[" + b"[]," * CONTAINERS_MAX + b"[]]", "lists and objects"),
-        (b'{"a": [' + b'"",' * STRINGS_MAX + b'""]}', "keys and texts"),
-        (b"{" + b'"a":0,' * 500_000 + b'"a":0}', "keys and texts"),
-        (b'\xef\xbb\xbf {"a":NaN,' + b'"a":0,' * 500_000 + b'"a":0}', "keys and texts"),
-        (b'{"a": [' + b"1," * OTHER_VALUES_MAX + b"1,1]}", "beside token ids"),
+        (b'{"a": [' + b'"",' * STRINGS_MAX + b'""]}', "keys and strings"),
+        (b"{" + b'"a":0,' * 500_000 + b'"a":0}', "keys and strings"),
+        (b'\xef\xbb\xbf {"a":NaN,' + b'"a":0,' * 500_000 + b'"a":0}', "keys and strings"),
+        (b'{"a": [' + b"1," * OTHER_VALUES_MAX + b"1,1]}", "besides token ids"),
         (b'{"prompt": [' + b"1," * VALUES_MAX + b"1,1]}", "values"),
     ],
 )
@@ -216,7 +216,7 @@ def test_half_of_a_character_in_an_item_hides_no_item():
     half = b'{"role": "user", "content": "\\ud800"}'
 
     assert read_claims(b'{"input": [%s]}' % b",".join([half] * ITEMS_MAX), RESPONSES_PATH) is not None
-    with pytest.raises(InvalidRequest, match=r"input\[1\] has no `content`"):
+    with pytest.raises(InvalidRequest, match=r"input\[1\] lacks `content`"):
         read_claims(b'{"input": [%s, {"role": "user"}]}' % half, RESPONSES_PATH)
 
 
@@ -359,7 +359,7 @@ def test_the_way_round_by_extra_arguments_is_closed():
     assert told(b'{"vllm_xargs": {"cache\\u005fsalt": "x"}, "n": 1}') == {"vllm_xargs": {}, "n": 1}
     assert told(b'{"vllm_xargs": {"ec_transfer_params": {"peer_host": "x"}}}') == {"vllm_xargs": {}}
     assert told(b'{"vllm_xargs": {"cache_salt": "x", "\xed\xa0\x80": 1}}') == {"vllm_xargs": {"\ud800": 1}}
-    with pytest.raises(InvalidRequest, match="too large"):
+    with pytest.raises(InvalidRequest, match="at most 65536 bytes"):
         told(b'{"vllm_xargs": {"cache_salt": "x", "mine": "' + b"x" * 70_000 + b'"}}')
 
 

@@ -136,7 +136,7 @@ def test_names_that_are_longer_than_any_are_not_remembered():
 
 
 def test_what_is_allowed_is_said_where_nothing_is_near():
-    with pytest.raises(InvalidRequest, match="unknown field `color`: allowed here: metadata, ttl"):
+    with pytest.raises(InvalidRequest, match="unknown field `color`: allowed: metadata, ttl"):
         refuse_unknown({"color": 1}, frozenset({"ttl", "metadata"}))
     with pytest.raises(InvalidRequest, match=r"unknown query parameter `limt`: did you mean `limit`\?"):
         refuse_unknown(["limt"], frozenset({"limit"}), kind="query parameter")

@@ -126,12 +126,12 @@ def _for_servers_only(certificates):
 
 
 BAD = {
-    _other_key: "tls.key are not a PEM certificate and its key",
-    _encrypted_key: "the TLS key is encrypted",
+    _other_key: "tls.key are not a PEM certificate and its private key",
+    _encrypted_key: "the TLS private key is encrypted",
     _no_certificate: "tls.crt",
-    _no_ca: "ca.crt holds no PEM certificate",
-    _foreign_ca: "other parts would refuse .*tls.crt: ",
-    _other_name: "other parts would refuse .*'context-cache'",
+    _no_ca: "ca.crt has no PEM certificate",
+    _foreign_ca: "other parts would reject .*tls.crt: ",
+    _other_name: "other parts would reject .*'context-cache'",
     _expired: "certificate has expired",
     _for_servers_only: "unsuitable certificate purpose",
 }

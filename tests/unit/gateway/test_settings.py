@@ -71,11 +71,11 @@ def test_endpoints_that_cannot_be_right_are_refused(endpoints):
 def test_pods_come_from_one_source_only():
     assert settings(endpoints=[], endpoints_file="pods.json").endpoints == ()
     assert settings(endpoints=[], kubernetes_service_selector="a=b").endpoints == ()
-    with pytest.raises(ValidationError, match="set one of GATEWAY_ENDPOINTS"):
+    with pytest.raises(ValidationError, match="set exactly one of GATEWAY_ENDPOINTS"):
         settings(kubernetes_service_selector="a=b")
-    with pytest.raises(ValidationError, match="set one of GATEWAY_ENDPOINTS"):
+    with pytest.raises(ValidationError, match="set exactly one of GATEWAY_ENDPOINTS"):
         settings(endpoints_file="pods.json")
-    with pytest.raises(ValidationError, match="set one of GATEWAY_ENDPOINTS"):
+    with pytest.raises(ValidationError, match="set exactly one of GATEWAY_ENDPOINTS"):
         settings(endpoints=[], endpoints_file="")
 
 

@@ -179,7 +179,7 @@ class _Blocks:
         Raises IndexError for a block that is none: the driver would write anywhere.
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
-            raise IndexError("no such block")
+            raise IndexError("block id out of range")
         addresses = (ids[:, None] * self.block_bytes + np.array(self.offsets, dtype=np.int64)).ravel()
         sizes = np.full_like(addresses, self.chunk_bytes)
         return _Chunks(*joined(addresses, np.arange(len(sizes)) * self.chunk_bytes, sizes))

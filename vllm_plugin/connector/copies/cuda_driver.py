@@ -43,7 +43,7 @@ class CudaDriver(Driver):
 
             self._take_error: Callable[[], int] = CudaRTLibrary().cudaGetLastError
         except (ImportError, AttributeError, AssertionError, OSError) as exc:
-            raise UncarriedEngine("unsupported_layers", f"copies on a GPU need vLLM 0.32 or newer: {exc}") from exc
+            raise UncarriedEngine("unsupported_layers", f"copies on a GPU need at least vLLM 0.32: {exc}") from exc
         self._swap = swap_blocks_batch
         self._device = device
         self._own = threading.local()
@@ -133,7 +133,7 @@ class CudaDriver(Driver):
             try:
                 self._own.room = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError:
-                log.warning("no memory on the GPU to bring KV together", extra={"size_bytes": size_bytes})
+                log.warning("GPU memory too small to gather KV", extra={"size_bytes": size_bytes})
                 self._own.is_refused = True  # by thread: another may be about to use the kernel
                 return None
         return self._own.room
@@ -150,10 +150,10 @@ class CudaDriver(Driver):
                 self._bring_together(first, second, np.full(1, _WORD_BYTES, dtype=np.int64), [])
                 if two.tolist() == [0, 0]:
                     return _swap_blocks_kernel
-                reason = "it copied something else"
+                reason = "the copy differs from its source"
         except Exception as exc:  # noqa: BLE001  # whatever a compiler and its cache may raise
             reason = f"{type(exc).__name__}: {exc}"
-        log.warning("no kernel on the GPU: KV of small blocks is copied slowly", extra={"reason": reason})
+        log.warning("no kernel on the GPU, KV of small blocks is copied slowly", extra={"reason": reason})
         return None
 
     @override

@@ -36,7 +36,7 @@ def open_layers(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, groups: 
     if devices == {torch.device("cpu")}:
         return HostLayers(shapes, views)
     if len(devices) > 1 or (device := devices.pop()).type != "cuda":
-        raise UncarriedEngine("unsupported_layers", "KV is on other devices than one CUDA GPU or the CPU")
+        raise UncarriedEngine("unsupported_layers", "KV must be on one CUDA GPU or on the CPU")
     return DeviceLayers(shapes, views, CudaDriver(device))
 
 
@@ -53,7 +53,7 @@ def layer_views(
         for name in names:
             tensor = kv_caches.get(name)
             if not isinstance(tensor, torch.Tensor):
-                raise UncarriedEngine("unsupported_layers", f"layer {name} has no tensor of its own")
+                raise UncarriedEngine("unsupported_layers", f"layer {name} shares its KV tensor")
             own.setdefault((tensor.data_ptr(), tuple(tensor.shape)), _layer(name, tensor, num_blocks))
         if not own:
             raise UncarriedEngine("no_layers", "the engine registered no KV layers")
@@ -64,7 +64,9 @@ def layer_views(
 
 def _layer(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[LayerShape, torch.Tensor]:
     if tensor.dim() != 4 or tensor.shape[0] % num_blocks or tensor.stride(-1) != 1:
-        raise UncarriedEngine("unsupported_layers", f"layer {name} is not a [B, H, N, C] view of {num_blocks} blocks")
+        raise UncarriedEngine(
+            "unsupported_layers", f"layer {name} must have a [B, H, N, C] view of {num_blocks} blocks"
+        )
     view = tensor.unflatten(0, (num_blocks, -1)).view(torch.uint8)
     axes = _in_memory(view)
     ratio, heads, tokens, content_bytes = view.shape[1:]

@@ -78,11 +78,11 @@ class RegisteredMemory:
                 self._driver.register(start, size_bytes)
                 mine.append((start, start + size_bytes))
                 self._replace(add=mine[-1:])
-            log.info("arena registered with the GPU's driver", extra={"size_bytes": len(memory)})
+            log.info("arena registered with the GPU driver", extra={"size_bytes": len(memory)})
         except RuntimeError as exc:
             registered_bytes = sum(end - first for first, end in mine)
             fields = {"size_bytes": len(memory), "registered_bytes": registered_bytes, "reason": str(exc)}
-            log.warning("arena not registered with the GPU's driver; KV is staged", extra=fields)
+            log.warning("arena not registered with the GPU driver, KV is staged", extra=fields)
         finally:
             gone.wait()
             self._replace(remove=mine)

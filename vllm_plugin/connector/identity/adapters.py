@@ -178,7 +178,7 @@ class LoadedAdapters:
             if self._contents.get(name) not in (UNKNOWN, CHANGED) and (
                 name in self._contents or len(self._contents) < _MOST_NAMES
             ):
-                log.warning("an adapter's requests are left alone from now on", extra={"reason": reason})
+                log.warning("KV of an adapter is no longer saved or loaded", extra={"reason": reason})
                 self._contents[name] = reason
         self._news.update(adapter_id for adapter_id, load in self._loads.items() if load.name in names)
 
@@ -270,7 +270,7 @@ def _feed(update: Callable[[Any], None], value: Any) -> None:
         _feed(update, type(value).__name__)
         _feed(update, vars(value))
     else:
-        raise TypeError(f"an adapter with a {type(value).__name__}")
+        raise TypeError(f"adapters with a {type(value).__name__} are not supported")
 
 
 def are_mixed_up(vllm_config: Any) -> bool:
@@ -286,7 +286,7 @@ def are_mixed_up(vllm_config: Any) -> bool:
         output = torch.zeros(1, 1)
         bgmv_expand(torch.ones(1, 1), torch.ones(1, 1, 1), output, torch.tensor([-1]))
     except Exception:
-        log.exception("vLLM's kernel for adapters is another than the one that is known")
+        log.exception("unknown adapter kernel in vLLM")
         return True
     return bool(output.any())
 
@@ -318,7 +318,7 @@ def _watched(add: Callable[..., bool], seer: weakref.ref[LoadedAdapters]) -> Cal
                     adapters.seen(adapter_request, held)
             except Exception:
                 # The engine's step must not end with us.
-                log.exception("adapters cannot be watched: their requests are left alone from now on")
+                log.exception("adapters unknown, their KV is not saved or loaded")
                 adapters.give_up()
         return was_added
 

@@ -100,7 +100,7 @@ def sample(root: Path, *, ignored: Sequence[str] = (), ends_at_s: float = float(
 def _sample(root: Path, ignored: Sequence[str], ends_at_s: float) -> Sample:
     found = [(root, root.name)] if root.is_file() else sorted(_weight_files(root, ignored), key=lambda entry: entry[1])
     if not 0 < len(found) <= _FILES_MAX:
-        raise UnreadableWeights(f"{len(found)} weight files")
+        raise UnreadableWeights(f"{len(found)} weight files; allowed: 1 to {_FILES_MAX}")
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="context-cache-weights") as pool:
         files = list(pool.map(_open, found))
         limit = max(1, PIECES_MAX // max(sum(len(file.tensors) for file in files), 1))
@@ -187,7 +187,7 @@ def _digest(path: Path, reads: Sequence[_Read], ends_at_s: float) -> bytes:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         for offset, length in reads:
             if time.monotonic() > ends_at_s:
-                raise UnreadableWeights("out of time")
+                raise UnreadableWeights("the time limit of the weight sample is reached")
             digest.update(_read_whole(descriptor, offset, length))
     finally:
         os.close(descriptor)
@@ -199,6 +199,6 @@ def _read_whole(descriptor: int, offset: int, length: int) -> bytes:
     while len(data) < length:
         more = os.pread(descriptor, length - len(data), offset + len(data))
         if not more:
-            raise UnreadableWeights("a file is shorter than it was")
+            raise UnreadableWeights("a weight file became shorter")
         data += more
     return data

@@ -78,7 +78,7 @@ class LoadEnd:
         """Keep the end from being claimed meanwhile. Raises SidecarUnavailable when it was."""
         with self._lock:
             if self.is_claimed:
-                raise SidecarUnavailable("the load was given up")
+                raise SidecarUnavailable("the load was cancelled")
             self._num_writing += 1
         try:
             yield
@@ -167,7 +167,7 @@ class Loader:
             self.fail(load, "read_error")
         except Exception:
             # The engine waits for this id for ever: no fault of ours may keep it.
-            log.exception("load broke", extra={"cache_ref": load.plan.cache_ref})
+            log.exception("load failed unexpectedly", extra={"cache_ref": load.plan.cache_ref})
             self.fail(load, "internal_error")
         else:
             span.set_attribute("contextcache.size_bytes", progress.size_bytes)
@@ -212,7 +212,7 @@ class Loader:
                 raise
             # A copy in memory is bad, or a file on disk, and would be at every load. In frames the sidecar compares
             # the bytes: it drops the one and serves the disk's, or puts the other aside.
-            log.warning("load asked for again in frames", extra={"cache_ref": load.plan.cache_ref})
+            log.warning("load repeated in frames", extra={"cache_ref": load.plan.cache_ref})
             self._counters.add("renewed_loads")
             self._end_lease(progress)
             progress.size_bytes, progress.tier = 0, pb.TIER_UNSPECIFIED
@@ -261,7 +261,7 @@ class Loader:
                 self._remaining_s(load)
                 piece = pieces.pop(arrival.block_index, None)
                 if piece is None:
-                    raise CorruptBlock("the sidecar sent a block nobody asked for")
+                    raise CorruptBlock("the sidecar sent a block that was not requested")
                 copying.append((piece, arrival, self._readers.submit(self._inject, load, piece, arrival)))
                 # What came in frames is held whole: one at a time.
                 while len(copying) >= (_COPY_AHEAD if arrival.in_slot else 1):
@@ -277,7 +277,7 @@ class Loader:
             else:
                 progress.lease_id = lease_id
         if pieces:
-            raise CorruptBlock("the sidecar left blocks out")
+            raise CorruptBlock("the sidecar sent fewer blocks than requested")
 
     def _took(self, load: Load, progress: _Progress, piece: Piece, arrival: _Arrival, future: Future[None]) -> None:
         """Note a block file that was injected, once it is."""
@@ -297,7 +297,7 @@ class Loader:
                 continue
             data += answer.frame
             if len(data) > terms.block_size_bytes_max:
-                raise CorruptBlock("the sidecar sent more than a block")
+                raise CorruptBlock("the sidecar sent more bytes than a block has")
             if answer.last_frame:
                 yield arrive(memoryview(data), in_slot=False)
                 data = bytearray()
@@ -307,7 +307,7 @@ class Loader:
         try:
             return memoryview(b"") if arena is None else arena.view(slot.offset, slot.size_bytes)
         except ValueError as exc:
-            raise CorruptBlock("the sidecar named what is not in its arena") from exc
+            raise CorruptBlock("the sidecar named an offset outside its arena") from exc
 
     def _inject(self, load: Load, piece: Piece, arrival: _Arrival) -> None:
         """Copy one file's pages into the engine's blocks, and compare every byte where it has been copied from.
@@ -319,7 +319,7 @@ class Loader:
         block = parse_block_file(arrival.data)
         check_head(block.meta, block.checksum, expected, vouched=arrival.vouched)
         if (block.pages.nbytes, block.codec) != self._layers.stored(group, piece.num_pages, piece.num_full):
-            raise CorruptBlock("the block's pages are not of this engine's size, or coded in another way")
+            raise CorruptBlock("the block's pages have a different size or codec than this engine")
         checksum = new_checksum()
         with load.end.writing():
             pages, first = block.pages, piece.first_page
@@ -334,7 +334,7 @@ class Loader:
     def _remaining_s(self, load: Load) -> float:
         remaining_ms = load.deadline_ms - self._clock.now_ms()
         if remaining_ms <= 0:
-            raise SidecarUnavailable("the load took too long")
+            raise SidecarUnavailable("the load reached its deadline")
         return remaining_ms / 1000
 
     def _report(self, plan: LoadPlan, outcome: pb.LoadOutcome.ValueType, progress: _Progress, reason: str) -> None:

@@ -218,7 +218,7 @@ class HandOver:
             fault = "staging_error"
         except Exception:
             # The engine holds blocks until this request is reported: no fault of ours may keep them.
-            log.exception("save broke", extra={"cache_ref": save.plan.cache_ref})
+            log.exception("save failed unexpectedly", extra={"cache_ref": save.plan.cache_ref})
             fault = "internal_error"
         else:
             return None
@@ -242,7 +242,7 @@ class HandOver:
             requests = _requests(save, files, rank)
             taken = self._patient_sidecar.get().save_blocks(requests, self._settings.save_deadline_ms / 1000)
             if taken.num_blocks != len(files):
-                raise SaveIncomplete("the sidecar did not take every block")
+                raise SaveIncomplete("the sidecar refused a block")
             is_taken = True
         finally:
             self.drop(files, is_taken=is_taken)

@@ -168,7 +168,9 @@ class Saver:
         missing = sorted(answer.missing_files)
         in_range = not missing or (missing[0] >= 0 and missing[-1] < len(files))
         if answer.num_files != len(files) or not in_range:
-            raise SidecarUnavailable("the sidecar speaks of other files than ours; its release is another")
+            raise SidecarUnavailable(
+                f"the sidecar expects {answer.num_files} files, the engine has {len(files)}: their versions differ"
+            )
         rank = self._link.facts.rank
         wanted = []
         for index in missing:
@@ -176,7 +178,7 @@ class Saver:
             pages_bytes, codec = self._layers.stored(piece.file.group, piece.num_pages, piece.num_full)
             wanted.append((piece, BlockFileWriter(plan.meta(piece, rank), pages_bytes=pages_bytes, codec=codec)))
         if any(file.size_bytes > terms.block_size_bytes_max for _, file in wanted):
-            raise StorageFull("a block is larger than the sidecar takes")
+            raise StorageFull(f"a block has more than the sidecar's limit of {terms.block_size_bytes_max} bytes")
         if any(file.size_bytes > self.hand_over.budget.limit_bytes for _, file in wanted):
             raise GivenUp("staging_full")
         return wanted
@@ -229,7 +231,7 @@ class Saver:
         if not slots:
             self.hand_over.remind(arena)
         if len(slots) > len(batch):
-            raise SidecarUnavailable("the sidecar lends what nobody asked for")
+            raise SidecarUnavailable("the sidecar lent more slots than requested")
         return [Loan(arena, slot.slot_id, arena.view(slot.offset, slot.size_bytes)) for slot in slots]
 
     def _fill(self, save: Save, piece: Piece, file: StagedFile) -> None:
@@ -250,5 +252,5 @@ class Saver:
         """Return how long the engine's blocks may still be held, in seconds. Raises SidecarUnavailable at the end."""
         remaining_ms = save.deadline_ms - self._clock.now_ms()
         if remaining_ms <= 0:
-            raise SidecarUnavailable("the sidecar did not answer while the blocks could be held")
+            raise SidecarUnavailable("the sidecar did not answer while the engine held the blocks")
         return remaining_ms / 1000

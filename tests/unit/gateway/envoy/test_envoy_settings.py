@@ -34,7 +34,7 @@ def test_an_address_is_a_host_and_a_port(address):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "envoy"])
 def test_the_admin_interface_is_on_loopback_only(host):
-    with pytest.raises(ValidationError, match="loopback only"):
+    with pytest.raises(ValidationError, match="must be a loopback address"):
         EnvoySettings(**NEEDED, admin_host=host)
 
 
@@ -106,7 +106,7 @@ def test_its_variables_say_all_of_it(tmp_path, told):
     ("variables", "named"),
     [
         ({}, "ENVOY_GATEWAYS"),
-        (VARIABLES | {"ENVOY_ADMIN_HOST": "0.0.0.0"}, "loopback only"),
+        (VARIABLES | {"ENVOY_ADMIN_HOST": "0.0.0.0"}, "must be a loopback address"),
         (VARIABLES | {"ENVOY_PODS": '["x"]'}, "ENVOY_PODS"),
         (VARIABLES | {"ENVOY_PODS": "127.0.0.1:3"}, "pods"),
         (VARIABLES | {"ENVOY_METRICS_LISTEN": "0.0.0.0:9090", "ENVOY_ADMIN_PORT": "0"}, "admin_port"),
@@ -136,11 +136,11 @@ LISTEN = {"listen_cert_file": "/c/tls.crt", "listen_key_file": "/c/tls.key"}
         ({"tls_cert_file": "/a/tls.crt"}, "belong together"),
         (TLS | {"tls_ca_file": ""}, "belong together"),
         ({"listen_key_file": "/a/tls.key"}, "belong together"),
-        (TLS | {"tls_key_file": "/elsewhere/tls.key"}, "two folders"),
-        (TLS | {"tls_key_file": "a/tls.key"}, "not an absolute path"),
-        ({"metrics_listen": "9090"}, "not host:port"),
-        ({"traces_endpoint": "otel:4317"}, "not http://host:port"),
-        ({"traces_endpoint": "http://otel:4317/v1/traces"}, "not http://host:port"),
+        (TLS | {"tls_key_file": "/elsewhere/tls.key"}, "in the same folder"),
+        (TLS | {"tls_key_file": "a/tls.key"}, "must be an absolute path"),
+        ({"metrics_listen": "9090"}, "must be host:port"),
+        ({"traces_endpoint": "otel:4317"}, "must be http://host:port"),
+        ({"traces_endpoint": "http://otel:4317/v1/traces"}, "must be http://host:port"),
         ({"traces_endpoint": "http://otel:70000"}, "Port out of range"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_certificate_that_is_not_there_is_named(name, tmp_path):
     settings = EnvoySettings(**NEEDED, **there, config_dir=str(tmp_path))
     missing = str(tmp_path / "elsewhere")
 
-    with pytest.raises(ValueError, match=f"ENVOY_{name.upper()}: there is no file {missing}"):
+    with pytest.raises(ValueError, match=f"ENVOY_{name.upper()}: file {missing}"):
         write_folder(settings.model_copy(update={name: missing}))
 
 

@@ -323,15 +323,15 @@ async def test_a_key_of_any_letters_is_the_same_key_for_control_calls_and_carrie
     [
         ("PATCH", "/v1/context/mine", {"tll": 90}, "tll", "unknown field `tll`: did you mean `ttl`?"),
         ("PATCH", "/v1/context/mine", {"meta_data": {}}, "meta_data", "did you mean `metadata`?"),
-        ("PATCH", "/v1/context/mine", {"color": 1}, "color", "allowed here: metadata, ttl, ttl_policy"),
+        ("PATCH", "/v1/context/mine", {"color": 1}, "color", "allowed: metadata, ttl, ttl_policy"),
         ("POST", "/v1/context/mine/fork", {"sesion_id": "a"}, "sesion_id", "did you mean `session_id`?"),
         ("POST", "/v1/context/mine/rewind", {"genration": 1}, "genration", "did you mean `generation`?"),
         ("GET", "/v1/context?limt=5", None, "limt", "unknown query parameter `limt`: did you mean `limit`?"),
-        ("GET", "/v1/context?page=2", None, "page", "allowed here: after, kind, limit, model"),
+        ("GET", "/v1/context?page=2", None, "page", "allowed: after, kind, limit, model"),
         ("GET", "/v1/usage?tenent=other", None, "tenent", "did you mean `tenant`?"),
         ("GET", "/v1/usage?form=2026-11-01", None, "form", "did you mean `from`?"),
-        ("GET", "/v1/context/mine?x=1", None, "x", "allowed here: none"),
-        ("DELETE", "/v1/context/mine?force=1", None, "force", "allowed here: none"),
+        ("GET", "/v1/context/mine?x=1", None, "x", "allowed: none"),
+        ("DELETE", "/v1/context/mine?force=1", None, "force", "allowed: none"),
     ],
 )
 async def test_what_a_control_call_does_not_know_is_named_with_what_it_may_mean(

@@ -389,7 +389,7 @@ async def test_a_model_whose_last_pod_went_is_expected_back_for_a_while(endpoint
     await endpoints.probe_all()
     endpoints.follow([Endpoint("a", "http://a")])
 
-    with pytest.raises(NoReadyEndpoint, match="of this model"):
+    with pytest.raises(NoReadyEndpoint, match="that serves this model"):
         endpoints.roster().candidates(ModelId("other"), None)
 
     for _ in range(_MODEL_PROBES):

@@ -229,7 +229,7 @@ def test_a_model_nobody_serves_goes_to_any_ready_pod():
 
 @pytest.mark.parametrize("models", [["x"], []], ids=["of the model", "of models not known yet"])
 def test_a_model_whose_pod_is_not_ready_is_an_error_to_retry_and_no_unknown_model(models):
-    with pytest.raises(NoReadyEndpoint, match="of this model") as caught:
+    with pytest.raises(NoReadyEndpoint, match="that serves this model") as caught:
         choose([pod("a", ready=False, models=models), pod("b")], model="x")
 
     assert caught.value.retry_after_s

@@ -155,7 +155,7 @@ def test_an_engine_left_alone_answers_saves_nothing_and_says_why_once(
         assert engine.loop.run_to_end(f"turn{number}") == answer
     engine.loop.settle()
     reports = list(engine.sidecar.reports.values())
-    said = [record for record in caplog.records if "left alone" in record.message]
+    said = [record for record in caplog.records if "not saved or loaded" in record.message]
 
     assert [(report.outcome, report.reason) for report in reports] == 2 * [(pb.LOAD_OUTCOME_MISS, "failure_policy")]
     assert engine.sidecar.abandoned == {cache_ref(8): "failure_policy", cache_ref(9): "failure_policy"}

@@ -43,7 +43,7 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"), [({"secret_file": "/nowhere/secret"}, "cannot be read"), ({"what": 1}, "unknown keys: what")]
+    ("extra", "message"), [({"secret_file": "/nowhere/secret"}, "is not readable"), ({"what": 1}, "unknown keys: what")]
 )
 def test_the_engine_does_not_start_with_settings_that_cannot_work(
     start_engine: Callable[..., Engine], extra: dict[str, Any], message: str

@@ -171,7 +171,7 @@ def test_no_files_or_no_time_is_said_and_not_guessed(model: Path, tmp_path: Path
     (tmp_path / "empty").mkdir()
     with pytest.raises(UnreadableWeights):
         sample(tmp_path / "empty")
-    with pytest.raises(UnreadableWeights, match="out of time"):
+    with pytest.raises(UnreadableWeights, match="time limit"):
         sample(model, ends_at_s=0)
 
 

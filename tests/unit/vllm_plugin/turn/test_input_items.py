@@ -191,25 +191,25 @@ def test_an_item_that_is_refused_for_a_missing_field_is_refused_by_the_engine(it
 @pytest.mark.parametrize(
     ("item", "fault"),
     [
-        ({"type": "message", "role": "user"}, " has no `content`, which its type requires"),
-        ({"role": "user"}, " has no `content`, which its type requires"),
-        ({"type": "function_call", "name": "f", "arguments": "{}"}, " has no `call_id`, which its type requires"),
-        ({"type": "function_call_output", "call_id": "c"}, " has no `output`, which its type requires"),
-        ({"type": "reasoning"}, " has no `summary`, which its type requires"),
-        ({"type": "item_reference"}, " has no `id`, which its type requires"),
-        ({}, " has no `id`, which its type requires"),
-        ({"type": "odd " * 100}, ".type is not a known type of item"),
-        ({"role": "odd " * 100, "content": "x"}, ".role is not of a type that belongs there"),
-        ({"role": "user", "content": 5}, ".content is not of a type that belongs there"),
+        ({"type": "message", "role": "user"}, " lacks `content`, which its type requires"),
+        ({"role": "user"}, " lacks `content`, which its type requires"),
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, " lacks `call_id`, which its type requires"),
+        ({"type": "function_call_output", "call_id": "c"}, " lacks `output`, which its type requires"),
+        ({"type": "reasoning"}, " lacks `summary`, which its type requires"),
+        ({"type": "item_reference"}, " lacks `id`, which its type requires"),
+        ({}, " lacks `id`, which its type requires"),
+        ({"type": "odd " * 100}, ".type is not a known item type"),
+        ({"role": "odd " * 100, "content": "x"}, ".role has the wrong type"),
+        ({"role": "user", "content": 5}, ".content has the wrong type"),
         (
             {"role": "user", "content": [TEXT, {"type": "odd"}]},
-            ".content[1].type is not of a type that belongs there",
+            ".content[1].type has the wrong type",
         ),
         (
             {"role": "user", "content": [{"type": "input_text"}]},
-            ".content[0] has no `text`, which its type requires",
+            ".content[0] lacks `text`, which its type requires",
         ),
-        (5, " is not of a type that belongs there"),
+        (5, " has the wrong type"),
     ],
 )
 def test_a_refusal_names_the_item_and_its_field_and_quotes_no_text(item, fault):

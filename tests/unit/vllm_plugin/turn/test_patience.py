@@ -121,7 +121,7 @@ async def test_a_stream_that_cannot_be_read_ends_at_once_and_not_with_the_engine
 
     answer = await pod.ask(session_id, prompt=" x", stream=True)
 
-    assert (answer.status, answer.json["error"]["message"]) == (502, "the engine sent an event that cannot be read")
+    assert (answer.status, answer.json["error"]["message"]) == (502, "the engine sent an invalid event")
     assert asyncio.get_running_loop().time() - begun_s < 1
     assert engine.was_told
     assert await is_free(pod, engine, session_id)

@@ -61,7 +61,7 @@ def test_what_vllms_types_refuse_is_one_sentence_with_the_field(fault, told):
         (400, "This model's maximum context length is 5 tokens.", ContextLengthExceeded,
          "This model's maximum context length is 5 tokens.", "temperature"),
         (400, "2 validation errors:\n  {'type': 'odd...[truncated]", InvalidRequest,
-         "`temperature`: is not what the engine takes", "temperature"),
+         "`temperature`: is not valid", "temperature"),
         (400, "Two\nlines.\n\nTraceback (most recent call last):", InvalidRequest, "Two lines.", "temperature"),
         (404, "The model `x` does not exist.", ModelNotFound, "The model `x` does not exist.", "model"),
         (503, "It sleeps.", NoReadyEndpoint, "It sleeps.", None),
@@ -77,7 +77,7 @@ def test_other_refusals_of_the_engine_keep_their_words(status, message, kind, to
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'{"error": "no"}', b'{"error": null}', b"<html>"])
 def test_a_refusal_without_words_names_its_status(body):
-    assert engine_error(418, body).message == "the engine answered 418"
+    assert engine_error(418, body).message == "the engine answered with status 418"
 
 
 def test_positions_in_lists_are_told_as_openai_tells_them():

@@ -166,7 +166,7 @@ def test_if_match_is_a_generation_or_any(header, generation):
     "header", ["", "W/3", 'w/"3"', '"3', '3"', '""', '"3", "4"', "-1", "3.0", "1" * 16, "**", "\u0663"]
 )
 def test_another_if_match_is_refused_with_what_it_may_be(header):
-    with pytest.raises(InvalidRequest, match="one generation, as 3") as refused:
+    with pytest.raises(InvalidRequest, match="one generation") as refused:
         read(prompt="a", headers={"if-match": header})
 
     assert refused.value.param == "If-Match"

@@ -241,7 +241,7 @@ async def test_a_body_that_names_another_context_than_was_signed_is_refused(pod)
     answer = await pod.post(PATHS[0], body_for(PATHS[0], session_id="ctx_2"), pod.identity(created.json["session_id"]))
 
     assert (answer.status, answer.json["error"]["param"]) == (400, "session_id")
-    assert answer.json["error"]["message"] == "the body and X-Session-ID name different contexts"
+    assert answer.json["error"]["message"] == "the body and the X-Session-ID header name different contexts"
     assert len(pod.engine.requests) == before
 
 
