@@ -12,8 +12,8 @@ from pod_injector.server import serve
 from pod_injector.settings import InjectorSettings
 
 PURPOSE = (
-    "injector: the mutating webhook that adds the kv-sidecar and the plugin to vLLM pods that ask for it by label.\n"
-    "`injector payload DIR` copies the plugin into DIR, in an init container of such a pod."
+    "injector: the mutating webhook that adds the kv-sidecar and the plugin to vLLM pods with its "
+    "label.\n`injector payload DIR` copies the plugin into DIR, in an init container of such a pod."
 )
 
 
@@ -30,12 +30,12 @@ def main() -> None:
 
 def _payload(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="context-cache injector payload")
-    parser.add_argument("directory", type=Path, help="where to put the plugin")
+    parser.add_argument("directory", type=Path, help="Directory to copy the plugin into.")
     parsed = parser.parse_args(arguments)
     try:
         copy_payload(parsed.directory)
     except OSError as exc:
-        print(f"the plugin cannot be copied: {exc}", file=sys.stderr)
+        print(f"the plugin was not copied: {exc}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -41,7 +41,7 @@ class Certificate:
         except OSError as exc:
             # The version stays, so that they are tried again.
             self._metrics.certificate_reload_failures.inc()
-            log.warning("certificate not reloaded, the last good one stays", extra={"error": str(exc)})
+            log.warning("certificate reload failed, last good certificate stays", extra={"error": str(exc)})
             return False
         self._versions = seen
         log.info("certificate reloaded")

@@ -64,7 +64,7 @@ def find_engine(container: Mapping[str, Any]) -> EngineCommand:
     if not command:
         return _behind_entry_point(words, field)
     if (found := _engine_arguments(words)) is None:
-        raise NotInjected(Reason.COMMAND_UNKNOWN, f"{words[0]!r} is not known to start vLLM's API server")
+        raise NotInjected(Reason.COMMAND_UNKNOWN, f"{words[0]!r} is not a known command that starts vLLM's API server")
     return EngineCommand(tuple(words[found:]), field)
 
 
@@ -85,12 +85,13 @@ def _image_name(container: Mapping[str, Any]) -> str:
 def _behind_entry_point(words: list[str], field: str) -> EngineCommand:
     if not words:
         raise NotInjected(
-            Reason.COMMAND_UNKNOWN, "without command and args the image's own arguments run; write them into the pod"
+            Reason.COMMAND_UNKNOWN,
+            "the container has neither command nor args, so its image's own arguments run: write them into the pod",
         )
     first = _program(words[0])
     found = _engine_arguments(words)
     if found is None and (first in _SHELLS or _PYTHON.match(first) or first.endswith((".sh", ".py"))):
-        raise NotInjected(Reason.COMMAND_UNKNOWN, f"{words[0]!r} is not known to start vLLM's API server")
+        raise NotInjected(Reason.COMMAND_UNKNOWN, f"{words[0]!r} is not a known command that starts vLLM's API server")
     if found is None:
         found = 1 if first == "serve" else 0
     return EngineCommand(tuple(words[found:]), field)
@@ -121,7 +122,7 @@ def _in_script(script: str, env: Mapping[str, str], field: str, index: int) -> E
         count = "no command" if not found else f"{len(found)} commands"
         raise NotInjected(
             Reason.SHELL_SCRIPT if found else Reason.COMMAND_UNKNOWN,
-            f"{count} of the shell script start vLLM's API server",
+            f"{count} of the shell script start vLLM's API server; exactly one must",
         )
     options, offset = found[0]
     return EngineCommand(options, field, script=index, offset=offset)
@@ -136,7 +137,7 @@ def _engine_of(command: SimpleCommand, env: Mapping[str, str]) -> tuple[tuple[st
     for index, (word, text) in enumerate(zip(command.words[found:], texts, strict=True)):
         # A variable without quotes may hold several options.
         if word.expands and "$" in text and index and not texts[index - 1].startswith("-"):
-            raise NotInjected(Reason.COMMAND_UNKNOWN, f"{text} is not in the container's env, and may be options")
+            raise NotInjected(Reason.COMMAND_UNKNOWN, f"{text} is not in the container's env, and may hold options")
         options += text.split() if word.expands else [text]
     return tuple(options), command.words[-1].end
 

@@ -28,13 +28,13 @@ def engine_index(pod: Mapping[str, Any]) -> int:
     annotations = pod["metadata"].get("annotations") or {}
     if (named := annotations.get(CONTAINER_ANNOTATION)) is not None:
         if named not in names:
-            raise NotInjected(Reason.NO_VLLM_CONTAINER, f"no container is called {named!r} ({CONTAINER_ANNOTATION})")
+            raise NotInjected(Reason.NO_VLLM_CONTAINER, f"the pod has no container {named!r} ({CONTAINER_ANNOTATION})")
         return names.index(named)
     found = [index for index, container in enumerate(containers) if looks_like_vllm(container)]
     if len(found) != 1:
         reason = Reason.SEVERAL_VLLM_CONTAINERS if found else Reason.NO_VLLM_CONTAINER
         count = "several containers" if found else "no container"
-        raise NotInjected(reason, f"{count} of this pod run vLLM; name one: annotation {CONTAINER_ANNOTATION}")
+        raise NotInjected(reason, f"{count} of this pod run vLLM: name one with the annotation {CONTAINER_ANNOTATION}")
     return found[0]
 
 
@@ -49,14 +49,14 @@ def sidecar_user(pod: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[
     if user:
         return int(user), own.get("runAsGroup", of_pod.get("runAsGroup"))
     if user is None and own.get("runAsNonRoot", of_pod.get("runAsNonRoot", False)):
-        raise NotInjected(Reason.USER, "the engine's user is set by its image only; set securityContext.runAsUser")
+        raise NotInjected(Reason.USER, "only the image sets the engine's user: set securityContext.runAsUser")
     dropped = {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get("drop") or []}
     added = {str(name).upper().removeprefix("CAP_") for name in (own.get("capabilities") or {}).get("add") or []}
     if dropped & {"ALL", "DAC_OVERRIDE"} and "DAC_OVERRIDE" not in added:
         raise NotInjected(
             Reason.USER,
-            "the engine runs as its image's user or root without CAP_DAC_OVERRIDE and cannot use the sidecar's files; "
-            "set securityContext.runAsUser to a user other than root",
+            "the engine runs as its image's user, or as root without CAP_DAC_OVERRIDE, and cannot use the "
+            "sidecar's files: set securityContext.runAsUser to a user other than root",
         )
     return None
 
@@ -75,7 +75,7 @@ def check_front_end(container: Mapping[str, Any]) -> None:
     if any("valueFrom" in item for item in asked) or not all(map(_is_off, values)):
         raise NotInjected(
             Reason.RUST_FRONTEND,
-            f"vLLM's Rust front end takes no --middleware, which context-cache needs; take {_RUST_FRONT_END} away",
+            f"vLLM's Rust front end takes no --middleware, which context-cache needs: remove {_RUST_FRONT_END}",
         )
 
 
@@ -99,5 +99,5 @@ def version_warning(container: Mapping[str, Any]) -> str:
     if version < OLDEST_VLLM:
         raise NotInjected(Reason.VLLM_VERSION, f"{said} is older than {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]}")
     if version > NEWEST_VLLM:
-        return f"context-cache: {said} is newer than what this release was tested with"
+        return f"context-cache: {said} is newer than the versions that this release was tested with"
     return ""

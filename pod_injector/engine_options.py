@@ -33,7 +33,7 @@ def expanded(words: Iterable[str], env: Mapping[str, str]) -> list[str]:
     for word in words:
         left -= len(word) + sum(len(env.get(_name(match), "")) for match in _VARIABLE.finditer(word))
         if left < 0:
-            raise NotInjected(Reason.COMMAND_UNKNOWN, "the command line is longer than Linux takes")
+            raise NotInjected(Reason.COMMAND_UNKNOWN, "the command line is longer than Linux allows")
         found.append(_VARIABLE.sub(lambda match: env.get(_name(match), match[0]), word))
     return found
 
@@ -52,7 +52,7 @@ class EngineOptions:
             if not word.startswith("--"):
                 continue
             if word == "--":
-                raise NotInjected(Reason.COMMAND_UNKNOWN, "nothing can be appended to a command line with a bare --")
+                raise NotInjected(Reason.COMMAND_UNKNOWN, "nothing can be appended after a bare -- in the command line")
             name, equals, value = word[2:].partition("=")
             following = words[index + 1] if index + 1 < len(words) else ""
             self._values[name.replace("_", "-")] = value if equals else following
@@ -65,17 +65,17 @@ class EngineOptions:
         if "config" in self._values and not trusts_config_file:
             raise NotInjected(
                 Reason.CONFIG_FILE,
-                "what the file of --config says cannot be seen here; if it sets neither a port nor a KV connector, "
-                'say so: annotation context-cache.io/config-file: "trusted"',
+                "the file of --config cannot be read here. If it sets neither a port nor a KV connector, set the "
+                'annotation context-cache.io/config-file: "trusted"',
             )
         if name := self._first(_CONNECTORS):
-            raise NotInjected(Reason.KV_CONNECTOR, f"the engine has a KV connector of its own already (--{name})")
+            raise NotInjected(Reason.KV_CONNECTOR, f"the engine already has a KV connector (--{name})")
         if name := self._first(_OTHER_SERVERS):
             raise NotInjected(Reason.SERVER, f"with --{name} vLLM serves no HTTP on a port of this pod")
         if https and (name := self._first(_CERTIFICATES)):
-            raise NotInjected(Reason.SERVER, f"the engine has a certificate of its own (--{name}), the release too")
+            raise NotInjected(Reason.SERVER, f"the engine and the release both have a certificate (--{name})")
         if not https and self._first(_CERTIFICATES):
-            raise NotInjected(Reason.SERVER, "the engine serves HTTPS, the release's gateway speaks HTTP to engines")
+            raise NotInjected(Reason.SERVER, "the engine serves HTTPS, but the release's gateway sends HTTP")
         self._check_address(port)
 
     def _first(self, names: Sequence[str]) -> str | None:
@@ -89,9 +89,9 @@ class EngineOptions:
             raise NotInjected(Reason.SERVER, f"the engine listens on {host} only")
         said = self._values.get("port", str(DEFAULT_PORT))
         if said != str(port):
-            shown = said if said.isdecimal() else "a port that cannot be seen here"
+            shown = said if said.isdecimal() else "an unknown port"
             raise NotInjected(
-                Reason.PORT, f"the engine listens on {shown}, the release expects {port} (value discovery.port)"
+                Reason.PORT, f"the engine listens on {shown}, but the release expects {port} (value discovery.port)"
             )
 
 

@@ -128,7 +128,7 @@ class Announcer:
         try:
             found = await self._writer.get(REPLICA_SETS, event.namespace, event.about["name"])
         except KubernetesError as exc:
-            log.info("event stays at the ReplicaSet", extra={"namespace": event.namespace, "reason": exc.reason})
+            log.info("event left on the ReplicaSet", extra={"namespace": event.namespace, "reason": exc.reason})
             return event
         metadata = found.get("metadata") or {}
         owner = _controller(metadata)

@@ -12,21 +12,21 @@ class InjectorMetrics:
         self.registry = registry
         self.reviews = Counter(
             "contextcache_injector_reviews_total",
-            "Pods looked at, by outcome: injected, present (was injected already), or why not (the values of "
-            "context-cache.io/inject-skipped).",
+            "Reviewed pods, by outcome. `injected`: patched. `present`: patched before. Others: the reason "
+            "in context-cache.io/inject-skipped.",
             ["outcome"],
             registry=registry,
         )
         self.events = Counter(
             "contextcache_injector_events_total",
-            "Events about pods that were left alone, by outcome: written, known (the owner was told within the hour), "
-            "failed, or dropped because too many waited.",
+            "Events about pods that were left alone, by outcome. `written`. `known`: the owner had one "
+            "within the hour. `failed`. `dropped`: too many waited.",
             ["outcome"],
             registry=registry,
         )
         self.refused_requests = Counter(
             "contextcache_injector_refused_requests_total",
-            "Requests that were no review or came at a bad moment, by HTTP status.",
+            "Requests that were refused or were not a review, by HTTP status.",
             ["status"],
             registry=registry,
         )
@@ -38,11 +38,11 @@ class InjectorMetrics:
         )
         self.certificate_expiry = Gauge(
             "contextcache_injector_certificate_expiry_timestamp_seconds",
-            "Unix time at which the certificate shown to the API server ends.",
+            "Unix time in seconds at which the certificate shown to the API server expires.",
             registry=registry,
         )
         self.certificate_reload_failures = Counter(
             "contextcache_injector_certificate_reload_failures_total",
-            "Changes of the certificate's files that could not be read; the last good certificate stays.",
+            "Failed reloads of changed certificate files. The last good certificate stays in use.",
             registry=registry,
         )

@@ -17,18 +17,18 @@ class PatchParts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: str = Field(min_length=1, max_length=63, description="what the annotation context-cache.io/injected says")
-    engines: str = Field(min_length=1, max_length=63, description="value of the label context-cache.io/engines")
-    port: int = Field(ge=1, le=65535, description="port on which every engine of the release serves HTTP")
-    https: bool = Field(False, description="whether engines of the release serve HTTPS: probes follow")
-    payload: dict[str, Any] = Field(description="the init container that copies the plugin")
-    sidecar: dict[str, Any] = Field(description="the kv-sidecar, a native sidecar")
-    volumes: tuple[dict[str, Any], ...] = Field(description="volumes of payload, sidecar and engine")
-    env: tuple[dict[str, Any], ...] = Field(description="env items of the engine")
-    mounts: tuple[dict[str, Any], ...] = Field(description="volume mounts of the engine")
-    arguments: tuple[str, ...] = Field(description="appended to vLLM's command line")
-    python_path: str = Field(min_length=1, description="directory put before PYTHONPATH")
-    image_pull_secrets: tuple[str, ...] = Field((), description="names of Secrets that the payload's image needs")
+    version: str = Field(min_length=1, max_length=63, description="Value of the annotation context-cache.io/injected.")
+    engines: str = Field(min_length=1, max_length=63, description="Value of the label context-cache.io/engines.")
+    port: int = Field(ge=1, le=65535, description="Port on which every engine of the release serves HTTP.")
+    https: bool = Field(False, description="Engines of the release serve HTTPS. Probes follow it.")
+    payload: dict[str, Any] = Field(description="Init container that copies the plugin.")
+    sidecar: dict[str, Any] = Field(description="The kv-sidecar, a native sidecar.")
+    volumes: tuple[dict[str, Any], ...] = Field(description="Volumes of payload, sidecar and engine.")
+    env: tuple[dict[str, Any], ...] = Field(description="Env items of the engine.")
+    mounts: tuple[dict[str, Any], ...] = Field(description="Volume mounts of the engine.")
+    arguments: tuple[str, ...] = Field(description="Arguments appended to vLLM's command line.")
+    python_path: str = Field(min_length=1, description="Directory put before PYTHONPATH.")
+    image_pull_secrets: tuple[str, ...] = Field((), description="Names of the pull Secrets of the payload's image.")
 
 
 def read_parts(path: Path) -> PatchParts:

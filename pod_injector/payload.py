@@ -22,7 +22,7 @@ PACKAGES = "packages"
 def copy_payload(target: Path, *, source: Path = SOURCE) -> None:
     """Fill `target` with START and PACKAGES, in place of those of an earlier run. Raises OSError."""
     if not source.is_dir():
-        raise FileNotFoundError(f"{source} is missing: this image was made without the payload")
+        raise FileNotFoundError(f"{source} is missing: this image was built without the payload")
     start = Path(payload_start.__file__).with_name("sitecustomize.py")
     incoming = target / ".incoming"
     shutil.rmtree(incoming, ignore_errors=True)

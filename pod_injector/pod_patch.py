@@ -73,26 +73,30 @@ def _is_injected(pod: Mapping[str, Any], parts: PatchParts) -> bool:
 def _check_pod(pod: Mapping[str, Any], parts: PatchParts) -> None:
     spec, labels = pod["spec"], pod["metadata"].get("labels") or {}
     if labels.get(INJECT_LABEL) != "true":
-        raise NotInjected(Reason.OPTED_OUT, f"the pod has no label {INJECT_LABEL}: true")
+        raise NotInjected(Reason.OPTED_OUT, f"the pod lacks the label {INJECT_LABEL}: true")
     if labels.get(ENGINES_LABEL, parts.engines) != parts.engines:
-        raise NotInjected(Reason.OTHER_RELEASE, f"the pod belongs to {labels[ENGINES_LABEL]!r} (label {ENGINES_LABEL})")
+        raise NotInjected(
+            Reason.OTHER_RELEASE, f"the pod belongs to the release {labels[ENGINES_LABEL]!r} (label {ENGINES_LABEL})"
+        )
     if spec.get("resources"):
         # Kubernetes 1.34: they must hold all containers together, or no pod is made at all.
-        raise NotInjected(Reason.RESOURCES, "spec.resources has no room for a sidecar")
+        raise NotInjected(Reason.RESOURCES, "spec.resources leaves no room for a sidecar")
     if spec.get("hostNetwork"):
-        raise NotInjected(Reason.HOST_NETWORK, "in the node's network the sidecar's ports are not its own")
+        raise NotInjected(Reason.HOST_NETWORK, "with hostNetwork other pods of the node may use the sidecar's ports")
     if (spec.get("os") or {}).get("name") == "windows":
-        raise NotInjected(Reason.WINDOWS, "the sidecar runs on Linux")
+        raise NotInjected(Reason.WINDOWS, "the sidecar runs only on Linux")
     taken = {parts.sidecar["name"], parts.payload["name"]} & {
         *_names(pod, "containers"),
         *_names(pod, "initContainers"),
     }
     taken |= {_EMPTY, *(volume["name"] for volume in parts.volumes)} & set(_names(pod, "volumes"))
     if taken:
-        raise NotInjected(Reason.NAME_TAKEN, f"the pod has containers or volumes of these names: {sorted(taken)}")
+        raise NotInjected(
+            Reason.NAME_TAKEN, f"the pod already has containers or volumes with these names: {sorted(taken)}"
+        )
     ports = _ports([*(spec.get("containers") or []), *(spec.get("initContainers") or [])]) & _ports([parts.sidecar])
     if ports:
-        raise NotInjected(Reason.NAME_TAKEN, f"the sidecar's ports are in use in this pod: {sorted(ports)}")
+        raise NotInjected(Reason.NAME_TAKEN, f"this pod already uses the sidecar's ports: {sorted(ports)}")
 
 
 def _inject(pod: dict[str, Any], parts: PatchParts) -> None:
@@ -146,7 +150,7 @@ def _volumes(spec: Mapping[str, Any], parts: PatchParts) -> list[dict[str, Any]]
     if not has_group and any({"persistentVolumeClaim", "ephemeral"} & volume.keys() for volume in volumes):
         raise NotInjected(
             Reason.FS_GROUP,
-            "a claim for blocks belongs to root at first; set the pod's securityContext.fsGroup",
+            "a claim for blocks belongs to root at first: set the pod's securityContext.fsGroup",
         )
     return volumes
 
@@ -164,7 +168,7 @@ def _add_env(engine: dict[str, Any], parts: PatchParts) -> None:
     if path is None:
         env.append({"name": _PYTHON_PATH, "value": parts.python_path})
     elif "valueFrom" in path:
-        raise NotInjected(Reason.NAME_TAKEN, "PYTHONPATH comes from elsewhere and cannot be extended; give it a value")
+        raise NotInjected(Reason.NAME_TAKEN, "PYTHONPATH has no literal value and cannot be extended: give it one")
     else:
         path["value"] = ":".join(filter(None, (parts.python_path, path.get("value", ""))))
     taken = {item["name"] for item in env}
@@ -177,7 +181,7 @@ def _add_mounts(engine: dict[str, Any], parts: PatchParts) -> None:
     wanted = [dict(mount) for mount in parts.mounts]
     clash = [mount["mountPath"] for mount in wanted if mount["mountPath"].rstrip("/") in taken]
     if clash:
-        raise NotInjected(Reason.NAME_TAKEN, f"the engine has something else mounted at {', '.join(clash)}")
+        raise NotInjected(Reason.NAME_TAKEN, f"the engine has other mounts at {', '.join(clash)}")
     engine["volumeMounts"] = mounts + wanted
 
 
@@ -188,7 +192,7 @@ def _follow_scheme(engine: dict[str, Any], parts: PatchParts) -> None:
     names = {port.get("name") for port in engine.get("ports") or [] if port.get("containerPort") == parts.port}
     probes = [engine.get(probe) or {} for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
     if any("exec" in probe for probe in probes):
-        raise NotInjected(Reason.SERVER, "vLLM would serve HTTPS, and a probe that is a program may ask it by HTTP")
+        raise NotInjected(Reason.SERVER, "vLLM would serve HTTPS, and an exec probe may use HTTP")
     hooks = [(engine.get("lifecycle") or {}).get(hook) or {} for hook in ("postStart", "preStop")]
     for request in (each["httpGet"] for each in (*probes, *hooks) if "httpGet" in each):
         if request.get("port") in {parts.port, str(parts.port), *names}:

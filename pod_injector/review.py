@@ -52,12 +52,12 @@ def review(body: Mapping[str, Any], parts: PatchParts) -> Verdict:
     """Decide about the pod of a review. Raises InvalidRequest when it is no review of a new pod."""
     request = body.get("request")
     if body.get("kind") != "AdmissionReview" or not isinstance(request, dict):
-        raise InvalidRequest("not an AdmissionReview")
+        raise InvalidRequest("the body is not an AdmissionReview")
     uid, pod = request.get("uid"), request.get("object")
     if not isinstance(uid, str) or not uid:
         raise InvalidRequest("the review has no uid")
     if (request.get("kind") or {}).get("kind") != "Pod" or request.get("operation") != "CREATE":
-        raise InvalidRequest("the review is not of a new pod")
+        raise InvalidRequest("the review is not about the creation of a pod")
     if not isinstance(pod, dict) or not isinstance(pod.get("spec"), dict):
         raise InvalidRequest("the review has no pod")
     # A pod without any of these has no metadata at all.
@@ -72,7 +72,7 @@ def _verdict(uid: str, request: Mapping[str, Any], pod: dict[str, Any], parts: P
     except Exception:
         # A pod of a shape nobody thought of must start all the same.
         log.exception("review failed")
-        fault = NotInjected(Reason.FAULT, "a fault of the injector; its log says more")
+        fault = NotInjected(Reason.FAULT, "internal fault of the injector, see its log")
         return _skipped(uid, request, pod, fault)
     if patch is None:
         return Verdict(uid, "present", [])

@@ -47,7 +47,7 @@ class SimpleCommand:
 def simple_commands(script: str) -> list[SimpleCommand]:
     """Return the commands of a script in their order. Raises UnreadableScript."""
     if len(script) > _LENGTH_MAX:
-        raise UnreadableScript("it is longer than Linux takes")
+        raise UnreadableScript("it is longer than Linux allows")
     commands: list[SimpleCommand] = []
     words: list[Word] = []
     for word in [*_words(script), None]:
@@ -107,7 +107,7 @@ def _word(script: str, start: int) -> Word:
             text.append(script[at + 1 : at + 2].replace("\n", ""))
             at += 2
         elif script.startswith("$'", at):
-            raise UnreadableScript("it has a quote that not every shell reads alike")
+            raise UnreadableScript("it has a quote that shells read differently")
         elif character in "$`":
             end = _expansion_end(script, at)
             text.append(script[at:end])
@@ -120,7 +120,7 @@ def _word(script: str, start: int) -> Word:
 
 def _checked(word: Word) -> Word:
     if word.expands and re.search(r"\$\{?[@*]", word.text):
-        raise UnreadableScript("it hands on arguments by $@ or $*")
+        raise UnreadableScript("it passes on arguments by $@ or $*")
     return word
 
 

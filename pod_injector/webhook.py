@@ -37,7 +37,7 @@ class Webhook:
     async def mutate(self, request: web.BaseRequest) -> web.Response:
         """Answer one review; anything that is none gets a status that the API server takes for a failed webhook."""
         if len(self.answering) >= self.max_requests:
-            return self._refused(503, "too many reviews at one time")
+            return self._refused(503, "too many reviews in progress")
         self.answering.add(request.protocol)
         try:
             with self.metrics.review_seconds.time():
@@ -46,7 +46,7 @@ class Webhook:
             # In a thread: a pod of megabytes takes seconds, in which probes are to be answered.
             verdict = await asyncio.to_thread(_judged, body, self.parts)
         except TimeoutError:
-            return self._refused(408, "the review did not arrive in time")
+            return self._refused(408, "the review did not arrive before its deadline")
         except web.HTTPRequestEntityTooLarge:
             return self._refused(413, f"the review is larger than {self.max_body_bytes} bytes")
         except InvalidRequest as exc:

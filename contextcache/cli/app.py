@@ -36,22 +36,24 @@ app = typer.Typer(
 )
 _SECONDS_OF = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
-Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="session_id of a context", show_default=False)]
-MaxTokens = Annotated[int | None, typer.Option(help="length of the answer", show_default=False)]
-Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest token", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="session_id of a context.", show_default=False)]
+MaxTokens = Annotated[int | None, typer.Option(help="Maximum length of the answer in tokens.", show_default=False)]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature. 0: always the likeliest token.", show_default=False)
+]
 
 
 def seconds(said: str) -> int:
     """Read a length of time, as `docs/reference/command-line.md` has it."""
     found = re.fullmatch(r"([0-9]{1,9})([smhd]?)", said)
     if found is None:
-        raise typer.BadParameter(f"{said!r} is no length of time: say 3600, 90s, 30m, 1h or 7d")
+        raise typer.BadParameter(f"{said!r} is not a duration; examples: 3600, 90s, 30m, 1h, 7d")
     return int(found[1]) * _SECONDS_OF[found[2]]
 
 
 _LIFE: Any = {"parser": seconds, "metavar": "TIME", "show_default": False}
-Ttl = Annotated[int | None, typer.Option(help="how long it lives: seconds, 90s, 30m, 1h, 7d", **_LIFE)]
+Ttl = Annotated[int | None, typer.Option(help="Life of the context: seconds, 90s, 30m, 1h or 7d.", **_LIFE)]
 
 
 class _Asked:
@@ -73,7 +75,7 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer's
 @app.callback()
 def _options(
     url: Annotated[
-        str | None, typer.Option(help="where the server is, https://llm.example.org", show_default=False)
+        str | None, typer.Option(help="URL of the server, such as https://llm.example.org.", show_default=False)
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="file with the API key", show_default=False)] = None,
     version: Annotated[  # noqa: ARG001, FBT002  # a flag, which prints and ends
@@ -101,8 +103,11 @@ def _client(**options: Any) -> Iterator[ContextCache]:
 
 
 @app.command(epilog="Example: context-cache login https://llm.example.org < key")
-def login(url: Annotated[str, typer.Argument(help="where the server is")]) -> None:
-    """Remember a server and a key, which is asked for or read from stdin; the file is for you alone."""
+def login(url: Annotated[str, typer.Argument(help="URL of the server.")]) -> None:
+    """Store a server and its key for later commands.
+
+    The key comes from a prompt or from stdin. Only you can read the file.
+    """
     key = typer.prompt("API key", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
     try:
         with ContextCache(url, key.strip()) as client:
@@ -110,12 +115,12 @@ def login(url: Annotated[str, typer.Argument(help="where the server is")]) -> No
     except ValueError as exc:
         raise NotConfigured(str(exc)) from exc
     file = write_place(url, key.strip())
-    output.say(f"{url} serves {', '.join(names) or 'no model yet'}; remembered in {file}")
+    output.say(f"{url} serves {', '.join(names) or 'no model yet'}; stored in {file}")
 
 
 @app.command(epilog="Example: context-cache models")
 def models(json: Json = False) -> None:  # noqa: FBT002  # a flag
-    """List the models that are served."""
+    """List the served models."""
     with _client() as client:
         for name in client.models():
             output.print_json({"id": name}) if json else typer.echo(output.plain(name))
@@ -123,9 +128,9 @@ def models(json: Json = False) -> None:  # noqa: FBT002  # a flag
 
 @app.command(name="ls", epilog="Example: context-cache ls --model llama --limit 20")
 def list_(
-    model: Annotated[str | None, typer.Option(help="only of this model", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=0, help="at most so many; 0: all")] = 100,
-    kept: Annotated[bool, typer.Option("--kept", help="what is kept of requests without a context")] = False,  # noqa: FBT002
+    model: Annotated[str | None, typer.Option(help="List only contexts of this model.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of lines. 0: all.")] = 100,
+    kept: Annotated[bool, typer.Option("--kept", help="List kept conversations instead of contexts.")] = False,  # noqa: FBT002
     json: Json = False,  # noqa: FBT002
 ) -> None:
     """List contexts, newest first."""
@@ -137,29 +142,27 @@ def list_(
             for one in found:
                 output.print_json(dict(one.raw))
             return
-        heads, row, right = (
-            (output.KEPT_HEADS, output.kept_row, (1, 2, 4))
-            if kept
-            else (output.CONTEXT_HEADS, output.context_row, (2, 3, 4, 6))
-        )
-        if not output.print_rows(heads, map(row, found), right=right):
+        heads, row = (output.KEPT_HEADS, output.kept_row) if kept else (output.CONTEXT_HEADS, output.context_row)
+        if not output.print_rows(heads, map(row, found)):
             output.say("none")
 
 
 @app.command(epilog="Example: context-cache show ctx_3f2a…")
 def show(session_id: Id, json: Json = False) -> None:  # noqa: FBT002
-    """Describe one context, and what its last turns took."""
+    """Describe one context and its last turns."""
     with _client() as client:
         _print_info(client.contexts.get(session_id).info, json=json)
 
 
 @app.command(epilog="Example: context-cache create smollm2-135m-instruct 'Say this is a test' --ttl 1h")
 def create(  # noqa: PLR0913  # its options
-    model: Annotated[str, typer.Argument(help="of `context-cache models`")],
-    prompt: Annotated[str, typer.Argument(help="text; - reads stdin")],
-    name: Annotated[str | None, typer.Option(help="your own session_id", show_default=False)] = None,
+    model: Annotated[str, typer.Argument(help="Name of a model, as `context-cache models` lists it.")],
+    prompt: Annotated[str, typer.Argument(help="First prompt. - reads stdin.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the context. Without it the server makes one.", show_default=False)
+    ] = None,
     ttl: Ttl = None,
-    sliding: Annotated[bool, typer.Option("--sliding", help="the life starts again with each turn")] = False,  # noqa: FBT002
+    sliding: Annotated[bool, typer.Option("--sliding", help="Start the life again with each turn.")] = False,  # noqa: FBT002
     metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", show_default=False)] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -182,12 +185,12 @@ def create(  # noqa: PLR0913  # its options
 @app.command(epilog="Example: context-cache ask ctx_3f2a… ' And again'")
 def ask(
     session_id: Id,
-    prompt: Annotated[str, typer.Argument(help="the new text alone; - reads stdin")],
+    prompt: Annotated[str, typer.Argument(help="Text of the turn, without the previous ones. - reads stdin.")],
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Go on in a context with text."""
+    """Continue a context with text."""
     with _client() as client:
         context = client.contexts.get(session_id)
         _answer(context.ask_stream(_text(prompt), **_turn_fields(max_tokens, temperature)), json=json)
@@ -197,13 +200,13 @@ def ask(
 def chat(
     session_id: Id,
     said: Annotated[
-        str | None, typer.Argument(help="what you say; without it, line after line", show_default=False)
+        str | None, typer.Argument(help="Message to send. Without it: one message per line.", show_default=False)
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Go on in a context as a chat."""
+    """Continue a context as a chat."""
     fields = _turn_fields(max_tokens, temperature)
     with _client() as client:
         context = client.contexts.get(session_id)
@@ -217,39 +220,47 @@ def chat(
 @app.command(epilog="Example: context-cache usage --first-day 2026-11-01")
 def usage(
     first_day: Annotated[
-        str | None, typer.Option(metavar="YYYY-MM-DD", help="the last one", show_default=False)
+        str | None,
+        typer.Option(metavar="YYYY-MM-DD", help="First day, in UTC. Default: the last day.", show_default=False),
     ] = None,
-    last_day: Annotated[str | None, typer.Option(metavar="YYYY-MM-DD", help="today", show_default=False)] = None,
-    tenant: Annotated[str | None, typer.Option(help="another's, with an operator's key", show_default=False)] = None,
+    last_day: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Last day, in UTC. Default: today.", show_default=False)
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Name of another tenant. Needs an operator's key.", show_default=False)
+    ] = None,
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Show what was used, by day and API key."""
+    """Show usage by day and API key."""
     with _client() as client:
         found = client.usage(first_day=first_day, last_day=last_day, tenant=tenant)
     if json:
         output.print_json(found)
-    elif not output.print_rows(output.USAGE_HEADS, output.usage_rows(found), right=(2, 3, 4, 5, 6, 7, 8)):
+    elif not output.print_rows(output.USAGE_HEADS, output.usage_rows(found)):
         output.say("nothing")
 
 
 @app.command(name="watch", epilog="Example: context-cache watch ctx_3f2a…")
 def watch_(
     session_id: Id,
-    every: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two polls.")] = 2.0,
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Follow one context until it is gone; Ctrl-C ends it."""
+    """Follow one context until it is gone. Ctrl-C ends the command."""
     with _client(**LOOKS) as client:
         watch(client, session_id, every_s=every, as_json=json)
 
 
 @app.command(name="top", epilog="Example: context-cache top --once")
 def top_(
-    every: Annotated[float, typer.Option(min=0.5, help="seconds between two looks")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="look once")] = False,  # noqa: FBT002
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two polls.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Poll once, then end.")] = False,  # noqa: FBT002
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Follow the tenant's contexts and what they save, with an operator's key pods and tenants; Ctrl-C ends it."""
+    """Follow the tenant's contexts and savings.
+
+    An operator's key also shows pods and tenants. Ctrl-C ends the command.
+    """
     with _client(**({} if once else LOOKS)) as client:
         top(client, every_s=every, once=once, as_json=json)
 
@@ -257,10 +268,10 @@ def top_(
 @app.command(epilog="Example: context-cache extend ctx_3f2a… 1d")
 def extend(
     session_id: Id,
-    ttl: Annotated[int, typer.Argument(help="how long it lives from now: seconds, 90s, 30m, 1h, 7d", **_LIFE)],
+    ttl: Annotated[int, typer.Argument(help="New life from now: seconds, 90s, 30m, 1h or 7d.", **_LIFE)],
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Give a context a longer life, or a shorter one."""
+    """Set a new life for a context."""
     with _client() as client:
         _print_info(client.contexts.update(session_id, ttl=ttl), json=json)
 
@@ -268,12 +279,14 @@ def extend(
 @app.command(epilog="Example: context-cache fork ctx_3f2a… --generation 3")
 def fork(
     session_id: Id,
-    generation: Annotated[int | None, typer.Option(help="where to begin; the newest", show_default=False)] = None,
-    name: Annotated[str | None, typer.Option(help="your own session_id for it", show_default=False)] = None,
+    generation: Annotated[int | None, typer.Option(help="the newest generation", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the fork. Without it the server makes one.", show_default=False)
+    ] = None,
     ttl: Ttl = None,
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Make a context that begins as another does."""
+    """Create a context that begins with the turns of another."""
     with _client() as client:
         branch = client.contexts.fork(session_id, generation=generation, name=name, ttl=ttl)
         _print_info(branch.info, json=json)
@@ -282,10 +295,10 @@ def fork(
 @app.command(epilog="Example: context-cache rewind ctx_3f2a… 3")
 def rewind(
     session_id: Id,
-    generation: Annotated[int, typer.Argument(help="to go back to")],
+    generation: Annotated[int, typer.Argument(help="Generation to go back to.")],
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Take a context back to an earlier turn."""
+    """Rewind a context to an earlier turn."""
     with _client() as client:
         _print_info(client.contexts.rewind(session_id, generation), json=json)
 
@@ -295,7 +308,7 @@ def rm(
     session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="session_ids", show_default=False)],
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Delete contexts and their KV; all are tried, and one that failed makes the command fail."""
+    """Delete contexts and their KV. One failed delete does not stop the others, but makes the command fail."""
     failures: list[ApiError] = []
     with _client() as client:
         for session_id in session_ids:
@@ -346,7 +359,7 @@ def run(arguments: list[str]) -> int:
         output.say(str(exc))
         return MISUSED
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as exc:
-        output.say(f"what the server said is not understood here ({type(exc).__name__})")
+        output.say(f"the server's answer is not valid ({type(exc).__name__})")
         return UNREACHABLE
     return OK
 
@@ -380,7 +393,7 @@ def _print_info(info: ContextInfo | None, *, json: bool) -> None:
     output.console().print(output.fields(output.shown(info)))
     if info.recent_turns:
         output.console().print()
-        output.print_rows(output.TURN_HEADS, output.turn_rows(info.recent_turns), right=(0, 2, 3, 4, 6, 7))
+        output.print_rows(output.TURN_HEADS, output.turn_rows(info.recent_turns))
 
 
 def _turn_fields(max_tokens: int | None, temperature: float | None) -> TurnFields:
@@ -405,5 +418,5 @@ def _line() -> str:
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise typer.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--metadata")
+        raise typer.BadParameter(f"{text!r} must be KEY=VALUE", param_hint="--metadata")
     return key, value

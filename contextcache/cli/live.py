@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,10 @@ _COUNTED_MAX = 1000
 _NEWEST = 10
 _PODS_SHOWN, _TENANTS_SHOWN = 20, 10
 _POD_HEADS = ("pod", "state", "models", "running", "waiting", "KV used", "tiers taken")
-_TENANT_HEADS = ("tenant", "contexts", "turns today", "per min", "computed", "cached", "held x h")
+_TENANT_HEADS = ("tenant", "contexts", "turns today", "per min", "computed", "cached", "GiB·h")
+_NUMBERS = frozenset({"running", "waiting", "KV used", "turns", "tokens", "left", *_TENANT_HEADS[1:]})
+_DROP = ("models", "waiting", "contexts", "GiB·h", "per min", "state")
+"""Columns that a narrow terminal leaves out, the first one first."""
 
 
 def watch(client: ContextCache, session_id: str, *, every_s: float, as_json: bool) -> None:
@@ -144,15 +147,19 @@ def _drawn(seen: Mapping[str, Any], before: Mapping[str, Any] | None) -> Rendera
 
     parts: list[RenderableType] = [Text(output.plain(_headline(seen)), style="bold")]
     if seen["pods"]:
-        parts += [Text(), output.table(_POD_HEADS, map(_pod_row, seen["pods"][:_PODS_SHOWN]), right=(3, 4, 5))]
+        parts += [Text(), _table(_POD_HEADS, map(_pod_row, seen["pods"][:_PODS_SHOWN]))]
     if seen["tenants"]:
-        parts += [Text(), output.table(_TENANT_HEADS, _tenant_rows(seen, before), right=(1, 2, 3, 4, 5, 6))]
+        parts += [Text(), _table(_TENANT_HEADS, _tenant_rows(seen, before))]
     newest = [
         (one["session_id"], one["model"], one["turns"], one["tokens"], one["state"], output.left(one["expires_at"]))
         for one in seen["newest"]
     ]
-    parts += [Text(), output.table(("newest", "model", "turns", "tokens", "state", "left"), newest, right=(2, 3, 5))]
+    parts += [Text(), _table(("newest", "model", "turns", "tokens", "state", "left"), newest)]
     return Group(*parts)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> RenderableType:
+    return output.table(heads, rows, right=_NUMBERS, drop=_DROP)
 
 
 def _headline(seen: Mapping[str, Any]) -> str:
@@ -186,6 +193,6 @@ def _tenant_rows(seen: Mapping[str, Any], before: Mapping[str, Any] | None) -> I
             # Midnight begins a new sum.
             turns = max(0, total["turns"] - then["total"]["turns"])
             rate = f"{60 * turns / max(0.001, seen['at'] - before['at']):.0f}"
-        held = output.size(sum(total["byte_hours"].values()))
+        held = output.gib_hours(sum(total["byte_hours"].values()))
         tokens = f"{total['computed_tokens']:,}", f"{total['cached_tokens']:,}"
         yield tenant, usage["contexts_now"], total["turns"], rate, *tokens, held

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,10 @@ of text takes."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _ROWS_AT_ONCE = 100
 _WIDTH_WITHOUT_TERMINAL = 1000
-_GIVES_WAY, _LEAST_WIDTH = "model", 6
-"""The column that is cut where a terminal is too narrow for all: one that programs need no more than people do."""
+_GAP = 2
+"""Spaces between two columns."""
+_CUT, _LEAST_WIDTH = frozenset({"model", "models"}), 6
+"""Columns that may be cut on a narrow terminal, and their least width: a model's name is known from its beginning."""
 
 
 def plain(text: object) -> str:
@@ -43,6 +45,11 @@ def size(size_bytes: float | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
+
+
+def gib_hours(byte_hours: float) -> str:
+    """Return storage over time in GiB-hours, to three digits."""
+    return f"{byte_hours / (1 << 30):.3g}"
 
 
 def left(expires_at: float, now: float | None = None) -> str:
@@ -104,28 +111,56 @@ def receipt(reply: Reply) -> str:
     return " · ".join(parts)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> Table:
-    """Return a table; `right`: columns of numbers."""
-    from rich.cells import cell_len
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Collection[str] = (),
+    drop: Sequence[str] = (),
+    shows_heads: bool = True,
+) -> Table:
+    """Return a table. `right`: heads of columns of numbers. `drop`: columns to leave out of a terminal too narrow."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, pad_edge=False, header_style="bold")
     cells = [[plain(cell) for cell in row] for row in rows]
-    widths = [max([len(head), *(cell_len(row[number]) for row in cells)]) for number, head in enumerate(heads)]
-    too_wide = sum(widths) + 2 * (len(widths) - 1) - console().width
-    for number, (head, width) in enumerate(zip(heads, widths, strict=True)):
-        fits = max(_LEAST_WIDTH, width - max(0, too_wide)) if head == _GIVES_WAY else width
-        made.add_column(head, justify="right" if number in right else "left", no_wrap=True, width=min(fits, width))
+    widths = _fitting(heads, cells, drop)
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for head, width in widths.items():
+        made.add_column(
+            head if shows_heads else "", justify="right" if head in right else "left", no_wrap=True, width=width
+        )
     for row in cells:
-        made.add_row(*map(Text, row))
+        made.add_row(*(Text(cell) for head, cell in zip(heads, row, strict=True) if head in widths))
     return made
 
 
+def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]], drop: Sequence[str]) -> dict[str, int]:
+    """Return the columns that fit the terminal, with their widths.
+
+    Models' names are cut first. Then the columns in `drop` go, the first one first: other text and figures stay whole.
+    """
+    from rich.cells import cell_len
+
+    columns = list(zip(heads, *cells, strict=True))
+    widths = {str(head): max(map(cell_len, (head, *column))) for head, *column in columns}
+    limit = console().width
+    for dropped in ("", *drop):
+        widths.pop(dropped, None)
+        too_wide = max(0, sum(widths.values()) + _GAP * (len(widths) - 1) - limit)
+        cut = {head: max(min(widths[head], _LEAST_WIDTH), widths[head] - too_wide) for head in _CUT & widths.keys()}
+        if sum(widths[head] - width for head, width in cut.items()) >= too_wide:
+            return widths | cut
+    return widths | cut
+
+
 CONTEXT_HEADS = ("session_id", "model", "turns", "tokens", "gen", "state", "left")
-USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "answered", "saved s", "byte hours")
-TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first", "took", "why")
+USAGE_HEADS = ("day", "key", "contexts", "turns", "computed", "cached", "answered", "saved s", "GiB·h")
+TURN_HEADS = ("gen", "at", "computed", "cached", "answered", "from", "first s", "took s", "why")
 KEPT_HEADS = ("id", "tokens", "size", "pods", "left")
+_NUMBERS = frozenset({"turns", "tokens", "gen", "left", "size", *USAGE_HEADS[2:], "first s", "took s"})
+_DROP = ("gen", "state", "contexts", "answered", "GiB·h", "at", "pods", "from", "key")
+"""Columns that a narrow terminal leaves out, the first one first. `--json` has all of them."""
 
 
 def context_row(info: ContextInfo) -> tuple[object, ...]:
@@ -142,25 +177,25 @@ def turn_rows(turns: Iterable[TurnInfo]) -> Iterator[tuple[object, ...]]:
     """Yield what turns took as rows under `TURN_HEADS`."""
     for turn in turns:
         tokens = (turn.computed_tokens, turn.cached_tokens, turn.completion_tokens)
-        first = "-" if turn.first_token_ms is None else f"{turn.first_token_ms:.0f} ms"
+        first = "-" if turn.first_token_ms is None else f"{turn.first_token_ms / 1000:.2f}"
         why = turn.reason or turn.match or "create"
-        yield turn.generation, _moment(turn.at), *tokens, turn.source, first, f"{turn.took_ms:.0f} ms", why
+        yield turn.generation, _clock(turn.at), *tokens, turn.source, first, f"{turn.took_ms / 1000:.2f}", why
 
 
 def usage_rows(found: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
     """Yield what was used as rows under `USAGE_HEADS`, and what it comes to."""
-    named = [(day["day"], one["key"] or "held", one) for day in found["days"] for one in day["keys"]]
+    named = [(day["day"], one["key"] or "(stored KV)", one) for day in found["days"] for one in day["keys"]]
     for day, key, one in [*named, ("total", "", found["total"])] if named else ():
         held = sum(one["byte_hours"].values())
         tokens = (one["computed_tokens"], one["cached_tokens"], one["completion_tokens"])
-        yield day, key, one["contexts"], one["turns"], *tokens, f"{one['saved_seconds']:.1f}", size(held)
+        yield day, key, one["contexts"], one["turns"], *tokens, f"{one['saved_seconds']:.1f}", gib_hours(held)
 
 
-def print_rows(heads: Sequence[str], rows: Iterator[Sequence[object]], *, right: Sequence[int]) -> int:
+def print_rows(heads: Sequence[str], rows: Iterator[Sequence[object]]) -> int:
     """Print rows as they come, a table after the other where there are many; return how many."""
     out, number = console(), 0
     while batch := list(islice(rows, _ROWS_AT_ONCE)):
-        out.print(table(heads if not number else [""] * len(heads), batch, right=right))
+        out.print(table(heads, batch, right=_NUMBERS, drop=_DROP, shows_heads=not number))
         number += len(batch)
     return number
 
@@ -177,6 +212,12 @@ def _moment(unix_s: Any) -> str:
         return datetime.fromtimestamp(unix_s, UTC).astimezone().isoformat(" ", "seconds")
     except (TypeError, ValueError, OverflowError, OSError):
         return str(unix_s)  # what is no time is told as it was said
+
+
+def _clock(unix_s: Any) -> str:
+    """Return a moment in local time without its year and offset, which are the same in every row."""
+    told = _moment(unix_s)
+    return told[5:19] if told[:5].endswith("-") else told
 
 
 def fields(found: Mapping[str, Any]) -> RenderableType:

@@ -35,7 +35,7 @@ def find_place(url: str | None, key: str | None) -> tuple[str, str]:
         url = url or said.get("url")
     if not url or not key:
         missing = f"--url or {URL_VARIABLE}" if not url else f"--api-key-file or {KEY_VARIABLE}"
-        raise NotConfigured(f"say {missing}, or `context-cache login URL`")
+        raise NotConfigured(f"no server or key: set {missing}, or run `context-cache login URL`")
     return url, key
 
 
@@ -56,10 +56,10 @@ def write_place(url: str, key: str) -> Path:
 def _read(file: Path) -> dict[str, str]:
     try:
         if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise NotConfigured(f"{file} holds a key and others may read it: chmod 600 {file}")
+            raise NotConfigured(f"{file} holds a key that other users can read: run chmod 600 {file}")
         found = tomllib.loads(file.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:
-        raise NotConfigured(f"{file} cannot be read: {exc}") from exc
+        raise NotConfigured(f"{file} is not valid: {exc}") from exc
     return {key: value for key, value in found.items() if isinstance(value, str)}

@@ -28,10 +28,15 @@ def models(front: Front, model: str) -> Iterator[Finding]:
     answer = front.call("GET", "/v1/models")
     found = model_names(front) if answer.status == 200 else []
     if not found:
-        hint = "No ready pod answered. Look at the pods above, then at vLLM's log."
+        hint = "No ready pod answered. Check the pods above, then read vLLM's log."
         yield failed("models", f"GET /v1/models: {answer.describe()}", hint)
     elif model and model not in found:
-        yield failed("models", f"{model} is not served; {', '.join(found)}", "Name one of them: --model.", models=found)
+        yield failed(
+            "models",
+            f"{model} is not served; served: {', '.join(found)}",
+            "Pass one of them with --model.",
+            models=found,
+        )
     else:
         yield ok("models", ", ".join(found), models=found)
 
@@ -41,9 +46,13 @@ def streaming(front: Front, model: str) -> Iterator[Finding]:
     body = {"model": model, "prompt": "Count from one to twenty:", "max_tokens": _STREAM_TOKENS, "stream": True}
     stream = front.stream("/v1/completions", body)
     if stream.answer.status != 200:
-        yield failed("streaming", f"is answered {stream.answer.describe()}", "Look at vLLM's log.")
+        yield failed("streaming", f"is answered {stream.answer.describe()}", "Read vLLM's log.")
     elif not stream.is_complete:
-        yield failed("streaming", "the stream ended without [DONE]", "Something cut it: timeouts of a proxy in front?")
+        yield failed(
+            "streaming",
+            "the stream ended without [DONE]",
+            "A component cut the stream. Check the timeouts of a proxy in front.",
+        )
     else:
         yield judge_stream(stream.arrivals_s)
 
@@ -51,13 +60,16 @@ def streaming(front: Front, model: str) -> Iterator[Finding]:
 def judge_stream(arrivals_s: Sequence[float]) -> Finding:
     """Return whether pieces that came so many seconds after the request were held back on the way."""
     if len(arrivals_s) < _EVENTS_MIN or arrivals_s[-1] < _LONG_S:
-        return skipped("streaming", "the answer was too short to tell whether something holds it back")
+        return skipped("streaming", "the answer was too short to tell whether a proxy buffers it")
     first_s, last_s = arrivals_s[0], arrivals_s[-1]
     facts = {"first_ms": round(first_s * 1000), "last_ms": round(last_s * 1000), "events": len(arrivals_s)}
     if last_s - first_s < _BUFFERED_SHARE * last_s:
-        hint = "All pieces came together: a proxy in front buffers. nginx: proxy_buffering off; CDNs: no compression."
-        return warning("streaming", f"first piece after {first_s:.1f} s of {last_s:.1f} s", hint, **facts)
-    return ok("streaming", f"first piece after {first_s:.1f} s, last after {last_s:.1f} s", **facts)
+        hint = (
+            "All parts arrived together, so a proxy in front buffers. nginx: set proxy_buffering off. CDN: "
+            "turn compression off."
+        )
+        return warning("streaming", f"first part after {first_s:.1f} s of {last_s:.1f} s", hint, **facts)
+    return ok("streaming", f"first part after {first_s:.1f} s, last after {last_s:.1f} s", **facts)
 
 
 def versions(front: Front, own: str) -> Iterator[Finding]:
@@ -67,7 +79,7 @@ def versions(front: Front, own: str) -> Iterator[Finding]:
     title = (document.get("info") or {}).get("title", "") if isinstance(document, dict) else ""
     found = {"doctor": own, "vllm": str(engine.get("version", "")) if isinstance(engine, dict) else ""}
     if title != "context-cache":
-        hint = "GET /openapi.json is not the gateway's: is another gateway in front, or an old one?"
-        yield warning("versions", f"doctor {own}; the gateway does not say what it is", hint, **found)
+        hint = "GET /openapi.json is not the gateway's document. Is another or an old gateway in front?"
+        yield warning("versions", f"doctor {own}; the gateway's version is unknown", hint, **found)
     else:
         yield ok("versions", f"doctor {own}, vLLM {found['vllm'] or 'unknown'}", **found)

@@ -102,7 +102,7 @@ def _checks(plan: Plan, front: Front) -> Iterator[Finding]:
         reached &= finding.level is Level.OK
         yield finding
     if not reached:
-        yield skipped("everything else", "waits for that")
+        yield skipped("everything else", "skipped: an earlier check failed")
         return
     yield from _understood("clock", access_checks.clock(front))
     yield from _understood("ready", access_checks.ready(front))
@@ -119,7 +119,7 @@ def _checks(plan: Plan, front: Front) -> Iterator[Finding]:
     names = engine_checks.model_names(front)
     model = plan.model or (names[0] if names else "")
     if model not in names:
-        yield skipped("turns", "without a model there is nothing to ask")
+        yield skipped("turns", "skipped: no model is served")
         return
     yield from _understood("forged headers", access_checks.forged_headers(front, model))
     yield from _understood("streaming", engine_checks.streaming(front, model))
@@ -132,8 +132,8 @@ def _understood(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     try:
         yield from findings
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-        hint = "Something else than context-cache answers here, or something in front rewrites answers."
-        yield failed(check, f"the answer is none of context-cache's ({type(exc).__name__})", hint)
+        hint = "The answer is not from context-cache, or a proxy in front changes answers."
+        yield failed(check, f"the answer is not from context-cache ({type(exc).__name__})", hint)
 
 
 def _parts(plan: Plan, context: ssl.SSLContext) -> Iterator[Finding]:

@@ -179,44 +179,46 @@ def explain(exc: Exception, *, where: str, timeout_s: float) -> Unreachable:
     for matches, reason, hint in _REASONS:
         if matches(exc, said):
             return Unreachable(reason.format(where=where, timeout_s=timeout_s), hint)
-    return Unreachable(f"{where} cannot be reached ({type(exc).__name__})", "Look at the network between it and here.")
+    return Unreachable(
+        f"no connection to {where} ({type(exc).__name__})", "Check the network between this machine and the server."
+    )
 
 
 _REASONS: Sequence[tuple[Callable[[Exception, str], bool], str, str]] = (
     (
         lambda exc, _: isinstance(exc, EndlessAnswer),
-        "{where} sends an answer that does not end within {timeout_s:g} s or is far too long",
-        "Something else than context-cache answers here, or a model that is slow: --timeout-s.",
+        "the answer of {where} does not end within {timeout_s:g} s, or is far too long",
+        "The answer is not from context-cache, or the model is slow: raise --timeout-s.",
     ),
     (
         lambda exc, _: isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout),
-        "{where} lets nobody connect within {timeout_s:g} s",
-        "A NetworkPolicy (networkPolicy.clients) or a firewall may drop what is sent to it.",
+        "no connection to {where} within {timeout_s:g} s",
+        "A NetworkPolicy (networkPolicy.clients) or a firewall may drop the packets.",
     ),
     (
         lambda exc, _: isinstance(exc, httpx.TimeoutException),
         "{where} did not answer within {timeout_s:g} s",
-        "Look at the logs of Envoy and gateway; a model on a CPU may take longer: --timeout-s.",
+        "Read the logs of Envoy and gateway. A model on a CPU may take longer: raise --timeout-s.",
     ),
     (
         lambda _, said: "certificate" in said,
-        "the certificate of {where} is not believed",
-        "Give the CA by --ca-file, and the certificate's name by --server-name.",
+        "the certificate of {where} is not trusted",
+        "Pass its CA with --ca-file, and its name with --server-name.",
     ),
     (
         lambda _, said: any(text in said for text in ("name or service", "nodename nor", "name resolution")),
-        "nobody knows the host of {where}",
-        "Names of Services are known in the cluster only; from outside use the address of a load balancer.",
+        "the host of {where} is unknown",
+        "Names of Services exist only in the cluster. From outside use the address of a load balancer.",
     ),
     (
         lambda _, said: "refused" in said,
-        "nothing listens at {where}",
-        "Is a pod behind the Service ready (`kubectl get endpointslices`), and is it the right port?",
+        "no process listens at {where}",
+        "Is a pod behind the Service ready (`kubectl get endpointslices`), and is the port right?",
     ),
     (
         lambda exc, _: isinstance(exc, httpx.RemoteProtocolError | httpx.ReadError),
         "{where} closed the connection without an answer",
-        "Does the URL's scheme fit? Plain HTTP on an HTTPS port ends like this, and so does a pod that is killed.",
+        "Is the URL's scheme right? Plain HTTP on an HTTPS port ends like this, and so does a killed pod.",
     ),
 )
 """Whether an error is of a kind, what that means, and what to look at; the first that matches counts."""

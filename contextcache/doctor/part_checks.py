@@ -25,7 +25,7 @@ def metrics(front: Front) -> Iterator[Finding]:
         yield failed("metrics", exc.reason, exc.hint)
         return
     if answer.status == 200 and _METRIC in answer.text:
-        yield ok("metrics", f"{front.url} serves the gateway's")
+        yield ok("metrics", f"{front.url} serves the gateway's metrics")
     else:
         hint = "Expected the port GATEWAY_METRICS_PORT of a gateway, 9090 in the chart."
         yield failed("metrics", f"{front.url}/metrics: {answer.status}, without {_METRIC}", hint)
@@ -39,19 +39,21 @@ def injector(front: Front) -> Iterator[Finding]:
         yield failed("injector", exc.reason, exc.hint)
         return
     if "contextcache_injector_reviews_total" not in text:
-        hint = "Expected the port INJECTOR_METRICS_PORT of an injector, 9090 in the chart."
-        yield failed("injector", f"{front.url}/metrics is not an injector's", hint)
+        hint = "Expected the port INJECTOR_METRICS_PORT of a pod injector, 9090 in the chart."
+        yield failed("injector", f"{front.url}/metrics is not a pod injector's", hint)
         return
     outcomes = {outcome: int(float(number)) for outcome, number in _REVIEWS.findall(text)}
     skips = {reason: number for reason, number in sorted(outcomes.items()) if reason not in _NOT_SKIPPED and number}
     if skips:
         told = ", ".join(f"{reason} {number}" for reason, number in skips.items())
-        hint = "Events of their owners and docs/operations/pod-injector.md say why; the pods run without context-cache."
+        hint = (
+            "Events of their owners and docs/operations/pod-injector.md tell why. The pods run without context-cache."
+        )
         if _RUST_FRONT_END in skips:
-            hint += " vLLM's Rust front end loads no middleware: take VLLM_USE_RUST_FRONTEND out of those pods."
-        yield warning("injector", f"pods left alone since it started: {told}", hint)
+            hint += " vLLM's Rust front end loads no middleware: remove VLLM_USE_RUST_FRONTEND from those pods."
+        yield warning("injector", f"pods left alone since its start: {told}", hint)
     else:
-        yield ok("injector", f"{outcomes.get('injected', 0)} pods injected since it started, none left alone")
+        yield ok("injector", f"{outcomes.get('injected', 0)} pods injected since its start, none left alone")
 
 
 def manager(front: Front) -> Iterator[Finding]:
@@ -68,13 +70,13 @@ def manager(front: Front) -> Iterator[Finding]:
         return
     evicted = _EVICTED.search(text)
     if evicted and float(evicted[1]) > 0:
-        hint = "Contexts disappear. Set maxmemory-policy to noeviction, and give Redis more memory."
+        hint = "Contexts are lost. Set maxmemory-policy to noeviction, and give Redis more memory."
         yield failed("redis", f"it evicted {float(evicted[1]):.0f} keys since its start", hint)
     unmet = sorted(name for name, value in found.items() if value == 0)
     if unmet:
-        hint = "The manager's log says what to change; docs/operations/preconditions.md says why."
-        yield warning("redis", f"not as it must be: {', '.join(unmet)}", hint)
+        hint = "The manager's log tells the changes to make, and docs/operations/preconditions.md the reasons."
+        yield warning("redis", f"preconditions not met: {', '.join(unmet)}", hint)
     elif all(math.isnan(value) for value in found.values()):
-        yield skipped("redis", "it does not tell how it is set (is it away, or does its ACL user lack +info?)")
+        yield skipped("redis", "its settings are unknown (is it down, or does its ACL user lack +info?)")
     else:
-        yield ok("redis", "is set as it must be")
+        yield ok("redis", "its settings meet all preconditions")

@@ -34,7 +34,7 @@ def summary(findings: Sequence[Finding]) -> str:
     bad, doubtful = counts[Level.FAILED], counts[Level.WARNING]
     if bad:
         return f"{bad} of {len(findings)} checks failed."
-    return "All is well." if not doubtful else f"All works; {doubtful} of {len(findings)} checks deserve a look."
+    return "All is well." if not doubtful else f"All works; {doubtful} of {len(findings)} checks need attention."
 
 
 def as_json(examined: str, findings: Sequence[Finding], *, kind: str = "url") -> str:

@@ -22,14 +22,16 @@ _FIRST = (
 _NEXT = " In one sentence: where does a river end?"
 _RECEIPTS = ("x-session-id", "x-context-cache", "x-context-cached-tokens", "x-context-generation")
 
-_MODEL = "the KV of this model cannot be carried; vLLM's log says why, docs/operations/limits.md which can."
+_MODEL = (
+    "the KV of this model is not supported. vLLM's log tells why, docs/operations/limits.md lists the supported ones."
+)
 _LEFT_ALONE = {
-    "context_parallel": "pages are cut by context parallelism; set its sizes to 1.",
+    "context_parallel": "context parallelism splits pages: set its sizes to 1.",
     "encoder_decoder": _MODEL,
     "failure_policy": 'the engine needs "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
     "no_layers": _MODEL,
-    "ranks_differ": "the engine's ranks have different fingerprints: other weights or settings on one of its nodes.",
-    "several_groups": "windows beside full attention need vLLM 0.30 or newer.",
+    "ranks_differ": "the engine's ranks have different fingerprints: their weights or settings differ.",
+    "several_groups": "windows besides full attention need at least vLLM 0.30.",
     "unsupported_layers": _MODEL,
 }
 """What to do about an engine that the connector leaves alone, by its reason."""
@@ -59,14 +61,16 @@ def story(front: Front, model: str) -> Iterator[Finding]:
 
 def _create_hint(answer: Answer) -> str:
     if answer.code == "store_unavailable":
-        return "The context manager or its Redis cannot be reached: look at the log of context-manager."
+        return "No connection to the context manager or its Redis: read the log of context-manager."
     if answer.code in {"gateway_unavailable", "no_ready_endpoint"}:
-        return "Look at the gateway's and vLLM's pods."
+        return "Check the gateway's and vLLM's pods."
     if answer.status == 404:
-        return "No route leads to the gateway: POST /v1/context is its own call (docs/guides/envoy.md)."
+        return "No route leads to the gateway: POST /v1/context must reach it (docs/guides/envoy.md)."
     if answer.status == 200:
-        return "The pod answered without a session_id: its turn middleware is missing (--middleware, or the injector)."
-    return "Look at the logs of gateway and vLLM."
+        return (
+            "The pod answered without a session_id: its turn middleware is missing (--middleware, or the pod injector)."
+        )
+    return "Read the logs of gateway and vLLM."
 
 
 def _tokens(answer: Answer) -> int:
@@ -82,7 +86,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 def _receipts(check: str, answer: Answer) -> Iterator[Finding]:
     missing = [name for name in _RECEIPTS if name not in answer.headers]
     if missing:
-        hint = "Something in front removes headers it does not know; clients lose their receipts."
+        hint = "A proxy in front removes unknown headers, so clients lose their receipts."
         yield warning("receipts", f"{check}: no {', '.join(missing)}", hint)
 
 
@@ -90,7 +94,7 @@ def _ask(front: Front, model: str, session_id: str) -> Iterator[Finding]:
     body = {"model": model, "session_id": session_id, "prompt": _NEXT, "max_tokens": _TOKENS}
     asked = front.call("POST", "/v1/completions", body)
     if asked.status != 200:
-        yield failed("ask", f"POST /v1/completions: {asked.describe()}", "Look at the logs of gateway and vLLM.")
+        yield failed("ask", f"POST /v1/completions: {asked.describe()}", "Read the logs of gateway and vLLM.")
         return
     context = _usage(asked).get("context") or {}
     reason = str(context.get("reason", ""))
@@ -100,9 +104,9 @@ def _ask(front: Front, model: str, session_id: str) -> Iterator[Finding]:
     if verdict == "hit" and reason not in _LEFT_ALONE:
         yield ok("ask", f"{text}, in {asked.took_ms:.0f} ms", **facts)
     else:
-        hint = _LEFT_ALONE.get(reason, "look at kv-sidecar's log, its socket and its disk.")
+        hint = _LEFT_ALONE.get(reason, "read kv-sidecar's log, and check its socket and its disk.")
         why = f" ({reason})" if reason else ""
-        yield warning("ask", text + why, f"The answer is right, but was computed again: {hint}", **facts)
+        yield warning("ask", text + why, f"The answer is right, but the prompt was computed again: {hint}", **facts)
     yield from _receipts("ask", asked)
     yield _usage_rule(asked)
 
@@ -118,7 +122,7 @@ def _usage_rule(asked: Answer) -> Finding:
     facts = {"computed": computed, "cached": cached, "context": known}
     if computed >= 1 and cached >= 0 and cached + computed > known and adds_up:
         return ok("usage", f"{computed} tokens computed, {cached} from the cache", **facts)
-    hint = "cached + computed must be the context and the new text; is something in front rewriting answers?"
+    hint = "cached plus computed tokens must equal the context and the new text. Does a proxy in front change answers?"
     return failed("usage", "the figures of the turn do not add up", hint, **facts)
 
 
@@ -126,7 +130,7 @@ def _read(front: Front, session_id: str) -> Iterator[Finding]:
     found = front.call("GET", f"/v1/context/{session_id}")
     body: Any = found.body
     if found.status != 200 or not isinstance(body, dict):
-        yield failed("read", f"GET /v1/context/{{id}}: {found.describe()}", "Look at the log of context-manager.")
+        yield failed("read", f"GET /v1/context/{{id}}: {found.describe()}", "Read the log of context-manager.")
         return
     state, tiers = (body.get("holder") or {}).get("state", "unknown"), body.get("tiers") or []
     facts = {"state": state, "tiers": tiers, "bytes": body.get("bytes"), "generation": body.get("generation")}
@@ -134,7 +138,10 @@ def _read(front: Front, session_id: str) -> Iterator[Finding]:
         where = f" in {', '.join(tiers)}" if tiers else ""
         yield ok("read", f"generation {body.get('generation')}, KV {state}{where}", **facts)
     else:
-        hint = "Turns are right, but always computed again. Look at kv-sidecar beside the pod, its disk and its port."
+        hint = (
+            "Turns are right, but always computed again. Read the log of kv-sidecar beside the pod, and "
+            "check its disk and its port."
+        )
         yield warning("read", f"KV is {state}", hint, **facts)
 
 
@@ -142,13 +149,13 @@ def _delete(front: Front, model: str, session_id: str) -> Iterator[Finding]:
     path = f"/v1/context/{session_id}"
     deleted = front.call("DELETE", path)
     if deleted.status != 200:
-        yield failed("delete", f"DELETE: {deleted.describe()}", f"The context ends by itself in {_TTL_S} s at most.")
+        yield failed("delete", f"DELETE: {deleted.describe()}", f"The context expires after {_TTL_S} s at most.")
         return
     again = front.call("DELETE", path)
     turn = {"model": model, "session_id": session_id, "prompt": _NEXT, "max_tokens": 1}
     asked = front.call("POST", "/v1/completions", turn)
     if (again.status, asked.status) == (404, 404):
-        yield ok("delete", "the context is gone: asked and deleted again it is 404")
+        yield ok("delete", "the context is gone: a read and a second delete are 404")
     else:
-        hint = "A deleted context must be 404; do all context managers have the same Redis?"
-        yield failed("delete", f"afterwards: delete {again.status}, ask {asked.status}", hint)
+        hint = "A deleted context must be a 404. Do all context managers use the same Redis?"
+        yield failed("delete", f"after the delete: delete {again.status}, read {asked.status}", hint)

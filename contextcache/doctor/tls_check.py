@@ -64,18 +64,21 @@ def certificate(
     """Say what is to be said of a front's certificate."""
     if isinstance(outcome, ssl.SSLError):
         reason = getattr(outcome, "verify_message", "") or getattr(outcome, "reason", "") or "the handshake failed"
-        hint = "Its CA: --ca-file; a name that is not the URL's host: --server-name; files of the release: --tls-dir."
-        yield failed("certificate", f"is not believed: {reason}", hint)
+        hint = (
+            "Pass its CA with --ca-file. Pass a name that differs from the URL's host with --server-name, "
+            "and the release's files with --tls-dir."
+        )
+        yield failed("certificate", f"is not trusted: {reason}", hint)
         return
     left_days = (outcome.expires_at_s - now_s()) / 86_400
     facts = {"server_name": outcome.server_name, "days": round(left_days, 1)}
     if left_days * 86_400 < _SOON_S:
-        hint = "Who renews it? cert-manager: `kubectl describe certificate`."
-        yield warning("certificate", f"ends in {left_days:.0f} days", hint, **facts)
+        hint = "Check its renewal. cert-manager: `kubectl describe certificate`."
+        yield warning("certificate", f"expires in {left_days:.0f} days", hint, **facts)
     else:
         yield ok("certificate", f"for {outcome.server_name}, {left_days:.0f} days left", **facts)
     if outcome.server_name != host:
-        hint = "Clients that check names will refuse it under this URL."
+        hint = "Clients that check names will reject it for this URL."
         yield warning("certificate", f"is for {outcome.server_name}, not for {host}", hint)
 
 
@@ -85,5 +88,5 @@ def plain(host: str) -> Iterator[Finding]:
     if inside:
         yield ok("certificate", "plain HTTP, within the cluster or this machine")
     else:
-        hint = "Set envoy.tls.existingSecret, or end TLS in a load balancer before it."
+        hint = "Set envoy.tls.existingSecret, or terminate TLS in a load balancer in front."
         yield warning("certificate", f"API keys travel to {host} in clear text", hint)

@@ -128,7 +128,7 @@ def test_a_list_of_contexts_fits_eighty_columns(monkeypatch):
     narrow = Console(width=80, record=True, file=io.StringIO())
     monkeypatch.setattr(output, "console", lambda: narrow)
     row = (f"ctx_{'0' * 32}", "smollm2-135m-instruct", 3, 120, 4, "ready", "59 min")
-    narrow.print(output.table(output.CONTEXT_HEADS, [row], right=(2, 3, 4, 6)))
+    narrow.print(output.table(output.CONTEXT_HEADS, [row]))
 
     assert narrow.export_text().splitlines()[1].split() == [row[0], "smollm…", "3", "120", "4", "ready", "59", "min"]
 
@@ -142,13 +142,13 @@ def test_a_life_is_said_in_seconds_minutes_hours_or_days(said, ttl):
 
 @pytest.mark.parametrize("said", ["", "h", "1w", "1h30m", "-1h", "1.5h", " 1h", "1H", "\u0661h", "9" * 20])
 def test_what_is_no_length_of_time_is_refused_with_what_is_one(said):
-    with pytest.raises(BadParameter, match="say 3600, 90s, 30m, 1h or 7d"):
+    with pytest.raises(BadParameter, match="3600, 90s, 30m, 1h, 7d"):
         seconds(said)
 
 
 def test_a_long_list_is_printed_whole(capsys):
     """Seen failing: each hundred-and-first row was not there."""
-    assert output.print_rows(("n", "m"), ((f"row-{number}", 0) for number in range(250)), right=()) == 250
+    assert output.print_rows(("n", "m"), ((f"row-{number}", 0) for number in range(250))) == 250
 
     assert len(set(capsys.readouterr().out.split()) - {"n", "m", "0"}) == 250
 
@@ -327,7 +327,7 @@ async def test_login_keeps_the_key_for_its_owner_alone(cli):
 
     assert (ended.code, mode, listed.code) == (0, 0o600, 0)
     assert KEY not in ended.out + ended.err
-    assert (refused.code, "others may read it" in refused.err) == (2, True)
+    assert (refused.code, "other users can read" in refused.err) == (2, True)
 
 
 async def test_a_key_that_nobody_owns_is_not_remembered(cli):

@@ -75,7 +75,7 @@ async def test_without_its_manager_it_says_what_is_missing(tmp_path, manager):
         await manager.start()
 
     found = {finding.check: finding for finding in findings}
-    assert found["ready"].text == "the gateway misses something"
+    assert found["ready"].text == "the gateway is not ready"
     assert found["details"].text == "missing: context manager"
     assert found["key"].level is Level.FAILED
     assert found["context-manager"].level is Level.FAILED

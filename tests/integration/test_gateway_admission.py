@@ -177,7 +177,7 @@ async def test_limits_that_refuse_have_counted_nothing():
     with HeldBody(tenants, "a", limits) as first, HeldBody(tenants, "b", limits) as second:
         first.add(b"x" * 10)
         for held, size in ((second, 6), (first, 1), (second, 11)):
-            with pytest.raises(Exception, match="fair share|reached the limit|reached its limit"):
+            with pytest.raises(Exception, match=r"fair share|reached the limit|reached its limit"):
                 held.add(b"y" * size)
         second.add(b"z" * 5)
 

@@ -29,7 +29,7 @@ def test_a_failure_decides_the_exit_status_and_a_warning_does_not():
 def test_the_summary_counts():
     assert [summary(ALL), summary(ALL[:2]), summary(ALL[:1])] == [
         "1 of 4 checks failed.",
-        "All works; 1 of 2 checks deserve a look.",
+        "All works; 1 of 2 checks need attention.",
         "All is well.",
     ]
 

@@ -212,10 +212,10 @@ def test_a_certificate_of_their_own_and_one_of_the_release_exclude_each_other():
 )
 def test_a_few_bytes_that_stand_for_gigabytes_are_not_expanded(command, args):
     engine = make_engine(command=command, args=args, env=[{"name": "A", "value": "z" * 100_000}])
-    with pytest.raises(NotInjected, match="longer than Linux takes"):
+    with pytest.raises(NotInjected, match="longer than Linux allows"):
         find_engine(engine)
 
 
 def test_a_script_that_no_process_could_be_given_is_not_read():
-    with pytest.raises(NotInjected, match="longer than Linux takes"):
+    with pytest.raises(NotInjected, match="longer than Linux allows"):
         find_engine(make_engine(command=["sh", "-c"], args=["vllm serve m " + "a " * 65_536]))
