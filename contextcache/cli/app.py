@@ -31,8 +31,8 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Contexts of a deployment: list, ask, branch, watch. URL and key: --url and --api-key-file, CONTEXT_CACHE_URL "
-    "and CONTEXT_CACHE_API_KEY, or what `login` wrote.",
+    help="Work with the contexts of a deployment. The server and the key come from --url and "
+    "--api-key-file, from CONTEXT_CACHE_URL and CONTEXT_CACHE_API_KEY, or from `context-cache login`.",
 )
 _SECONDS_OF = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -77,9 +77,9 @@ def _options(
     url: Annotated[
         str | None, typer.Option(help="URL of the server, such as https://llm.example.org.", show_default=False)
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="file with the API key", show_default=False)] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the API key.", show_default=False)] = None,
     version: Annotated[  # noqa: ARG001, FBT002  # a flag, which prints and ends
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     _asked.url, _asked.key_file = url, api_key_file
@@ -279,7 +279,9 @@ def extend(
 @app.command(epilog="Example: context-cache fork ctx_3f2a… --generation 3")
 def fork(
     session_id: Id,
-    generation: Annotated[int | None, typer.Option(help="the newest generation", show_default=False)] = None,
+    generation: Annotated[
+        int | None, typer.Option(help="Generation to start from. Default: the newest.", show_default=False)
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the fork. Without it the server makes one.", show_default=False)
     ] = None,
@@ -326,7 +328,9 @@ def rm(
 
 
 app.command(epilog="Example: context-cache doctor --url https://llm.example.org --api-key-file key --story")(doctor)
-_serve = typer.Typer(no_args_is_help=True, help="Start a process of a deployment, of the package context-cache-server.")
+_serve = typer.Typer(
+    no_args_is_help=True, help="Start a process of a deployment. Needs the package context-cache-server."
+)
 app.add_typer(_serve, name="serve")
 
 

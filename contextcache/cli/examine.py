@@ -28,7 +28,7 @@ def front_url(text: str) -> str:
         raise typer.BadParameter("must begin with http:// or https://")
     if "@" in text.partition("://")[2].partition("/")[0]:
         # The report prints the URL, and a password must not be printed.
-        raise typer.BadParameter("must not hold a user or a password; API keys go into --api-key-file")
+        raise typer.BadParameter("must not contain a user or password; pass API keys with --api-key-file")
     return text
 
 
@@ -40,44 +40,53 @@ _URL: Any = {"parser": front_url, "metavar": "URL", "show_default": False}
 def doctor(  # noqa: PLR0913  # its options
     url: Annotated[
         str | None,
-        typer.Option(help="URL that clients use, https://llm.example.org; default: the URL of `login`", **_URL),
+        typer.Option(
+            help="URL of the deployment, such as https://llm.example.org. Default: the server that `login` stored.",
+            **_URL,
+        ),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="file with an API key in plain text; never printed", show_default=False)
+        Path | None, typer.Option(help="File with an API key in plain text. It is never printed.", show_default=False)
     ] = None,
-    story: Annotated[bool, typer.Option("--story", help="create a context, ask it, delete it")] = False,  # noqa: FBT002  # a flag
-    model: Annotated[str, typer.Option(help="model to ask; default: the first in the list", show_default=False)] = "",
-    wait_s: Annotated[float, typer.Option(min=0, help="seconds the deployment may take to become ready")] = 0,
-    timeout_s: Annotated[float, typer.Option(min=0, help="seconds for one answer")] = 60,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,  # noqa: FBT002
+    story: Annotated[bool, typer.Option("--story", help="Create a context, ask it and delete it.")] = False,  # noqa: FBT002  # a flag
+    model: Annotated[str, typer.Option(help="Model to ask. Default: the first served model.", show_default=False)] = "",
+    wait_s: Annotated[float, typer.Option(min=0, help="Seconds to wait until the deployment is ready.")] = 0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Seconds to wait for one answer.")] = 60,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,  # noqa: FBT002
     ca_file: Annotated[
         Path | None,
-        typer.Option(help="PEM certificates of further CAs for the front's certificate", show_default=False),
+        typer.Option(help="PEM certificates of more CAs for the front's certificate.", show_default=False),
     ] = None,
     server_name: Annotated[
-        str, typer.Option(help="name in the front's certificate if it is not the host", show_default=False)
+        str, typer.Option(help="Name in the front's certificate if it differs from the host.", show_default=False)
     ] = "",
     tls_dir: Annotated[
         Path | None,
         typer.Option(
-            help=f"directory with tls.crt, tls.key and ca.crt of the release; default: {_PARTS_DIR} if it exists",
+            help=f"Directory with tls.crt, tls.key and ca.crt of the release. Default: {_PARTS_DIR} if it exists.",
             show_default=False,
         ),
     ] = None,
     gateway_metrics: Annotated[
-        str, typer.Option(help="URL of a gateway's metrics port, http://10.0.0.7:9090", show_default=False)
+        str, typer.Option(help="URL of a gateway's metrics port, such as http://10.0.0.7:9090.", show_default=False)
     ] = "",
     injector_metrics: Annotated[
-        str, typer.Option(help="URL of an injector's metrics port: skipped pods and the reasons", show_default=False)
+        str,
+        typer.Option(
+            help="URL of a pod injector's metrics port. Shows the skipped pods and the reasons.", show_default=False
+        ),
     ] = "",
     manager_metrics: Annotated[
-        str, typer.Option(help="URL of a context-manager's metrics port: settings of its Redis", show_default=False)
+        str,
+        typer.Option(
+            help="URL of a context manager's metrics port. Shows the settings of its Redis.", show_default=False
+        ),
     ] = "",
     manager: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="gRPC address of a context-manager", show_default=False)
+        str, typer.Option(metavar="HOST:PORT", help="gRPC address of a context manager.", show_default=False)
     ] = "",
     sidecar: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="gRPC address of a kv-sidecar", show_default=False)
+        str, typer.Option(metavar="HOST:PORT", help="gRPC address of a kv-sidecar.", show_default=False)
     ] = "",
     would_inject: Annotated[
         str,

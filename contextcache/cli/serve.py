@@ -27,17 +27,19 @@ class Part:
 
 PARTS: Mapping[str, Part] = {
     "gateway": Part(
-        "gateway", "gateway", "Route requests to vLLM pods; `gateway hash-key` hashes an API key from stdin"
+        "gateway", "gateway", "Routes requests to vLLM pods. `gateway hash-key` hashes an API key from stdin"
     ),
-    "manager": Part("context_manager", "manager", "Keep sessions, transcripts and turns, in Redis"),
-    "sidecar": Part("kv_sidecar", "sidecar", "Keep KV blocks beside one vLLM pod"),
+    "manager": Part("context_manager", "manager", "Keeps sessions, transcripts and turns in Redis"),
+    "sidecar": Part("kv_sidecar", "sidecar", "Keeps KV blocks beside one vLLM pod"),
     "envoy": Part(
         "gateway.envoy",
         "gateway",
-        "Work beside an Envoy in front: `envoy bootstrap` before it starts, `envoy attend` until it ends",
+        "Prepares an Envoy (`envoy bootstrap`) and attends it (`envoy attend`)",
     ),
     "injector": Part(
-        "pod_injector", "injector", "Add sidecar and plugin to vLLM pods, as a webhook; `injector payload DIR`"
+        "pod_injector",
+        "injector",
+        "Webhook that adds sidecar and plugin to vLLM pods. `injector payload DIR` copies the plugin",
     ),
 }
 """Every part by its name on the command line."""
@@ -48,7 +50,7 @@ def start(name: str, arguments: list[str]) -> int:
     part = PARTS[name]
     cure = f"install context-cache-server[{part.extra}]"
     if find_spec(part.module.partition(".")[0]) is None:
-        print(f"`context-cache serve {name}` is a part of another package: {cure}", file=sys.stderr)
+        print(f"`context-cache serve {name}` is in another package: {cure}", file=sys.stderr)
         return MISUSED
     sys.argv = [f"context-cache serve {name}", *arguments]
     try:

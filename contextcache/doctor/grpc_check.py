@@ -31,13 +31,13 @@ def health(part: str, address: str, *, parts_dir: Path | None, server_name: str,
             check: Any = channel.unary_unary(_CHECK)  # bytes to bytes, without generated code
             answer = check(_ALL_SERVICES, timeout=timeout_s)
     except grpc.RpcError as exc:
-        hint = "Is it the right port, do its NetworkPolicy and (with tls.enabled) --tls-dir let this caller in?"
+        hint = "Is the port right? Do its NetworkPolicy and, with tls.enabled, --tls-dir let this caller in?"
         yield failed(part, f"{address} does not answer: {exc.code().name}", hint)
         return
     if answer == _SERVING:
         yield ok(part, f"{address} serves")
     else:
-        yield failed(part, f"{address} is draining or has not started", f"Look at the log of {part}.")
+        yield failed(part, f"{address} is draining or has not started", f"Read the log of {part}.")
 
 
 def _channel(address: str, parts_dir: Path | None, server_name: str) -> grpc.Channel:

@@ -428,7 +428,7 @@ REDIS = "contextcache_manager_redis_precondition"
 @pytest.mark.parametrize(
     ("text", "level", "said"),
     [
-        (f'{REDIS}{{name="eviction_policy"}} 1.0\n{REDIS}{{name="replicas"}} NaN\n', Level.OK, "meet all preconditions"),
+        (f'{REDIS}{{name="eviction_policy"}} 1.0\n{REDIS}{{name="replicas"}} NaN\n', Level.OK, "all preconditions"),
         (f'{REDIS}{{name="eviction_policy"}} 0.0\n{REDIS}{{name="version"}} 1.0\n', Level.WARNING, "eviction_policy"),
         (f'{REDIS}{{name="eviction_policy"}} NaN\n', Level.SKIPPED, "+info"),
         ("contextcache_injector_reviews_total 1.0\n", Level.FAILED, "not a context-manager's"),

@@ -125,7 +125,7 @@ def test_a_changed_file_counts_and_a_broken_one_changes_nothing_and_is_not_quote
     now_s += 10
     with caplog.at_level(logging.DEBUG):
         assert [key.id for key in keys.of(TENANT)] == ["2", "1"]
-    assert "not reloaded" in caplog.text
+    assert "reload failed" in caplog.text
     assert "c2VjcmV0" not in caplog.text + repr([record.__dict__ for record in caplog.records])
 
 
