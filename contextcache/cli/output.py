@@ -144,13 +144,13 @@ def _fitting(heads: Sequence[str], cells: Iterable[Sequence[str]], drop: Sequenc
 
     columns = list(zip(heads, *cells, strict=True))
     widths = {str(head): max(map(cell_len, (head, *column))) for head, *column in columns}
-    limit = console().width
+    limit, cut = console().width, dict[str, int]()
     for dropped in ("", *drop):
         widths.pop(dropped, None)
         too_wide = max(0, sum(widths.values()) + _GAP * (len(widths) - 1) - limit)
         cut = {head: max(min(widths[head], _LEAST_WIDTH), widths[head] - too_wide) for head in _CUT & widths.keys()}
         if sum(widths[head] - width for head, width in cut.items()) >= too_wide:
-            return widths | cut
+            break
     return widths | cut
 
 
