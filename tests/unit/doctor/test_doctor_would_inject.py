@@ -54,7 +54,7 @@ def test_a_pod_that_would_be_left_alone_fails_with_the_injectors_reason(tmp_path
     assert [finding.facts["outcome"] for finding in found] == ["injected", "port", "opted-out"]
     assert (
         found[1].text
-        == "not injected (port): the engine listens on 9000, the release expects 8000 (value discovery.port)"
+        == "not injected (port): the engine listens on 9000, but the release expects 8000 (value discovery.port)"
     )
     assert found[2].hint == "With the label: would be injected."
     assert exit_status(found) == 1
