@@ -31,6 +31,7 @@ _OVERHEAD = {
     "step": "between two tokens, while 5 800 tokens beside it are saved",
     "longest step": "longest wait for a token meanwhile",
 }
+_AGENT_PARTS = {"steady": "all agents at once", "killed": "after `kill -9` of an engine"}
 _TIER_KINDS = ("store", "encrypted")
 _SYSTEMS = {"ours": "ours", "lmcache": "LMCache", "tiering": "vLLM's tiering"}
 
@@ -67,8 +68,8 @@ def _ttft_from(way: str, beside: tuple[str, ...], result: Mapping[str, Any]) -> 
     shown = []
     for size in sorted({size for size, _ in of}):
         others = ", ".join(f"{other} {_spaced(of[size, other])} ms" for other in beside)
-        shown.append(f"{_spaced(size)} tokens {_spaced(of[size, way])} ms ({others})")
-    return "; ".join(shown)
+        shown.append(f"{_spaced(size)} tokens take {_spaced(of[size, way])} ms ({others})")
+    return ". ".join(shown)
 
 
 def _conversation(result: Mapping[str, Any]) -> str:
@@ -106,6 +107,21 @@ def _turns(result: Mapping[str, Any]) -> str:
         for row in result["rows"]
     ]
     return _table([f"{result['agents']} agents", "sessions", "sent whole", "ratio", "wanted"], rows)
+
+
+def _agents(result: Mapping[str, Any]) -> str:
+    of = {(row["part"], row["way"]): row for row in result["rounds_taken"]}
+    ways = ("keep", "off")
+    rows = [
+        [
+            shown,
+            *(f"{of[part, way]['ttft_ms_p50'] / 1000:.1f} s" for way in ways),
+            *(_spaced(of[part, way]["computed_tokens"]) for way in ways),
+        ]
+        for part, shown in _AGENT_PARTS.items()
+    ]
+    heads = ["first token, kept", "not kept", "tokens computed, kept", "not kept"]
+    return _table([f"{result['agents']} agents, medians of a turn", *heads], rows)
 
 
 def _overhead(result: Mapping[str, Any]) -> str:
@@ -378,6 +394,7 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "conversation": ("bench_conversation", _conversation),
     "beside": ("bench_beside", _beside),
     "turns": ("bench_turns", _turns),
+    "agents": ("bench_agents", _agents),
     "overhead": ("bench_overhead", _overhead),
     "front": ("bench_front", _front),
     "front-bars": ("bench_front", _front_bars),
