@@ -73,14 +73,14 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 class _Answered(BaseModel):
     """What a request says of the answer it wants; null is as if a field were not there."""
 
-    model: Model
+    model: Model = Field(..., description="Model that a pod serves. A context belongs to its model.")
     max_tokens: int | None = Field(
         None,
         ge=0,
         description="Maximum length of the answer. 0 on a create or turn: compute and keep the prompt, generate "
         "nothing.",
     )
-    stream: bool | None = False
+    stream: bool | None = Field(False, description="Answer as a stream of events.")
 
 
 class _Termed(_Answered):
@@ -89,11 +89,22 @@ class _Termed(_Answered):
     ttl: Ttl = Field(
         DEFAULT_TTL_S, description='Life in seconds, as `3600` or `"3600s"`. A value out of range is a 400.'
     )
-    ttl_policy: Literal["fixed", "sliding"] | None = "fixed"
-    mode: Literal["session", "prefix", "common_prefix"] | None = Field(
-        "session", description="`common_prefix` is another name for `prefix`."
+    ttl_policy: Literal["fixed", "sliding"] | None = Field(
+        "fixed",
+        description="`fixed`: the life ends `ttl` seconds after the creation, even while a request runs. "
+        "That request gets its full answer, but its turn is not stored. `sliding`: it ends "
+        "`ttl` seconds after the last turn, never while one runs.",
     )
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA_KEYS)
+    mode: Literal["session", "prefix", "common_prefix"] | None = Field(
+        "session",
+        description="`session`: turns extend the context, one at a time. `prefix`: turns only read it, and may run in "
+        "parallel. `common_prefix` is another name for `prefix`.",
+    )
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(
+        None,
+        max_length=MAX_METADATA_KEYS,
+        description="Up to 16 names of up to 64 characters, with values of up to 512 characters.",
+    )
 
 
 class _Create(_Termed):
@@ -105,14 +116,14 @@ class _Create(_Termed):
 class CreateFromPrompt(_Create):
     """A context that begins with text or token ids."""
 
-    prompt: Prompt
+    prompt: Prompt = Field(..., description="Text, or one list of token ids; each also as a list of one.")
     messages: None = None
 
 
 class CreateFromMessages(_Create):
     """A context that begins with messages."""
 
-    messages: Messages
+    messages: Messages = Field(..., description="Chat messages with text content.")
     prompt: None = None
 
 
@@ -163,7 +174,11 @@ class Truncation(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["last_history_tokens", "rolling_tokens"]
+    type: Literal["last_history_tokens", "rolling_tokens"] = Field(
+        ...,
+        description="`last_history_tokens`: keep the last tokens of the history. `rolling_tokens`: keep all"
+        " until the window is full, then cut the oldest.",
+    )
     tokens: int = Field(
         ge=1,
         description="`last_history_tokens`: most history tokens to keep. `rolling_tokens`: fewest tokens to cut at "
@@ -175,9 +190,19 @@ class _Turn(_Termed):
     session_id: SessionId | None = Field(
         None, description="Context to continue. The header X-Session-ID may name it instead."
     )
-    context_mode: Literal["auto", "append", "replay"] | None = "auto"
-    context_commit: bool | None = True
-    truncation: Truncation | None = None
+    context_mode: Literal["auto", "append", "replay"] | None = Field(
+        "auto",
+        description="`append`: the prompt is new text. `replay`: the prompt is the whole conversation "
+        "again, and its shared beginning is not computed again. `auto`: inferred from the "
+        "prompt.",
+    )
+    context_commit: bool | None = Field(
+        True, description="`false`: answer without extending the context, and without a lease."
+    )
+    truncation: Truncation | None = Field(
+        None,
+        description="Tokens to drop when the turn does not fit the model's window. Without it such a turn is a 400.",
+    )
     context_create: Literal["if_missing"] | None = Field(
         None,
         description="Create the context if it does not exist, with ttl, ttl_policy, mode and metadata of this request.",
@@ -187,20 +212,20 @@ class _Turn(_Termed):
 class Completion(_Turn):
     """A prompt to complete; with `session_id`, a turn."""
 
-    prompt: Prompt
+    prompt: Prompt = Field(..., description="Text, or one list of token ids; each also as a list of one.")
 
 
 class ChatCompletion(_Turn):
     """Messages to answer; with `session_id`, a turn."""
 
-    messages: Messages
+    messages: Messages = Field(..., description="Chat messages. With a context they have text content only.")
 
 
 class AnthropicMessages(_Turn):
     """Anthropic's messages to answer; with `session_id`, a turn."""
 
-    messages: Messages
-    max_tokens: int = Field(gt=0)
+    messages: Messages = Field(..., description="Anthropic's messages. With a context they have text content only.")
+    max_tokens: int = Field(gt=0, description="Maximum length of the answer.")
 
 
 class ConversationName(BaseModel):
@@ -212,7 +237,10 @@ class ConversationName(BaseModel):
 class NewResponse(_Turn):
     """A response to give; a turn with `previous_response_id`, `conversation` or `session_id`; a create with `store`."""
 
-    input: str | Annotated[list[dict[str, JsonValue]], Field(min_length=1)]
+    input: str | Annotated[list[dict[str, JsonValue]], Field(min_length=1)] = Field(
+        description="New items, or the conversation again. With a context: text, calls of functions and "
+        "custom tools, and their results."
+    )
     instructions: str | None = Field(None, description="Instructions for this request only.")
     previous_response_id: str | None = Field(
         None,
@@ -230,8 +258,12 @@ class Diverged(BaseModel):
     """Where a replay leaves the context, and why."""
 
     message: int | None = Field(..., description="Position in the request's messages. null for text and token ids.")
-    token: int
-    why: str
+    token: int = Field(..., description="First token that differs from the context's.")
+    why: str = Field(
+        ...,
+        description="`regenerated`, `head_changed`, `inserted`, `trimmed`, `edited`, `compacted`, `window`,"
+        " `respelled` or `other`.",
+    )
 
 
 class ContextUsage(BaseModel):
@@ -240,17 +272,28 @@ class ContextUsage(BaseModel):
     computed_tokens: int = Field(..., ge=1, description="Prompt tokens that were computed.")
     cached_tokens: int = Field(..., ge=0, description="Prompt tokens that were read from the cache.")
     saved_tokens: int = Field(..., ge=0, description="Cached tokens that the context already had.")
-    context_tokens: int = Field(..., ge=0)
-    source: Literal["device", "host", "disk", "peer", "object", "recompute", "none"]
-    restore_ms: float | None = Field(...)
-    committed: bool
+    context_tokens: int = Field(..., ge=0, description="Prompt tokens that the context already had.")
+    source: Literal["device", "host", "disk", "peer", "object", "recompute", "none"] = Field(
+        ...,
+        description="Source of most cached tokens. `device`: the engine's own cache. `host`, `disk`: the "
+        "pod's sidecar. `peer`: another pod's sidecar. `object`: the shared store. `recompute`:"
+        " the context's KV was missing. `none`: nothing to reuse.",
+    )
+    restore_ms: float | None = Field(..., description="Milliseconds to bring the KV back; null if none was brought.")
+    committed: bool = Field(
+        ...,
+        description="Whether the turn is part of the context now. If not, `reason` tells why, and the "
+        "answer is complete all the same.",
+    )
     saved_ms: int | None = Field(
         None, ge=0, description="Estimated milliseconds to compute the cached tokens, less `restore_ms`."
     )
     match: Literal["append", "exact", "extend", "diverge"] | None = Field(
         None, description="Relation of a turn's prompt to the context."
     )
-    diverged: Diverged | None = None
+    diverged: Diverged | None = Field(
+        None, description="Place where a diverging replay leaves the context; absent otherwise."
+    )
     truncated_tokens: int | None = Field(None, ge=1, description="Tokens cut from the context so that the turn fits.")
     reason: str | None = Field(None, description="Reason why the turn was not committed, or else why no KV was reused.")
 
@@ -400,254 +443,254 @@ class Error(BaseModel):
 class Holder(TypedDict):
     """Where the KV of the newest generation is."""
 
-    endpoint: str
-    state: HolderState
-    reason: NotRequired[str]
-    """Why there is no KV of the newest generation, where the sidecar knows."""
+    endpoint: Annotated[str, Field(description="Name of the pod.")]
+    state: Annotated[
+        HolderState,
+        Field(
+            description="`sealed`: the newest KV is durable. `pending`: its save runs. `absent`: there is none,"
+            " and the next turn computes. `unreachable`: the sidecar does not answer."
+        ),
+    ]
+    reason: NotRequired[
+        Annotated[str, Field(description="Reason for missing KV of the newest generation, if the sidecar knows it.")]
+    ]
 
 
 class ForkedFrom(TypedDict):
     """What a context was forked from, which may be gone."""
 
-    session_id: str
-    generation: int
+    session_id: Annotated[str, Field(description="Context of the source, which may be deleted.")]
+    generation: Annotated[int, Field(description="Generation at which the fork began.")]
 
 
 class TurnObject(TypedDict):
     """What a committed turn took and reused, as its receipt said; times in milliseconds."""
 
-    generation: int
-    at: int
-    computed_tokens: int
-    cached_tokens: int
-    context_tokens: int
-    completion_tokens: int
-    source: str
-    match: str | None
-    """None: the create."""
-    reason: str | None
-    restore_ms: int | None
-    first_token_ms: int | None
-    """Of a stream."""
-    took_ms: int
+    generation: Annotated[int, Field(description="Generation that the turn made.")]
+    at: Annotated[int, Field(description="Time of the commit.")]
+    computed_tokens: Annotated[int, Field(description="Prompt tokens that were computed.")]
+    cached_tokens: Annotated[int, Field(description="Prompt tokens that were read from the cache.")]
+    context_tokens: Annotated[int, Field(description="Prompt tokens that the context already had.")]
+    completion_tokens: Annotated[int, Field(description="Tokens of the answer.")]
+    source: Annotated[str, Field(description="Source of most cached tokens.")]
+    match: Annotated[str | None, Field(description="Relation of the prompt to the context; null for the create.")]
+    reason: Annotated[str | None, Field(description="Reason why no KV was reused.")]
+    restore_ms: Annotated[int | None, Field(description="Milliseconds to bring the KV back.")]
+    first_token_ms: Annotated[int | None, Field(description="Milliseconds to the first token of a stream.")]
+    took_ms: Annotated[int, Field(description="Milliseconds to the commit.")]
 
 
 class ContextSummary(TypedDict):
     """One context as its row says it, without asking a sidecar."""
 
     object: Literal["context"]
-    session_id: str
-    model: str
-    mode: str
-    state: str
-    created: int
-    expires_at: int
-    ttl: int
-    ttl_policy: str
-    turns: int
-    tokens: int
-    generation: int
-    metadata: dict[str, str]
-    forked_from: ForkedFrom | None
+    session_id: Annotated[str, Field(description="Name of the context.")]
+    model: Annotated[str, Field(description="Model of the context.")]
+    mode: Annotated[str, Field(description="`session` or `prefix`.")]
+    state: Annotated[str, Field(description="`creating`: its first answer runs. `ready`. `busy`: a turn runs.")]
+    created: Annotated[int, Field(description="Time of the creation.")]
+    expires_at: Annotated[int, Field(description="Time of the expiry.")]
+    ttl: Annotated[int, Field(description="Life in seconds.")]
+    ttl_policy: Annotated[str, Field(description="`fixed` or `sliding`.")]
+    turns: Annotated[int, Field(description="Number of committed turns, the create included.")]
+    tokens: Annotated[int, Field(description="Tokens of the conversation.")]
+    generation: Annotated[int, Field(description="Number of the last commit.")]
+    metadata: Annotated[dict[str, str], Field(description="Names and values that the client gave.")]
+    forked_from: Annotated[ForkedFrom | None, Field(description="Source of a fork; null otherwise.")]
 
 
 class HolderName(TypedDict):
     """Where the KV of the newest generation was saved: what the row says."""
 
-    endpoint: str
+    endpoint: Annotated[str, Field(description="Name of the pod; empty: none.")]
 
 
 class ListedContext(ContextSummary):
     """One context as the list shows it."""
 
-    holder: HolderName
+    holder: Annotated[HolderName, Field(description="Pod with the KV of the newest generation.")]
 
 
 class ContextObject(ContextSummary):
     """One context, with what its holder's sidecar says about the KV."""
 
-    bytes: int | None
-    tiers: list[str]
-    holder: Holder
+    bytes: Annotated[
+        int | None,
+        Field(description="Bytes of its KV, with shared blocks in full; null if the sidecar is unreachable."),
+    ]
+    tiers: Annotated[list[str], Field(description="Places of the KV now: `host`, `disk`.")]
+    holder: Annotated[Holder, Field(description="Pod with the KV of the newest generation.")]
 
 
 class ReadContext(ContextObject):
     """One context that is read, with its last turns."""
 
-    recent_turns: list[TurnObject]
-    """At most 32, the oldest first; a fork begins without."""
+    recent_turns: Annotated[
+        list[TurnObject], Field(description="Last 32 committed turns, oldest first. A new fork has none.")
+    ]
 
 
 class ContextList(TypedDict):
     """One page of contexts, newest first."""
 
     object: Literal["list"]
-    data: list[ListedContext]
-    has_more: bool
-    last_id: str | None
+    data: Annotated[list[ListedContext], Field(description="Contexts of this page.")]
+    has_more: Annotated[bool, Field(description="Whether more contexts follow.")]
+    last_id: Annotated[str | None, Field(description="Value for `after` to get the next page.")]
 
 
 class KeptMissObject(TypedDict):
     """The last prompt that did not begin with what was kept of its conversation."""
 
-    matched: int
-    of: int
-    diverged_at_token: int
-    at: int
+    matched: Annotated[int, Field(description="Tokens that the prompt shared with the kept KV.")]
+    of: Annotated[int, Field(description="Tokens that were kept.")]
+    diverged_at_token: Annotated[int, Field(description="First token that differed.")]
+    at: Annotated[int, Field(description="Time of the prompt.")]
 
 
 class KeptObject(TypedDict):
     """What is kept of plain requests that seem to be one conversation."""
 
     object: Literal["kept"]
-    id: str
-    tokens: int
-    bytes: int
-    last_used: int | None
-    """None: before its sidecar started."""
-    expires_at: int
-    pods: list[str]
-    last_miss: KeptMissObject | None
-    unreachable: NotRequired[list[str]]
-    """Pods that did not say."""
+    id: Annotated[str, Field(description="Name of the kept conversation.")]
+    tokens: Annotated[int, Field(description="Tokens with KV.")]
+    bytes: Annotated[int, Field(description="Bytes of KV.")]
+    last_used: Annotated[int | None, Field(description="Time of the last use; null: before its sidecar started.")]
+    expires_at: Annotated[int, Field(description="Time of the expiry.")]
+    pods: Annotated[list[str], Field(description="Pods with some of it.")]
+    last_miss: Annotated[KeptMissObject | None, Field(description="Last prompt that did not begin with the kept KV.")]
+    unreachable: NotRequired[Annotated[list[str], Field(description="Pods that did not answer.")]]
 
 
 class KeptList(TypedDict):
     """One page of kept conversations, what was used last first."""
 
     object: Literal["list"]
-    data: list[KeptObject]
-    has_more: bool
-    last_id: str | None
-    unreachable: list[str]
+    data: Annotated[list[KeptObject], Field(description="Kept conversations of this page.")]
+    has_more: Annotated[bool, Field(description="Whether more follow.")]
+    last_id: Annotated[str | None, Field(description="Value for `after` to get the next page.")]
+    unreachable: Annotated[list[str], Field(description="Pods that did not answer.")]
 
 
 class ByteHours(TypedDict):
     """Bytes held, times hours, by tier."""
 
-    memory: int
-    disk: int
-    store: int
+    memory: Annotated[int, Field(description="In the memory of pods.")]
+    disk: Annotated[int, Field(description="On the disks of pods.")]
+    store: Annotated[int, Field(description="In the shared store.")]
 
 
 class Used(TypedDict):
     """What was used."""
 
-    contexts: int
-    """Created, forks included."""
-    turns: int
-    """Answered, creates included."""
-    computed_tokens: int
-    """Of prompts."""
-    cached_tokens: int
-    completion_tokens: int
-    saved_seconds: float
-    """What the cached tokens would have taken to compute, less what bringing them back took."""
-    byte_hours: ByteHours
+    contexts: Annotated[int, Field(description="Created contexts, forks included.")]
+    turns: Annotated[int, Field(description="Answers, creates included.")]
+    computed_tokens: Annotated[int, Field(description="Computed tokens of prompts.")]
+    cached_tokens: Annotated[int, Field(description="Cached tokens of prompts.")]
+    completion_tokens: Annotated[int, Field(description="Tokens of answers.")]
+    saved_seconds: Annotated[
+        float, Field(description="Estimated seconds to compute the cached tokens, less the time to bring them back.")
+    ]
+    byte_hours: Annotated[ByteHours, Field(description="Bytes held, times hours.")]
 
 
 class UsedByKey(Used):
     """What was used under one API key."""
 
-    key: str
-    """Its name; empty: nobody's, such as bytes held."""
+    key: Annotated[str, Field(description="Name of the API key; empty for usage of no key, such as bytes held.")]
 
 
 class DayOfUsage(TypedDict):
     """One day, UTC."""
 
-    day: str
-    keys: list[UsedByKey]
+    day: Annotated[str, Field(description="Date, as `2026-11-25`.")]
+    keys: Annotated[list[UsedByKey], Field(description="Usage by API key.")]
 
 
 class UsageOfTenant(TypedDict):
     """What a tenant used."""
 
     object: Literal["usage"]
-    tenant: str
-    operator: bool
-    """Whether the key that asks is an operator's: it may ask for other tenants, and for the deployment."""
-    contexts_now: int
-    total: Used
-    days: list[DayOfUsage]
-    """Those with any usage, the oldest first."""
+    tenant: Annotated[str, Field(description="Name of the tenant.")]
+    operator: Annotated[bool, Field(description="Whether the asking key is an operator's, and may read other tenants.")]
+    contexts_now: Annotated[int, Field(description="Live contexts.")]
+    total: Annotated[Used, Field(description="Sum of the days.")]
+    days: Annotated[list[DayOfUsage], Field(description="Days with any usage, oldest first.")]
 
 
 class EngineObject(TypedDict):
     """What a pod's engine said at the last probe."""
 
-    running: int
-    """Requests."""
-    waiting: int
-    kv_usage: float
-    """Share of its KV blocks in use, 0 to 1."""
+    running: Annotated[int, Field(description="Running requests.")]
+    waiting: Annotated[int, Field(description="Waiting requests.")]
+    kv_usage: Annotated[float, Field(description="Share of its KV blocks in use, 0 to 1.")]
 
 
 class PodObject(TypedDict):
     """A pod, as this gateway sees it."""
 
-    name: str
-    state: Literal["ready", "draining", "not_ready"]
-    models: list[str]
-    engine: EngineObject
-    carried: int
-    """Requests this gateway is carrying there; behind Envoy 0."""
-    tiers: dict[str, float]
-    """Where its sidecar keeps KV, with the share of each limit that is taken."""
-    fingerprint: str
-    """Of its KV: pods of another one cannot use it. Empty: not known."""
+    name: Annotated[str, Field(description="Name of the pod.")]
+    state: Annotated[Literal["ready", "draining", "not_ready"], Field(description="`draining`: gets no new contexts.")]
+    models: Annotated[list[str], Field(description="Models that it serves.")]
+    engine: Annotated[EngineObject, Field(description="Load at the last probe.")]
+    carried: Annotated[int, Field(description="Requests that this gateway carries there; 0 behind Envoy.")]
+    tiers: Annotated[dict[str, float], Field(description="Used share of each tier's limit.")]
+    fingerprint: Annotated[
+        str, Field(description="Fingerprint of its KV: pods with another one cannot use it. Empty: not known.")
+    ]
 
 
 class TenantObject(TypedDict):
     """A tenant that has a key."""
 
-    tenant: str
-    keys: list[str]
-    """Names of its first hundred keys."""
-    num_keys: int
-    requests_in_hand: int
-    """Of it that this gateway is answering, as far as there is a limit."""
-    bytes_in_hand: int
+    tenant: Annotated[str, Field(description="Name of the tenant.")]
+    keys: Annotated[list[str], Field(description="Names of its first 100 keys.")]
+    num_keys: Annotated[int, Field(description="Number of its keys.")]
+    requests_in_hand: Annotated[
+        int, Field(description="Requests in flight at this gateway, counted if there is a limit.")
+    ]
+    bytes_in_hand: Annotated[int, Field(description="Bytes of these requests.")]
 
 
 class TenantLimitsObject(TypedDict):
     """What each tenant may, of one gateway; 0: no limit."""
 
-    requests_per_second: float
-    burst: int
-    requests_in_hand: int
-    bytes_in_hand: int
+    requests_per_second: Annotated[float, Field(description="Requests a second.")]
+    burst: Annotated[int, Field(description="Requests at once.")]
+    requests_in_hand: Annotated[int, Field(description="Requests in flight.")]
+    bytes_in_hand: Annotated[int, Field(description="Bytes of requests in flight.")]
 
 
 class DeploymentObject(TypedDict):
     """A deployment, as one gateway sees it."""
 
     object: Literal["deployment"]
-    pods: list[PodObject]
-    limits: TenantLimitsObject
-    tenants: list[TenantObject]
-    has_more: bool
-    """Whether there are more tenants, after `last_tenant`."""
-    last_tenant: str | None
+    pods: Annotated[list[PodObject], Field(description="Pods of the deployment.")]
+    limits: Annotated[TenantLimitsObject, Field(description="Limits of each tenant at each gateway.")]
+    tenants: Annotated[list[TenantObject], Field(description="Tenants with a key, by name.")]
+    has_more: Annotated[bool, Field(description="Whether more tenants follow.")]
+    last_tenant: Annotated[str | None, Field(description="Value for `after` to get the next page.")]
 
 
 class ModelObject(TypedDict):
     """A model, as OpenAI's clients know it."""
 
-    id: str
+    id: Annotated[str, Field(description="Name of the model.")]
     object: Literal["model"]
-    created: int
-    """The time of the answer, as in the engine's own list."""
-    owned_by: str
+    created: Annotated[int, Field(description="Time of the answer, as in the engine's own list.")]
+    owned_by: Annotated[str, Field(description="`vllm`.")]
 
 
 class ContextDeleted(TypedDict):
     """What is left of a context, or of a kept conversation."""
 
-    session_id: str
-    status: Literal["success", "partial"]
-    unreachable: NotRequired[list[str]]
-    """Of a kept conversation: pods where it goes by its TTL."""
+    session_id: Annotated[str, Field(description="Name of the deleted context.")]
+    status: Annotated[Literal["success", "partial"], Field(description="`partial`: a pod was unreachable.")]
+    unreachable: NotRequired[
+        Annotated[
+            list[str], Field(description="Pods that delete their part at its expiry; only for a kept conversation.")
+        ]
+    ]
 
 
 def deployment_object(view: DeploymentView) -> DeploymentObject:

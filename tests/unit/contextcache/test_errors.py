@@ -1,23 +1,24 @@
-"""The tree of errors: gRPC's statuses, which it knows by name only, and what reference/errors.md says of each."""
+"""The tree of errors: gRPC's statuses, which it knows by name only, and the statuses and types that clients get."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 import gateway.envoy.front
 import gateway.paths  # noqa: F401
+from contextcache.client.errors import BY_CODE
 from contextcache.errors import ContextCacheError, error_body
 from contextcache.wire.rpc import status_of
+from deploy.docs.errors import statuses
 
 
 def family(error_class: type[ContextCacheError]) -> list[type[ContextCacheError]]:
     return [error_class, *(below for child in error_class.__subclasses__() for below in family(child))]
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs/reference/errors.md"
-LISTED = re.findall(r"^\| (\d{3}) \| `(\w+)` \|", DOCUMENT.read_text(), re.MULTILINE)
+LISTED = sorted(
+    (str(status), code) for code, status in statuses().items() if code in BY_CODE and code != "model_not_found"
+)
 CLASSES = {error_class.code: error_class for error_class in family(ContextCacheError)}
 TYPES = {"401": "authentication_error", "429": "rate_limit_error"}
 

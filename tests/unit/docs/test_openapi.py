@@ -1,34 +1,29 @@
-"""The OpenAPI document and reference/http-api.md tell of the same calls, errors and headers, and of the same fields."""
+"""The OpenAPI document names the errors, headers, fields and words of the code."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
+from contextcache.client.errors import BY_CODE
 from contextcache.fields import OUR_FIELDS
-from contextcache.model import MAX_TTL_S, MIN_TTL_S
+from contextcache.model import MAX_TTL_S, MIN_TTL_S, SessionState
+from deploy.docs.errors import statuses
+from deploy.docs.http import document as openapi
 from gateway.fronts import CORS_EXPOSED_HEADERS
-from gateway.http import routes
+from vllm_plugin.turn.history import Why
+from vllm_plugin.turn.matching import Outcome
 
-DOCS = Path(__file__).parents[3] / "docs"
-PAGES = ("reference/http-api", "guides/contexts", "concepts/append-or-replay", "reference/usage", "guides/streams",
-         "guides/retries", "guides/accounting", "guides/kept-conversations", "reference/errors")  # fmt: skip
-DOC = re.sub(r"\]\([^)]*\)", "]", "".join((DOCS / f"{page}.md").read_text() for page in PAGES))
 NO_CALL = {"method_not_allowed"}
 """Answered to what is no operation of the document."""
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    app = FastAPI()
-    for router in (routes.contexts, routes.turns, routes.operations):
-        app.include_router(router)
-    return app.openapi()
+    return openapi()
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -45,38 +40,12 @@ def codes_of(operation: dict[str, Any]) -> set[tuple[str, str]]:
     return {(status, code.strip()) for status, found in told.items() if found for code in found[1].split(",")}
 
 
-def listed_errors() -> set[tuple[str, str]]:
-    rows = set(re.findall(r"^\| (\d{3}) \| `(\w+)` \|", DOC, re.MULTILINE))
-    return rows | set(re.findall(r"the engine's (404) `(model_not_found)`", DOC))
-
-
-def headers_in(text: str) -> set[str]:
-    return {
-        name.lower() for name in re.findall(r"`?\b((?:X-|If-|Idempotent?-?|Retry-|Server-)[A-Za-z-]+|Allow)\b", text)
-    }
-
-
-def test_the_calls_are_the_same(document):
-    """Seen to fail with the row of the rewind taken out."""
-    table = DOC[DOC.index("| call | does |") : DOC.index("## What a body may hold")]
-    told = set()
-    for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
-        method = ""
-        for found, path in re.findall(r"(GET|POST|PATCH|DELETE)? ?(/[\w/{}.]+)", row):
-            method = found or method
-            told.add((method, path.replace("{id}", "{session_id}")))
-    named = {(method, path) for method, path, _ in operations(document)}
-
-    # What is passed on without a context, and pages.
-    assert {path for _, path in told - named} == {"/v1/messages", "/v1/responses", "/v1/", "/openapi.json", "/console"}
-    assert named <= told
-
-
 def test_the_errors_are_the_same_with_their_statuses(document):
-    """Seen to fail with `generation_gone` taken out of the page."""
+    """Seen to fail with `generation_gone` taken out of a call."""
     named = set().union(*(codes_of(operation) for _, _, operation in operations(document)))
+    known = statuses()
 
-    assert named == {(status, code) for status, code in listed_errors() if code not in NO_CALL}
+    assert named == {(str(known[code]), code) for code in BY_CODE.keys() - NO_CALL}
 
 
 def test_every_operation_with_a_key_may_refuse_it_and_have_a_fault(document):
@@ -98,45 +67,39 @@ def test_an_error_has_our_body_and_one_of_the_codes_that_are_named(document):
             assert code in schema["properties"]["error"]["properties"]["code"]["enum"]
 
 
-def test_the_headers_of_requests_are_the_same(document):
-    """Seen to fail with `X-Context-Keep` left out of the document."""
-    asked = DOC[DOC.index("| field or header | meaning |") : DOC.index("claim a context: when there is none")]
-    told = headers_in(asked) | {"x-context-keep", "x-session-id"}
-    named = {
-        parameter["name"].lower()
-        for _, _, operation in operations(document)
-        for parameter in operation.get("parameters", ())
-        if parameter["in"] == "header"
-    }
-
-    assert named == told
-
-
-def test_the_headers_of_answers_are_the_same(document):
+def test_a_page_of_a_browser_may_read_all_headers_of_answers(document):
+    """Seen to fail with `X-Context-Mode` left out of the document."""
     named = {
         name.lower()
         for _, _, operation in operations(document)
         for answer in operation["responses"].values()
         for name in answer.get("headers", ())
     }
-    receipt = headers_in(DOC[DOC.index("## Receipt headers") : DOC.index("# Streams")])
 
-    # A page of a browser may read all of them.
     assert named == set(CORS_EXPOSED_HEADERS) - {"allow"}
-    assert receipt <= named
-    assert all(name in DOC.lower() for name in named)
 
 
-def test_the_fields_that_are_ours_are_the_same(document):
-    """Seen to fail with `truncated_tokens` taken out of the model, and with `context_commit` out of the page."""
+def test_every_field_of_ours_is_in_the_document_and_explained(document):
+    """Seen to fail with `truncated_tokens` and the description of `context_commit` taken out of the models."""
     schemas = document["components"]["schemas"]
-    usage = DOC[DOC.index("| field of `usage.context` | meaning |") : DOC.index("### Where a replay diverges")]
-    rows = set(re.findall(r"^\| `(\w+)` \|", usage, re.MULTILINE))
-    turn = schemas["ChatCompletion"]["properties"].keys()
+    turn = schemas["ChatCompletion"]["properties"]
 
-    assert schemas["ContextUsage"]["properties"].keys() == rows
-    assert turn >= OUR_FIELDS
-    assert all(f"`{name}`" in DOC for name in turn)
+    assert turn.keys() >= OUR_FIELDS
+    assert [name for name in OUR_FIELDS if not turn[name].get("description")] == []
+    assert [name for name, field in schemas["ContextUsage"]["properties"].items() if not field.get("description")] == []
+
+
+def test_the_words_of_a_turn_are_those_of_the_code(document):
+    """Seen to fail with `edited` misspelt."""
+    schemas = document["components"]["schemas"]
+
+    def words(schema: str, field: str) -> set[str]:
+        return set(re.findall(r"`([a-z_]+)`", schemas[schema]["properties"][field]["description"]))
+
+    matches = schemas["ContextUsage"]["properties"]["match"]["anyOf"][0]["enum"]
+    assert words("Diverged", "why") == {why.value for why in Why}
+    assert set(matches) == {outcome.value for outcome in Outcome}
+    assert words("ReadContext", "state") == {state.value for state in SessionState}
 
 
 def test_a_life_as_text_has_the_bounds_of_one_as_a_number(document):
