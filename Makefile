@@ -16,14 +16,17 @@ export TORCH_INDEX
 export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one docs plots images release ci
+.PHONY: help install lock proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one docs plots images release ci
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 install: .venv/.installed ## everything into .venv (first time: some minutes; TORCH_INDEX=<url> where pip finds no CPU torch)
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml deploy/server/pyproject.toml requirements.lock
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.install
+
+lock: ## versions and hashes of all packages, after a change of requirements; needs uv; UPGRADE=<package>
+	@PATH="$$PWD/.venv/bin:$$PATH" UPGRADE=$(UPGRADE) PYTHONPATH=. $(PYTHON) -m deploy.lock
 
 proto: .build/proto/.installed ## generate the gRPC stubs
 	@.build/proto/bin/python -m grpc_tools.protoc -I proto $(addprefix --,$(addsuffix =.,python_out grpc_python_out mypy_out mypy_grpc_out)) \
@@ -39,7 +42,8 @@ fmt: install ## format
 
 lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles, workflow, language
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
-	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry .
+	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry contextcache deploy
+	@.venv/bin/deptry --config deploy/server/pyproject.toml gateway context_manager kv_sidecar vllm_plugin pod_injector
 	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
 	@$(PY) -m deploy.docs.language && .venv/bin/proselint check --config deploy/docs/proselint.json $(PROSE)
 

@@ -1,7 +1,8 @@
-"""`python deploy/docker/payload.py <folder>`: the plugin, and what vLLM's image lacks of its imports, in one folder.
+"""`payload.py <folder> <wheels>`: the plugin, and its imports that vLLM's image lacks, in one folder.
 
-For each CPython that vLLM runs on, side by side: compiled modules carry the version in their names. Run while an image
-is built, by the Python of an environment with pip, from the root of the repository; standard library only.
+For each CPython that vLLM runs on, side by side: compiled modules carry the version in their names. `wheels` is a
+folder with both wheels of ours. An image build runs it, by the Python of an environment with pip; standard library
+only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).with_name("payload.txt")
+LOCK = Path(__file__).with_name("image.lock")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 """Those that vLLM 0.32 runs on."""
 PACKAGES = ("contextcache", "context_manager", "kv_sidecar", "vllm_plugin")
@@ -23,17 +25,29 @@ _GLIBC = 28
 """Minor version of glibc 2 that wheels may need: vLLM's images stand on older systems too."""
 
 
-def make_payload(folder: Path, *, machine: str) -> None:
+def make_payload(folder: Path, *, wheels: Path, machine: str) -> None:
     """Fill `folder` for containers of a machine, as `uname -m` names it. Raises CalledProcessError, SystemExit."""
-    wanted = [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
     with tempfile.TemporaryDirectory() as downloads:
-        ours = Path(downloads, "ours")
-        _pip("wheel", "--no-deps", "--wheel-dir", str(ours), ".")
         theirs = Path(downloads, "theirs")
+        wanted = Path(downloads, "wanted.lock")
+        wanted.write_text("\n".join(locked(LOCK.read_text(), names())))
         for python in PYTHONS:
-            _pip("download", "--dest", str(theirs), *_target(python, machine), *wanted)
+            _pip("download", "--dest", str(theirs), *_target(python, machine), "--requirement", str(wanted))
         unpack(sorted(theirs.glob("*.whl")), folder)
-        unpack(ours.glob("*.whl"), folder, only=PACKAGES)
+        unpack(sorted(wheels.glob("context_cache*.whl")), folder, only=PACKAGES)
+
+
+def names() -> list[str]:
+    """Return the packages that vLLM's image may lack."""
+    return [line for line in REQUIREMENTS.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def locked(lock: str, names: Sequence[str]) -> list[str]:
+    """Return the lines of a lock with versions and hashes of some packages. Raises SystemExit for a missing one."""
+    lines = {line.partition("==")[0]: line for line in lock.splitlines()}
+    if missing := sorted(set(names) - lines.keys()):
+        raise SystemExit(f"{LOCK.name} has no {', '.join(missing)}: make lock")
+    return [lines[name] for name in names]
 
 
 def unpack(wheels: Iterable[Path], folder: Path, *, only: Sequence[str] = ()) -> None:
@@ -55,7 +69,7 @@ def unpack(wheels: Iterable[Path], folder: Path, *, only: Sequence[str] = ()) ->
 
 
 def _target(python: str, machine: str) -> list[str]:
-    options = ["--no-deps", "--only-binary", ":all:", "--constraint", "constraints.txt"]
+    options = ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
     options += ["--implementation", "cp", "--python-version", python]
     for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
         options += ["--abi", abi]
@@ -70,4 +84,4 @@ def _pip(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    make_payload(Path(sys.argv[1]), machine=platform.machine())
+    make_payload(Path(sys.argv[1]), wheels=Path(sys.argv[2]), machine=platform.machine())

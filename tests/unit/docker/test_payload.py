@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.docker.payload import PACKAGES, PYTHONS, REQUIREMENTS, unpack
+from deploy.docker.payload import LOCK, PACKAGES, PYTHONS, REQUIREMENTS, locked, names, unpack
+from deploy.lock import LOCKS
 
 DOCKERFILES = sorted(Path("deploy/docker").glob("Dockerfile*"))
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+SERVER = tomllib.loads(Path("deploy/server/pyproject.toml").read_text())["project"]
 
 
 def wheel(folder: Path, name: str, **files: str) -> Path:
@@ -56,10 +58,20 @@ def test_the_payload_serves_every_python_that_a_wheel_of_ours_may_meet():
 
 
 def test_the_image_has_every_extra_that_a_part_needs():
-    installed = re.search(r'"\.\[([a-z,-]+)\]"', Path("deploy/docker/Dockerfile").read_text()).group(1).split(",")
+    (image,) = (lock for lock in LOCKS if lock.file == "deploy/docker/image.lock")
+    client, server = (re.search(r"\[([a-z,-]+)\]$", line)[1].split(",") for line in image.requirements)
 
-    elsewhere = {"dev", "lmcache", "local", "openai", "parts", "proto", "vllm-plugin"}  # `parts` comes with each part
-    assert set(installed) == set(PROJECT["optional-dependencies"]) - elsewhere
+    assert set(client) == set(PROJECT["optional-dependencies"]) - {"openai", "parts"}  # the server asks for parts
+    assert set(server) == set(SERVER["optional-dependencies"]) - {"lmcache", "vllm-plugin"}
+
+
+def test_the_payload_takes_versions_and_hashes_from_the_images_lock():
+    found = locked(LOCK.read_text(), names())
+
+    assert len(found) == len(names())
+    assert all(" --hash=sha256:" in line for line in found)
+    with pytest.raises(SystemExit, match="no-such-package"):
+        locked(LOCK.read_text(), ["no-such-package"])
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
