@@ -37,7 +37,7 @@ def test_no_page_loads_anything_from_another_server(site):
     assert [str(page.relative_to(site)) for page in pages if loads.search(page.read_text())] == []
 
 
-@pytest.mark.parametrize("asked", ["409", "context_busy"])
+@pytest.mark.parametrize("asked", ["409", "context_busy", "every turn is a miss"])
 def test_the_search_finds(site, asked):
     """Seen to fail with the page of errors left out."""
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
