@@ -84,9 +84,7 @@ def _exponent(value: float | list[float] | None) -> str:
 
 def _slopes(sizes: Sequence[int], costs: Floats) -> Floats:
     """Return the slope of each column of `costs` [sizes, draws]."""
-    x = np.log(np.asarray(sizes, dtype=np.float64))
-    x -= x.mean()
-    return np.asarray((x / (x @ x)) @ np.log(costs))
+    return np.asarray(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
 def _rounded(value: float) -> float:

@@ -72,8 +72,11 @@ def first_token(ours: Result, peers: Result) -> Any:
         rows = [row for row in peers["ttft"] if (row["way"], row["system"]) == (way, system)]
         points = [(row["size"], row["ttft_ms_median"]) for row in rows]
         _line(right, f"{name}, {way}", points, style=dash, colour=COLOURS[list(systems).index(system)])
-    for axes, title in ((left, "Time to first token, ms"), (right, "The same, beside others in one run, ms")):
+    for axes, title in ((left, "Time to first token"), (right, "The same, beside others in one run")):
         axes.set(xscale="log", yscale="log", title=title)
+        lowest, highest = axes.get_ylim()
+        shown = [ms for ms in (100, 200, 500, 1000, 2000, 5000) if lowest <= ms <= highest]
+        axes.set_yticks(shown, [f"{ms} ms" if ms < 1000 else f"{ms // 1000} s" for ms in shown])
         _ticks(axes, sorted({row["size"] for row in ours["ttft"]}))
     return figure
 
@@ -123,7 +126,7 @@ def faults(result: Result) -> Any:
         axes.plot(beyond_s, spread, ".", markersize=4, color=COLOURS[number])
         names.append(f"{name} ({len(beyond_s)})")
     axes.set_yticks(range(len(names)), names)
-    axes.set_title("What a fault costs")
+    axes.set_title("Delay of a turn that met a fault")
     return figure
 
 
