@@ -99,7 +99,7 @@ bench-one: install ## one other; ONLY=agents|attacks|beside|checksum|codec|conve
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
 docs: install ## the documentation site into .build/site; REPOSITORY_URL=<its web page>: links to other files of the repository
-	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 plots: install ## draw the README's picture from benchmarks/results; the documentation site draws its own
 	@PYTHONPATH=. $(PY) -m benchmarks.plots
 
