@@ -48,8 +48,9 @@ def size(size_bytes: float | None) -> str:
 
 
 def gib_hours(byte_hours: float) -> str:
-    """Return storage over time in GiB-hours, to three digits."""
-    return f"{byte_hours / (1 << 30):.3g}"
+    """Return storage over time in GiB-hours, to three digits. A small figure is no zero."""
+    hours = byte_hours / (1 << 30)
+    return "< 0.001" if 0 < hours < 0.001 else f"{hours:.3g}"
 
 
 def left(expires_at: float, now: float | None = None) -> str:

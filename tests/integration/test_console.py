@@ -107,7 +107,7 @@ class Person:
 
     async def sign_in(self, key=KEY):
         await self.page.get_by_label("API key").fill(key)
-        await self.page.get_by_role("button", name="Open").click()
+        await self.page.get_by_role("button", name="Sign in").click()
 
     async def violations(self):
         return await self.page.evaluate("window.violations ?? []")
@@ -238,7 +238,7 @@ async def test_a_replay_drops_no_turn_that_others_took(url, browser, then):
         if then == "replays":
             await replay.click()
             told = await page.get_by_role("alert").inner_text()
-            assert "has gone on elsewhere" in told
+            assert "Another client has continued" in told
         elif then == "asks":
             await page.get_by_label("Message", exact=True).fill("And a lake?")
             await page.get_by_role("button", name="Ask", exact=True).click()
@@ -249,7 +249,7 @@ async def test_a_replay_drops_no_turn_that_others_took(url, browser, then):
             await page.evaluate(f"location.hash = '#/contexts/{session_id}'")
             await page.get_by_text("Holder").wait_for()
             await page.evaluate(f"location.hash = '#/playground/{session_id}'")
-        await page.get_by_text("does not hand out what was said before").wait_for()
+        await page.get_by_text("does not return earlier messages").wait_for()
         info = await context.refresh()
 
     assert await replay.is_disabled()
@@ -273,12 +273,12 @@ async def test_one_can_delete_a_context_and_is_told_in_words_what_goes_wrong(url
         await person.page.get_by_text("No contexts yet").wait_for()
         left = [info async for info in client.contexts.list()]
         await person.page.evaluate("location.hash = '#/contexts/ctx_gone'")
-        await person.page.get_by_text("no such context").wait_for()
+        await person.page.get_by_text("does not exist").wait_for()
         await manager.stop()
         await person.page.evaluate("location.hash = '#/contexts'")
         await person.page.get_by_text("cannot reach the context manager").wait_for(timeout=60_000)
 
-    assert "does not know this key" in refusal
+    assert "API key is unknown" in refusal
     assert left == []
     assert await person.violations() == []
 
@@ -289,7 +289,7 @@ async def test_one_can_delete_a_context_and_is_told_in_words_what_goes_wrong(url
     [
         ({"code": "constructor", "message": "odd"}, "Odd."),
         ({"code": 7, "message": {"why": ESCAPE}}, '{"why":"<img'),
-        ("only words", "The server answered 418."),
+        ("only words", "The server answered with status 418."),
     ],
 )
 async def test_whatever_an_error_says_is_told_as_text(url, browser, error, shown):

@@ -19,14 +19,14 @@ export class Refusal extends Error {
 
 const SENTENCES = {
   __proto__: null, // a code is any word
-  invalid_api_key: "The server does not know this key.",
-  context_not_found: "There is no such context: it was deleted, or it belongs to another tenant.",
-  context_expired: "This context has expired: its time was up, and its conversation is gone.",
+  invalid_api_key: "This API key is unknown.",
+  context_not_found: "This context does not exist: it was deleted, or it belongs to another tenant.",
+  context_expired: "This context has expired, and its conversation is deleted.",
   context_busy: "Another turn of this context is running.",
-  generation_mismatch: "This context has gone on elsewhere: nothing was done, so that no turn of it is lost.",
-  store_unavailable: "The server cannot reach the context manager or its Redis now. Contexts come back with it.",
+  generation_mismatch: "Another client has continued this context. This request did nothing, so that no turn is lost.",
+  store_unavailable: "The server cannot reach the context manager or its Redis. Contexts are available again when it can.",
   no_ready_endpoint: "No pod is ready to answer.",
-  gateway_unavailable: "No gateway is there to find contexts.",
+  gateway_unavailable: "No gateway is available.",
 };
 const UNREACHABLE = "The server cannot be reached.";
 
@@ -38,7 +38,7 @@ async function refusalOf(answer) {
     // Somebody before the gateway answered, in words that are not for us.
   }
   const wait = Number(answer.headers.get("retry-after"));
-  const sentence = SENTENCES[told.code] ?? asSentence(told.message ?? `The server answered ${answer.status}.`);
+  const sentence = SENTENCES[told.code] ?? asSentence(told.message ?? `The server answered with status ${answer.status}.`);
   return new Refusal(answer.status, told.code ?? "", wait ? `${sentence} Try again in ${wait} s.` : sentence);
 }
 
@@ -64,7 +64,7 @@ async function send(method, path, { body, headers, signal }) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal(0, "", error.name === "TimeoutError" ? "The server did not answer in time." : UNREACHABLE);
+    throw new Refusal(0, "", error.name === "TimeoutError" ? "The server did not answer within its deadline." : UNREACHABLE);
   }
   if (!answer.ok) throw await refusalOf(answer);
   return answer;
@@ -78,7 +78,7 @@ export async function call(method, path, { body, signal } = {}) {
     return await answer.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal(0, "", "The server’s answer broke off.");
+    throw new Refusal(0, "", "The server’s answer was cut off.");
   }
 }
 
@@ -106,12 +106,12 @@ export async function stream(path, body, { headers, signal, onEvent }) {
         else if (data) onEvent(eventOf(data));
       }
     }
-    if (!isDone) throw new Refusal(0, "", "The answer broke off. Nothing of it was committed, unless this was its last word.");
+    if (!isDone) throw new Refusal(0, "", "The answer was cut off. The turn was not committed, unless only its end was lost.");
     return answer.headers;
   } catch (error) {
     if (error instanceof Refusal) throw error;
     if (signal.aborted) throw new Refusal(0, "stopped", "Stopped. Nothing was committed.");
-    throw new Refusal(0, "", silence.signal.aborted ? "The server fell silent." : UNREACHABLE);
+    throw new Refusal(0, "", silence.signal.aborted ? "The server sent no data for five minutes." : UNREACHABLE);
   } finally {
     clearTimeout(timer);
   }

@@ -2,7 +2,7 @@
 // The time to the first token of every turn beside the cold one. The table below it has the same figures in words.
 
 import { html, useEffect, useRef } from "./htm-preact.js";
-import { milliseconds } from "./words.js";
+import { milliseconds, tick } from "./words.js";
 
 const HEIGHT = 220;
 
@@ -41,7 +41,8 @@ function optionsFor(box, number) {
   const colour = (name) => style.getPropertyValue(name).trim();
   const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
   const line = (label, stroke, dash) => ({
-    label, stroke, dash, width: 2, spanGaps: true, points: { show: true, size: 7, fill: stroke }, value: (_, ms) => milliseconds(ms),
+    label, stroke, dash, width: 2, spanGaps: true, points: { show: true, size: 7, fill: stroke },
+    value: (_, ms) => (ms == null ? "" : milliseconds(ms)),
   });
   return {
     width: box.clientWidth,
@@ -50,12 +51,12 @@ function optionsFor(box, number) {
     scales: { x: { time: false, range: [0.5, Math.max(number, 4) + 0.5] }, y: { range: (_, low, high) => [0, (high || 1) * 1.1] } },
     axes: [
       { ...axis, incrs: [1, 2, 5, 10, 20], values: (_, at) => at.map((turn) => (Number.isInteger(turn) ? turn : "")) },
-      { ...axis, size: 62, values: (_, at) => at.map((ms) => milliseconds(ms)) },
+      { ...axis, size: 62, values: (_, at) => at.map((ms) => tick(ms, at.at(-1))) },
     ],
     series: [
-      { label: "Turn" },
-      line("with the context", colour("--cached")),
-      line("cold", colour("--computed"), [5, 4]),
+      { label: "Turn", value: (_, turn) => turn ?? "" },
+      line("With the context", colour("--cached")),
+      line("Cold", colour("--computed"), [5, 4]),
     ],
   };
 }

@@ -5,7 +5,7 @@ import { call, contextPath } from "./api.js";
 import { Confirm, Copy, Fact, Life, Problem, Tag, useEvery, useTitle } from "./pieces.js";
 import { conversationOf, fork, read, remove, rewind, turnsOf } from "./turns.js";
 import { TurnList } from "./turnlist.js";
-import { count, moment, plural, reasonOf, shortId, size } from "./words.js";
+import { count, moment, plural, reasonOf, shortId, size, tierOf } from "./words.js";
 
 const REFRESH_MS = 5_000;
 const ANCESTORS_MAX = 16;
@@ -13,7 +13,7 @@ const FORKS_AMONG = 100; // of the newest contexts: one page
 const HOLDERS = {
   sealed: "the newest KV is saved",
   pending: "the newest KV is still being saved",
-  absent: "there is no KV: the next turn computes all of it",
+  absent: "no KV is stored: the next turn computes the whole prompt",
   unreachable: "its sidecar does not answer",
 };
 
@@ -64,7 +64,7 @@ export function Context({ id }) {
           </label>
           <button type="submit">Rewind</button>
         </form>
-        <button type="button" onClick=${longer}>Start its time again</button>
+        <button type="button" onClick=${longer}>Extend</button>
         <button type="button" class="danger" onClick=${() => setQuestion("delete")}>Delete</button>
       </div>
       <${Facts} context=${context} />
@@ -74,7 +74,7 @@ export function Context({ id }) {
       <${Lineage} context=${context} />
       <${Metadata} metadata=${context.metadata} />`}
     ${question === "delete" && html`<${Confirm} question="Delete this context?" verb="Delete" onYes=${removed} onNo=${() => setQuestion(null)}
-      detail="Its conversation is gone at once, and its KV wherever a sidecar can be reached. This cannot be taken back." />`}
+      detail="This deletes its conversation, and its KV on every sidecar that answers. It cannot be undone." />`}
   `;
 }
 
@@ -83,14 +83,14 @@ const Facts = ({ context }) => html`<dl class="facts card">
   <${Fact} name="Turns"><span class="number">${count(context.turns)}</span><//>
   <${Fact} name="Tokens"><span class="number">${count(context.tokens)}</span><//>
   <${Fact} name="KV"><span class="number">${size(context.bytes)}</span><//>
-  <${Fact} name="Read from">${context.tiers.join(", ") || "–"}<//>
+  <${Fact} name="Storage">${context.tiers.map(tierOf).join(", ") || "–"}<//>
   <${Fact} name="Holder">${context.holder.endpoint || "–"}<small>${HOLDERS[context.holder.state]}${
     context.holder.reason ? `: ${reasonOf(context.holder.reason)}` : ""}</small><//>
   <${Fact} name="Generation"><span class="number">${count(context.generation)}</span><//>
   <${Fact} name="Mode">${context.mode}<//>
   <${Fact} name="Created"><span class="number">${moment(context.created)}</span><//>
   <${Fact} name="Time left"><${Life} expiresAt=${context.expires_at} ttl=${context.ttl} />
-    <small class="number">${moment(context.expires_at)}, ${context.ttl_policy === "sliding" ? "later with each turn" : "fixed"}</small><//>
+    <small class="number">${moment(context.expires_at)}, ${context.ttl_policy === "sliding" ? "sliding: each turn extends it" : "fixed"}</small><//>
 </dl>`;
 
 function Turns({ context }) {
@@ -99,8 +99,8 @@ function Turns({ context }) {
   const missing = context.turns - turns.filter((turn) => turn.committed !== false).length - (context.forked_from ? 1 : 0);
   return html`
     ${turns.length > 0 && html`<${TurnList} turns=${turns} />`}
-    ${context.forked_from && html`<p class="note">Turn 1 is the fork: it begins with what ${shortId(context.forked_from.session_id)} was at turn ${context.forked_from.generation}.</p>`}
-    ${missing > 0 && html`<p class="note">${plural(missing, "earlier turn")} not shown: the server remembers the last ones.</p>`}`;
+    ${context.forked_from && html`<p class="note">Turn 1 is the fork: it begins with ${shortId(context.forked_from.session_id)} at turn ${context.forked_from.generation}.</p>`}
+    ${missing > 0 && html`<p class="note">${plural(missing, "earlier turn")} not shown: the server stores only the last turns.</p>`}`;
 }
 
 function Lineage({ context }) {
@@ -118,12 +118,12 @@ function Lineage({ context }) {
     }, () => null);
     return () => abort.abort();
   }, [id]);
-  if (!context.forked_from && !forks.length) return html`<p class="note">Not forked from another context; none of your newest ${FORKS_AMONG} is forked from it.</p>`;
+  if (!context.forked_from && !forks.length) return html`<p class="note">This context is not a fork. None of the newest ${FORKS_AMONG} contexts is a fork of it.</p>`;
   return html`<ul class="tree card">
     ${ancestors.map((found, depth) => html`<li style=${{ paddingInlineStart: `${depth * 1.25}rem` }}>
-      ${found.isGone ? html`<code>${shortId(found.id)}</code> <small>gone</small>` : html`<${Named} id=${found.id} />`}
+      ${found.isGone ? html`<code>${shortId(found.id)}</code> <small>deleted</small>` : html`<${Named} id=${found.id} />`}
       <small class="number"> forked at turn ${found.generation}</small></li>`)}
-    <li aria-current="true" style=${{ paddingInlineStart: `${ancestors.length * 1.25}rem` }}><code>${shortId(id)}</code> <small>this one</small></li>
+    <li aria-current="true" style=${{ paddingInlineStart: `${ancestors.length * 1.25}rem` }}><code>${shortId(id)}</code> <small>this context</small></li>
     ${forks.map((name) => html`<li style=${{ paddingInlineStart: `${(ancestors.length + 1) * 1.25}rem` }}><${Named} id=${name} /></li>`)}
   </ul>`;
 }

@@ -4,7 +4,7 @@ import { html, useEffect, useState } from "./htm-preact.js";
 import { call, contextPath } from "./api.js";
 import { usePages } from "./pages.js";
 import { Empty, Life, Problem, Tag, useEvery, useTitle } from "./pieces.js";
-import { count, moment, plural, shortId, size } from "./words.js";
+import { count, moment, plural, shortId, size, tierOf } from "./words.js";
 
 const PAGE = 25;
 const SCANNED = 100;
@@ -69,15 +69,15 @@ export function Contexts({ models }) {
     <${Problem} error=${page.error}><button type="button" onClick=${page.reload}>Try again</button><//>
     ${page.data && !page.data.length && !page.hasMore && html`<${Nothing} isFiltered=${search || model} />`}
     ${page.data?.length > 0 && html`<${Table} contexts=${page.data} kv=${kv} />`}
-    <${Pager} page=${page} said=${search && page.extra ? `looked at ${plural(page.extra.scanned, "context")}` : ""} />
+    <${Pager} page=${page} said=${search && page.extra ? `searched ${plural(page.extra.scanned, "context")}` : ""} />
   `;
 }
 
 const Nothing = ({ isFiltered }) =>
   isFiltered
-    ? html`<${Empty} title="Nothing matches">No live context of yours has this in its id, metadata, holder or state.<//>`
+    ? html`<${Empty} title="No match">No live context has this text in its id, metadata, holder or state.<//>`
     : html`<${Empty} title="No contexts yet">
-        Create one in the <a href="#/playground">playground</a>, or with <code>POST /v1/context</code>: the first answer names its id.
+        Create one in the <a href="#/playground">playground</a>, or with <code>POST /v1/context</code>: its answer has the new id.
       <//>`;
 
 // Bytes and tier, which only a read of each context tells: of those that are shown, a few at a time.
@@ -105,7 +105,7 @@ function useKV(contexts) {
   return known;
 }
 
-const COLUMNS = ["Context", "Model", "Turns", "Tokens", "KV", "Tier", "Holder", "Time left"];
+const COLUMNS = ["Context", "Model", "Turns", "Tokens", "KV", "Storage", "Holder", "Time left"];
 const NUMBERS = new Set(["Turns", "Tokens", "KV"]);
 
 function Table({ contexts, kv }) {
@@ -132,13 +132,13 @@ function Row({ context, kv }) {
     <td role="cell" data-name="Turns" class="number">${count(context.turns)}</td>
     <td role="cell" data-name="Tokens" class="number">${count(context.tokens)}</td>
     <td role="cell" data-name="KV" class="number">${kv ? size(kv.bytes) : "…"}</td>
-    <td role="cell" data-name="Tier">${kv ? kv.tiers.join(", ") || kv.holder.state : "…"}</td>
+    <td role="cell" data-name="Storage">${kv ? kv.tiers.map(tierOf).join(", ") || kv.holder.state : "…"}</td>
     <td role="cell" data-name="Holder" class="cut">${context.holder?.endpoint || "–"}</td>
     <td role="cell" data-name="Time left"><${Life} expiresAt=${context.expires_at} ttl=${context.ttl} /></td>
   </tr>`;
 }
 
-export const Pager = ({ page, said }) => html`<nav class="row pager" aria-label="Pages" aria-busy=${page.isLoading}>
+export const Pager = ({ page, said }) => (page.number > 1 || page.next || said) && html`<nav class="row pager" aria-label="Pages" aria-busy=${page.isLoading}>
   <button type="button" disabled=${!page.first} onClick=${page.first}>First</button>
   <button type="button" disabled=${!page.previous} onClick=${page.previous}>Previous</button>
   <span role="status" class="number">Page ${count(page.number)}${said && ` · ${said}`}</span>

@@ -24,14 +24,14 @@ export function Kept() {
   const away = page.extra?.unreachable ?? [];
   return html`
     <h1 ref=${head} tabindex="-1">Kept conversations</h1>
-    <p class="lead">KV of plain requests, of keys that say <code>"plain": "keep"</code>. The next request that begins like one of these starts there.</p>
+    <p class="lead">KV of requests without a context, for API keys with <code>"plain": "keep"</code>. The next request with the same beginning reuses it.</p>
     <${Problem} error=${error ?? page.error} />
-    ${away.length > 0 && html`<p class="note">Not asked, because they cannot be reached: ${away.join(", ")}.</p>`}
-    ${page.data && !page.data.length && html`<${Empty} title="Nothing is kept">This key does not keep plain requests, or none came in the last hour.<//>`}
+    ${away.length > 0 && html`<p class="note">These pods do not answer, so their conversations are missing: ${away.join(", ")}.</p>`}
+    ${page.data && !page.data.length && html`<${Empty} title="No kept conversations">This key does not keep requests without a context, or sent none in the last hour.<//>`}
     ${page.data?.length > 0 && html`<div class="card"><table role="table" class="list">
-      <caption class="hidden">Kept conversations, what was used last first</caption>
+      <caption class="hidden">Kept conversations, last used first</caption>
       <thead role="rowgroup"><tr role="row">
-        ${["Conversation", "Tokens", "KV", "Pods", "Last used", "Ends in", "Last miss", ""].map((name, at) =>
+        ${["Conversation", "Tokens", "KV", "Pods", "Last used", "Expires in", "Last miss", ""].map((name, at) =>
           html`<th role="columnheader" scope="col" class=${at === 1 || at === 2 ? "number" : ""}>${name || html`<span class="hidden">Actions</span>`}</th>`)}
       </tr></thead>
       <tbody role="rowgroup">${page.data.map((kept) => html`<tr role="row" key=${kept.id}>
@@ -40,15 +40,15 @@ export function Kept() {
         <td role="cell" data-name="KV" class="number">${size(kept.bytes)}</td>
         <td role="cell" data-name="Pods" class="cut">${kept.pods.join(", ")}</td>
         <td role="cell" data-name="Last used">${moment(kept.last_used)}</td>
-        <td role="cell" data-name="Ends in" class="number">${span(kept.expires_at - Date.now() / 1000)}</td>
+        <td role="cell" data-name="Expires in" class="number">${span(kept.expires_at - Date.now() / 1000)}</td>
         <td role="cell" data-name="Last miss">${missOf(kept.last_miss)}</td>
         <td role="cell"><button type="button" class="quiet" onClick=${() => setLeaving(kept)} aria-label=${`Delete ${kept.id}`}>Delete</button></td>
       </tr>`)}</tbody>
     </table></div>`}
     <${Pager} page=${page} said="" />
-    ${leaving && html`<${Confirm} question="Delete what is kept?" detail=${`${leaving.id}: the next such request computes all of it.`} verb="Delete" onYes=${drop} onNo=${() => setLeaving(null)} />`}
+    ${leaving && html`<${Confirm} question="Delete this conversation?" detail=${`${leaving.id}: the next request with this beginning computes its whole prompt.`} verb="Delete" onYes=${drop} onNo=${() => setLeaving(null)} />`}
   `;
 }
 
 const missOf = (miss) =>
-  miss ? `${count(miss.matched)} of ${count(miss.of)} tokens were known; it left at token ${count(miss.diverged_at_token)}` : "–";
+  miss ? `${count(miss.matched)} of ${count(miss.of)} tokens matched; the first difference was token ${count(miss.diverged_at_token)}` : "–";

@@ -56,9 +56,9 @@ function SignIn({ onOpen }) {
       <label><span>API key</span>
         <input name="key" type="password" autocomplete="off" spellcheck="false" aria-describedby="key-said" aria-invalid=${Boolean(error)} />
       </label>
-      <p id="key-said" class="note">It stays in this tab’s memory and is gone when you reload. A gateway without keys needs none.</p>
+      <p id="key-said" class="note">The key stays in the memory of this tab until you reload it. A gateway without keys needs none.</p>
       ${error && html`<div class="problem" role="alert"><p>${error.message}</p></div>`}
-      <button type="submit" class="primary" disabled=${isAsking}>Open</button>
+      <button type="submit" class="primary" disabled=${isAsking}>Sign in</button>
     </form>
   </main>`;
 }
@@ -76,7 +76,7 @@ function Shell({ onLeave }) {
       <span class="brand">context-cache</span>
       <nav aria-label="Views">${VIEWS.map(([name, title]) =>
         html`<a href=${`#/${name}`} aria-current=${view === name ? "page" : null}>${title}</a>`)}</nav>
-      <button type="button" class="quiet" onClick=${onLeave}>Leave</button>
+      <button type="button" class="quiet" onClick=${onLeave}>Sign out</button>
     </div></header>
     <main id="main" tabindex="-1"><${View} view=${view} id=${id} models=${models} /></main>`;
 }
@@ -86,7 +86,7 @@ function View({ view, id, models }) {
   if (view === "kept") return html`<${Kept} />`;
   if (view === "playground") return html`<${Playground} id=${id} models=${models} />`;
   if (view === "operations") return html`<${Operations} />`;
-  return html`<${Empty} title="No such view">Choose one above.<//>`;
+  return html`<${Empty} title="No such view">Choose a view above.<//>`;
 }
 
 function App() {

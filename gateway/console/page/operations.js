@@ -5,7 +5,7 @@ import { call } from "./api.js";
 import { Pager } from "./contexts.js";
 import { usePages } from "./pages.js";
 import { Empty, Fact, Problem, Tag, useEvery, useTitle } from "./pieces.js";
-import { count, plural, size } from "./words.js";
+import { count, gibHours, plural, size, tierOf } from "./words.js";
 
 const REFRESH_MS = 5_000;
 const TENANTS_SHOWN = 20; // each costs the manager a read
@@ -39,9 +39,9 @@ export function Operations() {
     <h1 ref=${head} tabindex="-1">Operations</h1>
     ${isOperator
       ? html`<${Problem} error=${page.error} />`
-      : html`<${Empty} title="For operators">Pods and tenants are shown to a key whose entry says “operator”. This one sees what its own tenant used.<//>`}
+      : html`<${Empty} title="For operators">Only an operator’s key shows pods and tenants. This key shows the usage of its own tenant.<//>`}
     ${looks.now && html`<h2>Pods</h2><${Pods} pods=${looks.now.pods} />
-      <h2>Tenants</h2><${Tenants} looks=${looks} />${(page.previous || page.next) && html`<${Pager} page=${page} said="" />`}`}
+      <h2>Tenants</h2><${Tenants} looks=${looks} /><${Pager} page=${page} said="" />`}
     ${own && html`<h2>Usage of ${own.tenant} today</h2><${Usage} usage=${own} />`}
   `;
 }
@@ -69,12 +69,12 @@ function Pods({ pods }) {
     count(engine.running),
     count(engine.waiting),
     percent(engine.kv_usage),
-    Object.entries(tiers).map(([tier, share]) => `${tier} ${percent(share)}`).join(", ") || "–",
+    Object.entries(tiers).map(([tier, share]) => `${tierOf(tier)} ${percent(share)}`).join(", ") || "–",
   ]);
-  if (!rows.length) return html`<${Empty} title="No pods">The gateway knows of no pod yet.<//>`;
+  if (!rows.length) return html`<${Empty} title="No pods">The gateway has found no pod yet.<//>`;
   return html`<${Table} caption="Pods" text=${[1, 2, 6]} rows=${rows}
-      heads=${["Pod", "State", "Models", "Running", "Waiting", "Engine’s KV", "Sidecar’s tiers"]} />
-    ${kinds > 1 && html`<p class="note">Their KV is of ${kinds} kinds: what one made, pods of another kind compute again.</p>`}`;
+      heads=${["Pod", "State", "Models", "Running", "Waiting", "Engine KV", "Sidecar tiers"]} />
+    ${kinds > 1 && html`<p class="note">The pods have ${kinds} kinds of KV. A pod cannot reuse the KV of another kind.</p>`}`;
 }
 
 function Tenants({ looks: { now, before } }) {
@@ -94,34 +94,34 @@ function Tenants({ looks: { now, before } }) {
       perMinute(one),
       count(used?.computed_tokens),
       count(used?.cached_tokens),
-      used ? size(held(used)) : "–",
+      used ? gibHours(held(used)) : "–",
       count(one.requests_in_hand),
     ];
   });
   const { requests_per_second: rate, burst, requests_in_hand: requests, bytes_in_hand: bytes } = now.limits;
   const limits = [
-    rate ? `${count(rate)} requests a second (${count(burst)} at once)` : "",
-    requests ? `${plural(requests, "request")} in hand` : "",
+    rate ? `${count(rate)} requests per second (burst ${count(burst)})` : "",
+    requests ? `${plural(requests, "request")} in flight` : "",
     bytes ? `${size(bytes)} of bodies` : "",
   ].filter(Boolean);
   return html`<${Table} caption="Tenants" rows=${rows}
-      heads=${["Tenant", "Keys", "Contexts", "Turns today", "Per minute", "Computed", "Cached", "Held × hours", "In hand"]} />
-    <p class="note">${limits.length ? `At one gateway each tenant may have ${limits.join(", ")}.` : "No limit is set on a tenant’s requests."} In hand: requests being served now.
-      Held × hours: bytes of KV times the hours they were kept today. Per minute: turns since the look before.</p>`;
+      heads=${["Tenant", "Keys", "Contexts", "Turns today", "Turns/min", "Computed", "Cached", "GiB·h", "In flight"]} />
+    <p class="note">${limits.length ? `Limits of a tenant at one gateway: ${limits.join(", ")}.` : "Tenants have no limit on requests."} In flight: requests in progress.
+      GiB·h: stored KV today, in GiB times hours. Turns/min: since the previous refresh.</p>`;
 }
 
 const held = (used) => Object.values(used.byte_hours).reduce((sum, bytes) => sum + bytes, 0);
 
 // What was used, by API key: what belongs to no key is bytes that were held.
 function Usage({ usage }) {
-  const named = usage.days.flatMap(({ keys }) => keys.map((used) => [used.key || "held", used]));
-  if (!named.length) return html`<${Empty} title="Nothing used yet">Turns of today are counted here, by API key.<//>`;
-  const rows = [...named, ["all", usage.total]].map(([name, used]) => [
+  const named = usage.days.flatMap(({ keys }) => keys.map((used) => [used.key || "(stored KV)", used]));
+  if (!named.length) return html`<${Empty} title="Nothing used yet">This table shows today’s turns, by API key.<//>`;
+  const rows = [...named, ["Total", usage.total]].map(([name, used]) => [
     name,
     ...[used.contexts, used.turns, used.computed_tokens, used.cached_tokens, used.completion_tokens].map(count),
     `${used.saved_seconds.toFixed(1)} s`,
-    size(held(used)),
+    gibHours(held(used)),
   ]);
   return html`<${Table} caption="Usage today, by API key" rows=${rows}
-    heads=${["API key", "Contexts", "Turns", "Computed", "Cached", "Answered", "Saved", "Held × hours"]} />`;
+    heads=${["API key", "Contexts", "Turns", "Computed", "Cached", "Answered", "Saved", "GiB·h"]} />`;
 }

@@ -100,26 +100,26 @@ export function Playground({ id: given, models }) {
             <button type="submit" class="primary" disabled=${streamed}>${id ? "Ask" : "Create and ask"}</button>
             ${streamed && html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>`}
             ${id && html`
-              <button type="button" disabled=${streamed || !messages} title=${messages ? "" : "This tab has not seen the whole conversation"}
+              <button type="button" disabled=${streamed || !messages} title=${messages ? "" : "Replay needs the whole conversation, and this tab has only a part of it"}
                 onClick=${() => run("replay", messages.slice(0, -1))}>Replay</button>
               <button type="button" disabled=${streamed} onClick=${forked}>Fork</button>
               <button type="button" disabled=${streamed} onClick=${startAnew}>New</button>
               <button type="button" class="danger" disabled=${streamed} onClick=${() => setWantsDelete(true)}>Delete</button>`}
           </div>
           <div class="row small">
-            <label class="inline">Answer at most <input name="max_tokens" type="number" min="1" max="4096" value="64" /> tokens</label>
-            <label class="inline"><input name="cold" type="checkbox" defaultChecked /> time a cold prompt of the same length beside each turn</label>
+            <label class="inline">Answer limit <input name="max_tokens" type="number" min="1" max="4096" value="64" /> tokens</label>
+            <label class="inline"><input name="cold" type="checkbox" defaultChecked /> Also time a cold prompt of the same length</label>
           </div>
         </form>
       </section>
       <section aria-label="Measured">
         ${turns.length
           ? html`<div class="card"><h2>Time to the first token</h2><${Chart} turns=${turns} /></div>`
-          : html`<${Empty} title="Nothing measured yet">Each turn is drawn here beside a cold prompt of the same length, which shares nothing with any other.<//>`}
+          : html`<${Empty} title="No turns yet">The chart compares each turn with a cold prompt of the same length, which reuses no KV.<//>`}
       </section>
     </div>
     ${turns.length > 0 && html`<h2>Turns</h2><${TurnList} turns=${turns} />`}
-    ${wantsDelete && html`<${Confirm} question="Delete this context?" detail="Its conversation and its KV are gone at once." verb="Delete"
+    ${wantsDelete && html`<${Confirm} question="Delete this context?" detail="This deletes its conversation and its KV. It cannot be undone." verb="Delete"
       onYes=${removed} onNo=${() => setWantsDelete(false)} />`}
   `;
 }
@@ -133,20 +133,20 @@ const NewContext = ({ models }) => html`
     <label class="grow"><span>Model</span>
       <select name="model" required>${models.map((name) => html`<option value=${name}>${name}</option>`)}</select>
     </label>
-    <label><span>Lives for</span>
+    <label><span>Expires after</span>
       <select name="ttl"><option value="600">10 minutes</option><option value="3600" selected>1 hour</option><option value="86400">1 day</option></select>
     </label>
   </div>
   <label><span>System prompt</span><textarea name="system" rows="2" defaultValue=${SYSTEM}></textarea></label>
   <div class="row small"><button type="button" class="quiet" onClick=${fillSample}>Use a long document</button>
-    <span class="note">A few words are computed as fast as they are looked up: what a context saves shows from about a thousand tokens on.</span></div>`;
+    <span class="note">A short prompt computes as fast as it loads. A context saves time from about 1,000 tokens.</span></div>`;
 
 function Messages({ messages, isOpen, streamed }) {
   const end = useRef(null);
   useEffect(() => end.current?.scrollIntoView({ block: "nearest" }), [streamed?.text, messages?.length]);
   const isReplay = streamed?.kind === "replay";
   return html`<div class="messages" tabindex="0" role="log" aria-label="Messages" aria-busy=${Boolean(streamed)}>
-    ${isOpen && !messages && html`<p class="note">The server does not hand out what was said before. New turns continue it all the same.</p>`}
+    ${isOpen && !messages && html`<p class="note">The server does not return earlier messages. New turns still continue the conversation.</p>`}
     ${(isReplay ? messages.slice(0, -1) : messages ?? []).map((message) => html`<${Message} ...${message} />`)}
     ${streamed && !isReplay && html`<${Message} role="user" content=${streamed.question} />`}
     ${streamed && html`<${Message} role="assistant" content=${streamed.text || "…"} />`}
@@ -155,4 +155,4 @@ function Messages({ messages, isOpen, streamed }) {
 }
 
 // A text node: whatever a model writes stays text.
-const Message = ({ role, content }) => html`<div class=${`message ${role}`}><span class="who">${role}</span><div class="said">${content}</div></div>`;
+const Message = ({ role, content }) => html`<div class=${`message ${role}`}><span class="role">${role}</span><div class="said">${content}</div></div>`;

@@ -8,7 +8,7 @@ export function TurnList({ turns }) {
   const most = Math.max(...turns.map((turn) => turn.cached + turn.computed));
   // Only the playground times a cold prompt beside a turn.
   const timesCold = turns.some((turn) => turn.coldMs != null || turn.coldError);
-  const heads = ["Turn", "Tokens", "Cached", "Computed", "First token", ...(timesCold ? ["Cold"] : []), "Whole", "Why"];
+  const heads = ["Turn", "Tokens", "Cached", "Computed", "First token", ...(timesCold ? ["Cold"] : []), "Total", "Why"];
   return html`<div class="card"><table role="table" class="list turns">
     <caption class="hidden">Turns</caption>
     <thead role="rowgroup"><tr role="row">
@@ -22,7 +22,7 @@ export function TurnList({ turns }) {
       <td role="cell" data-name="Computed" class="number">${count(turn.computed)}</td>
       <td role="cell" data-name="First token" class="number">${milliseconds(turn.ttftMs)}</td>
       ${timesCold && html`<td role="cell" data-name="Cold" class="number" title=${turn.coldError ?? ""}>${milliseconds(turn.coldMs)}</td>`}
-      <td role="cell" data-name="Whole" class="number">${milliseconds(turn.totalMs)}</td>
+      <td role="cell" data-name="Total" class="number">${milliseconds(turn.totalMs)}</td>
       <td role="cell" data-name="Why" class="why">${whyOf(turn)}</td>
     </tr>`)}</tbody>
   </table></div>

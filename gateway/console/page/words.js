@@ -12,13 +12,25 @@ export function size(bytes) {
   return `${bytes >= 100 || unit === 0 ? whole.format(bytes) : bytes.toFixed(1)} ${UNITS[unit]}`;
 }
 
+// Storage over time, to three digits: a small figure is no zero.
+export function gibHours(byteHours) {
+  const hours = byteHours / 2 ** 30;
+  return hours > 0 && hours < 0.001 ? "< 0.001" : String(Number(hours.toPrecision(3)));
+}
+
 export function milliseconds(ms) {
   if (ms == null) return "–";
   return ms < 1000 ? `${whole.format(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
 
+// A tick of an axis, in the unit of its largest one and without needless zeros.
+export function tick(ms, most) {
+  if (most < 1000) return `${whole.format(ms)} ms`;
+  return `${Number((ms / 1000).toFixed(2))} s`;
+}
+
 export function span(seconds) {
-  if (seconds <= 0) return "ended";
+  if (seconds <= 0) return "expired";
   if (seconds < 90) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   if (seconds < 172800) return `${Math.round(seconds / 3600)} h`;
@@ -41,54 +53,57 @@ const SOURCES = {
   disk: "the sidecar’s disk",
   peer: "another pod’s sidecar",
   object: "the shared store",
-  recompute: "nowhere: its KV was not there",
-  none: "nowhere: there was nothing to reuse",
+  recompute: "nowhere: no KV was stored",
+  none: "nowhere: no KV to reuse",
 };
 export const sourceOf = (source) => SOURCES[source] ?? source ?? "–";
 
+const TIERS = { __proto__: null, host: "memory", disk: "disk", object: "shared store" };
+export const tierOf = (tier) => TIERS[tier] ?? tier;
+
 const REASONS = {
   __proto__: null,
-  cache_ref_not_found: "no sidecar had the KV any more",
-  cache_ref_pending: "the KV was still being saved or fetched",
-  corrupt_block: "a stored block did not match its checksum, and was put aside",
-  fingerprint_mismatch: "the KV was made by another model, version or layout",
-  generation_mismatch: "the context had moved on",
-  key_not_at_hand: "the tenant’s key for the shared store was not at hand",
+  cache_ref_not_found: "no sidecar has the KV any more",
+  cache_ref_pending: "the KV was still being saved or pulled",
+  corrupt_block: "a stored block had a wrong checksum and went to quarantine",
+  fingerprint_mismatch: "the KV is from another model, version or layout",
+  generation_mismatch: "the context was at another generation",
+  key_not_at_hand: "the tenant’s key for the shared store was missing",
   lease_lost: "the turn’s lease had ended before the commit",
-  load_deadline: "the KV did not load in time",
-  no_manifest: "nothing had been saved",
-  pull_failed: "the other pod’s sidecar did not give the KV",
+  load_deadline: "the load of the KV reached its deadline",
+  no_manifest: "no KV was saved",
+  pull_failed: "the pull from the other pod’s sidecar failed",
   queue_full: "the sidecar had too many saves waiting",
-  read_only: "the turn was asked not to commit",
-  seal_deadline: "saving took too long; the KV may still come",
-  sidecar_unavailable: "the sidecar could not be reached",
+  read_only: "the request asked for no commit",
+  seal_deadline: "the save reached its deadline and may still end",
+  sidecar_unavailable: "the sidecar did not answer",
   slower_than_computing: "loading would have taken longer than computing",
   staging_full: "the sidecar’s memory was full",
   storage_full: "the sidecar’s storage was full",
-  store_unavailable: "the context manager or its Redis could not be reached",
-  unsupported_layers: "this model’s KV cannot be carried",
+  store_unavailable: "the context manager or its Redis did not answer",
+  unsupported_layers: "KV of this model is not supported",
 };
 export const reasonOf = (reason) => REASONS[reason] ?? reason?.replaceAll("_", " ");
 
 const DIVERGED = {
-  regenerated: "the last answer is made again",
+  regenerated: "the last answer is generated again",
   head_changed: "the system prompt or the tools changed",
-  inserted: "something was put in between",
-  trimmed: "older messages were left out",
-  window: "it begins in the middle",
+  inserted: "a message was inserted",
+  trimmed: "older messages were removed",
+  window: "it begins in the middle of the conversation",
   edited: "an earlier message was edited",
   compacted: "the history was summarised",
-  respelled: "the same words were written another way",
-  other: "it is another text",
+  respelled: "the same text is spelled differently",
+  other: "the text differs",
 };
 
 // Why a turn computed what it computed, in a sentence.
 export function whyOf(turn) {
   if (turn.error) return turn.error;
-  if (turn.kind === "create") return turn.reason ? `Not kept: ${reasonOf(turn.reason)}.` : turn.cached ? "It begins like something that was seen before." : "The first turn computes its whole prompt.";
+  if (turn.kind === "create") return turn.reason ? `Not kept: ${reasonOf(turn.reason)}.` : turn.cached ? "Its beginning was computed before." : "The first turn computes its whole prompt.";
   if (turn.diverged)
-    return `Left the conversation at token ${count(turn.diverged.token)}: ${DIVERGED[turn.diverged.why] ?? turn.diverged.why}.`;
-  if (turn.committed === false) return `Not committed: ${reasonOf(turn.reason) ?? "no reason was given"}.`;
+    return `Differs from the conversation from token ${count(turn.diverged.token)}: ${DIVERGED[turn.diverged.why] ?? turn.diverged.why}.`;
+  if (turn.committed === false) return `Not committed: ${reasonOf(turn.reason) ?? "unknown reason"}.`;
   if (turn.reason) return `${turn.cached ? "In part" : "Computed again"}: ${reasonOf(turn.reason)}.`;
   if (turn.cached) return `From ${sourceOf(turn.source)}${turn.restoreMs ? `, in ${milliseconds(turn.restoreMs)}` : ""}.`;
   return `Reused from ${sourceOf(turn.source)}.`;

@@ -85,4 +85,4 @@ def test_columns_stay_where_there_is_room(monkeypatch):
 
 
 def test_storage_over_time_has_no_false_zero():
-    assert [output.gib_hours(value) for value in (0, 1 << 20, 5 << 29)] == ["0", "0.000977", "2.5"]
+    assert [output.gib_hours(value) for value in (0, 1 << 20, 5 << 29)] == ["0", "< 0.001", "2.5"]
