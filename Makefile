@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STACK := PYTHONPATH=. $(PY) -m deploy.local
 SUITE := $(PY) -m tests.suite
-SUITE_OPTIONS = $(if $(PART),--part $(PART)) $(if $(AGAIN),--again) $(if $(COVERAGE),--coverage) $(if $(KEEP_GOING),--keep-going)
+SUITE_OPTIONS = $(addprefix --part ,$(PART)) $(if $(SHARD),--shard $(SHARD)) $(if $(COVERAGE),--coverage) $(if $(KEEP_GOING),--keep-going)
 SETTINGS = $(if $(PORT),--port $(PORT)) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(STORE),--store $(STORE)) $(if $(DEV),--dev)
 PROTOS := $(wildcard proto/contextcache/v1/*.proto proto/contextcache/extproc/v3/*.proto)
 STUBS := contextcache/v1 contextcache/extproc/v3
@@ -11,12 +11,12 @@ BUILDER ?= $(firstword $(notdir $(shell command -v docker buildah)))
 RELEASE = $(shell $(PYTHON) -m deploy.release version)
 IMAGE_OPTIONS = --build-arg VERSION=$(RELEASE) $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE))
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway pod_injector deploy tests benchmarks examples
-PROSE := README.md SECURITY.md tests/README.md charts/context-cache/README.md docs
+PROSE := README.md SECURITY.md tests/README.md charts/context-cache/README.md $(filter-out docs/adr/%,$(wildcard docs/*.md docs/*/*.md))
 export TORCH_INDEX
 export SEED
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock proto proto-check fmt lint test test-all test-slice test-list test-unit test-integration test-vllm test-gpu chart up down status kill start drain undrain clean demo torture soak mutants bench bench-front bench-one docs plots images release ci
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -47,16 +47,20 @@ lint: install ## style, types, import rules, protos, spelling, dependencies, Doc
 	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
 	@$(PY) -m deploy.docs.language && .venv/bin/proselint check --config deploy/docs/proselint.json $(PROSE)
 
-test: lint proto-check ## lint, then the main job and each promise; PART=<name> SEED=<n> KEEP_GOING=1
+check: install ## style, types, import rules and the unit tests of changed code: a minute
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports && $(PY) -m tests.suite.changed
+test: lint proto-check ## lint, then the main job and each promise; PART=<names> SEED=<n> KEEP_GOING=1
 	@$(SUITE) $(SUITE_OPTIONS)
-test-all: install ## every part, the long ones too, from where the last run stopped; PART=<name> SEED=<n> AGAIN=1
+test-all: install ## every part, the long ones too; PART=<names> SHARD=<k/n> SEED=<n>
 	@$(SUITE) all $(SUITE_OPTIONS)
-test-slice: install ## four minutes of what only test-all runs: which part follows from the commit
-	@$(SUITE) slice $(SUITE_OPTIONS) $(if $(WITHIN_S),--within-s $(WITHIN_S))
+test-slice: install ## one shard of the long parts: the next with each commit and each day
+	@$(SUITE) slice $(if $(WITHIN_S),--within-s $(WITHIN_S))
+test-matrix: ## the long parts as a matrix of CI's jobs; SINCE=<commit>: those that the changes since then concern
+	@$(PYTHON) -m tests.suite matrix $(if $(SINCE),--since $(SINCE))
 test-list: install ## the parts, and what each proves
 	@$(SUITE) list
-test-unit: install ## seconds, no sockets
-	@$(SUITE) --part unit
+test-unit: install ## no sockets
+	@$(SUITE) --part unit --part unit-engine
 test-integration: install ## real Valkey, gRPC and processes
 	@$(SUITE) --part integration
 test-vllm: install ## real vLLM; VLLM=0.29.0: the engine contract against that version, for the table of docs/operations/install.md

@@ -40,11 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="one mutant; may be given more than once")
     parser.add_argument("--lists", type=Path, default=Path(__file__).parent, help="directory of the lists")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree")
+    parser.add_argument("--shard", metavar="K/N", default="0/1", help="every N-th mutant, from the K-th on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="so many at a time")
     parser.add_argument("--seed", type=int, default=SEED, help="of what the tests draw")
     options = parser.parse_args(arguments)
     os.environ[VARIABLE] = str(options.seed)
     mutants = [mutant for mutant in read_mutants(options.lists) if not options.only or mutant.name in options.only]
+    number, count = map(int, options.shard.split("/"))
+    mutants = mutants[number::count]
     if not mutants:
         parser.error("there is no such mutant")
     return asyncio.run(_run(mutants, options.root, options.jobs))

@@ -1,153 +1,182 @@
-"""Runs parts, one after the other, and tells at the end what each took and which tests were slowest."""
+"""Runs parts of the suite, and compares the CPU seconds of each with its budget."""
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pytest
+from statistics import mean
+from threading import Event
 
 from deploy.local.table import render
-from tests.suite import coverage as cover
 from tests.suite.parts import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".build" / "suite"
-NUM_SLOWEST = 30
-_BEGAN_S = time.monotonic()
-_LAST_TESTS_S = 120
-"""Before the time is up, so long no test is begun: what runs then ends, and what was started with it."""
+LAST_TESTS_S = 60
+"""No test begins in the last minute of a bounded run: the tests that run then can end."""
 _TEAR_DOWN_S = 120
-"""What is interrupted may take so long to end what it has started."""
+"""An interrupted part has this long to end the processes that it started."""
+_LOOP_CPU_S = 0.028
+"""CPU seconds of one calibration loop on the machine on which the budgets were measured, while it was idle."""
+_LOOP_INTERVAL_S = 5.0
+_INTERRUPTED = 2
+"""pytest's exit status when a test run was stopped."""
+_STOPPED = {False: "out of time", True: "not run"}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How parts are run."""
+
+    seed: int
+    shard: tuple[int, int] | None = None
+    """Number and count; None: the whole part, against its budget."""
+    within_s: float | None = None
+    options: tuple[str, ...] = ()
+    """Further options of pytest."""
+    stop: Event = field(default_factory=Event)
+    """Once set, parts that run are interrupted, and no further one begins."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one part."""
+    """The result of one part."""
 
-    name: str
+    part: Part
     status: str
-    """`passed`, `failed`, `out of time` where that was bounded, or `not run` after one that failed."""
+    """`passed`, `failed`, `over budget`, `out of time` for a bounded run, or `not run` after a failure."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """User and system time of all its processes that were waited for."""
-    tests: dict[str, float] = field(default_factory=dict)
-    """Seconds of each test that was run, its fixtures with the first that used them."""
-    unreached: list[str] = field(default_factory=list)
+    """User and system time of the part's processes."""
+    budget_cpu_s: float | None = None
+    """The part's budget on this machine; None: the part has none, or ran as a shard."""
+
+    @property
+    def is_failure(self) -> bool:
+        return self.status in {"failed", "over budget"}
 
 
-def run_part(part: Part, *, seed: int, within_s: float | None = None, coverage: bool = False) -> Outcome:
-    """Run a part; `within_s`: it ends by then and is not to blame for what it did not reach."""
+def run_part(part: Part, run: Run, *, log: Path | None = None) -> Outcome:
+    """Run a part, or one shard of it; `log` takes its output."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    record = FOLDER / f"{part.name}.json"
-    covered = FOLDER / f"{part.name}-coverage.json"
-    for file in (record, covered):
-        file.unlink(missing_ok=True)
-    command = part.command(seed)
-    if not part.module:
-        command += ["-p", "tests.suite.record", "--record", str(record)]
-        command += ["--stop-at", str(time.time() + within_s - _LAST_TESTS_S)] if within_s else []
-        command += cover.options(covered) if coverage else []
-    print(f"\n== {part.name}: {part.proves} (seed {seed})", flush=True)
-    began_s, cpu_s = time.monotonic(), _cpu_of_children_s()
-    exit_status = _run(command, seed=seed, within_s=within_s)
-    if covered.exists():
-        print(f"\nCoverage by {part.name}\n{cover.by_package(covered)}")
-    wall_s, cpu_s = time.monotonic() - began_s, _cpu_of_children_s() - cpu_s
-    told = json.loads(record.read_text()) if record.exists() else {"failed": [], "seconds": {}, "unreached": []}
-    stopped = exit_status == pytest.ExitCode.INTERRUPTED and told["unreached"]
-    bounded = within_s is not None and not told["failed"] and (stopped or wall_s >= within_s)
-    status = "passed" if exit_status == 0 else "out of time" if bounded else "failed"
-    return Outcome(part.name, status, wall_s, cpu_s, told["seconds"], told["unreached"])
-
-
-def _run(command: list[str], *, seed: int, within_s: float | None) -> int:
-    # In the terminal's process group: an interrupt reaches pytest as well, which then ends what it has started.
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"SEED": str(seed)}) as process:
-        for stop, patience_s in ((signal.SIGINT, within_s), (signal.SIGKILL, _TEAR_DOWN_S)):
-            try:
-                return process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                process.send_signal(stop)
-            except KeyboardInterrupt:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_TEAR_DOWN_S)
-                raise
-        return process.wait()
-
-
-class Lane:
-    """Parts that run one after the other beside others, in a process of its own. What it says comes at the end.
-
-    Engines compute with one thread there: of two that wait for each other, one is always out of its turn.
-    """
-
-    def __init__(self, parts: Sequence[Part], *, seed: int, keep_going: bool) -> None:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        self._said, self._told = FOLDER / "beside.log", FOLDER / "beside.json"
-        self._told.unlink(missing_ok=True)
-        for part in parts:
-            print(f"\n== {part.name} beside what follows: {part.proves}", flush=True)
-        chosen = [word for part in parts for word in ("--part", part.name)] + ["--keep-going"] * keep_going
-        with self._said.open("w") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.suite", *chosen, "--told", str(self._told)],
-                cwd=ROOT,
-                env=os.environ | {"SEED": str(seed), "OMP_NUM_THREADS": "1"},
-                stdout=said,
-                stderr=subprocess.STDOUT,
-            )
-
-    def stop(self) -> None:
-        """Interrupt it where it still runs: what it has started ends with it."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-
-    def outcomes(self) -> list[Outcome]:
-        """Wait for its end and return what became of it: nothing where it was stopped."""
-        try:
-            self._process.wait()
-        except KeyboardInterrupt:
-            self._process.wait(_TEAR_DOWN_S)
-            raise
-        print(self._said.read_text(), flush=True)
-        return [Outcome(**told) for told in json.loads(self._told.read_text())] if self._told.exists() else []
-
-
-def _cpu_of_children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def tell(outcomes: Iterable[Outcome], *, seed: int) -> None:
-    """Print the slowest tests, then a row for each part."""
-    outcomes = list(outcomes)
-    slowest = sorted(((seconds, test) for one in outcomes for test, seconds in one.tests.items()), reverse=True)
-    if slowest:
-        rows = [[f"{seconds:.1f}", test] for seconds, test in slowest[:NUM_SLOWEST]]
-        print(f"\nThe slowest {len(rows)} of {len(slowest)} tests\n{render(['seconds', 'test'], rows)}")
-    for one in outcomes:
-        if one.unreached:
-            cases = Counter(test.partition("[")[0] for test in one.unreached)
-            listing = [f"{test} ({count})" if count > 1 else test for test, count in sorted(cases.items())]
-            print(f"\n{one.name} did not reach {len(one.unreached)} tests:", *listing, sep="\n  ")
-    rows = [
-        [one.name, str(len(one.tests) or "-"), f"{one.wall_s:.0f}", f"{one.cpu_s:.0f}", one.status] for one in outcomes
+    stop_at = None if run.within_s is None else time.time() + run.within_s - LAST_TESTS_S
+    command = [
+        sys.executable,
+        "-m",
+        "tests.suite.reaper",
+        *part.command(run.seed, shard=run.shard, stop_at=stop_at),
+        *run.options,
     ]
-    total = [f"{time.monotonic() - _BEGAN_S:.0f}", f"{sum(one.cpu_s for one in outcomes):.0f}"]
+    environment = os.environ | {"SEED": str(run.seed)} | ({"OMP_NUM_THREADS": "1"} if part.beside else {})
+    began_s, loops_s = time.monotonic(), [_loop_cpu_s()]
+    # The child stays in the terminal's process group: an interrupt reaches pytest, which ends its processes.
+    with log.open("w") if log else nullcontext() as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file and subprocess.STDOUT)
+        exit_status, cpu_s, is_stopped = _wait(process, run, loops_s)
+    is_late = is_stopped or (stop_at is not None and exit_status == _INTERRUPTED and time.time() > stop_at)
+    status = "passed" if exit_status == 0 else _STOPPED[run.stop.is_set()] if is_late else "failed"
+    budget_cpu_s = None
+    if part.budget_cpu_s and run.shard is None and not run.options:
+        budget_cpu_s = part.budget_cpu_s * mean(loops_s) / _LOOP_CPU_S
+        if status == "passed" and cpu_s > budget_cpu_s:
+            status = "over budget"
+    return Outcome(part, status, time.monotonic() - began_s, cpu_s, budget_cpu_s)
+
+
+def _loop_cpu_s() -> float:
+    """Return the CPU seconds of a fixed loop: they grow on a slower core and beside busy neighbours."""
+    began_s = time.process_time()
+    total = 0
+    for number in range(1_000_000):
+        total += number
+    return time.process_time() - began_s
+
+
+def _wait(process: subprocess.Popen[bytes], run: Run, loops_s: list[float]) -> tuple[int, float, bool]:
+    """Return exit status, CPU seconds, and whether this function has interrupted the process.
+
+    Meanwhile calibration loops run and their CPU seconds go into `loops_s`.
+    """
+    now_s = time.monotonic()
+    ends_at_s = None if run.within_s is None else now_s + run.within_s
+    next_loop_s = now_s + _LOOP_INTERVAL_S
+    signals = [signal.SIGTERM, signal.SIGKILL]
+    while True:
+        try:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode, usage.ru_utime + usage.ru_stime, len(signals) < 2
+            if run.stop.is_set() and len(signals) == 2:
+                ends_at_s = time.monotonic()
+            if ends_at_s is not None and time.monotonic() >= ends_at_s and signals:
+                process.send_signal(signals.pop(0))  # the reaper interrupts its command
+                ends_at_s += _TEAR_DOWN_S
+            if time.monotonic() > next_loop_s:
+                loops_s.append(_loop_cpu_s())
+                next_loop_s = time.monotonic() + _LOOP_INTERVAL_S
+            time.sleep(0.1)
+        except KeyboardInterrupt:
+            run.stop.set()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TEAR_DOWN_S)
+            raise
+
+
+def run_quick(parts: Sequence[Part], run: Run, *, keep_going: bool) -> list[Outcome]:
+    """Run parts in their order, and the `beside` ones in a second lane, whose output follows at the end.
+
+    The second lane starts after the first part, which fails soonest. A failure stops both lanes unless `keep_going`.
+    """
+    here = [part for part in parts if not part.beside] or list(parts)
+    beside = [part for part in parts if part not in here]
+
+    def lane(parts: Sequence[Part], *, is_beside: bool = False) -> list[Outcome]:
+        outcomes = []
+        for part in parts:
+            if run.stop.is_set():
+                outcomes.append(Outcome(part, "not run"))
+                continue
+            print(f"\n== {part.name}{' (beside)' if is_beside else ''}: {part.proves} (seed {run.seed})", flush=True)
+            outcomes.append(run_part(part, run, log=FOLDER / f"{part.name}.log" if is_beside else None))
+            if outcomes[-1].is_failure and not keep_going:
+                run.stop.set()
+        return outcomes
+
+    with ThreadPoolExecutor(1) as second:
+        outcomes = lane(here[:1])
+        others = second.submit(lane, beside, is_beside=True)
+        outcomes += lane(here[1:])
+        outcomes += others.result()
+    for part in beside:
+        with suppress(FileNotFoundError):
+            print(f"\n== {part.name}\n{(FOLDER / f'{part.name}.log').read_text()}", flush=True)
+    return outcomes
+
+
+def tell(outcomes: Sequence[Outcome], *, seed: int, began_s: float) -> None:
+    """Print a row for each part."""
+    rows = [
+        [
+            one.part.name,
+            f"{one.wall_s:.0f}",
+            f"{one.cpu_s:.0f}",
+            f"{one.budget_cpu_s:.0f}" if one.budget_cpu_s else "-",
+            one.status,
+        ]
+        for one in outcomes
+    ]
+    is_failure = any(one.is_failure for one in outcomes)
+    total_s, cpu_s = time.monotonic() - began_s, sum(one.cpu_s for one in outcomes)
+    rows.append(["all", f"{total_s:.0f}", f"{cpu_s:.0f}", "-", "failed" if is_failure else "passed"])
+    print(f"\n{render(['part', 'wall s', 'CPU s', 'budget', 'ended'], rows)}")
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    rows.append(
-        ["all", str(len(slowest)), *total, "failed" if any(one.status == "failed" for one in outcomes) else "passed"]
-    )
-    print(f"\n{render(['part', 'tests', 'wall s', 'CPU s', 'ended'], rows)}")
     print(f"seed {seed} (SEED={seed} repeats it); {os.cpu_count()} cores, load now {load}", flush=True)

@@ -1,4 +1,4 @@
-"""One real stack for the end-to-end tests: SmolLM2 in float32 behind both fronts, two engines of which one waits."""
+"""One real stack for the end-to-end tests: SmolLM2 in float32 behind both fronts; a second engine for moves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ http_front_too = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The stack; parts a test kills are started again."""
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stack; parts a test kills are started again. The second engine starts if a chosen test needs it."""
+    needs_two = any("pair" in getattr(item, "fixturenames", ()) for item in request.session.items)
     running = Stack(
         tmp_path_factory.mktemp("stack"),
-        engines=2,
+        engines=1 + needs_two,
         patient=True,
         # A prefill of more than one chunk well below 2 500 tokens; TTLs and passes short enough to be waited for.
         # Agents offer tools with each request.
@@ -45,7 +46,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     try:
         with running:
-            running.drain(IDLE)
+            if needs_two:
+                running.drain(IDLE)
             yield running
     finally:
         running.clean()

@@ -67,6 +67,7 @@ def test_each_of_twenty_forks_of_a_document_computes_its_question_alone(client, 
     client.stack.wait_nothing_stored()
 
 
+@pytest.mark.thorough
 def test_after_a_rewind_the_next_turn_computes_its_own_text_alone(client):
     document = ids_of_length(700, seed=6)
     session_id = client.create(prompt=document, return_token_ids=True)["session_id"]

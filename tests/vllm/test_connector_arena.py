@@ -95,7 +95,13 @@ def kill_while(rank: Rank, process: SidecarProcess) -> None:
     wait_until(lambda: counters.get("skipped_saves", "sidecar_unavailable") == 1, what="the save is given up")
 
 
-@pytest.mark.parametrize("in_a_save", [False, True], ids=["between two turns", "in the middle of a save"])
+@pytest.mark.parametrize(
+    "in_a_save",
+    [
+        pytest.param(False, id="between two turns"),
+        pytest.param(True, id="in the middle of a save", marks=pytest.mark.thorough),
+    ],
+)
 def test_an_engine_lets_go_of_a_killed_sidecars_memory_and_goes_on_in_the_next_ones(
     tmp_path: Path, *, in_a_save: bool
 ) -> None:
@@ -180,7 +186,10 @@ def _answer_with(word: bytes, path: Path) -> None:
     threading.Thread(target=answer).start()
 
 
-@pytest.mark.parametrize("refused", [unlinked, ended_at_once, without_a_descriptor])
+@pytest.mark.parametrize(
+    "refused",
+    [*(pytest.param(way, marks=pytest.mark.thorough) for way in (unlinked, ended_at_once)), without_a_descriptor],
+)
 def test_an_engine_that_is_refused_the_arena_sends_frames(tmp_path: Path, refused: Callable[[Path], None]) -> None:
     with running(tmp_path) as process:
         refused(Path(process.address.removeprefix("unix://") + SUFFIX))

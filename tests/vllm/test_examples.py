@@ -42,6 +42,7 @@ def test_the_curl_example_runs_and_computes_one_token_the_second_time(client):
     assert "success" in deleted
 
 
+@pytest.mark.thorough
 def test_the_client_example_computes_only_what_is_new(client):
     said = run([sys.executable, str(EXAMPLES / "client.py")], client.stack)
 

@@ -102,6 +102,7 @@ def test_a_conversation_that_is_resent_goes_on_warm_after_engine_and_sidecar_wer
     assert shared > 400
 
 
+@pytest.mark.thorough
 def test_a_streamed_answer_says_in_its_head_what_was_reused_and_hits_with_manager_and_redis_dead(stack, keeper):
     agent = Agent(keeper, CHAT, head=secrets.token_hex(8))
     agent.ask(ASKS[0])
@@ -197,6 +198,7 @@ def test_a_kept_conversation_that_becomes_a_context_starts_warm_and_so_does_a_se
     assert second["usage"]["context"]["cached_tokens"] >= total - 1
 
 
+@pytest.mark.thorough
 def test_what_is_kept_is_listed_and_a_delete_leaves_nothing_to_be_found(stack, keeper):
     agent = Agent(keeper, CHAT, head=secrets.token_hex(8), headers={"x-session-id": secrets.token_hex(8)})
     agent.ask(ASKS[0])
@@ -225,6 +227,7 @@ def test_thirty_readers_of_one_document_compute_their_question_after_a_restart(s
         assert computed <= usage["prompt_tokens"] - known + BLOCK_TOKENS + 8
 
 
+@pytest.mark.thorough
 def test_many_requests_at_once_with_other_texts_and_the_same_ids_are_one_prefill(stack, keeper):
     head = secrets.token_hex(8)
     said = [Agent(keeper, path, head=head).body(ASKS[0]) for path in PATHS[1:]]

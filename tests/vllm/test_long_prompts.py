@@ -32,7 +32,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["text", *(pytest.param(name, marks=pytest.mark.thorough) for name in CASES if name != "text")]
+)
 def test_a_prompt_of_megabytes_is_refused_as_without_a_context(client, name):
     """Seen before: a create with 8 MB of text took 11 s, and another tenant's request waited for most of a second."""
     waits, done = [], threading.Event()

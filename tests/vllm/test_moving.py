@@ -126,6 +126,7 @@ def wait_beginnings_known(stack, engine):
     wait_until(known, what="the gateway knows", is_so=lambda found: found == all_of_them)
 
 
+@pytest.mark.thorough
 def test_a_document_that_another_engine_knows_is_fetched_from_there_for_a_new_context(client):
     document = ids_of_length(1200, seed=40)
     first = client.create(prompt=[*document, *ids_of_length(40, seed=41)])
@@ -190,6 +191,7 @@ def killed(pair):
     client.close()
 
 
+@pytest.mark.thorough
 def test_after_a_kill_of_engine_and_sidecar_the_next_turn_is_restored_from_disk_and_equals_the_cold_answer(
     client, killed
 ):
@@ -205,6 +207,7 @@ def test_after_a_kill_of_engine_and_sidecar_the_next_turn_is_restored_from_disk_
     assert not (cold["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
 
 
+@pytest.mark.thorough
 def test_contexts_of_a_killed_engine_move_with_their_kv_and_are_recomputed_when_its_sidecar_is_killed_too(
     client, killed
 ):

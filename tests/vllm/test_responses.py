@@ -113,6 +113,7 @@ def test_responses_that_go_on_by_their_ids_say_what_the_whole_conversation_says(
     assert client.get(session_id)["generation"] == len(ASKS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stream", [False, True])
 def test_items_that_are_sent_again_are_in_the_prompt_once(talk, stream):
     """Seen to fail: the engine saw the repeated items twice, and the doubled conversation was committed."""

@@ -1,24 +1,26 @@
-"""The suite's table: nothing is left out, nothing runs twice, and every part has its turn."""
+"""The suite's table: no test is left out, no test runs twice, and every thorough test has its turn."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.kit.skips import ALLOWED
-from tests.suite.__main__ import slice_of
+from tests.suite.__main__ import SHARDS
 from tests.suite.parts import PARTS, QUICK_ONES, THOROUGH_ONES, Tier
+from tests.suite.plugin import shard
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
 
 
+def is_in(file, paths):
+    return any(file == path or file.startswith(f"{path}/") for path in paths)
+
+
 def parts_of(file):
-    """Return which marks are run of a file, and in which tier."""
+    """Return the marks and tiers of the parts that run a file."""
     return sorted(
-        (part.marks, str(part.tier))
-        for part in PARTS
-        if any(file == path or file.startswith(f"{path}/") for path in part.paths)
+        (part.marks, str(part.tier)) for part in PARTS if is_in(file, part.paths) and not is_in(file, part.but)
     )
 
 
@@ -33,12 +35,24 @@ def test_each_test_is_in_exactly_one_part():
     assert [file for file in FILES if not is_covered(file)] == []
 
 
-def test_commits_choose_every_long_part_about_as_often():
-    chosen = Counter(slice_of(f"{number * 0x9E3779B97F4A7C15 % (1 << 64):040x}"[::-1]).name for number in range(2000))
-    thorough = [part.name for part in PARTS if part.tier is Tier.THOROUGH]
+def test_each_quick_part_has_a_budget():
+    assert [part.name for part in PARTS if part.tier is Tier.QUICK and not part.budget_cpu_s] == []
 
-    assert set(chosen) == set(thorough)
-    assert min(chosen.values()) > 2000 / len(thorough) / 2
+
+@pytest.mark.parametrize(("num_tests", "count"), [(0, 3), (2, 3), (100, 1), (100, 7)])
+def test_each_test_is_in_one_shard_and_shards_are_of_one_size(num_tests, count):
+    names = [f"file_{number % 5}::test_{number}" for number in range(num_tests)]
+    shards = [shard(names[::-1], number, count) for number in range(count)]
+
+    assert sorted(name for one in shards for name in one) == sorted(names)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_consecutive_turns_run_every_shard_of_every_thorough_part():
+    wanted = {(part.name, number) for part in PARTS if part.tier is Tier.THOROUGH for number in range(part.shards)}
+
+    assert {(part.name, number) for part, number in SHARDS} == wanted
+    assert len(SHARDS) == len(wanted)
 
 
 @pytest.mark.parametrize("skip", ALLOWED, ids=lambda skip: skip.file)

@@ -1,99 +1,105 @@
-"""What is run again, what is not, and what a skip costs."""
+"""Which parts run, in which order, when a part fails, and what a skip costs."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from tests.kit.skips import ALLOWED, unlisted_skip
 from tests.suite import __main__ as suite
-from tests.suite.parts import PARTS, Tier
-from tests.suite.run import Outcome
-
-NAMES = [part.name for part in PARTS]
+from tests.suite import run as running
+from tests.suite.parts import PARTS, Part, Tier
+from tests.suite.run import Outcome, Run, run_part
 
 
 @pytest.fixture
-def ran(monkeypatch, tmp_path):
-    """Names and seeds of what was run; those in `failing` fail."""
-    seen = []
+def ran(monkeypatch):
+    """Record the parts that run; the parts in `failing` fail."""
+    seen = SimpleNamespace(parts=[], runs=[], failing=set())
 
-    def run_part(part, *, seed, within_s=None, **_how):
-        seen.append((part.name, seed))
-        limits.append(within_s)
-        return Outcome(part.name, "failed" if part.name in seen_failing else "passed", 1.0, 1.0)
-
-    seen_failing: set[str] = set()
-    limits: list[float | None] = []
-
-    class Lane:
-        def __init__(self, parts, *, seed, keep_going):
-            self.told = [run_part(part, seed=seed) for part in parts]
-
-        def stop(self):
-            self.told = []
-
-        def outcomes(self):
-            return self.told
+    def run_part(part, run, *, log=None):
+        seen.parts.append(part.name)
+        seen.runs.append(run)
+        return Outcome(part, "failed" if part.name in seen.failing else "passed", 1.0, 1.0)
 
     monkeypatch.setattr(suite, "run_part", run_part)
-    monkeypatch.setattr(suite, "Lane", Lane)
-    monkeypatch.setattr(suite, "FILE", tmp_path / "state.json")
-    monkeypatch.setattr(suite, "tree_id", lambda: "tree")
-    monkeypatch.delenv("SEED", raising=False)
-    return SimpleNamespace(parts=seen, failing=seen_failing, limits=limits)
+    monkeypatch.setattr(running, "run_part", run_part)
+    return seen
 
 
-def test_what_has_passed_with_these_files_is_not_run_again(ran):
-    ran.failing.add("fuzz")
-    assert suite.main(["all"]) == 1
-    assert [name for name, _ in ran.parts] == NAMES
-    ran.failing.clear()
-    ran.parts.clear()
+@pytest.fixture
+def spinning(monkeypatch):
+    """Return a function that runs a part, a program that counts to `loops` millions, on a machine of a given speed."""
+    monkeypatch.setattr(running, "_loop_cpu_s", lambda: running._LOOP_CPU_S)
 
-    assert suite.main(["all"]) == 0
-    assert [name for name, _ in ran.parts] == ["fuzz"]
-    assert suite.main(["all", "--part", "unit", "--again"]) == 0
-    assert [name for name, _ in ran.parts] == ["fuzz", "unit"]
+    def run(text, **more):
+        monkeypatch.setattr(Part, "command", lambda *_, **__: [sys.executable, "-c", text])
+        return run_part(Part("x", "y", budget_cpu_s=1), Run(1, **more))
 
-
-def test_another_tree_begins_anew_and_a_run_that_goes_on_keeps_its_seed(ran, monkeypatch):
-    suite.main(["all", "--part", "unit"])
-    monkeypatch.setattr(suite, "SEED", 7)
-    suite.main(["all", "--part", "unit", "--part", "fuzz"])
-    monkeypatch.setattr(suite, "tree_id", lambda: "another")
-    suite.main(["all", "--part", "unit"])
-
-    (_, first), second, third = ran.parts
-    assert second == ("fuzz", first)
-    assert third == ("unit", 7)
+    return run
 
 
-def test_a_run_is_of_the_quick_parts_and_a_slice_of_one_of_the_others(ran):
+BUSY = "import time\nwhile time.process_time() < 1.2: pass"
+
+
+def test_a_part_that_uses_more_cpu_than_its_budget_fails(spinning):
+    assert spinning("pass").status == "passed"
+    assert spinning(BUSY).status == "over budget"
+    assert spinning(BUSY).is_failure
+
+
+def test_the_processes_that_a_part_leaves_behind_count_as_its_own(spinning):
+    busy = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BUSY!r}])"
+    wait = "import os, time; time.sleep(0.1); os.system('sleep 4')"
+
+    assert (
+        spinning(f"import os\nif os.fork() == 0:\n    {busy}\n    os._exit(0)\nos.wait()\n{wait}").status
+        == "over budget"
+    )
+
+
+def test_a_budget_is_for_the_whole_part_and_scales_with_the_speed_of_the_machine(spinning, monkeypatch):
+    assert spinning(BUSY, shard=(0, 2)).status == "passed"
+    monkeypatch.setattr(running, "_loop_cpu_s", lambda: 3 * running._LOOP_CPU_S)
+    outcome = spinning(BUSY)
+
+    assert (outcome.status, outcome.budget_cpu_s) == ("passed", pytest.approx(3))
+
+
+def test_a_part_that_ends_late_is_out_of_time_and_one_that_fails_is_failed(spinning):
+    assert spinning("import time; time.sleep(60)", within_s=0.5).status == "out of time"
+    assert spinning("raise SystemExit(1)").status == "failed"
+
+
+def test_a_run_is_of_the_quick_parts(ran):
     assert suite.main([]) == 0
-    quick = [part for part in PARTS if part.tier is Tier.QUICK]
-    first, *others = (part.name for part in quick if not part.beside)
-    assert [name for name, _ in ran.parts] == [first, *(part.name for part in quick if part.beside), *others]
-    ran.parts.clear()
 
-    assert suite.main(["slice"]) == 0
-    ((name, _),) = ran.parts
-    assert name in {part.name for part in PARTS if part.tier is Tier.THOROUGH}
+    assert sorted(ran.parts) == sorted(part.name for part in PARTS if part.tier is Tier.QUICK)
 
 
-@pytest.mark.parametrize(("left_s", "within_s"), [(-3, None), (59, None), (100, 100), (900, suite.SLICE_S)])
-def test_a_slice_takes_what_is_left_and_is_none_where_that_is_too_little(ran, left_s, within_s):
-    assert suite.main(["slice", "--within-s", str(left_s)]) == 0
+def test_a_slice_is_one_shard_of_a_thorough_part_and_the_next_commit_has_the_next(ran, monkeypatch):
+    for turn in range(2):
+        monkeypatch.setattr(suite, "turn", lambda: len(suite.SHARDS) + turn)  # noqa: B023
+        assert suite.main(["slice", "--within-s", "200"]) == 0
 
-    assert ran.limits == ([] if within_s is None else [within_s])
+    assert ran.parts == [part.name for part, _ in suite.SHARDS[:2]]
+    assert [(run.shard[0], run.within_s) for run in ran.runs] == [(number, 200) for _, number in suite.SHARDS[:2]]
 
 
-def test_no_is_said_soon(ran):
-    ran.failing.add("chart")
+def test_a_slice_without_time_says_so(ran, capsys):
+    assert suite.main(["slice", "--within-s", "-3"]) == 0
+
+    assert ran.parts == []
+    assert "out of time" in capsys.readouterr().out
+
+
+def test_a_failure_stops_the_run_unless_it_is_to_keep_going(ran):
+    ran.failing.add("unit")
     assert suite.main([]) == 1
-    assert [name for name, _ in ran.parts] == ["unit", "vllm", "faults", "chart"]
+    assert "chart" not in ran.parts
 
     assert suite.main(["--keep-going"]) == 1
-    assert len(ran.parts) > 4
+    assert "chart" in ran.parts
 
 
 def report(file, longrepr, **more):
