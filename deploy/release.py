@@ -22,7 +22,7 @@ _PLACES = {
     "charts/context-cache/Chart.yaml": r'^(?:version: {0}|appVersion: "{0}")$|^ +image: context-cache(?:-vllm)?:{0}$',
 }
 """Pattern of each place that must name the version, by file."""
-_IN_PAGES = r"(?:context-cache(?:-vllm|-server)?(?::|==)|VERSION=|--version ){0}(?![\w.-])"
+_IN_PAGES = r"(?:context-cache(?:-vllm|-server)?(?:\[[a-z,-]+\])?(?::|==)|VERSION=|--version ){0}(?![\w.-])"
 """Pattern of the version in commands of README.md and the pages in docs/."""
 
 
