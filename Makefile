@@ -18,99 +18,99 @@ export SEED
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
-help: ## this list
+help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-install: .venv/.installed ## everything into .venv (first time: some minutes; TORCH_INDEX=<url> where pip finds no CPU torch)
+install: .venv/.installed ## install all packages into .venv, minutes at first; TORCH_INDEX=<url> if pip finds no CPU torch
 .venv/.installed: pyproject.toml deploy/server/pyproject.toml requirements.lock
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.install
 
-lock: ## versions and hashes of all packages, after a change of requirements; needs uv; UPGRADE=<package>
+lock: ## lock versions and hashes of all packages; needs uv; UPGRADE=<package>
 	@PATH="$$PWD/.venv/bin:$$PATH" UPGRADE=$(UPGRADE) PYTHONPATH=. $(PYTHON) -m deploy.lock
 
 proto: .build/proto/.installed ## generate the gRPC stubs
 	@.build/proto/bin/python -m grpc_tools.protoc -I proto $(addprefix --,$(addsuffix =.,python_out grpc_python_out mypy_out mypy_grpc_out)) \
 	  --plugin=.build/proto/bin/protoc-gen-mypy --plugin=.build/proto/bin/protoc-gen-mypy_grpc $(PROTOS)
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.proto_tools $(addsuffix /*_grpc.pyi,$(STUBS))
-proto-check: proto ## fail when the committed stubs are not what the protos say
+proto-check: proto ## check that the committed gRPC stubs match the protos
 	@git diff --exit-code --stat -- $(STUBS) && test -z "$$(git status --porcelain -- $(STUBS))"
 .build/proto/.installed: deploy/local/proto_tools.py
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.proto_tools
 
-fmt: install ## format
+fmt: install ## format all sources
 	@$(PY) -m ruff check --fix-only --quiet . ; $(PY) -m ruff format . && .venv/bin/buf format -w
 
-lint: install ## style, types, import rules, protos, spelling, dependencies, Dockerfiles, workflow, language
+lint: install ## check style, types, imports, protos, spelling, dependencies, Dockerfiles, workflows and language
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports
 	@.venv/bin/buf lint && .venv/bin/buf format --diff --exit-code && .venv/bin/codespell && .venv/bin/deptry contextcache deploy
 	@.venv/bin/deptry --config deploy/server/pyproject.toml gateway context_manager kv_sidecar vllm_plugin pod_injector
 	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
 	@$(PY) -m deploy.docs.language && .venv/bin/proselint check --config deploy/docs/proselint.json $(PROSE)
 
-check: install ## style, types, import rules and the unit tests of changed code: a minute
+check: install ## check style, types and imports, and run the unit tests of changed code, within a minute
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports && $(PY) -m tests.suite.changed
-test: lint proto-check ## lint, then the main job and each promise; PART=<names> SEED=<n> KEEP_GOING=1
+test: lint proto-check ## lint, then run the quick tests of all parts; PART=<names> SEED=<n> KEEP_GOING=1
 	@$(SUITE) $(SUITE_OPTIONS)
-test-all: install ## every part, the long ones too; PART=<names> SHARD=<k/n> SEED=<n>
+test-all: install ## run all tests, long ones too; PART=<names> SHARD=<k/n> SEED=<n>
 	@$(SUITE) all $(SUITE_OPTIONS)
-test-slice: install ## one shard of the long parts: the next with each commit and each day
+test-slice: install ## run one shard of the long tests; each commit and each day takes the next one
 	@$(SUITE) slice $(if $(WITHIN_S),--within-s $(WITHIN_S))
-test-matrix: ## the long parts as a matrix of CI's jobs; SINCE=<commit>: those that the changes since then concern
+test-matrix: ## print the long tests as a matrix of CI jobs; SINCE=<commit>: only for paths changed since then
 	@$(PYTHON) -m tests.suite matrix $(if $(SINCE),--since $(SINCE))
-test-list: install ## the parts, and what each proves
+test-list: install ## list the test parts and their purpose
 	@$(SUITE) list
-test-unit: install ## no sockets
+test-unit: install ## run the unit tests
 	@$(SUITE) --part unit --part unit-engine
-test-integration: install ## real Valkey, gRPC and processes
+test-integration: install ## run tests with real Valkey, gRPC and processes
 	@$(SUITE) --part integration
-test-vllm: install ## real vLLM; VLLM=0.29.0: the engine contract against that version, for the table of docs/operations/install.md
+test-vllm: install ## run tests with real vLLM; VLLM=0.29.0: run the engine contract against that version
 	@$(if $(VLLM),$(PY) -m tests.suite.vllm_version $(VLLM),$(SUITE) --part vllm)
-test-gpu: install ## KV on a GPU, with GB/s; skipped by name where there is none
+test-gpu: install ## run tests of KV on a GPU and print GB/s; without a GPU they are skipped
 	@$(PY) -m pytest tests/gpu -s
 
-chart: install ## the Helm chart: lint, every rendering, schema, security, network flows, with Helm 3 and 4
+chart: install ## test the Helm chart with Helm 3 and 4
 	@PYTHONPATH=. $(PY) -m deploy.chart.tools && $(PY) -m pytest tests/chart
 
 up: install ## start the local stack; PORT=8000 ENGINES=1..4 DTYPE=bfloat16|float32 STORE=dir|s3 DEV=1
 	@$(STACK) up $(SETTINGS)
-down: install ## stop it; sessions and KV stay
+down: install ## stop the local stack; sessions and KV stay
 	@$(STACK) down
-status: install ## what runs
+status: install ## show the running parts
 	@$(STACK) status
-kill: install ## SIGKILL a part and all it forked; PART=redis|manager|sidecar|engine|sidecar-1|engine-1|gateway|envoy
+kill: install ## kill a part and its child processes with SIGKILL; PART=redis|manager|sidecar|engine|sidecar-1|engine-1|gateway|envoy
 	@$(STACK) kill '$(PART)'
 start: install ## start a killed part again; PART=…
 	@$(STACK) start '$(PART)'
-drain: install ## give an engine no new work, so that its contexts move; PART=engine|engine-1
+drain: install ## drain an engine, so that its contexts move; PART=engine|engine-1
 	@$(STACK) drain '$(PART)'
-undrain: install ## give it work again; PART=…
+undrain: install ## send turns to a drained engine again; PART=…
 	@$(STACK) undrain '$(PART)'
-clean: install ## stop it and remove sessions, KV, logs and secrets
+clean: install ## stop the local stack and remove sessions, KV, logs and secrets
 	@$(STACK) clean
-demo: install ## the story with figures, on the running stack or a new one; JSON=1
+demo: install ## run a story with figures on the local stack; JSON=1
 	@$(STACK) demo $(SETTINGS) $(if $(JSON),--json)
-torture: install ## minutes of seeded faults, tenants and races against real parts, with a table; SEED=… TURNS=500 ONLY=<name>
+torture: install ## run seeded faults, tenants and races against real parts for minutes; SEED=… TURNS=500 ONLY=<name>
 	@PYTHONPATH=. $(PY) -m tests.torture $(if $(SEED),--seed $(SEED)) $(if $(TURNS),--turns $(TURNS)) $(if $(ONLY),--only $(ONLY))
-soak: install ## mixed load with faults, then the slopes of what must stay flat; MINUTES=20
+soak: install ## run mixed load with faults, then check that memory and disk stay flat; MINUTES=20
 	@PYTHONPATH=. $(PY) -m tests.torture --only soak $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
-mutants: install ## every promise broken once, in a copy: its tests must notice; ONLY=<name>
+mutants: install ## break each promise in a copy and check that a test fails; ONLY=<name>
 	@PYTHONPATH=. $(PY) -m tests.mutants $(if $(ONLY),--only $(ONLY))
-bench: install ## time to first token: cold, prefix cache, restored after a restart; PEER=1: from another pod too; STORE=dir: from a shared store too
+bench: install ## measure the time to first token; PEER=1: also from another pod; STORE=dir: also from a shared store
 	@PYTHONPATH=. $(PY) benchmarks/bench_ttft.py $(if $(PORT),--port $(PORT)) $(if $(PEER),--peer --out benchmarks/results/bench_ttft_peer.json) $(if $(STORE),--store $(STORE) --out benchmarks/results/bench_ttft_store.json)
-bench-front: install ## what the fronts cost: direct, Envoy, Envoy and plugin, HTTP front, peers; QUICK=1, REAL=1: beside vLLM
+bench-front: install ## measure the overhead of each front; QUICK=1; REAL=1: with vLLM
 	@PYTHONPATH=. $(PY) benchmarks/bench_front.py $(if $(QUICK),--quick) $(if $(REAL),--real)
-bench-one: install ## one other; ONLY=agents|attacks|beside|checksum|codec|conversation|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
+bench-one: install ## run one other benchmark; ONLY=agents|attacks|beside|checksum|codec|conversation|hostile_bodies|keys|list|manager|not_found|overhead|prefixes|scale|simulate|store|transfer|turn_cost|turns|weights WITH='--check …'
 	@PYTHONPATH=. $(PY) benchmarks/bench_$(ONLY).py $(WITH)
 
-docs: install ## the documentation site into .build/site; REPOSITORY_URL=<its web page>: links to other files of the repository
+docs: install ## build the documentation site in .build/site; REPOSITORY_URL=<web page of the repository>
 	@PYTHONPATH=. NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 plots: install ## draw the README's picture from benchmarks/results; the documentation site draws its own
 	@PYTHONPATH=. $(PY) -m benchmarks.plots
 
-images: ## both images, by docker or buildah; VLLM_IMAGE=<vLLM's> PYTHON_IMAGE=<Debian with Python> BUILDER=<program>
+images: ## build both images with docker or buildah; VLLM_IMAGE=<vLLM's> PYTHON_IMAGE=<Debian with Python> BUILDER=<program>
 	@$(BUILDER) build $(IMAGE_OPTIONS) --file deploy/docker/Dockerfile --tag context-cache:$(RELEASE) .
 	@$(BUILDER) build $(IMAGE_OPTIONS) $(if $(VLLM_IMAGE),--build-arg VLLM_IMAGE=$(VLLM_IMAGE)) --file deploy/docker/Dockerfile.vllm --tag context-cache-vllm:$(RELEASE) .
-release: install ## version, changelog, commit, tag and the snapshot that the next upgrade is rehearsed against; VERSION=1.2.3
+release: install ## set the version, commit, tag and add the snapshot for upgrade tests; VERSION=1.2.3
 	@$(PY) -m deploy.release $(VERSION)
 
-ci: lint proto-check test test-slice ## what CI runs
+ci: lint proto-check test test-slice ## run the checks of CI

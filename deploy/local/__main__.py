@@ -35,26 +35,28 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.local", description=__doc__)
-    parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY, help="where the stack keeps its state")
+    parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY, help="Directory for the stack's state.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in {
-        "up": "start all, return when ready",
-        "demo": "run the story, starting all if need be",
+        "up": "Start all parts and return when they are ready.",
+        "demo": "Run the story. Start the stack if needed.",
     }.items():
         command = commands.add_parser(name, help=purpose)
-        command.add_argument("--port", type=int, help="Envoy's port; the others follow it")
-        command.add_argument("--dtype", choices=("bfloat16", "float32"), help="float32: for exact comparisons")
+        command.add_argument("--port", type=int, help="Envoy's port. The other ports follow it.")
+        command.add_argument(
+            "--dtype", choices=("bfloat16", "float32"), help="Data type of the model. float32 gives exact comparisons."
+        )
         command.add_argument(
             "--engines",
             type=int,
-            help=f"vLLM processes, each with its sidecar, which takes {HOST_MEMORY_BYTES >> 20} MiB",
+            help=f"vLLM processes, each with its own sidecar of {HOST_MEMORY_BYTES >> 20} MiB.",
         )
         command.add_argument(
-            "--store", choices=("dir", "s3"), help="what the sidecars share, so that KV outlives its pod"
+            "--store", choices=("dir", "s3"), help="Shared store of the sidecars, so that KV outlives its pod."
         )
-        command.add_argument("--dev", action="store_true", default=None, help="vLLM's development routes")
+        command.add_argument("--dev", action="store_true", default=None, help="Enable vLLM's development routes.")
         if name == "demo":
-            command.add_argument("--json", action="store_true", help="figures as JSON on stdout")
+            command.add_argument("--json", action="store_true", help="Print figures as JSON.")
     for name in ("kill", "start", "drain", "undrain"):
         commands.add_parser(name).add_argument("part", help=", ".join(part_names(2)))
     for name in ("down", "status", "clean", "model"):

@@ -82,7 +82,7 @@ def short_story(client: GatewayClient) -> list[StoryStep]:
     with Step("create, the same prompt again, delete"):
         created = client.stream("/v1/context", _body(prompt, ttl=3600))
         again = client.stream("/v1/completions", _body(prompt, session_id=created.session_id))
-        _expect(again.usage["prompt_tokens"] == 1, f"prompt_tokens fell to {again.usage['prompt_tokens']}, not to 1")
+        _expect(again.usage["prompt_tokens"] == 1, f"prompt_tokens is {again.usage['prompt_tokens']}, not 1")
         client.call("DELETE", f"/v1/context/{created.session_id}")
     return [StoryStep.of("create: Say this is a test", created), StoryStep.of("the same prompt again", again)]
 
@@ -93,14 +93,16 @@ def long_story(stack: Stack, client: GatewayClient, text: str, agent: Agent) -> 
     So does what is kept of an agent's conversation.
     """
     steps = []
-    with Step("cold: the long prompt, no context"):
+    with Step("cold: the long prompt without a context"):
         steps.append(
-            StoryStep.of("cold: long prompt, no context", client.stream("/v1/completions", _body({"prompt": text})))
+            StoryStep.of(
+                "cold: long prompt without a context", client.stream("/v1/completions", _body({"prompt": text}))
+            )
         )
     with Step("create: the same prompt as a context"):
         created = client.stream("/v1/context", _body({"prompt": text}, ttl=3600))
         session_id = created.session_id
-        steps.append(StoryStep.of("create: it becomes a context", created))
+        steps.append(StoryStep.of("create: long prompt in a context", created))
     with Step("append: a question alone"):
         asked = _ask(client, session_id, " Who sold something at the market?")
         steps.append(StoryStep.of("append: a question alone", asked))
@@ -117,7 +119,7 @@ def long_story(stack: Stack, client: GatewayClient, text: str, agent: Agent) -> 
     for part in (*stack.names_of("engine"), *stack.names_of("sidecar")):
         stack.kill(part)
     stack.up()
-    steps.append(StoryStep("kill -9 engine and sidecar, start them"))
+    steps.append(StoryStep("kill -9 of engine and sidecar, then start"))
     with Step("restored: another question"):
         restored = _ask(client, session_id, " And what was counted again?")
         _expect(restored.source == "disk", f"the KV came from {restored.source}, not from disk")
@@ -127,9 +129,9 @@ def long_story(stack: Stack, client: GatewayClient, text: str, agent: Agent) -> 
         client.call("DELETE", f"/v1/context/{session_id}")
         agent.forget()
         status, _ = client.try_call("GET", f"/v1/context/{session_id}")
-        _expect(status == 404, f"the deleted context answers {status}, not 404")
+        _expect(status == 404, f"the deleted context answers with status {status}, not 404")
         left = size_of(stack.paths.data)
-    steps.append(StoryStep(f"delete: id answers 404, {left} bytes of KV left"))
+    steps.append(StoryStep(f"delete: the id answers 404, {left} bytes of KV remain"))
     return steps
 
 
@@ -150,16 +152,16 @@ class Agent:
                 _expect(answer.source == "disk", f"the agent's KV came from {answer.source}, not from disk")
         self._messages.append({"role": "assistant", "content": answer.text})
         self._num_tokens = answer.usage["total_tokens"]
-        return StoryStep.of(f"agent, no context: {ask}", answer)
+        return StoryStep.of(f"agent without a context: {ask}", answer)
 
     def wait_kept(self) -> None:
         """Return when its last answer is on disk. Raises StepFailed after a minute."""
         deadline_s = time.monotonic() + SEALED_WITHIN_S
-        with Step("waiting until the agent's KV is on disk"):
+        with Step("wait until the agent's KV is on disk"):
             # The last token of an answer never has KV.
             while sum(kept["tokens"] for kept in self._kept()) < self._num_tokens - 1:
                 if time.monotonic() > deadline_s:
-                    raise StepFailed(f"what the agent sent is not on disk after {SEALED_WITHIN_S:.0f} s")
+                    raise StepFailed(f"the agent's KV is not on disk after {SEALED_WITHIN_S:.0f} s")
                 time.sleep(_SEAL_POLL_S)
 
     def forget(self) -> None:
@@ -177,7 +179,7 @@ def move(stack: Stack, client: GatewayClient, session_id: str) -> list[StoryStep
     """Drain the engine that holds the context: the next turn runs on another, which fetches the KV meanwhile."""
     holder = stack.engine_named(str(holder_of(client, session_id).get("endpoint")))
     stack.drain(holder)
-    with Step(f"moved: a question, with {holder} draining"):
+    with Step(f"moved: a question while {holder} drains"):
         moved = _ask(client, session_id, " What did it weigh?")
         _expect(moved.source == "peer", f"the KV came from {moved.source}, not from the other sidecar")
     stack.drain(holder, draining=False)
@@ -187,7 +189,7 @@ def move(stack: Stack, client: GatewayClient, session_id: str) -> list[StoryStep
 def wait_sealed(client: GatewayClient, session_id: str) -> None:
     """Return when the context's KV is durable. Raises StepFailed after a minute."""
     deadline_s = time.monotonic() + SEALED_WITHIN_S
-    with Step("waiting until the KV is on disk") as step:
+    with Step("wait until the KV is on disk") as step:
         while (state := str(holder_of(client, session_id).get("state"))) != "sealed":
             if time.monotonic() > deadline_s:
                 raise StepFailed(f"the KV of {session_id} is not on disk after {SEALED_WITHIN_S:.0f} s: {state}")

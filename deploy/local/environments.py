@@ -41,11 +41,11 @@ def _made(environment: Path, wanted: Sequence[str], *, needed_bytes: int, log: P
     if stamp.exists() and stamp.read_text() == json.dumps(list(wanted)):
         return environment
     if shutil.disk_usage(ROOT).free < needed_bytes:
-        raise StepFailed(f"{needed_bytes >> 30} GiB of disk are needed for {environment}")
+        raise StepFailed(f"{environment} needs {needed_bytes >> 30} GiB of disk space")
     try:
         venv.create(environment, with_pip=True, clear=True)
     except (OSError, subprocess.CalledProcessError) as exc:
-        raise StepFailed(f"{environment} cannot be made: {exc}") from exc
+        raise StepFailed(f"{environment} was not created: {exc}") from exc
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     index = os.environ.get("TORCH_INDEX")
     more = ["--extra-index-url", index] if index else []

@@ -47,7 +47,7 @@ async def serve(settings: EnvoySettings, stop: asyncio.Event) -> None:
     try:
         await asyncio.wait({attending, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            raise ValueError(f"envoy ended by itself, with {child.returncode}")
+            raise ValueError(f"envoy ended unexpectedly with exit {child.returncode}")
         attending.result()
     finally:
         attending.cancel()

@@ -128,7 +128,7 @@ def _read_stream(response: httpx.Response, started_s: float) -> Answer:
 
 def _take_chunk(answer: Answer, chunk: dict[str, Any], started_s: float) -> None:
     if "error" in chunk:
-        raise StepFailed(f"the stream broke off: {json.dumps(chunk)[:_ERROR_CHARS]}")
+        raise StepFailed(f"the stream broke: {json.dumps(chunk)[:_ERROR_CHARS]}")
     if choices := chunk.get("choices") or ():
         num_tokens = len(choices[0].get("token_ids") or ()) or 1
         answer.arrivals_ms += [(time.perf_counter() - started_s) * 1000] * num_tokens

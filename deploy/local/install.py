@@ -41,7 +41,7 @@ def main() -> int:
             say(f"error: {failure}")
             return 1
         except KeyboardInterrupt:
-            say("stopped; `make install` goes on where it left off")
+            say("stopped; run `make install` again to continue")
             return 130
     return 0
 
@@ -60,7 +60,7 @@ def install() -> None:
 def check_machine() -> None:
     """Raise StepFailed when this machine cannot take the installation."""
     if sys.version_info < MINIMUM_PYTHON:
-        raise StepFailed(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; try PYTHON=python3.12")
+        raise StepFailed(f"Python 3.11 or newer is needed, not {sys.version.split()[0]}; try PYTHON=python3.12")
     if STAMP.exists():
         return
     free = shutil.disk_usage(ROOT).free
@@ -77,7 +77,7 @@ def make_environment() -> None:
             venv.create(VENV, with_pip=True, clear=VENV.exists())
         except (subprocess.CalledProcessError, OSError) as exc:
             hint = "on Debian and Ubuntu: apt install python3-venv"
-            raise StepFailed(f"this Python cannot make a virtual environment ({hint}): {exc}") from exc
+            raise StepFailed(f"this Python cannot create a virtual environment ({hint}): {exc}") from exc
 
 
 def install_packages() -> None:
@@ -92,7 +92,7 @@ def install_packages() -> None:
         run_logged([*pip, *index, TORCH], what="torch for the CPU", log=LOG)
     except StepFailed as failure:
         hint = (
-            "your pip does not find torch's CPU build: pass PyTorch's CPU wheel index, make install TORCH_INDEX=<url>"
+            "pip found no CPU build of torch: pass PyTorch's CPU wheel index with make install TORCH_INDEX=<url>"
         )
         raise StepFailed(f"{failure}\n{hint}") from failure
     ours = [word for project in OURS for word in ("--editable", str(project))]

@@ -122,6 +122,6 @@ class StackPaths:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say("  another make call is changing this stack; waiting for it")
+                say("  waiting for another make call that changes this stack")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -84,7 +84,9 @@ def check_ports_free(ports: list[tuple[str, int]]) -> None:
     taken = [f"  port {port} ({part}): {holder_of(port)}" for part, port in ports if not is_free(port)]
     if taken:
         listing = "\n".join(taken)
-        raise StepFailed(f"ports are taken:\n{listing}\nchoose others with PORT=<n>: Envoy's, the rest follow it")
+        raise StepFailed(
+            f"these ports are in use:\n{listing}\nset another PORT=<n> for Envoy; the other ports follow it"
+        )
 
 
 def is_free(port: int) -> bool:
@@ -107,10 +109,10 @@ def holder_of(port: int) -> str:
         try:
             if any(str(link.readlink()) in inodes for link in (directory / "fd").iterdir()):
                 command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"taken by pid {directory.name} ({command[:120]})"
+                return f"in use by pid {directory.name} ({command[:120]})"
         except OSError:
             continue  # ended meanwhile, or another user's
-    return "taken by another user's process"
+    return "in use by a process of another user"
 
 
 def _listening_inodes(port: int) -> set[str]:

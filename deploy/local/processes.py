@@ -124,7 +124,7 @@ def kill_session(name: ProcessName, *, child: subprocess.Popen[bytes] | None = N
         if child is not None:
             child.poll()
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"processes {members} did not end on SIGKILL")
+            raise TimeoutError(f"processes {members} still run after SIGKILL")
         time.sleep(_POLL_S)
     for path in abandoned:
         path.unlink(missing_ok=True)

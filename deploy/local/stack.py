@@ -146,7 +146,7 @@ class Stack:
             wanted = part_names(settings.engines, settings.store) if names is None else names
             missing = [name for name in wanted if name not in running]
             if not missing:
-                say(f"already up: {self.url}")
+                say(f"already running: {self.url}")
                 return
             say(f"starting {', '.join(missing)} (logs: {self.paths.log('*')})")
             prepared = prepare_model(settings.model_dir) if settings.model_dir == MODEL_DIR else settings.model_dir
@@ -164,10 +164,10 @@ class Stack:
         part = self._known(name)
         with self.paths.locked():
             if name in self._processes.living():
-                say(f"{name} runs already: {part.url}")
+                say(f"{name} already runs: {part.url}")
                 return
             if not read_state(self.paths):
-                raise StepFailed("the stack is not up; `make up` starts all of it")
+                raise StepFailed("the stack is not running: start it with `make up`")
             self._processes.clear(name)
             check_ports_free([(name, port) for port in part.ports])
             self._start([part])
@@ -180,7 +180,7 @@ class Stack:
             if record is None or not session_members(record.name):
                 raise StepFailed(f"{name} does not run")
             self._processes.kill(name, record)
-            say(f"killed {name} (pid {record.pid}) and all it forked")
+            say(f"killed {name} (pid {record.pid}) and its child processes")
 
     def drain(self, name: str, *, draining: bool = True) -> None:
         """Give an engine no new work (or give it work again); return when the gateway knows. Raises StepFailed.
@@ -189,7 +189,7 @@ class Stack:
         """
         part = self._known(name)
         if part.kind != "engine":
-            raise StepFailed(f"{name} is no engine: only engines drain")
+            raise StepFailed(f"{name} is not an engine: only engines drain")
         with self.paths.locked():
             gateway = self._parts()["gateway"]
             if gateway.name not in self._processes.living():
@@ -201,7 +201,7 @@ class Stack:
                 known = self.gateway_endpoints().get(endpoint) or {}
                 return known.get("draining") is draining
 
-            what = f"{name} {'gets no new work' if draining else 'gets work again'}"
+            what = f"{name} {'gets no new turns' if draining else 'gets turns again'}"
             self._await(what, is_known, otherwise=f"the gateway did not take {endpoint}'s change", log=gateway.name)
 
     def down(self) -> None:
@@ -262,7 +262,9 @@ class Stack:
             return envoy.is_ready() and len(healthy) == len(endpoints)
 
         for part, sees in ((gateway, gateway_sees), (envoy, envoy_sees)):
-            self._await(f"{part.name} sees it", sees, otherwise=f"{part.name} finds an engine missing", log=part.name)
+            self._await(
+                f"{part.name} sees all engines", sees, otherwise=f"{part.name} does not see all engines", log=part.name
+            )
 
     def _await(self, what: str, condition: Callable[[], bool], *, otherwise: str, log: str) -> None:
         if condition():
@@ -281,7 +283,7 @@ class Stack:
         remembered = read_settings(self.paths)
         for key, value in self._asked.items():
             if key in remembered and value != remembered[key]:
-                raise StepFailed(f"already up with {key} {remembered[key]}, not {value}: `make down` first")
+                raise StepFailed(f"the stack runs with {key} {remembered[key]}, not {value}: run `make down` first")
 
     def _values(self, *, remembered: bool) -> dict[str, Any]:
         return whole(self._asked, read_settings(self.paths) if remembered else {})
@@ -303,7 +305,7 @@ class Stack:
     def _known(self, name: str) -> Part:
         parts = self._parts()
         if name not in parts:
-            raise StepFailed(f"no part is called {name!r}; PART= one of {', '.join(parts)}")
+            raise StepFailed(f"no part is named {name!r}; PART must be one of {', '.join(parts)}")
         return parts[name]
 
     def _prepare(self, settings: StackSettings, *, fresh: bool) -> None:

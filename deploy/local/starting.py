@@ -70,7 +70,7 @@ class PartProcesses:
             return
         with Step(f"stopping {name}"):
             if not stop_session(record.name, grace_s=grace_s, child=self._children.pop(name, None)):
-                say(f"    {name} did not end within {grace_s:.0f} s and was killed")
+                say(f"    {name} was killed: it did not end within {grace_s:.0f} s")
 
     def reap(self, name: str) -> None:
         """Collect the exit status of a part that has ended, if this process started it."""
@@ -98,7 +98,7 @@ class PartProcesses:
                 time.sleep(POLL_S)
 
     def _undo(self, started: Sequence[Part]) -> None:
-        say("stopping what was started (Ctrl-C: kill it)")
+        say("stopping the started parts (Ctrl-C kills them)")
         state = read_state(self._paths)
         recorded = [(part, state[part.name]) for part in reversed(started) if part.name in state]
         try:

@@ -93,7 +93,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as exc:
-        raise StepFailed(f"{path} is damaged ({exc}); end what runs by hand, then `make clean`") from exc
+        raise StepFailed(
+            f"{path} is damaged ({exc}): end the running processes by hand, then run `make clean`"
+        ) from exc
     assert isinstance(parsed, dict), path
     return parsed
 

@@ -196,7 +196,7 @@ async def test_an_envoy_that_dies_takes_the_local_stack_s_process_along(local_en
     os.kill(_envoy_of(process.pid), signal.SIGKILL)
 
     assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 1
-    assert "envoy ended by itself" in (tmp_path / "local.log").read_text()
+    assert "envoy ended unexpectedly" in (tmp_path / "local.log").read_text()
 
 
 async def test_a_process_of_the_local_stack_that_is_killed_takes_envoy_along(local_envoy):

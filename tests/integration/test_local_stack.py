@@ -72,14 +72,14 @@ def test_a_second_up_starts_nothing_new(stack, capsys):
     stack.up(["redis"])
 
     assert read_state(stack.paths) == before
-    assert f"already up: {stack.url}" in capsys.readouterr().err
+    assert f"already running: {stack.url}" in capsys.readouterr().err
 
 
 def test_up_with_other_settings_is_refused_while_something_runs(stack):
     stack.up(["redis"])
     other = Stack(stack.paths.root, dtype="float32")
 
-    with pytest.raises(StepFailed, match="already up with dtype bfloat16, not float32"):
+    with pytest.raises(StepFailed, match="the stack runs with dtype bfloat16, not float32"):
         other.up(["redis"])
 
 
@@ -150,7 +150,7 @@ def test_a_taken_port_is_named_with_who_has_it(stack):
         holder.bind(("127.0.0.1", port))
         holder.listen()
 
-        with pytest.raises(StepFailed, match=rf"port {port} \(redis\): taken by pid {os.getpid()} .*\n.*PORT="):
+        with pytest.raises(StepFailed, match=rf"port {port} \(redis\): in use by pid {os.getpid()} .*\n.*PORT="):
             stack.up(["redis"])
 
     assert read_state(stack.paths) == {}
@@ -247,12 +247,12 @@ def test_only_engines_drain_and_only_before_a_gateway(stack):
 
 
 def test_an_unknown_part_is_refused_with_the_names_there_are(stack):
-    with pytest.raises(StepFailed, match=f"PART= one of {', '.join(part_names(1))}"):
+    with pytest.raises(StepFailed, match=f"PART must be one of {', '.join(part_names(1))}"):
         stack.start("nginx")
 
 
 def test_a_part_cannot_be_started_into_a_stack_that_is_down(stack):
-    with pytest.raises(StepFailed, match="the stack is not up"):
+    with pytest.raises(StepFailed, match="the stack is not running"):
         stack.start("redis")
 
 
@@ -291,7 +291,7 @@ def test_ctrl_c_while_starting_stops_what_was_started(tmp_path, number):
         _, told = process.communicate(timeout=120)
 
         assert process.returncode == 130, told
-        assert "stopping what was started" in told
+        assert "stopping the started parts" in told
         assert "redis" in records
         assert not any(session_members(record.name) for record in records.values())
     finally:

@@ -27,8 +27,8 @@ def test_settings_have_defaults_for_all_but_the_sidecar_and_the_secret() -> None
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "needs 'sidecar'"),
-        ({"sidecar": "unix:///s"}, "needs 'secret_file'"),
+        ({}, "needs the key 'sidecar'"),
+        ({"sidecar": "unix:///s"}, "needs the key 'secret_file'"),
         ({**NEEDED, "sidecat": "x"}, "unknown keys: sidecat"),
         ({**NEEDED, "load_threads": "2"}, "'load_threads' must be of type int"),
         ({**NEEDED, "load_threads": True}, "'load_threads' must be of type int"),
