@@ -384,8 +384,7 @@ def _answer(stream: ReplyStream, *, json: bool) -> None:
     else:
         typer.echo()
         output.say(output.receipt(reply))
-    usage = reply.usage
-    if usage is not None and usage.context is not None and not usage.context.committed:
+    if not reply.usage.context.committed:
         raise typer.Exit(REFUSED)
 
 

@@ -94,19 +94,15 @@ def fault(error: ClientError) -> str:
 
 def receipt(reply: Reply) -> str:
     """Return in a line what an answer took."""
-    usage = reply.usage
+    usage = reply.usage.context
     parts = [reply.session_id]
     if reply.generation is not None:
         parts.append(f"generation {reply.generation}")
-    if usage is not None:
-        if usage.context is None:
-            parts.append(f"prompt {usage.prompt_tokens}")
-        else:
-            parts.append(f"computed {usage.context.computed_tokens}")
-            source = "" if usage.context.source == "none" else f" from {usage.context.source}"
-            parts.append(f"cached {usage.context.cached_tokens}{source}")
-            if not usage.context.committed:
-                parts.append(f"not committed ({usage.context.reason})")
+    parts.append(f"computed {usage.computed_tokens}")
+    source = "" if usage.source == "none" else f" from {usage.source}"
+    parts.append(f"cached {usage.cached_tokens}{source}")
+    if not usage.committed:
+        parts.append(f"not committed ({usage.reason or 'the server stored no context'})")
     if reply.finish_reason == "length":
         parts.append("stopped at --max-tokens")
     return " · ".join(parts)

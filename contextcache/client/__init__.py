@@ -15,7 +15,7 @@ from contextcache.client.errors import (
     NotUnderstood,
 )
 from contextcache.client.events import Event, Finished, TextDelta, ToolCallDelta
-from contextcache.client.types import ContextInfo, ContextUsage, KeptInfo, Reply, TurnInfo, Usage
+from contextcache.client.types import ContextInfo, ContextUsage, Divergence, KeptInfo, Reply, TurnInfo, Usage
 
 __all__ = [
     "ApiError",
@@ -29,6 +29,7 @@ __all__ = [
     "ContextCache",
     "ContextInfo",
     "ContextUsage",
+    "Divergence",
     "Event",
     "Finished",
     "KeptInfo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from contextcache.client.retries import Place
@@ -21,3 +22,9 @@ def openai_options(place: Place, session_id: str, options: Mapping[str, Any]) ->
     headers = {"X-Session-ID": session_id, **options.get("default_headers", {})}
     known = {"base_url": f"{place.base_url}/v1", "api_key": place.api_key}
     return {**known, **options, "default_headers": headers}
+
+
+def require_openai() -> None:
+    """Raise ImportError with the extra to install unless the package `openai` is there."""
+    if find_spec("openai") is None:
+        raise ImportError("`openai()` needs the package openai: pip install 'context-cache[openai]'", name="openai")

@@ -55,8 +55,20 @@ class Changes(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
+class Divergence:
+    """Place where a replay leaves the context."""
+
+    message: int | None
+    """Position in the request's messages; None for text and token ids."""
+    token: int
+    """First token that differs from the context's."""
+    why: str
+    """`regenerated`, `head_changed`, `inserted`, `trimmed`, `edited`, `compacted`, `window`, `respelled` or `other`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ContextUsage:
-    """`usage.context`: what the context saved."""
+    """`usage.context`: tokens that the context saved."""
 
     computed_tokens: int
     """Prompt tokens that were computed."""
@@ -71,7 +83,12 @@ class ContextUsage:
     committed: bool
     """Whether the turn is part of the context now."""
     restore_ms: float | None = None
+    """Milliseconds that bringing the KV back took; None if none was brought."""
+    saved_ms: int | None = None
+    """Estimated milliseconds to compute the cached tokens, less `restore_ms`; None without an estimate."""
     match: str | None = None
+    diverged: Divergence | None = None
+    """None unless `match` is `diverge`."""
     reason: str | None = None
     truncated_tokens: int = 0
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -85,8 +102,8 @@ class Usage:
     """Computed tokens on completions, the whole prompt on chat, unless the key or `X-Usage-Format` says otherwise."""
     completion_tokens: int
     total_tokens: int
-    context: ContextUsage | None
-    """None: an answer without a context."""
+    context: ContextUsage
+    """For an answer without a context, a turn that reused nothing and is not committed."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
@@ -97,7 +114,8 @@ class Reply:
     text: str
     finish_reason: str | None
     tool_calls: Sequence[Mapping[str, Any]]
-    usage: Usage | None
+    usage: Usage
+    """Zeros if the server sent none."""
     session_id: str
     expires_at: float | None
     """Unix seconds."""
@@ -217,27 +235,32 @@ def kept_info(raw: Mapping[str, Any]) -> KeptInfo:
     )
 
 
-def usage(raw: Mapping[str, Any] | None) -> Usage | None:
+def usage(raw: Mapping[str, Any] | None) -> Usage:
     """Read an answer's usage."""
-    if raw is None:
-        return None
+    raw = {} if raw is None else raw
+    prompt_tokens = raw["prompt_tokens"] if raw else 0
     said = raw.get("context")
-    context = None
-    if said is not None:
-        context = ContextUsage(
-            computed_tokens=said["computed_tokens"],
-            cached_tokens=said["cached_tokens"],
-            saved_tokens=said["saved_tokens"],
-            context_tokens=said["context_tokens"],
-            source=said["source"],
-            committed=said["committed"],
-            restore_ms=said.get("restore_ms"),
-            match=said.get("match"),
-            reason=said.get("reason"),
-            truncated_tokens=said.get("truncated_tokens") or 0,
-            raw=said,
-        )
-    return Usage(raw["prompt_tokens"], raw.get("completion_tokens") or 0, raw["total_tokens"], context, raw)
+    context = ContextUsage(prompt_tokens, 0, 0, 0, "none", committed=False) if said is None else _context_usage(said)
+    return Usage(prompt_tokens, raw.get("completion_tokens") or 0, raw["total_tokens"] if raw else 0, context, raw)
+
+
+def _context_usage(said: Mapping[str, Any]) -> ContextUsage:
+    left = said.get("diverged")
+    return ContextUsage(
+        computed_tokens=said["computed_tokens"],
+        cached_tokens=said["cached_tokens"],
+        saved_tokens=said["saved_tokens"],
+        context_tokens=said["context_tokens"],
+        source=said["source"],
+        committed=said["committed"],
+        restore_ms=said.get("restore_ms"),
+        saved_ms=said.get("saved_ms"),
+        match=said.get("match"),
+        diverged=None if left is None else Divergence(left["message"], left["token"], left["why"]),
+        reason=said.get("reason"),
+        truncated_tokens=said.get("truncated_tokens") or 0,
+        raw=said,
+    )
 
 
 def reply(raw: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
@@ -246,7 +269,7 @@ def reply(raw: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
     message = choice.get("message") or {}
     generation = headers.get("x-context-generation", "")
     took = usage(raw.get("usage"))
-    if took and took.context and not took.context.committed and took.context.reason != "read_only":
+    if took.context.raw and not took.context.committed and took.context.reason != "read_only":
         generation = ""  # a stream's head said what was planned
     return Reply(
         text=choice.get("text") if "text" in choice else message.get("content") or "",

@@ -19,7 +19,7 @@ from contextcache.client._sync.transport import SyncTransport
 from contextcache.client.calls import Call, Page
 from contextcache.client.errors import NotUnderstood
 from contextcache.client.events import Event, Finished, StreamReader
-from contextcache.client.openai_client import openai_options
+from contextcache.client.openai_client import openai_options, require_openai
 from contextcache.client.proxies import connection_options, proxy_of
 from contextcache.client.retries import Place, Retries, named
 from contextcache.client.types import (
@@ -201,8 +201,8 @@ class Context:
     ) -> None:
         self._client = client
         self.session_id, self.model = session_id, model
-        self.reply = reply
-        """The last answer that came through this object."""
+        self.last_reply = reply
+        """The last answer that came through this object; None before the first one."""
         self.info = info
         """As it was last read."""
         self.delete_at_end = delete_at_end
@@ -213,10 +213,17 @@ class Context:
         return f"{type(self).__name__}({self.session_id!r}, model={self.model!r})"
 
     @property
+    def reply(self) -> Reply:
+        """The last answer that came through this object. Raises ValueError before the first one."""
+        if self.last_reply is None:
+            raise ValueError(f"{self.session_id!r} has answered nothing here: ask or chat first")
+        return self.last_reply
+
+    @property
     def generation(self) -> int | None:
-        """Of the last commit that this object saw."""
-        if self.reply is not None and self.reply.generation is not None:
-            return self.reply.generation
+        """Generation of the last commit that this object saw."""
+        if self.last_reply is not None and self.last_reply.generation is not None:
+            return self.last_reply.generation
         return None if self.info is None else self.info.generation
 
     def ask(self, prompt: Prompt, **fields: Unpack[TurnFields]) -> Reply:
@@ -251,7 +258,8 @@ class Context:
 
     def rewind(self, generation: int, *, if_match: int | None = None) -> ContextInfo:
         """Take it back to a generation."""
-        self.reply, self.info = None, self._client.contexts.rewind(self.session_id, generation, if_match=if_match)
+        self.info = self._client.contexts.rewind(self.session_id, generation, if_match=if_match)
+        self.last_reply = None
         return self.info
 
     def delete(self) -> None:
@@ -260,6 +268,7 @@ class Context:
 
     def openai(self, **options: Any) -> openai.OpenAI:
         """Return an `openai` client whose calls carry this context. Raises ImportError where `openai` is missing."""
+        require_openai()
         import openai
 
         said = openai_options(self._client.transport.place, self.session_id, options)
@@ -279,7 +288,7 @@ class Context:
             self.delete()
 
     def _took(self, reply: Reply) -> Reply:
-        self.reply = reply
+        self.last_reply = reply
         return reply
 
 
@@ -346,7 +355,7 @@ class ReplyStream:
                             self.context = None
                         self._reply = calls.created(event.reply) if is_create else event.reply
                         if self.context is not None:
-                            self.context.reply = event.reply
+                            self.context.last_reply = event.reply
                     yield event
                 if reader.is_finished:
                     return  # whatever comes after the end is none of the answer

@@ -19,11 +19,14 @@ from contextcache.client import (
     AsyncContextCache,
     BrokenStream,
     ConnectionFailed,
+    Context,
     ContextCache,
+    Divergence,
     Finished,
     TextDelta,
     ToolCallDelta,
     errors,
+    openai_client,
 )
 from contextcache.client.events import StreamReader
 from contextcache.client.retries import Retries
@@ -582,3 +585,33 @@ def test_a_name_that_no_header_can_carry_is_said_to_be_one():
 
     with pytest.raises(ValueError, match="extra_body"):
         context.openai()
+
+
+def test_what_a_replay_left_and_the_time_it_saved_are_typed():
+    context = {**USAGE["context"], "saved_ms": 68000, "match": "diverge"}
+    context["diverged"] = {"message": 3, "token": 41, "why": "edited"}
+    usage = (
+        client_of(Server((200, {**ANSWER, "usage": {**USAGE, "context": context}})))
+        .contexts.create("m", "a")
+        .reply.usage
+    )
+
+    assert (usage.context.saved_ms, usage.context.diverged) == (68000, Divergence(3, 41, "edited"))
+
+
+def test_an_answer_without_usage_reads_as_a_turn_that_is_not_committed():
+    usage = client_of(Server((200, {**ANSWER, "usage": None}))).contexts.create("m", "a").reply.usage
+
+    assert (usage.total_tokens, usage.context.cached_tokens, usage.context.committed) == (0, 0, False)
+
+
+def test_a_context_that_answered_nothing_has_no_reply():
+    with pytest.raises(ValueError, match="ask or chat first"):
+        _ = Context(client_of(Server()), "ctx_1", "m").reply
+
+
+def test_openai_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(openai_client, "find_spec", lambda _: None)
+
+    with pytest.raises(ImportError, match=r"pip install 'context-cache\[openai\]'"):
+        Context(client_of(Server()), "ctx_1", "m").openai()
