@@ -130,8 +130,10 @@ def _bounds(schema: Json, of: str) -> str:
     if low is None and high is None:
         return ""
     unit = {"Length": " characters", "Items": " items", "imum": ""}[of]
+    if low == high:
+        return f", exactly {low:g}{unit}"
     if high is None:
-        return f", at least {low:g}{unit}"
+        return ", not empty" if unit and low == 1 else f", at least {low:g}{unit}"
     return f", at most {high:g}{unit}" if low is None else f", {low:.0f} to {high:.0f}{unit}"
 
 
