@@ -106,9 +106,7 @@ def test_every_metric_stands_once(part):
 
 def test_no_other_page_lists_a_metric_or_a_setting():
     """Seen to fail with the injector's table of metrics left in docs/operations/pod-injector.md."""
-    listed = re.compile(
-        r"^(?:\| |- )`(contextcache_\w+|(?:GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_\w+)`", re.MULTILINE
-    )
+    listed = re.compile(r"^(?:\| |- )`(contextcache_\w+|(?:GATEWAY|MANAGER|SIDECAR|TURN|INJECTOR)_\w+)`", re.MULTILINE)
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in {"settings.md", "metrics.md"}]
 
     found = [(page.name, name) for page in pages for name in listed.findall(page.read_text())]
