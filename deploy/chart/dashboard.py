@@ -73,10 +73,10 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Live sessions",
             (Query(gauge("contextcache_manager_sessions", how="max"), "sessions"),),
-            description="Every manager counts all of them: the largest count is shown.",
+            description="Every manager counts all sessions. The panel shows the largest count.",
         ),
         Panel(
-            "Sessions begun and ended",
+            "Sessions created and ended",
             (
                 Query(rate("contextcache_manager_sessions_reserved_total"), "reserved"),
                 Query(rate("contextcache_manager_sessions_unregistered_total"), "deleted"),
@@ -112,7 +112,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Turns by source",
             (Query(rate("contextcache_turn_turns_total", by="source", where='kind="continue"'), "{{source}}"),),
             unit="ops",
-            description="Where most cached tokens came from. device: the engine's own prefix cache.",
+            description="Source of most cached tokens. device: the engine's own prefix cache.",
             stacked=True,
         ),
         Panel(
@@ -122,7 +122,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             stacked=True,
         ),
         Panel(
-            "Loads, and why there was none",
+            "Loads, and reasons for missed ones",
             (
                 Query(
                     rate(
@@ -137,7 +137,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             width=12,
         ),
         Panel(
-            "Saves, and why there was none",
+            "Saves, and reasons for skipped ones",
             (
                 Query(
                     rate(
@@ -156,14 +156,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Time to the first token, median, by source",
             (Query(quantile(0.5, "contextcache_turn_first_token_seconds", by="source"), "{{source}}"),),
             unit="s",
-            description="Streamed turns. none and recompute had nothing to reuse.",
+            description="Streamed turns. none and recompute reused no tokens.",
         ),
         Panel(
             "Seconds saved in each second (estimate)",
             (Query(_SECONDS_SAVED, "saved"),),
             unit="s",
-            description="What turns that reused something would have taken to the first token at the pace of those "
-            "that reused nothing, less what they took. Streamed turns only.",
+            description="Estimate for streamed turns: reused tokens at the pace without reuse, less the real time.",
         ),
         Panel(
             "Restores, 95th percentile, by tier",
@@ -174,7 +173,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Bytes by tier and tenant": (
         Panel("KV by tier", (Query(gauge("contextcache_sidecar_bytes", by="tier"), "{{tier}}"),), unit="bytes"),
         Panel(
-            "How full each disk is",
+            "Disk usage",
             (
                 Query(
                     f'contextcache_sidecar_bytes{{{_N},tier="disk"}} / '
@@ -188,7 +187,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "KV by tenant",
             (Query(gauge("contextcache_sidecar_tenant_bytes", by="tenant"), "{{tenant}}"),),
             unit="bytes",
-            description="The largest by name, all others under an empty one.",
+            description="The largest tenants by name, all others under an empty name.",
             stacked=True,
         ),
         Panel(
@@ -203,7 +202,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             width=12,
         ),
         Panel(
-            "Blocks handed out by tier",
+            "Blocks served by tier",
             (Query(rate("contextcache_sidecar_served_blocks_total", by="tier"), "{{tier}}"),),
             unit="ops",
             width=12,
@@ -214,7 +213,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Requests by status",
             (Query(rate("contextcache_gateway_requests_total", by="status"), "{{status}}"),),
             unit="ops",
-            description="`routed`: sent on by Envoy, whose answer the gateway does not see.",
+            description="`routed`: forwarded by Envoy; the gateway does not see the answer.",
         ),
         Panel(
             "Envoy's answers by class",
@@ -239,7 +238,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Broken exchanges and deletes",
             (
                 Query(rate("contextcache_gateway_broken_exchanges_total", by="reason"), "{{reason}}"),
-                Query(rate("contextcache_gateway_unreachable_deletes_total"), "delete did not arrive"),
+                Query(rate("contextcache_gateway_unreachable_deletes_total"), "undelivered delete"),
                 Query(rate("contextcache_turn_aborts_total", by="reason"), "turn aborted: {{reason}}"),
             ),
             unit="ops",
@@ -249,7 +248,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             (Query(gauge("contextcache_gateway_endpoint_ready_state", by="endpoint", how="min"), "{{endpoint}}"),),
         ),
         Panel(
-            "Faults that need a look",
+            "Faults to inspect",
             (
                 Query(rate("contextcache_sidecar_quarantined_files_total"), "quarantined files"),
                 Query(rate("contextcache_sidecar_collector_failures_total"), "collector failures"),
@@ -305,7 +304,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             unit="s",
         ),
         Panel(
-            "Why a pod was chosen",
+            "Reasons for the choice of a pod",
             (Query(rate("contextcache_gateway_choices_total", by="reason"), "{{reason}}"),),
             unit="ops",
             stacked=True,

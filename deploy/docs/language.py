@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from deploy.docs.passages import Passage, console, markdown, product, templates, values
+from deploy.docs.passages import Passage, console, markdown, monitoring, product, templates, values
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_SENTENCE = 35
@@ -91,6 +91,8 @@ def surfaces() -> Iterator[tuple[str, Passage]]:
     yield from (("values", passage) for passage in values(ROOT / "charts/context-cache/values.yaml"))
     for template in sorted((ROOT / "charts/context-cache/templates").rglob("*.yaml")):
         yield from (("chart", passage) for passage in templates(template))
+    for file in ("alerts.yaml", "dashboard.json"):
+        yield from (("metrics", passage) for passage in monitoring(ROOT / "charts/context-cache/files" / file))
     for folder in PACKAGES:
         for module in sorted((ROOT / folder).rglob("*.py")):
             if "_pb2" not in module.name:

@@ -66,6 +66,13 @@ def templates(file: Path) -> Iterator[Passage]:
             yield Passage(file, number, message)
 
 
+def monitoring(file: Path) -> Iterator[Passage]:
+    """Yield the texts of alerts and of the dashboard's panels."""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        for text in re.findall(r'^\s*"?(?:summary|description|title)"?: "?(.+?)"?,?$', line):
+            yield Passage(file, number, text)
+
+
 def console(script: Path) -> Iterator[Passage]:
     """Yield the strings of the console that are words: a capital first, or three words and more."""
     for number, line in enumerate(script.read_text().splitlines(), 1):

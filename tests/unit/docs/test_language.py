@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.docs.language import LONGEST_SENTENCE, measured
-from deploy.docs.passages import Passage, console, markdown, product, templates, values
+from deploy.docs.passages import Passage, console, markdown, monitoring, product, templates, values
 
 PAGE = """---
 title: front matter is no prose
@@ -85,6 +85,15 @@ def test_messages_of_templates_and_strings_of_the_console_are_read(tmp_path):
 
     assert texts(templates(template)) == ['a must be \\"b\\"']
     assert texts(console(script)) == ["Sign out", "Cached {}"]
+
+
+def test_texts_of_alerts_and_panels_are_read(tmp_path):
+    alerts = written(
+        tmp_path, "alerts.yaml", '  summary: A gateway\n  expr: up\n  description: "It is {{ $value }}."\n'
+    )
+
+    assert texts(monitoring(alerts)) == ["A gateway", "It is {{ $value }}."]
+    assert texts(monitoring(written(tmp_path, "a.json", '"title": "Turns",\n"unit": "s"\n'))) == ["Turns"]
 
 
 @pytest.mark.parametrize(
