@@ -76,7 +76,7 @@ def missing(shown, answer, where=""):
 
 
 def test_the_readme_s_calls_are_answered_as_it_shows(client):
-    """Seen to fail with 2 computed tokens written where 7 are, and with a field that no answer has."""
+    """Seen to fail with 2 computed tokens written where 3 are, and with a field that no answer has."""
     blocks = re.findall(r"```(?:sh|json)\n(.*?)```", README, re.DOTALL)
     calls = [(block, answer) for block, answer in itertools.pairwise(blocks) if block.startswith("curl")]
     session_id, lost = "", []
