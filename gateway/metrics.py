@@ -32,8 +32,8 @@ class Metrics:
         )
         self.tenant_refusals = Counter(
             "contextcache_gateway_tenant_refusals_total",
-            "Requests refused at a limit of their tenant, by limit. requests, bytes: the tenant's own limit. "
-            "share: its fair share of the gateway or of a busy pod.",
+            "Requests refused at a limit of their tenant, by limit. `requests`, `bytes`: the tenant's own "
+            "limit. `share`: its fair share of the gateway or of a busy pod.",
             ["limit"],
             registry=registry,
         )
@@ -77,7 +77,7 @@ class Metrics:
         self.discovery_failures = Counter(
             "contextcache_gateway_discovery_failures_total",
             "Failed lists and watches of the Kubernetes API, by resource and reason: unavailable, forbidden, "
-            "unauthorized, starting, not_found, expired, invalid, internal. starting: the server refused a "
+            "unauthorized, starting, not_found, expired, invalid, internal. `starting`: the server refused a "
             "call that it allowed before, for less than a minute. The last known pods stay in use.",
             ["resource", "reason"],
             registry=registry,

@@ -74,8 +74,8 @@ class GatewaySettings(TlsSettings, TracingSettings):
     )
     tls_clients: Literal["required", "none"] = Field(
         "required",
-        description="Client certificates with TLS on. required: callers of the HTTP front need a certificate of the "
-        "CA, as Envoy has. none: they need none. The external processor always requires one.",
+        description="Client certificates with TLS on. `required`: callers of the HTTP front need a certificate of the "
+        "CA, as Envoy has. `none`: they need none. The external processor always requires one.",
     )
     metrics_host: str = Field("127.0.0.1", description="Address of GATEWAY_METRICS_PORT.")
     metrics_port: int = Field(
@@ -92,8 +92,8 @@ class GatewaySettings(TlsSettings, TracingSettings):
     )
     ext_proc_picker: Literal["choose", "hint"] = Field(
         "choose",
-        description="choose: choose the pod here. hint: name the holder (envoy.lb.subset_hint) to an endpoint picker "
-        "behind this one, which chooses.",
+        description="`choose`: choose the pod here. `hint`: name the holder (envoy.lb.subset_hint) to an endpoint "
+        "picker behind this one, which chooses.",
     )
     ext_proc_timeout_s: float = Field(
         30.0,
@@ -121,9 +121,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
     )
     plain_max: Literal["off", "route", "keep"] = Field(
         "keep",
-        description='Most that the gateway does for requests without a context, whatever a key\'s "plain" says. off: '
-        "nothing. route: send a conversation to one pod. keep: also keep its KV and find it again by its "
-        "tokens.",
+        description='Most that the gateway does for requests without a context, whatever a key\'s "plain" says. '
+        "`off`: nothing. `route`: send a conversation to one pod. `keep`: also keep its KV and find it "
+        "again by its tokens.",
     )
     label_headers: tuple[str, ...] = Field(
         (),

@@ -103,7 +103,7 @@ def doctor(  # noqa: PLR0913  # its options
     ] = "",
     show_patch: Annotated[bool, typer.Option("--show-patch", help="print JSON patches too", **_PREVIEW)] = False,  # noqa: FBT002
 ) -> None:
-    """Examine a running deployment from outside, and say what is wrong and what cures it."""
+    """Examine a running deployment from outside: list its faults and their cures."""
     if would_inject:
         options = {"parts_file": injector_parts, "namespace": release_namespace, "with_patch": show_patch}
         raise typer.Exit(_preview(would_inject, as_lines=not json, **options))

@@ -34,16 +34,16 @@ class TlsSettings(ProcessSettings):
     """Mutual TLS of a part: with these files it shows its certificate to others and believes only the CA's."""
 
     tls_cert_file: Path | None = Field(
-        None, description="PEM certificate chain shown to other parts. Empty, with the next two settings: no TLS"
+        None, description="PEM certificate chain shown to other parts. Empty, with the next two settings: no TLS."
     )
     tls_key_file: Path | None = Field(
-        None, description="PEM private key of that certificate. Both files are read again when they change"
+        None, description="PEM private key of that certificate. Both files are read again when they change."
     )
     tls_ca_file: Path | None = Field(
-        None, description="PEM certificates of the CAs that sign the other parts' certificates"
+        None, description="PEM certificates of the CAs that sign the other parts' certificates."
     )
     tls_server_name: str = Field(
-        "context-cache", min_length=1, description="name in every part's certificate, whatever the part's address"
+        "context-cache", min_length=1, description="Name in every part's certificate, whatever the part's address."
     )
 
     @field_validator("tls_cert_file", "tls_key_file", "tls_ca_file", mode="before")
@@ -69,14 +69,14 @@ class TracingSettings(ProcessSettings):
     """Where a part's spans go."""
 
     traces_endpoint: str = Field(
-        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces"
+        "", description="OTLP/gRPC address of a trace collector, http://host:4317 or https://…. Empty: no traces."
     )
     traces_sample_ratio: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it "
-        "starts",
+        description="Share of the traces that start here and are kept, 0 to 1. The caller decides for traces that it "
+        "starts.",
     )
 
 

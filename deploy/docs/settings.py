@@ -42,10 +42,8 @@ def _connector() -> Iterator[str]:
 
 
 def _entry(shown: str, name: str, default: object, text: str | None, chart: str = "") -> str:
-    meaning = (text or "").rstrip(".")
-    meaning = meaning if meaning[:2].isupper() or meaning.startswith("Python") else meaning[:1].lower() + meaning[1:]
-    told = f"; *chart:* {chart.partition(':')[0]}" if chart else ""
-    return f"- `{shown}` ({_shown(name, default)}): {meaning}{told}"
+    told = f" *Chart:* {chart.partition(':')[0]}." if chart else ""
+    return f"- `{shown}` ({_shown(name, default)}): {(text or '').rstrip('.')}.{told}"
 
 
 def _shown(name: str, default: Any) -> str:

@@ -71,7 +71,7 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 
 
 class _Answered(BaseModel):
-    """What a request says of the answer it wants; null is as if a field were not there."""
+    """Fields of a request about its answer. null counts as absent."""
 
     model: Model = Field(..., description="Model that a pod serves. A context belongs to its model.")
     max_tokens: int | None = Field(
@@ -84,7 +84,7 @@ class _Answered(BaseModel):
 
 
 class _Termed(_Answered):
-    """What a create says of the life of a context."""
+    """Fields of a create about the life of the context."""
 
     ttl: Ttl = Field(
         DEFAULT_TTL_S, description='Life in seconds, as `3600` or `"3600s"`. A value out of range is a 400.'
@@ -128,7 +128,7 @@ class CreateFromMessages(_Create):
 
 
 class ContextPatch(TypedDict, total=False):
-    """What is to change of a context; what is not there stays. null is as if a field were not there, but for `ttl`."""
+    """Fields of a context to change. Absent fields stay, and null counts as absent except for `ttl`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
     ttl: Annotated[Ttl, Field(description="New life from now, in seconds.")]
@@ -140,7 +140,7 @@ class ContextPatch(TypedDict, total=False):
 
 
 class ContextFork(TypedDict, total=False):
-    """What is another of the fork; what is not there is as of the context forked from."""
+    """Fields of a fork that differ from its source. Absent fields are those of the source."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
     generation: Annotated[
@@ -156,7 +156,7 @@ class ContextFork(TypedDict, total=False):
 
 
 class ContextRewind(TypedDict):
-    """Where to go back to."""
+    """Generation to rewind to."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]  # how pydantic is told so
     generation: Annotated[
@@ -170,7 +170,10 @@ class ContextRewind(TypedDict):
 
 
 class Truncation(BaseModel):
-    """What goes of a context that does not fit the model's window: the oldest, never its head or what is new."""
+    """Rule for cutting a context that does not fit the model's window.
+
+    The oldest tokens are cut first. The head and the new text stay.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -210,32 +213,35 @@ class _Turn(_Termed):
 
 
 class Completion(_Turn):
-    """A prompt to complete; with `session_id`, a turn."""
+    """A prompt to complete. With `session_id` it is a turn of a context."""
 
     prompt: Prompt = Field(..., description="Text, or one list of token ids; each also as a list of one.")
 
 
 class ChatCompletion(_Turn):
-    """Messages to answer; with `session_id`, a turn."""
+    """Messages to answer. With `session_id` they are a turn of a context."""
 
     messages: Messages = Field(..., description="Chat messages. With a context they have text content only.")
 
 
 class AnthropicMessages(_Turn):
-    """Anthropic's messages to answer; with `session_id`, a turn."""
+    """Anthropic's messages to answer. With `session_id` they are a turn of a context."""
 
     messages: Messages = Field(..., description="Anthropic's messages. With a context they have text content only.")
     max_tokens: int = Field(gt=0, description="Maximum length of the answer.")
 
 
 class ConversationName(BaseModel):
-    """A context's name, as OpenAI's clients give it."""
+    """Name of a context in the form of OpenAI's clients."""
 
     id: SessionId
 
 
 class NewResponse(_Turn):
-    """A response to give; a turn with `previous_response_id`, `conversation` or `session_id`; a create with `store`."""
+    """A request of the Responses API.
+
+    `previous_response_id`, `conversation` or `session_id` makes it a turn. `store` makes it a create.
+    """
 
     input: str | Annotated[list[dict[str, JsonValue]], Field(min_length=1)] = Field(
         description="New items, or the conversation again. With a context: text, calls of functions and "
@@ -255,7 +261,7 @@ class NewResponse(_Turn):
 
 
 class Diverged(BaseModel):
-    """Where a replay leaves the context, and why."""
+    """First difference between a replay and the context, with its reason."""
 
     message: int | None = Field(..., description="Position in the request's messages. null for text and token ids.")
     token: int = Field(..., description="First token that differs from the context's.")
@@ -267,7 +273,7 @@ class Diverged(BaseModel):
 
 
 class ContextUsage(BaseModel):
-    """What of a prompt was reused, and whether the turn is part of the context now."""
+    """Reuse figures of a prompt, and whether the turn was committed."""
 
     computed_tokens: int = Field(..., ge=1, description="Prompt tokens that were computed.")
     cached_tokens: int = Field(..., ge=0, description="Prompt tokens that were read from the cache.")
@@ -299,7 +305,7 @@ class ContextUsage(BaseModel):
 
 
 class Usage(BaseModel):
-    """What a prompt and its answer cost."""
+    """Token counts of a prompt and its answer."""
 
     prompt_tokens: int = Field(
         ...,
@@ -314,7 +320,7 @@ class Usage(BaseModel):
 
 
 class _Completed(BaseModel):
-    """The engine's object, and what a context adds. The engine may say more in it."""
+    """The engine's object with the fields of a context. The engine may add more fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -325,7 +331,7 @@ class _Completed(BaseModel):
 
 
 class Completed(_Completed):
-    """What a completion, or a chat completion, answers."""
+    """Answer of a completion or chat completion."""
 
     usage: Usage | None = None
     session_id: str | None = Field(None, description="Context of the request. null: its create was not committed.")
@@ -333,13 +339,13 @@ class Completed(_Completed):
 
 
 class CreatedUsage(Usage):
-    """The usage of a create."""
+    """Usage of a create."""
 
     context: ContextUsage = Field(...)
 
 
 class Created(_Completed):
-    """What a create answers: a completion, or a chat completion where it has messages."""
+    """Answer of a create: a completion, or a chat completion if the request has messages."""
 
     usage: CreatedUsage
     session_id: str | None = Field(
@@ -349,7 +355,7 @@ class Created(_Completed):
 
 
 class MessageUsage(BaseModel):
-    """Anthropic's usage: the three kinds of input tokens are the whole prompt."""
+    """Anthropic's usage. The sum of the three kinds of input tokens is the whole prompt."""
 
     input_tokens: int = Field(..., ge=0)
     output_tokens: int = Field(..., ge=0)
@@ -359,7 +365,7 @@ class MessageUsage(BaseModel):
 
 
 class AnsweredMessage(BaseModel):
-    """What Anthropic's messages are answered with, and what a context adds. The engine may say more in it."""
+    """Answer to Anthropic's messages with the fields of a context. The engine may add more fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -374,13 +380,13 @@ class AnsweredMessage(BaseModel):
 
 
 class ResponseTokens(BaseModel):
-    """How many of a prompt's tokens were reused."""
+    """Number of reused prompt tokens."""
 
     cached_tokens: int = Field(..., ge=0)
 
 
 class ResponseUsage(BaseModel):
-    """OpenAI's usage of a response: the whole prompt is counted."""
+    """OpenAI's usage of a response. It counts the whole prompt."""
 
     input_tokens: int = Field(..., ge=0)
     input_tokens_details: ResponseTokens
@@ -390,7 +396,7 @@ class ResponseUsage(BaseModel):
 
 
 class Answered(BaseModel):
-    """A response, and what a context adds. The engine may say more in it."""
+    """A response with the fields of a context. The engine may add more fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -409,7 +415,7 @@ class Answered(BaseModel):
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong, in OpenAI's words."""
+    """Error in OpenAI's format."""
 
     message: str
     type: str
@@ -418,7 +424,7 @@ class ErrorInfo(BaseModel):
 
 
 class Error(BaseModel):
-    """Every error of ours."""
+    """Error of context-cache."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -441,7 +447,7 @@ class Error(BaseModel):
 
 
 class Holder(TypedDict):
-    """Where the KV of the newest generation is."""
+    """Holder of the KV of the newest generation."""
 
     endpoint: Annotated[str, Field(description="Name of the pod.")]
     state: Annotated[
@@ -457,14 +463,14 @@ class Holder(TypedDict):
 
 
 class ForkedFrom(TypedDict):
-    """What a context was forked from, which may be gone."""
+    """Source of a fork. The source may be deleted."""
 
     session_id: Annotated[str, Field(description="Context of the source, which may be deleted.")]
     generation: Annotated[int, Field(description="Generation at which the fork began.")]
 
 
 class TurnObject(TypedDict):
-    """What a committed turn took and reused, as its receipt said; times in milliseconds."""
+    """Receipt of a committed turn. Times are in milliseconds."""
 
     generation: Annotated[int, Field(description="Generation that the turn made.")]
     at: Annotated[int, Field(description="Time of the commit.")]
@@ -481,7 +487,7 @@ class TurnObject(TypedDict):
 
 
 class ContextSummary(TypedDict):
-    """One context as its row says it, without asking a sidecar."""
+    """One context, without the state of its KV."""
 
     object: Literal["context"]
     session_id: Annotated[str, Field(description="Name of the context.")]
@@ -500,19 +506,19 @@ class ContextSummary(TypedDict):
 
 
 class HolderName(TypedDict):
-    """Where the KV of the newest generation was saved: what the row says."""
+    """Pod that saved the KV of the newest generation."""
 
     endpoint: Annotated[str, Field(description="Name of the pod; empty: none.")]
 
 
 class ListedContext(ContextSummary):
-    """One context as the list shows it."""
+    """One context in a list."""
 
     holder: Annotated[HolderName, Field(description="Pod with the KV of the newest generation.")]
 
 
 class ContextObject(ContextSummary):
-    """One context, with what its holder's sidecar says about the KV."""
+    """One context with the state of its KV."""
 
     bytes: Annotated[
         int | None,
@@ -523,7 +529,7 @@ class ContextObject(ContextSummary):
 
 
 class ReadContext(ContextObject):
-    """One context that is read, with its last turns."""
+    """One context with its last turns."""
 
     recent_turns: Annotated[
         list[TurnObject], Field(description="Last 32 committed turns, oldest first. A new fork has none.")
@@ -540,7 +546,7 @@ class ContextList(TypedDict):
 
 
 class KeptMissObject(TypedDict):
-    """The last prompt that did not begin with what was kept of its conversation."""
+    """Last prompt that differed from the kept conversation."""
 
     matched: Annotated[int, Field(description="Tokens that the prompt shared with the kept KV.")]
     of: Annotated[int, Field(description="Tokens that were kept.")]
@@ -549,7 +555,7 @@ class KeptMissObject(TypedDict):
 
 
 class KeptObject(TypedDict):
-    """What is kept of plain requests that seem to be one conversation."""
+    """Kept KV of requests without a context that look like one conversation."""
 
     object: Literal["kept"]
     id: Annotated[str, Field(description="Name of the kept conversation.")]
@@ -563,7 +569,7 @@ class KeptObject(TypedDict):
 
 
 class KeptList(TypedDict):
-    """One page of kept conversations, what was used last first."""
+    """One page of kept conversations, last used first."""
 
     object: Literal["list"]
     data: Annotated[list[KeptObject], Field(description="Kept conversations of this page.")]
@@ -573,7 +579,7 @@ class KeptList(TypedDict):
 
 
 class ByteHours(TypedDict):
-    """Bytes held, times hours, by tier."""
+    """Stored bytes times hours, by tier."""
 
     memory: Annotated[int, Field(description="In the memory of pods.")]
     disk: Annotated[int, Field(description="On the disks of pods.")]
@@ -581,7 +587,7 @@ class ByteHours(TypedDict):
 
 
 class Used(TypedDict):
-    """What was used."""
+    """Usage figures."""
 
     contexts: Annotated[int, Field(description="Created contexts, forks included.")]
     turns: Annotated[int, Field(description="Answers, creates included.")]
@@ -595,20 +601,20 @@ class Used(TypedDict):
 
 
 class UsedByKey(Used):
-    """What was used under one API key."""
+    """Usage of one API key."""
 
     key: Annotated[str, Field(description="Name of the API key; empty for usage of no key, such as bytes held.")]
 
 
 class DayOfUsage(TypedDict):
-    """One day, UTC."""
+    """Usage of one day in UTC."""
 
     day: Annotated[str, Field(description="Date, as `2026-11-25`.")]
     keys: Annotated[list[UsedByKey], Field(description="Usage by API key.")]
 
 
 class UsageOfTenant(TypedDict):
-    """What a tenant used."""
+    """Usage of a tenant."""
 
     object: Literal["usage"]
     tenant: Annotated[str, Field(description="Name of the tenant.")]
@@ -619,7 +625,7 @@ class UsageOfTenant(TypedDict):
 
 
 class EngineObject(TypedDict):
-    """What a pod's engine said at the last probe."""
+    """Load of a pod's engine at the last probe."""
 
     running: Annotated[int, Field(description="Running requests.")]
     waiting: Annotated[int, Field(description="Waiting requests.")]
@@ -627,7 +633,7 @@ class EngineObject(TypedDict):
 
 
 class PodObject(TypedDict):
-    """A pod, as this gateway sees it."""
+    """A pod in the view of this gateway."""
 
     name: Annotated[str, Field(description="Name of the pod.")]
     state: Annotated[Literal["ready", "draining", "not_ready"], Field(description="`draining`: gets no new contexts.")]
@@ -653,7 +659,7 @@ class TenantObject(TypedDict):
 
 
 class TenantLimitsObject(TypedDict):
-    """What each tenant may, of one gateway; 0: no limit."""
+    """Limits of each tenant at one gateway. 0: no limit."""
 
     requests_per_second: Annotated[float, Field(description="Requests a second.")]
     burst: Annotated[int, Field(description="Requests at once.")]
@@ -662,7 +668,7 @@ class TenantLimitsObject(TypedDict):
 
 
 class DeploymentObject(TypedDict):
-    """A deployment, as one gateway sees it."""
+    """A deployment in the view of one gateway."""
 
     object: Literal["deployment"]
     pods: Annotated[list[PodObject], Field(description="Pods of the deployment.")]
@@ -673,7 +679,7 @@ class DeploymentObject(TypedDict):
 
 
 class ModelObject(TypedDict):
-    """A model, as OpenAI's clients know it."""
+    """A model in OpenAI's format."""
 
     id: Annotated[str, Field(description="Name of the model.")]
     object: Literal["model"]
@@ -682,7 +688,7 @@ class ModelObject(TypedDict):
 
 
 class ContextDeleted(TypedDict):
-    """What is left of a context, or of a kept conversation."""
+    """Result of deleting a context or a kept conversation."""
 
     session_id: Annotated[str, Field(description="Name of the deleted context.")]
     status: Annotated[Literal["success", "partial"], Field(description="`partial`: a pod was unreachable.")]

@@ -290,7 +290,7 @@ async def complete(
     keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
-    """Complete a prompt; with `session_id`, continue a context."""
+    """Complete a prompt. With `session_id`, continue a context."""
 
 
 @turns.post("/v1/chat/completions", operation_id="chat_completion", responses=_turn_answers())
@@ -303,7 +303,7 @@ async def complete_chat(
     keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
-    """Answer messages; with `session_id`, continue a context."""
+    """Answer messages. With `session_id`, continue a context."""
 
 
 @turns.post("/v1/messages", operation_id="messages", responses=_turn_answers(AnsweredMessage))
@@ -315,7 +315,7 @@ async def answer_messages(
     keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
-    """Answer Anthropic's messages; with `session_id`, continue a context."""
+    """Answer Anthropic's messages. With `session_id`, continue a context."""
 
 
 @turns.post("/v1/responses", operation_id="response", responses=_turn_answers(Answered, "previous_response_not_found"))
@@ -327,7 +327,7 @@ async def respond(
     keep_alive: KeepAliveHeader = None,
     if_match: IfMatch = None,
 ) -> None:
-    """Give a response; go on from one that was stored, or in a conversation."""
+    """Answer a request of the Responses API. Continue a stored response or a conversation."""
 
 
 @contexts.get("/v1/context", operation_id="list_contexts", responses=_answers(*_KEPT_BY_MANAGER, "invalid_request"))
@@ -375,7 +375,7 @@ async def read_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessio
     openapi_extra=_body(ContextPatch),
 )
 async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields) -> ContextObject:
-    """Change a context's ttl, policy or metadata, also while a turn runs."""
+    """Change the ttl, policy or metadata of a context, even while a turn runs."""
     refuse_unknown(said, frozenset(ContextPatch.__annotations__))
     return context_object(*await gateway.contexts.patch(tenant, session_id, read_terms(said)))
 
@@ -392,7 +392,7 @@ async def patch_context(gateway: AskedGateway, tenant: Tenant, session_id: Sessi
 async def fork_context(
     request: Request, gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: FieldsOrNone
 ) -> ContextObject:
-    """Make a context that begins as this one does, without copying its KV."""
+    """Create a context with the turns of this one, without copying its KV."""
     refuse_unknown(said, frozenset(ContextFork.__annotations__))
     named = read_session_id(said.get("session_id"))
     fork = NewFork(read_generation(said), named, read_terms(said), request.state.key)
@@ -408,7 +408,7 @@ async def fork_context(
 async def rewind_context(
     gateway: AskedGateway, tenant: Tenant, session_id: SessionPath, said: Fields, if_match: IfMatch = None
 ) -> ContextObject:
-    """Take a context back to an earlier turn. One that stands there already stays as it is."""
+    """Rewind a context to an earlier turn. A context at that turn stays unchanged."""
     refuse_unknown(said, frozenset(ContextRewind.__annotations__))
     generation, expected = read_generation(said), read_if_match(if_match)
     if generation is None:
@@ -425,7 +425,7 @@ async def rewind_context(
 async def read_model(
     gateway: AskedGateway, model: Annotated[str, Path(json_schema_extra={"pattern": r"^[A-Za-z0-9_.:@-]{1,256}$"})]
 ) -> ModelObject:
-    """Describe one model that a pod serves, as OpenAI does."""
+    """Describe one served model in OpenAI's format."""
     return {"id": model, "object": "model", "created": gateway.model_seen_s(model), "owned_by": "vllm"}
 
 
@@ -446,7 +446,7 @@ async def read_usage(
         str, Query(alias="tenant", max_length=64, description="Name of another tenant. Needs an operator's key.")
     ] = "",
 ) -> UsageOfTenant:
-    """Say what the tenant used, by day and API key."""
+    """Return the tenant's usage by day and API key."""
     if of not in {"", tenant}:
         _check_operator(request, "this key may read the usage of its own tenant only")
     first_day, last_day = (None if day is None else (day - _EPOCH).days for day in (from_, to))
@@ -465,7 +465,7 @@ async def read_deployment(
     limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
     after: Annotated[str, Query(max_length=64, description="Lists tenants whose names sort after this one.")] = "",
 ) -> DeploymentObject:
-    """Say how the pods are and which tenants there are, as this gateway sees it; for operators' keys."""
+    """Return the pods and tenants in the view of this gateway. Needs an operator's key."""
     _check_operator(request, "only an operator's key may read the deployment")
     return deployment_object(gateway.deployment.view(limit=limit, after=after))
 
@@ -492,7 +492,7 @@ async def delete_context(gateway: AskedGateway, tenant: Tenant, session_id: Sess
 
 @operations.get("/healthz", responses=_answers())
 async def healthz() -> dict[str, str]:
-    """Say that the process lives."""
+    """Return 200 while the process runs."""
     return {"status": "ok"}
 
 
@@ -501,7 +501,10 @@ _UNREADY = {"description": "Not ready. `/readyz` of the metrics port names the m
 
 @operations.get("/readyz", responses=_answers() | {503: _UNREADY})
 async def readyz(request: Request) -> Response:
-    """Say whether requests can be served. What is missing, and how each pod is, the metrics port says."""
+    """Return 200 if the gateway can serve requests, else 503.
+
+    `/readyz` of the metrics port shows the missing parts and the state of each pod.
+    """
     ready_state: ReadyState = request.app.ready_state
     ready = (await ready_state.describe())["ready"]
     answer = Response(json.dumps({"ready": ready}), 200 if ready else 503, media_type="application/json")
