@@ -1,12 +1,13 @@
-"""The examples of docs/sdks run as they are printed, against a real gateway, manager and pod (a toy engine).
+"""The examples of the documentation run as they are printed, against a real gateway, manager and pod (a toy engine).
 
-Only the URL, the key and the model of the local stack are replaced. Every prompt has some tokens cached, as the engine
-says, and the example prints how many.
+Only URL, key and model are replaced, and `ctx_…` by the id of the context that the page created last. Every prompt of
+docs/sdks has some tokens cached, as the engine says, and the example prints how many.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from tests.kit.clients import PydanticAI, Vercel
 from tests.kit.fake_vllm import FakeVllm, decode
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import running_gateway, settings_for
+from tests.kit.pages import blocks, commands
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.vllm_words import anthropic_state, responses_state
 
@@ -128,3 +130,72 @@ async def test_the_examples_in_environments_of_their_own_keep_one_conversation(u
     command = [node, "--input-type=module", "--eval"]
     text = await printed(command, examples("vercel-ai", "javascript")[0], url, cwd=program.parent)
     saw_one_conversation(engine, text, QUESTIONS)
+
+
+WITH_CALLS = sorted({block.page for block in blocks("sh") if "curl -s" in block.text} - {"docs/sdks/curl.md"})
+CLIENT = f"from openai import OpenAI\nclient = OpenAI(base_url='http://127.0.0.1:8000/v1', api_key='{KEY}')\n"
+
+
+async def shell(command: str, url: str) -> str:
+    """Run one command of a page; return what it prints."""
+    for written, ours in {"http://127.0.0.1:8000": url, "http://localhost:8000": url, "Qwen/Qwen3-0.6B": MODEL}.items():
+        command = command.replace(written, ours)
+    for written, ours in LOCAL_STACK.items():
+        command = command.replace(written, ours)
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", command, env=os.environ | {"API_KEY": KEY}, stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(EXAMPLE_S):
+        out, _ = await process.communicate()
+    assert process.returncode == 0, command
+    return out.decode()
+
+
+def lacking(shown: object, answer: object) -> list[str]:
+    """Return the fields that a page shows and an answer has not, at any depth; `…` stands for more."""
+    if isinstance(shown, dict) and isinstance(answer, dict):
+        return [name for name in shown if name not in answer and name != "…"] + [
+            lost for name in shown if name in answer for lost in lacking(shown[name], answer[name])
+        ]
+    if isinstance(shown, list) and isinstance(answer, list) and shown and answer:
+        return lacking(shown[0], answer[0])
+    return []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("page", WITH_CALLS)
+async def test_the_calls_of_a_page_are_answered_as_it_shows(page, url):
+    """Seen to fail with a generation to fork at that is still to come, and with a field that no answer has."""
+    session_id, answer = "", ""
+    for block in blocks("sh", "json", pages=[page]):
+        if block.language == "json":
+            assert not answer or lacking(json.loads(block.text), json.loads(answer)) == [], block
+            answer = ""
+        for command in commands(block) if block.language == "sh" else ():
+            if not command.startswith("curl"):
+                continue
+            answer = await shell(command.replace("ctx_…", session_id), url)
+            answer = answer[answer.index("{") :]  # `-i` prints the head too
+            assert "error" not in json.loads(answer), f"{block}: {answer}"
+            session_id = next(iter(re.findall(r'"session_id": ?"(ctx_\w+)"', answer)), session_id)
+
+
+@pytest.mark.timeout(120)
+async def test_the_responses_of_the_guide_are_one_conversation(url, engine):
+    (block,) = blocks("python", pages=["docs/guides/messages-and-responses.md"])
+    await printed([sys.executable, "-c"], f"{CLIENT}{block.text}\nprint({KEY!r})  # test-key-1234567890", url)
+
+    assert len(engine.generations()) == 2
+
+
+@pytest.mark.timeout(120)
+async def test_the_commands_of_the_command_line_s_page_run(url):
+    """`top` follows until Ctrl-C: here it looks once. Seen to fail with `asks` for `ask`."""
+    (block,) = blocks("sh", pages=["docs/reference/command-line.md"])
+    created = ""
+    for command in commands(block)[1:]:
+        line = command.replace("ctx_…", created).replace("context-cache top", "context-cache top --once")
+        line = line.replace("context-cache", f"{sys.executable} -m contextcache", 1)
+        out = await shell(f"{commands(block)[0]}\n{line} 2>&1", url)
+        created = next(iter(re.findall(r"ctx_\w+", out)), created)
+    assert created

@@ -1,0 +1,96 @@
+"""Code blocks of the documentation: each is run by a test, or checked as far as it goes without a cluster.
+
+Calls by curl and examples in Python run in tests/integration/test_page_examples.py and tests/vllm/test_examples.py.
+tests/chart/test_chart_pages.py renders values and helm commands. This file checks the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+import typer
+import yaml
+
+from contextcache.cli.app import app
+from contextcache.cli.serve import PARTS
+from tests.kit.pages import ROOT, blocks, commands, programs
+
+CHECKED = {"sh", "bash", "python", "javascript", "json", "yaml"}
+DRAWN = {"", "text"}
+"""Drawings, formulas, and what programs print."""
+PROGRAMS = {
+    "base64", "cd", "context-cache", "curl", "docker", "echo", "envoy", "export", "git", "helm", "jq", "kind",
+    "kubectl", "lmcache", "make", "npm", "oc", "openssl", "pip", "printf", ".venv/bin/python",
+}  # fmt: skip
+"""Programs that commands of the pages start: another one needs a check of its own here."""
+SHELL = blocks("sh", "bash")
+CALLS = [(str(block), call) for block in SHELL for command in commands(block) for call in programs(command)]
+
+
+def of(program: str) -> list[tuple[str, list[str]]]:
+    """Return where a program is called, with its arguments."""
+    return [(place, arguments) for place, (name, *arguments) in CALLS if name == program]
+
+
+def test_every_block_is_of_a_kind_that_is_checked():
+    """Seen to fail with a block marked `console`."""
+    assert [str(block) for block in blocks() if block.language not in CHECKED | DRAWN] == []
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_shell_blocks_are_shell_and_start_known_programs(block):
+    """Seen to fail with a quote left open, and with `helmet` for `helm`."""
+    text = re.sub(r"<[a-z][^>\n]*>", "PLACE", block.text)
+    parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    started = {call[0] for command in commands(block) for call in programs(command)}
+
+    assert parsed.returncode == 0, parsed.stderr
+    assert {name for name in started if "=" not in name} <= PROGRAMS
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_blocks_compile(block):
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_json_blocks_are_json(block):
+    """Seen to fail with a comma left out."""
+    json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_blocks_are_yaml(block):
+    assert yaml.safe_load(block.text)
+
+
+def test_the_command_line_takes_what_pages_pass_to_context_cache():
+    """Seen to fail with `--tll` for `--ttl`, and with `serve gatway`."""
+    root = typer.main.get_command(app)
+    called = of("context-cache")
+
+    assert len(called) > 8
+    for place, (name, *arguments) in called:
+        if name == "serve":
+            assert arguments[0] in PARTS, place
+        else:
+            root.commands[name].make_context(name, arguments)
+
+
+def test_images_are_built_from_files_and_arguments_that_exist():
+    """Seen to fail with VLLM_IMAGES for VLLM_IMAGE."""
+    built = [(place, line[1:]) for place, line in of("docker") if line[0] == "build"]
+
+    assert len(built) >= 4
+    for place, line in built:
+        dockerfile = (ROOT / line[line.index("-f") + 1]).read_text()
+        named = {line[number + 1].partition("=")[0] for number, word in enumerate(line) if word == "--build-arg"}
+        assert named <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)), place
+
+
+def test_programs_of_the_repository_that_pages_start_exist():
+    for place, line in of(".venv/bin/python"):
+        assert (ROOT / line[0]).exists(), place
