@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.chart.tools import HELMS, Helm, fetch
+from deploy.chart.tools import Helm, fetch
 from tests.chart.clusters import running_cluster
+from tests.chart.rendering import EACH_HELM
 from tests.kit.kube_servers import SERVERS
 
 
@@ -20,6 +21,6 @@ def cluster(request):
         yield cluster
 
 
-@pytest.fixture(params=HELMS, ids=lambda helm: helm.version)
+@pytest.fixture(params=EACH_HELM, ids=lambda helm: helm.version)
 def helm(request) -> Helm:
     return request.param

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from deploy.chart.tools import HELM_3, HELM_4, Helm, fetch
@@ -40,6 +41,9 @@ REGISTRY = "registry.example.org"
 """The registry of our images, for each release that sets none: the chart in the tree installs with one only."""
 
 Document = dict[str, Any]
+
+EACH_HELM = (HELM_4, pytest.param(HELM_3, marks=pytest.mark.thorough))
+"""Parameters of tests that each Helm passes: the older one in the longer run."""
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ import json
 
 import pytest
 
-from deploy.chart.tools import HELMS
 from tests.chart.api_server import ApiServer, running_api_server
 from tests.chart.manifests import identity, pods
 from tests.chart.releases import ENGINE, INJECTOR, REDIS, RELEASES, merged
-from tests.chart.rendering import CHART, Release, render, run_helm
+from tests.chart.rendering import CHART, EACH_HELM, Release, render, run_helm
 
 VALKEY = {"redis": {"url": ""}}
 
 
-@pytest.fixture(params=HELMS, ids=lambda helm: helm.version)
+@pytest.fixture(params=EACH_HELM, ids=lambda helm: helm.version)
 def helm(request, tmp_path):
     """Run one version of Helm against an empty cluster: `helm(command, …, values)`; the cluster is `helm.cluster`."""
     with running_api_server() as cluster:

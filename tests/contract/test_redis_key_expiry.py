@@ -188,7 +188,7 @@ def what_is_wrong(raw: redis.Redis, now_ms: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
+@pytest.mark.parametrize("seed", [SEED, *(pytest.param(SEED + more, marks=pytest.mark.thorough) for more in (1, 2))])
 async def test_whatever_is_done_every_key_ends_and_none_too_early(
     server: ValkeyServer, raw: redis.Redis, seed: int
 ) -> None:

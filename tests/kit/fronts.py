@@ -26,6 +26,8 @@ from tests.kit.until import until
 FRONTS = ("http", "envoy")
 only_http = pytest.mark.parametrize("front_kind", ["http"])
 """For what is decided below both fronts: `tests/unit/gateway` has the rule, and other tests here carry its like."""
+envoy_too = pytest.mark.parametrize("front_kind", ["http", pytest.param("envoy", marks=pytest.mark.thorough)])
+"""For the same, where Envoy has its turn in the longer run."""
 only_envoy = pytest.mark.parametrize("front_kind", ["envoy"])
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.kit.fake_vllm import encode
-from tests.kit.fronts import code_of, only_http
+from tests.kit.fronts import code_of, envoy_too, only_http
 from tests.kit.manager_process import running_manager_process
 from tests.kit.turn_pod import MODEL, running_turn_pod
 
@@ -51,6 +51,7 @@ def patch(front, session_id: str, **body):
     return front.request("PATCH", f"/v1/context/{session_id}", data=json.dumps(body).encode())
 
 
+@envoy_too
 async def test_a_patch_changes_what_is_read_and_nothing_else(front):
     session_id = await created(front)
     before = await told(front.get(f"/v1/context/{session_id}"))
@@ -109,6 +110,7 @@ def rewind(front, session_id: str, generation: int, *, headers=None):
     return front.post(f"/v1/context/{session_id}/rewind", {"generation": generation}, headers=headers)
 
 
+@envoy_too
 async def test_a_rewound_context_goes_on_from_where_it_was(front, pod):
     """The engine sees what the client took back no more."""
     session_id = await created(front)
@@ -172,6 +174,7 @@ def fork(front, source_id: str, **body):
     return front.post(f"/v1/context/{source_id}/fork", body)
 
 
+@envoy_too
 async def test_a_fork_and_its_source_go_on_apart(front, pod):
     session_id = await created(front)
     await told(turn(front, session_id, " one"))
@@ -213,6 +216,7 @@ async def test_forks_and_a_delete_of_their_source_at_once_are_whole_contexts_or_
                 assert found["usage"]["context"]["context_tokens"] == context["tokens"]
 
 
+@envoy_too
 async def test_a_call_creates_the_context_it_names_where_there_is_none(front, pod):
     asked = {"context_create": "if_missing", "ttl": 900, "metadata": {"a": "b"}}
     first = await told(turn(front, "mine", "Hello", **asked))
@@ -231,6 +235,7 @@ async def test_a_call_creates_the_context_it_names_where_there_is_none(front, po
     assert encode("Hello! more") in [body["prompt"] for body in pod.engine.generations()]
 
 
+@envoy_too
 async def test_of_many_calls_that_may_create_one_context_one_does(front, pod):
     """Nobody's turn is lost, and nobody has a context of his own."""
 

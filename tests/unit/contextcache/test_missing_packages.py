@@ -30,6 +30,7 @@ def test_without_the_server_distribution_a_part_names_it(monkeypatch, capsys, na
 
 def test_without_its_extra_a_part_names_the_missing_module(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [])
+
     def missing(*_, **__):
         raise ModuleNotFoundError("No module named 'redis'", name="redis")
 

@@ -540,7 +540,7 @@ async def test_a_directory_has_no_empty_directories_of_contexts_that_are_gone(po
     assert list((tmp_path / "store").iterdir()) == []
 
 
-@pytest.mark.parametrize(("pods", "rounds"), [(16, 20), (2, 400)])
+@pytest.mark.parametrize(("pods", "rounds"), [(16, 20), pytest.param(2, 400, marks=pytest.mark.thorough)])
 async def test_objects_come_and_go_in_one_directory_side_by_side(tmp_path, pods, rounds):
     stores = [ObjectStore(f"file://{tmp_path}/store", timeout_s=60) for _ in range(4)]
 

@@ -24,6 +24,7 @@ INHERITING = {f"tests/contract/test_{which}_session_store.py" for which in ("mem
 """Files whose tests stand there, or in themselves."""
 
 
+@pytest.mark.thorough
 def test_a_mutant_that_lives_or_is_stale_is_a_finding_and_the_tree_stays_as_it_is(tmp_path, capsys):
     root = tmp_path / "tree"
     root.mkdir()

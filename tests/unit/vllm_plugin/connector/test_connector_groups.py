@@ -48,7 +48,7 @@ def load(engine: Engine, prompt: list[int], *refs: str, name: str = "load") -> l
     return engine.loop.run_to_end(name)
 
 
-@pytest.mark.parametrize("num_more", [0, 1, 50])
+@pytest.mark.parametrize("num_more", [1, *(pytest.param(more, marks=pytest.mark.thorough) for more in (0, 50))])
 def test_a_conversation_goes_on_where_it_was_saved(engine: Engine, num_more: int) -> None:
     for number, num_tokens in enumerate(LENGTHS):
         prompt = tokens(num_tokens, start=10 * number)
