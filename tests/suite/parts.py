@@ -124,7 +124,7 @@ PARTS = (
     ),
     Part(
         "faults",
-        "what breaks costs time, never a wrong answer",
+        "a fault costs time, never a wrong answer",
         ("tests/faults",),
         marks=QUICK_ONES,
         budget_cpu_s=300,
@@ -161,7 +161,7 @@ PARTS = (
     Part("mutants", "a promise that is broken is noticed", (), Tier.THOROUGH, module="tests.mutants", shards=6),
     Part(
         "chart-processes",
-        "what the chart renders runs",
+        "the rendered chart runs",
         ("tests/chart_processes",),
         Tier.THOROUGH,
         watches=_CHART,
@@ -178,7 +178,7 @@ PARTS = (
     ),
     Part(
         "models",
-        "each way in which vLLM lays out KV: what is restored goes on as what was computed",
+        "each KV layout of vLLM: a restored context continues as the computed one",
         ("tests/models",),
         Tier.THOROUGH,
         watches=_KV,
@@ -198,7 +198,7 @@ PARTS = (
     ),
     Part(
         "images",
-        "the Dockerfiles build by themselves, and what they make runs",
+        "the Dockerfiles build by themselves, and their images run",
         ("tests/images",),
         Tier.THOROUGH,
         watches=_IMAGES,
@@ -226,7 +226,7 @@ PARTS = (
             "conversations": "hundreds of turns, each compared with the cold answer, whatever happens between",
             "tenants": "tenants that attack each other get nothing",
             "races": "racing clients and dying processes leave sessions whole",
-            "orphans": "bytes that nobody names are freed, and only those",
+            "orphans": "unnamed bytes are freed, and only those",
             "redis": "managers that die between every two steps of a script",
             "matrix": "every fault at every step",
         }.items()
