@@ -11,7 +11,7 @@ BUILDER ?= $(firstword $(notdir $(shell command -v docker buildah)))
 RELEASE = $(shell $(PYTHON) -m deploy.release version)
 IMAGE_OPTIONS = --build-arg VERSION=$(RELEASE) $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE))
 OURS := contextcache context_manager kv_sidecar vllm_plugin gateway pod_injector deploy tests benchmarks examples
-PROSE := README.md SECURITY.md tests/README.md charts/context-cache/README.md docs
+PROSE := README.md SECURITY.md CONTRIBUTING.md CHANGELOG.md tests/README.md charts/context-cache/README.md docs
 export TORCH_INDEX
 export SEED
 
