@@ -85,7 +85,7 @@ def open_tracer(endpoint: str, *, part: str, sample_ratio: float, on_lost: Calla
         from contextcache.wire.span_export import Provider
     except ImportError as exc:
         raise ValueError(
-            f"traces to {endpoint} need the extra `tracing`: pip install 'context-cache[tracing]'"
+            f"traces to {endpoint} need the extra `tracing`: pip install 'context-cache-server[tracing]'"
         ) from exc
     return Tracer(Provider(endpoint, part=part, sample_ratio=sample_ratio, on_lost=on_lost))
 
