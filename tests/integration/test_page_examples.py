@@ -143,7 +143,7 @@ async def shell(command: str, url: str) -> str:
     for written, ours in LOCAL_STACK.items():
         command = command.replace(written, ours)
     process = await asyncio.create_subprocess_exec(
-        "bash", "-c", command, env=os.environ | {"API_KEY": KEY}, stdout=asyncio.subprocess.PIPE
+        "bash", "-c", command, env=os.environ | {"API_KEY": KEY, "KEY": KEY}, stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(EXAMPLE_S):
         out, _ = await process.communicate()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from importlib.util import find_spec
 
 import pytest
 import typer
@@ -23,9 +24,11 @@ DRAWN = {"", "text"}
 """Drawings, formulas, and what programs print."""
 PROGRAMS = {
     "base64", "cd", "context-cache", "curl", "docker", "echo", "envoy", "export", "git", "helm", "jq", "kind",
-    "kubectl", "lmcache", "make", "npm", "oc", "openssl", "pip", "printf", ".venv/bin/python",
+    "kubectl", "lmcache", "make", "npm", "oc", "openssl", "pip", "printf", "python3",
+    ".venv/bin/python",
 }  # fmt: skip
 """Programs that commands of the pages start: another one needs a check of its own here."""
+COMPOSE = {"down", "exec", "kill", "logs", "ps", "pull", "restart", "start", "stop", "up"}
 SHELL = blocks("sh", "bash")
 CALLS = [(str(block), call) for block in SHELL for command in commands(block) for call in programs(command)]
 
@@ -58,8 +61,11 @@ def test_python_blocks_compile(block):
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
 def test_json_blocks_are_json(block):
-    """Seen to fail with a comma left out."""
-    json.loads(block.text)
+    """One value, or several: the answers of several calls. Seen to fail with a comma left out."""
+    text, decoder = block.text.strip(), json.JSONDecoder()
+    while text:
+        _, end = decoder.raw_decode(text)
+        text = text[end:].strip()
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
@@ -91,6 +97,24 @@ def test_images_are_built_from_files_and_arguments_that_exist():
         assert named <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)), place
 
 
-def test_programs_of_the_repository_that_pages_start_exist():
-    for place, line in of(".venv/bin/python"):
-        assert (ROOT / line[0]).exists(), place
+def test_compose_commands_name_profiles_and_services_that_exist():
+    """Seen to fail with `--profile cpus`, and with `kill engine`."""
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    profiles = {profile for service in services.values() for profile in service.get("profiles", ())}
+    called = [(place, line[1:]) for place, line in of("docker") if line[0] == "compose"]
+
+    assert called
+    for place, line in called:
+        assert {line[number + 1] for number, word in enumerate(line) if word == "--profile"} <= profiles, place
+        command = next(number for number, word in enumerate(line) if word in COMPOSE)
+        assert {word for word in line[command + 1 :] if not word.startswith("-")} <= services.keys(), place
+
+
+def test_programs_and_files_of_the_repository_that_pages_start_exist():
+    """Seen to fail with `deploy.docker.key`, and with a test's file misspelt."""
+    for place, line in [*of(".venv/bin/python"), *of("python3")]:
+        module, *arguments = line[1:] if line[0] == "-m" else ("", *line)
+        files = [word for word in arguments if re.fullmatch(r"[\w/]+\.py", word)]
+
+        assert not module or find_spec(module), place
+        assert [file for file in files if not (ROOT / file).exists()] == [], place
