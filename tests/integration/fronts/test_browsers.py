@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.fronts import CORS_EXPOSED_HEADERS
-from tests.kit.fronts import Client, StreamingEngine, code_of
+from tests.kit.fronts import Client, StreamingEngine, code_of, envoy_too
 from tests.kit.stub_engine import StubEngine
 from tests.kit.turn_pod import MODEL, running_turn_pod
 
@@ -53,6 +53,7 @@ async def browsed(open_front, engine, manager):
         yield front
 
 
+@envoy_too
 @pytest.mark.parametrize(("method", "path"), CALLS)
 async def test_a_browser_may_make_every_call_from_a_listed_page(browsed, engine, method, path):
     """Seen to fail with 404 without Envoy's route for it: its filter takes no policy from a route of Envoy's own."""
@@ -90,6 +91,7 @@ async def test_without_the_setting_nothing_is_said_of_origins(front):
     assert not [name for name in named if name.startswith("access-control-")]
 
 
+@envoy_too
 async def test_what_a_pod_lets_read_is_ours_to_say(open_front):
     """Seen to fail with the pod's own wildcard left where it was: `*` for any page."""
     engine = OpenEngine()
@@ -122,6 +124,7 @@ async def test_a_page_may_read_what_went_wrong(browsed, method, path, headers, e
         assert await code_of(answer) == expected
 
 
+@envoy_too
 async def test_a_page_may_read_the_receipt_of_a_context(open_front, tmp_path, manager):
     async with (
         running_turn_pod(tmp_path, manager_port=manager.port) as pod,
@@ -142,6 +145,7 @@ async def test_a_page_may_read_the_receipt_of_a_context(open_front, tmp_path, ma
     assert page["data"][0]["session_id"] == headers["x-session-id"]
 
 
+@envoy_too
 async def test_a_stream_reaches_a_page_piece_by_piece(open_front):
     engine = StreamingEngine()
     await engine.start()

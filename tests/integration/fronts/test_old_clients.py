@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.kit.fake_vllm import FakeVllm
-from tests.kit.fronts import running_front
+from tests.kit.fronts import envoy_too, running_front
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import DEADLINE_S, settings_for
 from tests.kit.turn_pod import MODEL, running_turn_pod
@@ -86,6 +86,7 @@ async def test_nginx_as_it_comes_passes_answers_on(turn_front, stream):
         assert json.loads(answer)["session_id"] == "mine"
 
 
+@envoy_too
 @pytest.mark.parametrize("path", PUBLIC)
 async def test_head_tells_what_get_would_wherever_no_key_is_asked_for(front, path):
     """Seen failing before: 405, and 404 for the root at Envoy."""
@@ -102,11 +103,13 @@ async def test_head_tells_what_get_would_wherever_no_key_is_asked_for(front, pat
     assert told[b"GET"][0] in {b"200", b"307"}
 
 
+@envoy_too
 async def test_head_reads_nothing_that_needs_a_key(front):
     async with front.request("HEAD", "/v1/context/ctx_1") as answer:
         assert (answer.status, answer.headers["allow"]) == (405, "GET, PATCH, DELETE")
 
 
+@envoy_too
 @pytest.mark.parametrize(
     ("path", "kind"),
     # The toy engine has no plain messages.

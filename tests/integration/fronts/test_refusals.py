@@ -9,7 +9,7 @@ import time
 import pytest
 
 from gateway.http import carrier
-from tests.kit.fronts import code_of, only_http, until_answered
+from tests.kit.fronts import code_of, envoy_too, only_http, until_answered
 from tests.kit.gateway_parts import OTHER_KEY
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
@@ -33,6 +33,7 @@ async def test_a_context_that_is_foreign_deleted_or_never_was_gets_one_answer(fr
     assert engine.turns == []
 
 
+@envoy_too
 async def test_a_label_needs_no_manager(front, engine, manager):
     """Seen to fail: 503 with the manager gone."""
     await manager.add("mine")
@@ -49,6 +50,7 @@ async def test_a_label_needs_no_manager(front, engine, manager):
     assert [found.header("x-context-unrouted") for found in engine.turns] == [[]] * len(labels)
 
 
+@envoy_too
 async def test_a_label_that_equals_a_context_of_the_tenant_continues_it(front, engine, manager):
     """Seen to fail: 200 from the engine alone, through either front."""
     await manager.add("chat-42")
@@ -60,6 +62,7 @@ async def test_a_label_that_equals_a_context_of_the_tenant_continues_it(front, e
     assert [bool(found.header("x-context-identity")) for found in engine.turns] == [True, False, False]
 
 
+@envoy_too
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_a_misspelt_handle_reaches_no_pod(front, engine, path):
     """Seen to fail: 200 from the engine alone, through either front."""
@@ -68,6 +71,7 @@ async def test_a_misspelt_handle_reaches_no_pod(front, engine, path):
     assert engine.turns == []
 
 
+@envoy_too
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
@@ -85,6 +89,7 @@ async def test_a_path_that_is_not_found_names_the_nearest(front, engine, path, m
     assert engine.turns == []
 
 
+@envoy_too
 async def test_a_slash_at_the_end_of_a_path_of_ours_changes_nothing(front, engine, manager):
     """Seen to fail: 404, through either front. The pod gets the bare path."""
     await manager.add("ctx_1")
@@ -100,6 +105,7 @@ async def test_a_slash_at_the_end_of_a_path_of_ours_changes_nothing(front, engin
     assert [found.target for found in engine.turns] == ["/v1/context"] * 2
 
 
+@envoy_too
 async def test_a_model_is_described_through_either_front(front, engine):
     """Seen to fail: 404 `not_found`."""
     async with front.get("/v1/models/stub-model") as answer:
@@ -171,6 +177,7 @@ NOT_RIGHT = [
 ]
 
 
+@envoy_too
 async def test_a_request_that_cannot_be_right_is_refused_in_the_same_bytes_by_both_fronts(front, engine):
     for path, body, headers, expected in NOT_RIGHT:
         async with front.post(path, body, headers=headers) as answer:
@@ -184,6 +191,7 @@ async def test_a_request_that_cannot_be_right_is_refused_in_the_same_bytes_by_bo
     assert engine.turns == []
 
 
+@envoy_too
 async def test_a_key_of_another_tenant_reaches_its_own_contexts_only(front, engine, manager):
     await manager.add("ctx_1", tenant="demo")
     other = {"authorization": f"Bearer {OTHER_KEY}"}
@@ -195,6 +203,7 @@ async def test_a_key_of_another_tenant_reaches_its_own_contexts_only(front, engi
     assert engine.turns == []
 
 
+@envoy_too
 @pytest.mark.parametrize("announced", [True, False])
 async def test_a_body_of_33_mib_is_refused_and_the_next_one_is_served(front, engine, announced):
     async def pieces():
@@ -211,6 +220,7 @@ async def test_a_body_of_33_mib_is_refused_and_the_next_one_is_served(front, eng
     assert [found.json() for found in engine.turns] == [{"prompt": "/v1/context"}, *[{"prompt": "/v1/completions"}] * 2]
 
 
+@envoy_too
 async def test_without_the_manager_session_calls_fail_at_once_and_stateless_ones_pass(front, engine, manager):
     await manager.add("ctx_1")
     await manager.stop()
@@ -235,6 +245,7 @@ async def test_without_the_manager_session_calls_fail_at_once_and_stateless_ones
     await until_answered(lambda: front.post("/v1/completions", {"session_id": "ctx_1"}), 200)
 
 
+@envoy_too
 async def test_a_dead_pod_is_typed_and_a_living_one_takes_over(open_front, engine, other):
     async with open_front({"pod-a": engine, "pod-b": other}) as front:
         await engine.stop()
@@ -299,6 +310,7 @@ async def test_a_tenant_that_asks_too_fast_is_told_when_to_ask_again(open_front,
             assert answer.status == 200
 
 
+@envoy_too
 async def test_control_calls_are_counted_like_all_others(open_front, engine, manager):
     """Seen failing before: a hundred of a hundred passed at one a second."""
     await manager.add("ctx_1")
@@ -339,6 +351,7 @@ async def test_when_every_pod_has_too_many_waiting_new_requests_are_shed(open_fr
         await until_answered(lambda: front.post("/v1/completions", {"session_id": "ctx_1"}), 200)
 
 
+@envoy_too
 async def test_bodies_over_what_may_be_held_are_refused_and_the_room_is_given_back(open_front, engine, manager):
     async with open_front({"pod-a": engine}, manager_port=manager.port, max_buffered_bytes=100) as front:
         async with front.post("/v1/completions", b"x" * 101) as answer:
@@ -370,6 +383,7 @@ async def test_a_gateway_that_was_busy_itself_refuses_nobody(open_front, engine,
     assert statuses == [200] * 80
 
 
+@envoy_too
 async def test_many_requests_at_once_are_all_answered(front, engine):
     async def ask(number: int) -> int:
         async with front.post("/v1/completions", {"prompt": str(number)}) as answer:

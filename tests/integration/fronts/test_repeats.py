@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from tests.kit.fake_vllm import FakeVllm
-from tests.kit.fronts import code_of, only_http
+from tests.kit.fronts import code_of, envoy_too, only_http
 from tests.kit.manager_process import running_manager_process
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
@@ -76,6 +76,7 @@ async def test_a_create_and_a_turn_that_come_again_through_other_pods_are_answer
     assert len(pods["pod-a"].engine.generations()) == 2
 
 
+@envoy_too
 async def test_an_answer_outlives_its_context_at_both_fronts(front):
     create = {"prompt": "Hello", "session_id": "mine"}
     first = await whole(post(front, "/v1/context", "create", **create))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.kit.fake_vllm import FakeVllm
-from tests.kit.fronts import code_of, only_envoy
+from tests.kit.fronts import code_of, envoy_too, only_envoy
 from tests.kit.gateway_parts import OTHER_KEY
 from tests.kit.turn_pod import MODEL, running_turn_pod
 from tests.kit.until import until
@@ -66,6 +66,7 @@ REFUSED = {
 }
 
 
+@envoy_too
 @pytest.mark.parametrize("what", REFUSED)
 async def test_refused_turns_on_an_older_response_leave_nothing_behind(front, pod, manager, what):
     """Seen to fail: each left a context that lasted as long as the one it was a branch of."""
@@ -84,6 +85,7 @@ async def test_refused_turns_on_an_older_response_leave_nothing_behind(front, po
     await until(manager.manager.count_sessions, is_so=lambda number: number == 1, what="no branch is left")
 
 
+@envoy_too
 async def test_a_conversation_is_made_by_its_first_response_and_an_answer_is_given_again(front, pod):
     """Seen to fail: the second of two equal requests made a branch."""
     first = await told(front, conversation="talk")
@@ -100,6 +102,7 @@ async def test_a_conversation_is_made_by_its_first_response_and_an_answer_is_giv
         assert (await answer.json())["generation"] == 2
 
 
+@envoy_too
 async def test_a_stream_ends_with_the_commit(front):
     async with post(front, conversation="talk", stream=True) as answer:
         raw = (await answer.content.read()).decode()
@@ -111,6 +114,7 @@ async def test_a_stream_ends_with_the_commit(front):
     assert (response["id"], response["usage"]["context"]["committed"]) == ("resp_1_talk", True)
 
 
+@envoy_too
 async def test_another_tenant_finds_nothing_of_it(front, pod):
     first = await told(front, store=True)
     before = len(pod.engine.generations())
@@ -121,6 +125,7 @@ async def test_another_tenant_finds_nothing_of_it(front, pod):
     assert len(pod.engine.generations()) == before
 
 
+@envoy_too
 async def test_a_response_without_a_context_reaches_the_engine_as_it_came(front, pod):
     await told(front, store=False)
 

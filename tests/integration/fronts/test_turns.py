@@ -9,7 +9,7 @@ import pytest
 
 from gateway.tenants.keys import hash_key
 from tests.kit.fake_vllm import encode
-from tests.kit.fronts import code_of, only_envoy, only_http, running_front
+from tests.kit.fronts import code_of, envoy_too, only_envoy, only_http, running_front
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_server import settings_for
 from tests.kit.turn_pod import MODEL, running_turn_pod
@@ -66,6 +66,7 @@ async def test_a_context_is_created_continued_read_and_deleted(front, pod):
     ]
 
 
+@envoy_too
 @pytest.mark.parametrize("name", ["_", "-x", "--help", "__proto__", "_..a"])
 async def test_a_context_of_any_name_goes_through_every_call(front, name):
     """Seen to fail: 400 for the first `_` or `-`."""
@@ -97,6 +98,7 @@ async def test_a_chat_context_is_continued(front):
     assert more["choices"][0]["message"]["content"] == "!"
 
 
+@envoy_too
 async def test_a_streamed_create_and_turn_end_with_usage_session_and_done(front):
     async with front.post("/v1/context", {"model": MODEL, "prompt": "Hello", "stream": True}) as answer:
         first = events_of(await answer.content.read())
@@ -111,6 +113,7 @@ async def test_a_streamed_create_and_turn_end_with_usage_session_and_done(front)
     assert (receipt["x-context-mode"], receipt["content-type"]) == ("append", "text/event-stream")
 
 
+@envoy_too
 @pytest.mark.parametrize("kept", [False, True], ids=["turn", "kept"])
 async def test_a_silent_stream_begins_with_a_comment_where_its_client_asks_for_it(
     front_kind, tmp_path, pod, manager, kept
@@ -169,6 +172,7 @@ async def test_a_header_and_a_body_that_name_different_contexts_are_refused(fron
     assert len(pod.engine.generations()) == num_asked
 
 
+@envoy_too
 async def test_a_turn_named_by_its_header_with_a_body_that_is_none_is_refused(front, pod):
     session_id = await created(front)
     num_asked = len(pod.engine.generations())
@@ -191,6 +195,7 @@ async def test_a_turn_named_by_its_header_cannot_tell_the_engine_what_only_we_ma
     assert all(turn["kv_transfer_params"]["context_cache"] != "forged" for turn in turns)
 
 
+@envoy_too
 async def test_bodies_of_20_mib_get_the_engines_own_typed_answer(front):
     session_id = await created(front)
     text = "x" * (20 << 20)
@@ -257,6 +262,7 @@ async def test_without_a_plugin_the_pod_refuses_what_claims_a_context_and_serves
     assert all(pod.engine.generations()[-1].get(key) is None for key in forged)
 
 
+@envoy_too
 async def test_a_key_says_how_its_usage_counts_and_a_header_says_otherwise(front_kind, tmp_path, pod, manager):
     settings = settings_for(tmp_path, {"pod-a": pod}, manager_port=manager.port)
     keys = {"keys": [{"sha256": hash_key(KEY), "tenant": "demo", "usage": "openai", "context_mode": "replay"}]}
@@ -279,6 +285,7 @@ async def test_a_key_says_how_its_usage_counts_and_a_header_says_otherwise(front
     assert by_header["usage"]["prompt_tokens"] == len("Hello! more! again") - 4
 
 
+@envoy_too
 async def test_a_turn_that_does_not_fit_is_cut_where_it_says_so(front, pod):
     pod.engine.max_model_len = 40
     session_id = await created(front, prompt="x" * 30)
@@ -303,6 +310,7 @@ async def test_a_turn_that_does_not_fit_is_cut_where_it_says_so(front, pod):
     assert (one["generation"], one["tokens"]) == (2, 26)
 
 
+@envoy_too
 async def test_a_context_takes_no_image_however_it_is_spelled(front, pod):
     """Token ids alone do not say which image was computed. Seen to fail: a part without a type reached the engine."""
     session_id = (await asked(front, "/v1/context", messages=CHAT))["session_id"]
