@@ -84,7 +84,7 @@ class ApiError(ClientError):
 
 
 class InvalidRequest(ApiError):
-    """The request is malformed. `param` names the field; a JSON fault is told with line and column."""
+    """The request is malformed. `param` names the field. For invalid JSON, the message has line and column."""
 
     code = "invalid_request"
 

@@ -85,7 +85,7 @@ def measured(passages: Iterable[Passage]) -> Figures:
 
 def surfaces() -> Iterator[tuple[str, Passage]]:
     """Yield every passage that users read, with its surface."""
-    pages = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "tests/README.md")]
+    pages = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "tests/README.md")]
     pages += sorted((ROOT / "docs").rglob("*.md"))
     yield from (("readme", passage) for passage in markdown(ROOT / "README.md"))
     yield from (("docs", passage) for page in pages for passage in markdown(page))

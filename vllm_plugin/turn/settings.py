@@ -66,7 +66,8 @@ class TurnSettings(TlsSettings, TracingSettings):
     )
     quota_deadline_ms: int = Field(
         200,
-        description="Milliseconds that a create waits for the sidecar's figures of the tenant. After that it goes on.",
+        description="Milliseconds that a create waits for the sidecar's figures of the tenant. After that it continues "
+        "without them.",
         gt=0,
     )
     lease_ttl_ms: int = Field(
