@@ -91,9 +91,7 @@ def install_packages() -> None:
     try:
         run_logged([*pip, *index, TORCH], what="torch for the CPU", log=LOG)
     except StepFailed as failure:
-        hint = (
-            "pip found no CPU build of torch: pass PyTorch's CPU wheel index with make install TORCH_INDEX=<url>"
-        )
+        hint = "pip found no CPU build of torch: pass PyTorch's CPU wheel index with make install TORCH_INDEX=<url>"
         raise StepFailed(f"{failure}\n{hint}") from failure
     ours = [word for project in OURS for word in ("--editable", str(project))]
     run_logged([*pip, "--no-build-isolation", *ours], what="context-cache and context-cache-server", log=LOG)
