@@ -24,12 +24,12 @@ pytestmark = pytest.mark.timeout(600)
 QUICK = [
     ("disk", "block", "flip_data_bit"),
     ("disk", "tail", "rewrite_data"),
-    ("disk", "block", "age"),
     ("disk", "manifest", "remove"),
     ("arena", "block", "flip_data_bit"),
 ]
-"""What `make test` has time for: bits, what a file says of itself, what is no fault, what is gone; each kind."""
+"""The cases of `make test`: a changed bit, a file about itself, and a missing file, of each kind."""
 FEW = [
+    ("disk", "block", "age"),
     ("disk", "block", "swap_data"),
     ("disk", "tail", "swap_whole"),
     ("disk", "block", "halve"),

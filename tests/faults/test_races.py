@@ -153,7 +153,7 @@ async def test_managers_that_fall_silent_at_a_point_cost_a_bounded_wait_and_the_
         assert (turn.told, turn.why) == (Told.UNKNOWN, "store_unavailable")
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reset", [pytest.param(False, marks=thorough), True])
 async def test_a_client_that_leaves_mid_stream_frees_its_session(toys, http, reset):
     session_id = f"left-{reset}"
     attempts = await created(http, toys, session_id)

@@ -188,6 +188,7 @@ def test_a_number_of_engines_that_has_no_ports_is_refused(tmp_path, engines):
         Stack(tmp_path / "stack", engines=engines)
 
 
+@pytest.mark.thorough
 def test_two_engines_are_seen_and_get_requests_but_for_one_that_drains_or_is_gone(tmp_path):
     pair = Stack(tmp_path / "stack", port=free_ports(PORTS_OF_A_STACK), engines=2, env=PARTS)
     admin = f"http://127.0.0.1:{pair._settings(remembered=False).ports.envoy_admin}"
