@@ -42,7 +42,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "MANAGER_SWEEP_INTERVAL_S": "0.5",
             "SIDECAR_COLLECT_INTERVAL_S": "0.5",
         },
-        part_env={"engine": _THREADS, "engine-1": _THREADS},
+        part_env=dict.fromkeys(["engine", IDLE][: 1 + needs_two], _THREADS),
     )
     try:
         with running:
