@@ -1,5 +1,5 @@
-"""The words all processes share: model, errors, conversion, clock, identity, rpc, settings, logs, metrics.
+"""The client, the command line and the doctor; and the modules that all processes share.
 
-What belongs here: names and shapes that at least two of the five packages need. What does not: anything that
-knows Redis, KV bytes, HTTP routes or vLLM. It imports none of the other packages.
+Modules of the second kind: model, errors, conversion, clock, identity, rpc, settings, logs, metrics. At least two
+processes need each of them. None of them knows Redis, KV bytes, HTTP routes or vLLM. The package imports no process.
 """
