@@ -29,7 +29,7 @@ WORDS = {
     "who": re.compile(r"\b(?:nobody|somebody|whoever|who)\b", re.IGNORECASE),
 }
 PACKAGES = ["contextcache", "context_manager", "kv_sidecar", "vllm_plugin", "gateway", "pod_injector"]
-NOT_YET = frozenset({"values", "chart"})
+NOT_YET: frozenset[str] = frozenset()
 """Surfaces that are still being rewritten: measured, but above the bars without a failure."""
 _SENTENCE = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"'”)*_]*\s+")
 _WORD = re.compile(r"\S*[A-Za-z0-9]\S*")

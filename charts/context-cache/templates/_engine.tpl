@@ -13,7 +13,7 @@ plain numbers of bytes. Kubernetes itself may store a quantity with m (0.1Gi is 
 {{- define "context-cache.bytes" -}}
 {{- $text := ternary .value (.value | toJson) (kindIs "string" .value) }}
 {{- if not (regexMatch "^[0-9]+(\\.[0-9]+)?([eE][0-9]+|m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi|E|Ei)?$" $text) }}
-{{- fail (printf "%s: %s is no amount of bytes such as 4Gi or 500M" .name $text) }}
+{{- fail (printf "%s: must be an amount of bytes, such as 4Gi or 500M; got %s" .name $text) }}
 {{- end }}
 {{- $unit := regexFind "[A-Za-z]*$" $text }}
 {{- $units := dict "m" 1e-3 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 }}
@@ -287,15 +287,15 @@ pods.
 {{- with dig "limits" "memory" "" (.Values.sidecar.resources | default dict) }}
 {{- /* Beside the arena: the process, and a block file for each thread and each stream of frames. */}}
 {{- if lt (include "context-cache.bytes" (dict "name" "sidecar.resources.limits.memory" "value" .) | float64) (addf $memory 536870912.0) }}
-{{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v) by 512Mi or more: that memory is taken at the start, and the sidecar needs some of its own; it would be killed" . $.Values.sidecar.memoryLimit) }}
+{{- fail (printf "sidecar.resources.limits.memory (%v) must exceed sidecar.memoryLimit (%v) by 512Mi or more. The sidecar takes memoryLimit at its start and needs memory of its own. It would be killed" . $.Values.sidecar.memoryLimit) }}
 {{- end }}
 {{- end }}
 {{- if eq .Values.sidecar.storage.type "hostPath" }}
 {{- if not .Values.sidecar.storage.hostPath }}
-{{- fail "sidecar.storage.hostPath: required with sidecar.storage.type hostPath, a directory of the nodes" }}
+{{- fail "sidecar.storage.hostPath: required with sidecar.storage.type hostPath. It is a directory of the nodes" }}
 {{- end }}
 {{- if .Values.injector.enabled }}
-{{- fail "sidecar.storage.type hostPath is for the chart's own engines, whose pods keep their names: with injector.enabled every new pod would leave its directory on the node; take the type ephemeral or emptyDir" }}
+{{- fail "sidecar.storage.type hostPath works for the chart's own engines only, whose pods keep their names. With injector.enabled every new pod would leave a directory on the node. Use the type ephemeral or emptyDir" }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -30,7 +30,7 @@ StatefulSet. dict "root" $ and what context-cache.engines has of the engine.
 {{- $old := include "context-cache.otherKind" . | fromJson }}
 {{- $live := lookup "apps/v1" .kind $namespace $name }}
 {{- if and $old $live }}
-{{- fail (printf "Deployment and StatefulSet %s both exist: a rollback or an upgrade between kinds of sidecar.storage stopped half-way. Delete the one that you do not want (kubectl delete %s %s -n %s keeps the %s) and upgrade again" $name (lower $old.kind) $name $namespace $live.kind) }}
+{{- fail (printf "Deployment and StatefulSet %s both exist: a rollback or an upgrade between kinds of sidecar.storage stopped half-way. Delete the unwanted workload (kubectl delete %s %s -n %s keeps the %s) and upgrade again" $name (lower $old.kind) $name $namespace $live.kind) }}
 {{- end }}
 {{- if and $old (ne $old.kind $storage.replaces) }}
 {{- $kv := " and their KV" }}
@@ -41,7 +41,7 @@ StatefulSet. dict "root" $ and what context-cache.engines has of the engine.
 {{- $kv = ternary ", their claims and the KV on these (sidecar.storage.whenDeleted is Delete)" "; their claims stay, and no pod uses them" (eq $retention "Delete") }}
 {{- end }}
 {{- end }}
-{{- fail (printf "sidecar.storage.type %s makes the engine a %s: the upgrade would delete %s %s with %d pods%s. No pod of this model answers until new ones have loaded it. To go ahead set sidecar.storage.replaces: %s, else put sidecar.storage.type back" $storage.type .kind $old.kind $name (dig "spec" "replicas" 1 $old | int) $kv $old.kind) }}
+{{- fail (printf "sidecar.storage.type %s makes the engine a %s: the upgrade would delete %s %s with %d pods%s. No pod of this model answers until new pods have loaded it. To continue, set sidecar.storage.replaces: %s. Otherwise restore sidecar.storage.type" $storage.type .kind $old.kind $name (dig "spec" "replicas" 1 $old | int) $kv $old.kind) }}
 {{- end }}
 {{- if and $live (eq .kind "StatefulSet") }}
 {{- $claim := first (dig "spec" "volumeClaimTemplates" list $live) }}
@@ -54,7 +54,7 @@ StatefulSet. dict "root" $ and what context-cache.engines has of the engine.
 {{- $is = include "context-cache.otherClaim" (dict "name" "sidecar.storage" "claim" $claim "asked" $storage) }}
 {{- end }}
 {{- if $is }}
-{{- fail (printf "sidecar.storage: Kubernetes cannot change the volumes of StatefulSet %s (%s). Put these values back, or remove the StatefulSet without its pods (kubectl delete statefulset %s -n %s --cascade=orphan) and upgrade with replicas: %d, its number today. Existing claims keep their size until it is changed in each (kubectl patch pvc)" $name $is $name $namespace (dig "spec" "replicas" 1 $live | int)) }}
+{{- fail (printf "sidecar.storage: Kubernetes cannot change the volumes of StatefulSet %s (%s). Restore these values, or remove the StatefulSet without its pods (kubectl delete statefulset %s -n %s --cascade=orphan) and upgrade with replicas: %d, its current number. Existing claims keep their size until it is changed in each (kubectl patch pvc)" $name $is $name $namespace (dig "spec" "replicas" 1 $live | int)) }}
 {{- end }}
 {{- end }}
 {{- end }}

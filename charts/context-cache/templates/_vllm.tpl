@@ -124,22 +124,22 @@ readinessProbe:
 {{- define "context-cache.engine.check" -}}
 {{- $engine := .Values.engine }}
 {{- if not $engine.model }}
-{{- fail "models: each needs its model, a name at the hub or a path under engine.modelCache.mountPath" }}
+{{- fail "models: each entry needs the key model, a name on Hugging Face or a path under engine.modelCache.mountPath" }}
 {{- end }}
 {{- $tp := int $engine.tensorParallelSize }}
 {{- $gpus := int $engine.gpu.count }}
 {{- if and (gt $gpus 0) (ne (mod $gpus $tp) 0) }}
-{{- fail (printf "engine.tensorParallelSize (%d) must divide into engine.gpu.count (%d): each rank needs a GPU of the pod" $tp $gpus) }}
+{{- fail (printf "engine.gpu.count (%[2]d) must be a multiple of engine.tensorParallelSize (%[1]d): each rank needs a GPU of the pod" $tp $gpus) }}
 {{- end }}
 {{- if has (trimSuffix "/" $engine.modelCache.mountPath) (list "" "/tmp" "/dev/shm" "/run/context-cache" "/etc/context-cache/signing" "/etc/context-cache/tls") }}
-{{- fail (printf "engine.modelCache.mountPath (%s): something else is mounted there" $engine.modelCache.mountPath) }}
+{{- fail (printf "engine.modelCache.mountPath (%s): another volume is mounted there. Choose another path" $engine.modelCache.mountPath) }}
 {{- end }}
 {{- $tokens := get .Values.sidecar.settings "blockTokens" | default 256 | int }}
 {{- if ne (mod $tokens (int $engine.blockSize)) 0 }}
 {{- fail (printf "sidecar.settings.blockTokens (%d) must be a multiple of engine.blockSize (%d)" $tokens (int $engine.blockSize)) }}
 {{- end }}
 {{- if and (eq $gpus 0) (ne (mod (int $engine.blockSize) 32) 0) }}
-{{- fail (printf "engine.blockSize (%d) must be a multiple of 32 with engine.gpu.count 0: vLLM's attention on CPUs knows no other" (int $engine.blockSize)) }}
+{{- fail (printf "engine.blockSize (%d) must be a multiple of 32 with engine.gpu.count 0: vLLM's attention on CPUs supports no other block size" (int $engine.blockSize)) }}
 {{- end }}
 {{- $drain := get .Values.sidecar.settings "drainS" | default 5 | float64 | ceil | int }}
 {{- $store := ne "" (dig "storeUrl" "" .Values.sidecar.settings) }}
@@ -147,26 +147,26 @@ readinessProbe:
 {{- $flush := ternary (dig "storeFlushS" 20.0 .Values.sidecar.settings) (ternary (dig "handoverS" 20.0 .Values.sidecar.settings) 0.0 (ne "[]" (include "context-cache.sidecar.takers" .))) $store | float64 | ceil | int }}
 {{- $needed := add $engine.preStopSleepS $engine.shutdownTimeoutS $drain $flush }}
 {{- if lt (int $engine.terminationGracePeriodSeconds) (int $needed) }}
-{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must hold engine.preStopSleepS, engine.shutdownTimeoutS and the sidecar's drainS and handoverS, with a store its storeFlushS: %d s in all, else running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
+{{- fail (printf "engine.terminationGracePeriodSeconds (%d) must be at least %d: engine.preStopSleepS, engine.shutdownTimeoutS, and sidecar.settings.drainS and handoverS (with a store: storeFlushS). Otherwise running answers are cut or KV is lost" (int $engine.terminationGracePeriodSeconds) (int $needed)) }}
 {{- end }}
 {{- if not (or $engine.rollout.maxSurge $engine.rollout.maxUnavailable) }}
-{{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0, no pod could be replaced" }}
+{{- fail "engine.rollout: maxSurge and maxUnavailable must not both be 0. No pod could be replaced" }}
 {{- end }}
 {{- with dig "limits" "memory" "" ($engine.resources | default dict) }}
 {{- if le (include "context-cache.bytes" (dict "name" "engine.resources.limits.memory" "value" .) | float64) (include "context-cache.bytes" (dict "name" "engine.shm.sizeLimit" "value" $engine.shm.sizeLimit) | float64) }}
-{{- fail (printf "engine.resources.limits.memory (%v) must exceed engine.shm.sizeLimit (%v), whose pages it counts: vLLM would be killed" . $engine.shm.sizeLimit) }}
+{{- fail (printf "engine.resources.limits.memory (%v) must exceed engine.shm.sizeLimit (%v), because it includes those pages. vLLM would be killed" . $engine.shm.sizeLimit) }}
 {{- end }}
 {{- end }}
 {{- if include "context-cache.engine.lmcache" . }}
 {{- if not (dig "lmcacheCoordinatorUrl" "" $engine.turn) }}
-{{- fail "engine.turn.lmcacheUrl: needs engine.turn.lmcacheCoordinatorUrl, else nothing that is deleted would be deleted in LMCache" }}
+{{- fail "engine.turn.lmcacheUrl needs engine.turn.lmcacheCoordinatorUrl. Without it a deleted context stays in LMCache" }}
 {{- end }}
 {{- end }}
 {{- range $engine.extraArgs }}
 {{- /* vLLM takes --tensor_parallel_size and -tp for the same. */}}
 {{- $flag := splitList "=" . | first | replace "_" "-" }}
 {{- if regexMatch "^(-tp|--(host|port|model|tensor-parallel-size|block-size|kv-transfer-config(\\..*)?|kv-offloading-.*|shutdown-timeout|ssl-[a-z-]+|uds|headless))$" $flag }}
-{{- fail (printf "engine.extraArgs: %s is set from other values: engine.model, .tensorParallelSize, .blockSize, .connector, .shutdownTimeoutS, discovery.port, tls" (splitList "=" . | first)) }}
+{{- fail (printf "engine.extraArgs: the chart sets %s from other values: engine.model, .tensorParallelSize, .blockSize, .connector, .shutdownTimeoutS, discovery.port, tls" (splitList "=" . | first)) }}
 {{- end }}
 {{- end }}
 {{- end }}
