@@ -13,7 +13,7 @@ from deploy.chart.process_settings import CHART_CONNECTOR_KEYS, connector_schema
 from kv_sidecar.settings import SidecarSettings
 from tests.chart.manifests import env_of, of_kind, one, pod_of, pods
 from tests.chart.releases import ENGINE, INJECTOR, LMCACHE, REDIS, RELEASES, TLS_SECRET, merged
-from tests.chart.rendering import CHART, Release, render
+from tests.chart.rendering import CHART, REGISTRY, Release, render
 
 AMOUNTS = {"0": 0, "500M": 500_000_000, "1.5Gi": 1_610_612_736, "4Gi": 4 << 30, 4096: 4096, 6_442_450_944: 6 << 30}
 SOURCE = Path(__file__).parents[2] / "vllm_plugin" / "connector" / "settings.py"
@@ -249,7 +249,7 @@ def test_the_list_of_images_for_clusters_without_internet_is_what_the_chart_runs
     listed = {one["image"] for one in yaml.safe_load(chart["annotations"]["artifacthub.io/images"])}
     used = {one["image"] for pod in pods(render(RELEASES["everything"])) for one in pod.containers}
 
-    assert used == listed
+    assert {image.removeprefix(f"{REGISTRY}/") for image in used} == listed
 
 
 def test_names_are_resolved_by_whoever_does_it_in_the_cluster():

@@ -22,7 +22,7 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     "half a pod": ({"envoy": {"replicas": 1.5}}, ("envoy", "replicas")),
     "no registry of our images": (
         {"image": {"registry": ""}},
-        ("image.registry is empty", "--set image.registry=registry.example.org/llm"),
+        ("image.registry is empty", "--set image.registry=registry.example.org"),
     ),
     "a registry of the engine's image alone": (
         merged(ENGINE, {"image": {"registry": ""}, "engine": {"image": {"registry": "registry.example.org"}}}),
@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[dict, tuple[str, ...]]] = {
     ),
     "a sidecar that is killed before its peers have what it has": (
         merged(ENGINE, {"engine": {"shutdownTimeoutS": 90}}),
-        ("engine.terminationGracePeriodSeconds", "handoverS", "125 s"),
+        ("engine.terminationGracePeriodSeconds", "handoverS", "125"),
     ),
     "one name for two models": (
         merged(

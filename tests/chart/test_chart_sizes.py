@@ -32,7 +32,7 @@ def test_five_spellings_of_one_size_upgrade_each_other(cluster, helm):
     before = cluster.state()
     with pytest.raises(HelmFailed, match=r"valkey\.storage: .*2Gi"):
         cluster.helm(helm, "upgrade", values=merged(sized("2049Mi", "1Ti"), {"logLevel": "DEBUG"}))
-    with pytest.raises(HelmFailed, match=r"sidecar\.storage: .*1Ti.*replicas: 1, its number today"):
+    with pytest.raises(HelmFailed, match=r"sidecar\.storage: .*1Ti.*replicas: 1, its current number"):
         cluster.helm(helm, "upgrade", values=merged(sized("2Gi", "1025Gi"), {"logLevel": "DEBUG"}))
     assert cluster.state() == before
 

@@ -92,7 +92,8 @@ class Composed:
     def command(self, service: str, found: dict[str, Any]) -> list[str]:
         """Return what a container of the service would run, with the programs of this environment."""
         if service == "valkey":
-            return [str(valkey_binary()), *found["command"][1:], "--port", "6379", "--dir", str(self.folder / "data")]
+            own = ["--bind", "127.0.0.1", "--port", str(self.ports[service]), "--dir", str(self.folder / "data")]
+            return [str(valkey_binary()), *found["command"][1:], *own]
         if service == "engine-cpu":
             assert found["entrypoint"][0] == "python3"
             return [sys.executable, *found["entrypoint"][1:], *found["command"]]
@@ -105,6 +106,10 @@ class Composed:
         assert (kind, program) == ("CMD", "python3")
         check = [sys.executable, *(self.here(word, service) for word in words)]
         return subprocess.run(check, capture_output=True, timeout=60, check=False).returncode == 0
+
+    def is_ready(self) -> bool:
+        """Return whether the gateway has an engine to send requests to."""
+        return httpx.get(f"http://127.0.0.1:{self.ports['gateway']}/readyz", timeout=60).status_code == 200
 
     def stop(self, service: str, sent: int = signal.SIGTERM) -> None:
         """End a service and all that it started."""
@@ -155,12 +160,13 @@ def composed() -> Iterator[Composed]:
 @pytest.mark.timeout(900)
 def test_the_services_of_the_compose_file_keep_a_context_over_a_kill_of_its_engine(composed):
     prompt = " ".join(f"Sentence number {number} of a long document." for number in range(60))
+    wait_until(composed.is_ready, what="the gateway found the engine")
     made = composed.ask("/v1/context", prompt=prompt, ttl=600)
     first = composed.ask("/v1/completions", session_id=made["session_id"], prompt=" And again")
 
     composed.stop("engine-cpu", signal.SIGKILL)
     composed.start("engine-cpu")
-    wait_until(lambda: composed.is_healthy("gateway"), what="the gateway is ready")
+    wait_until(composed.is_ready, what="the gateway found the engine")
     second = composed.ask("/v1/completions", session_id=made["session_id"], prompt=" And once more")
 
     assert first["usage"]["context"]["cached_tokens"] > 200
