@@ -52,6 +52,7 @@ def test_a_release_writes_its_version_everywhere_and_stores_a_snapshot_of_its_ta
     assert git(tree, "log", "--format=%s", "-2").splitlines()[1] == git(tree, "log", "-1", "--format=%s", tag)
 
 
+@pytest.mark.thorough
 def test_the_snapshot_of_a_tag_is_code_that_starts(tree, tmp_path):
     """Seen to fail with a package missing in the snapshot that the local stack imports."""
     add_fragment(tree, "seen.feature.md", "Turns may sing.")
@@ -75,6 +76,7 @@ def test_the_snapshot_of_a_tag_is_code_that_starts(tree, tmp_path):
     assert done.stdout.startswith(str(tmp_path / "code"))
 
 
+@pytest.mark.thorough
 def test_the_first_release_is_the_current_version_with_the_date_of_its_tag(tree):
     without_fragments(tree)
     version = current(tree)
@@ -89,6 +91,7 @@ def test_the_first_release_is_the_current_version_with_the_date_of_its_tag(tree)
         release(version, root=tree)
 
 
+@pytest.mark.thorough
 def test_each_fragment_is_one_line_of_the_changelog_under_its_kind_and_above_the_releases_before(tree):
     """Seen to fail with towncrier's underline, a line of `=`, below the heading."""
     without_fragments(tree)

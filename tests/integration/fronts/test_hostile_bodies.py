@@ -32,7 +32,8 @@ async def test_bodies_built_to_be_slow_open_no_door_and_stop_nobody(front, num_b
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("front", [pytest.param("envoy", marks=pytest.mark.thorough), "http"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("front", ["envoy", "http"])
 async def test_a_body_of_any_shape_costs_the_gateway_less_than_twice_its_size(front):
     """Seen to fail: 3.5 bodies in one message of the plugin's, 2.0 joined from pieces in the HTTP front."""
     async with running_world(front) as world:
