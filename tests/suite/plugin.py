@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -65,8 +66,8 @@ class _Reached:
             self._session.shouldstop = "the time is up"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        unreached = sorted(self._collected - self._ran)
+        unreached = Counter(test.partition("[")[0] for test in self._collected - self._ran)
         if unreached and self._stop_at is not None and not self._is_worker:
-            terminalreporter.write_sep("=", f"out of time: {len(unreached)} tests were not reached")
-            for test in unreached:
-                terminalreporter.write_line(test)
+            terminalreporter.write_sep("=", f"out of time: {unreached.total()} tests were not reached")
+            for test, count in sorted(unreached.items()):
+                terminalreporter.write_line(f"{test} ({count})" if count > 1 else test)
