@@ -29,6 +29,8 @@ BORROWED = {
 """Files outside docs/ that are pages of the site: path in the repository, path in docs/."""
 PICTURES = {f"docs/pictures/{name}.svg": name for name in DRAWN}
 """Pictures of results: path in the repository, name of the drawing."""
+BOOSTED = {"operations/troubleshooting.md": 4}
+"""Pages that the search ranks higher, and by how much: their headings are sentences of common words."""
 _LINK = re.compile(
     r"```.*?```|`[^`\n]*`|(?P<text>\[[^\[\]]*\])\((?P<path>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)", re.DOTALL
 )
@@ -48,6 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
     """Return the page with the links that leave docs/ turned into links that the site can follow."""
     shown = page.file.src_uri
+    page.meta["search"] = {"boost": BOOSTED.get(shown, 1)}
     source = next((name for name, borrowed in BORROWED.items() if borrowed == shown), f"docs/{shown}")
 
     def follow(link: re.Match[str]) -> str:

@@ -261,7 +261,7 @@ KeepHeader = Annotated[
         alias="X-Context-Keep", description="`off`: do not keep the KV of this request, whatever the key's default."
     ),
 ]
-SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA)]
+SessionPath = Annotated[str, Path(json_schema_extra=SESSION_ID_SCHEMA, description="Name of the context.")]
 
 contexts = APIRouter(tags=["contexts"], dependencies=[Depends(_KEY), Depends(_known_query)])
 turns = APIRouter(tags=["turns"], dependencies=[Depends(_KEY)])
@@ -334,7 +334,9 @@ async def respond(
 async def list_contexts(
     gateway: AskedGateway,
     tenant: Tenant,
-    limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_LIST_LIMIT, description="Most contexts of the page.")
+    ] = DEFAULT_LIST_LIMIT,
     after: Annotated[
         str,
         Query(
@@ -343,7 +345,7 @@ async def list_contexts(
             "hour. An unknown id is a 400.",
         ),
     ] = "",
-    model: Annotated[str, Query(max_length=1024)] = "",
+    model: Annotated[str, Query(max_length=1024, description="Lists only contexts of this model.")] = "",
     kind: Annotated[
         Literal["session", "kept"],
         Query(description="`kept`: the kept conversations of requests without a context, last used first."),
@@ -423,7 +425,10 @@ async def rewind_context(
     responses=_answers(*_ALWAYS, "invalid_request", "model_not_found", "not_found"),
 )
 async def read_model(
-    gateway: AskedGateway, model: Annotated[str, Path(json_schema_extra={"pattern": r"^[A-Za-z0-9_.:@-]{1,256}$"})]
+    gateway: AskedGateway,
+    model: Annotated[
+        str, Path(json_schema_extra={"pattern": r"^[A-Za-z0-9_.:@-]{1,256}$"}, description="Name of the model.")
+    ],
 ) -> ModelObject:
     """Describe one served model in OpenAI's format."""
     return {"id": model, "object": "model", "created": gateway.model_seen_s(model), "owned_by": "vllm"}
@@ -462,7 +467,7 @@ async def read_usage(
 async def read_deployment(
     request: Request,
     gateway: AskedGateway,
-    limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT)] = DEFAULT_LIST_LIMIT,
+    limit: Annotated[int, Query(ge=1, le=MAX_LIST_LIMIT, description="Most tenants of the page.")] = DEFAULT_LIST_LIMIT,
     after: Annotated[str, Query(max_length=64, description="Lists tenants whose names sort after this one.")] = "",
 ) -> DeploymentObject:
     """Return the pods and tenants in the view of this gateway. Needs an operator's key."""

@@ -86,6 +86,8 @@ def test_every_field_of_ours_is_in_the_document_and_explained(document):
 
     assert turn.keys() >= OUR_FIELDS
     assert [name for name in OUR_FIELDS if not turn[name].get("description")] == []
+    parameters = [given for _, _, operation in operations(document) for given in operation.get("parameters", ())]
+    assert [given["name"] for given in parameters if not given.get("description")] == []
     assert [name for name, field in schemas["ContextUsage"]["properties"].items() if not field.get("description")] == []
 
 
