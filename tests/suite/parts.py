@@ -41,7 +41,7 @@ class Part:
     in_slice: tuple[str, ...] = ()
     """Further arguments of a module in CI's slice, where it does less of the same."""
     beside: bool = False
-    """Runs in the second lane, beside the quick parts after the first: it waits for an engine most of its time.
+    """Runs in the second lane, beside the quick parts after the first: one process, or an engine that waits.
 
     One part at a time: tests wait with deadlines, and a crowd on two cores breaks them."""
     budget_cpu_s: int = 0
@@ -96,6 +96,7 @@ PARTS = (
         marks=QUICK_ONES,
         budget_cpu_s=180,
         workers=1,
+        beside=True,
     ),
     Part(
         "chart",
