@@ -79,7 +79,8 @@ class OpenStream:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("front", ["envoy", pytest.param("http", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("front", ["envoy", "http"])
 async def test_a_thousand_open_streams_all_come_whole(front: str, tmp_path: Path, manager, record_property) -> None:
     """Seen failing with `GATEWAY_MAX_IN_FLIGHT=900` (503), and with descriptors for 500 streams (broken off)."""
     engine = StreamingEngine()

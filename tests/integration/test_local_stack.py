@@ -270,7 +270,7 @@ def test_two_stacks_run_side_by_side(stack, tmp_path):
         other.clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_ctrl_c_while_starting_stops_what_was_started(tmp_path, number):
     directory = tmp_path / "stack"
     command = [

@@ -25,6 +25,8 @@ from tests.kit.lying_store import BLOCKS, LyingStore
 from tests.kit.ports import free_port
 from tests.kit.until import until, wait_until
 
+pytestmark = pytest.mark.thorough
+
 TEN = tuple(range(10))
 CALL_S = 1.0
 """Deadline of one call to the store: of two, the second is seen to end as well."""

@@ -101,6 +101,7 @@ async def test_two_plugins_restarted_one_after_the_other_cost_no_request(open_en
     assert {kind for kind, _ in load.answers} == {call.kind for call in calls}
 
 
+@pytest.mark.thorough
 async def test_a_plugin_that_is_late_for_one_health_check_is_not_taken_away(open_envoy):
     checks = f"cluster.{PLUGIN}.health_check"
     async with (
