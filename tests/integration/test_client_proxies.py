@@ -108,7 +108,7 @@ def test_an_error_on_the_way_names_the_proxy(environment, serve, capsys):
     environment.setenv("HTTP_PROXY", f"http://user:{PASSWORD}@{serve(status=403).address}")
     with ContextCache("http://llm.example.org", KEY) as client, pytest.raises(ApiError) as denied:
         client.models()
-    assert "of HTTP_PROXY" in denied.value.message
+    assert "from HTTP_PROXY" in denied.value.message
     assert PASSWORD not in f"{dead.value!r} {denied.value!r} {denied.value.message}"
 
 
@@ -120,4 +120,4 @@ def test_the_command_line_ends_in_one_line_where_the_proxy_is_dead(environment, 
 
     assert exit_of("models") == UNREACHABLE
     said = capsys.readouterr().err
-    assert (said.count("\n"), "of HTTP_PROXY" in said) == (1, True)
+    assert (said.count("\n"), "from HTTP_PROXY" in said) == (1, True)
