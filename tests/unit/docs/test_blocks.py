@@ -82,7 +82,7 @@ def test_yaml_blocks_are_yaml(block):
 
 
 def test_the_command_line_takes_what_pages_pass_to_context_cache():
-    """Seen to fail with `--tll` for `--ttl`, and with `serve gatway`."""
+    """Seen to fail with `--tll` for `--ttl`, and with a misspelt part after `serve`."""
     root = typer.main.get_command(app)
     called = of("context-cache")
 
