@@ -51,7 +51,7 @@ def run_tests_on(tag: str, repository: Path, clone: Path) -> None:
 
 @pytest.mark.timeout(2 * _TESTS_S)
 def test_the_tags_of_this_version_and_of_the_next_one_pass_their_own_tests(tmp_path):
-    """Seen to fail with a test that needs fragments in `changes/`, and with a relative link of a fragment."""
+    """Seen to fail where the tests of the site could not build it."""
     tree = repository_of_this_tree(tmp_path / "tree")
     for fragment in (tree / "changes").glob("*.*.md"):
         fragment.unlink()
