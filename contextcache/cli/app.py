@@ -310,7 +310,10 @@ def rm(
     session_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="session_ids", show_default=False)],
     json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Delete contexts and their KV. One failed delete does not stop the others, but makes the command fail."""
+    """Delete contexts and their KV.
+
+    One failed delete does not stop the others, but makes the command fail.
+    """
     failures: list[ApiError] = []
     with _client() as client:
         for session_id in session_ids:

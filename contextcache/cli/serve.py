@@ -27,19 +27,19 @@ class Part:
 
 PARTS: Mapping[str, Part] = {
     "gateway": Part(
-        "gateway", "gateway", "Routes requests to vLLM pods. `gateway hash-key` hashes an API key from stdin"
+        "gateway", "gateway", "Route requests to vLLM pods. `gateway hash-key` hashes an API key from stdin."
     ),
-    "manager": Part("context_manager", "manager", "Keeps sessions, transcripts and turns in Redis"),
-    "sidecar": Part("kv_sidecar", "sidecar", "Keeps KV blocks beside one vLLM pod"),
+    "manager": Part("context_manager", "manager", "Keep sessions, transcripts and turns in Redis."),
+    "sidecar": Part("kv_sidecar", "sidecar", "Keep KV blocks beside one vLLM pod."),
     "envoy": Part(
         "gateway.envoy",
         "gateway",
-        "Prepares an Envoy (`envoy bootstrap`) and attends it (`envoy attend`)",
+        "Prepare an Envoy (`envoy bootstrap`) and attend it (`envoy attend`).",
     ),
     "injector": Part(
         "pod_injector",
         "injector",
-        "Webhook that adds sidecar and plugin to vLLM pods. `injector payload DIR` copies the plugin",
+        "Add sidecar and plugin to vLLM pods, as a webhook. `injector payload DIR` copies the plugin.",
     ),
 }
 """Every part by its name on the command line."""

@@ -35,9 +35,7 @@ def stateless_body(path: str, headers: Mapping[str, str], body: bytes) -> bytes:
 
 
 def _away() -> GatewayUnavailable:
-    return GatewayUnavailable(
-        "this request did not pass a gateway, so its context cannot be used", retry_after_s=_RETRY_AFTER_S
-    )
+    return GatewayUnavailable("no gateway is available, so the context cannot be used", retry_after_s=_RETRY_AFTER_S)
 
 
 def without_strangers(app: ASGIApp) -> ASGIApp:
