@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,8 +60,8 @@ def _answers(answers: Json) -> Iterator[str]:
     for status, answer in answers.items():
         content = answer.get("content", {})
         schema = content.get("application/json", {}).get("schema", {})
-        refused = schema.get("properties", {}).get("error", {}).get("properties", {}).get("code", {}).get("enum", ())
-        codes += refused
+        if refused := re.match(r"`code`: ([a-z_, ]+)", answer["description"]):
+            codes += refused[1].split(", ")
         if status < "300":
             shown = _type(schema) if schema else answer["description"].rstrip(".")
             yield f"Answer {status}: {shown}{' or an event stream' if 'text/event-stream' in content else ''}."

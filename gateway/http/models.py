@@ -295,7 +295,9 @@ class ContextUsage(BaseModel):
         None, ge=0, description="Estimated milliseconds to compute the cached tokens, less `restore_ms`."
     )
     match: Literal["append", "exact", "extend", "diverge"] | None = Field(
-        None, description="Relation of a turn's prompt to the context."
+        None,
+        description="Relation of a turn's prompt to the context. `append`: new text. `exact`: the conversation, no "
+        "more. `extend`: the conversation and new text. `diverge`: the conversation with a change.",
     )
     diverged: Diverged | None = Field(
         None, description="Place where a diverging replay leaves the context; absent otherwise."

@@ -443,7 +443,9 @@ async def read_usage(
     request: Request,
     gateway: AskedGateway,
     tenant: Tenant,
-    from_: Annotated[Day | None, Query(alias="from", description="First day in UTC. Without it: the last day.")] = None,
+    from_: Annotated[
+        Day | None, Query(alias="from", description="First day in UTC. Without it: the same day as `to`.")
+    ] = None,
     to: Annotated[
         Day | None, Query(description="Last day in UTC. Without it: today. At most 31 days in total.")
     ] = None,

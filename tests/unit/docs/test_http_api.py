@@ -25,3 +25,11 @@ def test_the_paths_without_a_key_are_those_of_the_gateway():
     (line,) = re.findall(r"^\| `GET (.*) \| need no key", re.sub(r"\]\([^)]*\)", "]", PAGE), re.MULTILINE)
 
     assert set(re.findall(r"/\w[\w.]*", line)) == OWN_PATHS
+
+
+def test_a_turn_lists_the_errors_that_share_their_status_with_the_engines():
+    """Seen to fail with codes read from the schema alone: 400 and 404 of a turn may also be the engine's."""
+    call = PAGE[PAGE.index("### POST /v1/responses\n") :]
+    (errors,) = re.findall(r"^\[Errors\]\(errors\.md\): (.*)\.$", call.partition("\n### ")[0], re.MULTILINE)
+
+    assert {"`previous_response_not_found`", "`history_ambiguous`", "`context_not_found`"} <= set(errors.split(", "))
