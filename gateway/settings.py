@@ -171,7 +171,7 @@ class GatewaySettings(TlsSettings, TracingSettings):
         1 << 30,
         gt=0,
         description="Bytes of all request bodies in memory at one time. One tenant may hold as much as it leaves "
-        "free. Beyond that it gets a 429. A tenant that holds nothing gets a 503.",
+        "free. Beyond that it gets a 429. If no room is left, a tenant that holds nothing gets a 503.",
     )
     max_in_flight: int = Field(
         2048,

@@ -202,7 +202,7 @@ class SidecarSettings(TlsSettings, TracingSettings):
     store_grace_s: int = Field(
         3600,
         ge=60,
-        description="Age in seconds from which an object without a manifest is removed from the store. Longer than "
+        description="Age in seconds from which an unreferenced object is removed from the store. Longer than "
         "the write of any context.",
     )
     store_limit_bytes: int = Field(
