@@ -228,7 +228,7 @@ class TooManyInFlight(ApiError):
 
 
 class ContextQuotaExceeded(ApiError):
-    """The tenant has reached a limit, which the message names: contexts, transcript bytes or KV bytes."""
+    """The tenant has reached its limit of contexts, Redis bytes or KV bytes. The message names it. Delete contexts."""
 
     code = "context_quota_exceeded"
 
