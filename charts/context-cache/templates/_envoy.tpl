@@ -63,9 +63,6 @@ end in a dot: they are complete, and Envoy looks them up once a second without t
 
 {{/* The parentRefs and hostnames of a route. Takes the root. */}}
 {{- define "context-cache.envoy.parents" -}}
-{{- if not .Values.envoy.parentRefs }}
-{{- fail (printf "envoy.parentRefs: envoy.mode %s needs at least one Gateway for its routes" .Values.envoy.mode) }}
-{{- end }}
 parentRefs:
   {{- range .Values.envoy.parentRefs }}
   - name: {{ .name }}
