@@ -58,7 +58,7 @@ class ManagerMetrics:
         )
         self.redis_evicted_keys = Gauge(
             "contextcache_manager_redis_evicted_keys",
-            "Keys that Redis evicted since its start, over all primaries. Each one is a lost context. NaN: unknown",
+            "Keys that Redis evicted since its start, over all primaries. Their contexts are lost. NaN: unknown",
             registry=registry,
         )
         self.redis_preconditions = Gauge(

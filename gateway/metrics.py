@@ -90,7 +90,7 @@ class Metrics:
         )
         self.requests_in_flight = Gauge(
             "contextcache_gateway_requests_in_flight",
-            "Requests in flight, by endpoint.",
+            "Requests in flight that this gateway carries itself, by endpoint. Requests behind Envoy are not included.",
             ["endpoint"],
             registry=registry,
         )
@@ -107,7 +107,7 @@ class Metrics:
         )
         self.unreachable_deletes = Counter(
             "contextcache_gateway_unreachable_deletes_total",
-            "Deletes that did not reach a sidecar. Its KV expires at its TTL.",
+            "Deletes that did not reach a sidecar. Its KV is freed as an orphan, or at its TTL.",
             ["endpoint"],
             registry=registry,
         )
