@@ -190,7 +190,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
         2.0, gt=0, description="Seconds to connect to a pod before the gateway tries another pod."
     )
     idle_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds without a byte from a pod. Must cover the prefill of a long prompt."
+        600.0,
+        gt=0,
+        description="Seconds without a byte from a pod. Must cover a long prompt, and a whole answer without a stream.",
     )
     total_timeout_s: float = Field(3600.0, gt=0, description="Maximum duration of a request in seconds.")
     manager_timeout_s: float = Field(2.0, gt=0, description="Deadline of one call of the context manager, in seconds.")

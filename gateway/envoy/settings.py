@@ -129,7 +129,10 @@ class EnvoySettings(ProcessSettings):
     connect_timeout_s: float = Field(1.0, gt=0, description="Seconds to connect to a gateway or a pod.")
     upload_timeout_s: float = Field(300.0, gt=0, description="Seconds that a client has to send a whole request.")
     idle_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds without a byte of an answer. Must cover the prefill of a long prompt."
+        600.0,
+        gt=0,
+        description="Seconds without a byte of an answer. Must cover a long prompt, and a whole answer without a "
+        "stream.",
     )
     total_timeout_s: float = Field(3600.0, gt=0, description="Maximum duration of an answer in seconds.")
     drain_delay_s: int = Field(

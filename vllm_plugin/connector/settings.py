@@ -49,7 +49,7 @@ class ConnectorSettings:
     """Maximum wait for a manifest that this engine is still saving: the next turn may come before the seal."""
     pull_wait_ms: int = 2_000
     """Maximum wait for KV that the sidecar is pulling from another pod, from its first answer that says so. After that
-    the engine computes the rest, and the next turn starts from it."""
+    the engine computes the tokens that have not arrived. The next turn starts from the complete pull."""
     prepare_deadline_ms: int = 2_000
     """Maximum time for which a finished request's blocks wait to be saved, plus the allowance of the next setting.
     Also the maximum time without progress at the sidecar. After it the blocks are freed unsaved."""

@@ -101,8 +101,8 @@ class TurnSettings(TlsSettings, TracingSettings):
     engine_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds without a byte from the engine before a turn fails. Must cover the queue and the "
-        "prefill of a long prompt.",
+        description="Seconds without a byte from the engine before a turn fails. Must cover the queue, a long "
+        "prompt, and a whole answer without a stream.",
     )
     client_timeout_s: float = Field(
         120.0,
