@@ -28,14 +28,18 @@ def find_place(url: str | None, key: str | None) -> tuple[str, str]:
     if key == "":
         raise NotConfigured("the API key is empty")  # another one must not stand in for it
     key = key or os.environ.get(KEY_VARIABLE)
-    if not (url and key):
-        said = _read(config_file())
-        # Its key is for its server, and for no other.
-        key = key or (said.get("api_key") if url in {None, "", said.get("url")} else None)
-        url = url or said.get("url")
-    if not url or not key:
-        missing = f"--url or {URL_VARIABLE}" if not url else f"--api-key-file or {KEY_VARIABLE}"
-        raise NotConfigured(f"no server or key: set {missing}, or run `context-cache login URL`")
+    if url and key:
+        return url, key
+    stored = _read(config_file())
+    # Its key is for its server, and for no other.
+    key = key or (stored.get("api_key") if url in {None, "", stored.get("url")} else None)
+    url = url or stored.get("url")
+    if not url:
+        raise NotConfigured(f"no server URL: set --url or {URL_VARIABLE}, or run `context-cache login URL`")
+    if not key:
+        other = f" (the stored key is for {stored['url']})" if "url" in stored else ""
+        cure = f"set --api-key-file or {KEY_VARIABLE}, or run `context-cache login URL`"
+        raise NotConfigured(f"no API key for this server{other}: {cure}")
     return url, key
 
 

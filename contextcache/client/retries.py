@@ -77,8 +77,10 @@ class Place:
         """Fill in what is not said from `CONTEXT_CACHE_URL` and `CONTEXT_CACHE_API_KEY`. Raises ValueError."""
         url = base_url or os.environ.get("CONTEXT_CACHE_URL", "")
         key = api_key or os.environ.get("CONTEXT_CACHE_API_KEY", "")
-        if not url.startswith(("http://", "https://")):
+        if not url:
             raise ValueError("no server URL: pass base_url or set CONTEXT_CACHE_URL=https://…")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("the server URL must begin with http:// or https://, such as http://gateway:8000")
         try:
             httpx.URL(url)
         except httpx.InvalidURL as exc:

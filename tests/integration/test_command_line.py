@@ -161,8 +161,11 @@ def test_the_key_that_login_wrote_is_for_its_server_alone(tmp_path, monkeypatch)
 
     assert place.find_place(None, None) == place.find_place("http://a", None) == ("http://a", "saved")
     assert place.find_place("http://b", "given") == ("http://b", "given")
-    for url, key in (("http://b", None), (None, "")):
-        with pytest.raises(place.NotConfigured):
+    for url, key, said in (
+        ("http://b", None, r"no API key for this server \(the stored key is for http://a\)"),
+        (None, "", "empty"),
+    ):
+        with pytest.raises(place.NotConfigured, match=said):
             place.find_place(url, key)
 
 

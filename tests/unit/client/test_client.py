@@ -560,7 +560,7 @@ def test_a_client_without_a_place_or_a_key_says_what_is_missing(monkeypatch, url
     monkeypatch.delenv("CONTEXT_CACHE_URL", raising=False)
     monkeypatch.delenv("CONTEXT_CACHE_API_KEY", raising=False)
 
-    with pytest.raises(ValueError, match=r"no server URL|no API key"):
+    with pytest.raises(ValueError, match=r"no server URL|must begin with http|no API key"):
         ContextCache(url, key)
 
 
