@@ -132,8 +132,9 @@ class GatewaySettings(TlsSettings, TracingSettings):
     )
     salt_stateless: bool = Field(
         False,
-        description="Give completions without a context their tenant's cache_salt. No tenant can then tell by timing "
-        "which prompts another tenant sent. Equal prompts of two tenants are computed twice.",
+        description="Give completions, chats, messages and responses without a context their tenant's cache_salt. No "
+        "tenant can then tell by timing which prompts another tenant sent. Equal prompts of two tenants are computed "
+        "twice.",
     )
     saturated_waiting: int = Field(
         32, ge=1, description="Requests in a pod's queue from which turns go to another pod than their holder."
