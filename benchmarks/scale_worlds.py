@@ -205,7 +205,7 @@ class World:
 
     def _served_at_s(self) -> float:
         lines = (self._processes.directory / f"{self.name}.log").read_text().splitlines()
-        said = [json.loads(line) for line in lines if '"sidecar serves"' in line]
+        said = [json.loads(line) for line in lines if '"sidecar started"' in line]
         return datetime.fromisoformat(said[-1]["time"]).timestamp()
 
 
