@@ -241,7 +241,7 @@ def test_two_engines_are_seen_and_get_requests_but_for_one_that_drains_or_is_gon
 
 
 def test_only_engines_drain_and_only_before_a_gateway(stack):
-    with pytest.raises(StepFailed, match="sidecar is no engine"):
+    with pytest.raises(StepFailed, match="sidecar is not an engine"):
         stack.drain("sidecar")
     with pytest.raises(StepFailed, match="the gateway does not run"):
         stack.drain("engine")
