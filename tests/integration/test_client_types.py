@@ -46,6 +46,7 @@ def ran(*command, **environment):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.thorough  # half a minute of CPU; pyright's run is the quick one
 def test_mypy_finds_nothing(programs):
     """Seen to fail with a `usage.context` that may be None."""
     cache = ROOT / ".build" / "mypy-programs"
