@@ -82,7 +82,7 @@ def _follow(look: Callable[[_Draw], bool], *, every_s: float, as_json: bool, onc
 
     Raises ClientError for another, and for any where one looks once.
     """
-    with _picture(as_json=as_json) as (draw, tell):
+    with _picture(as_lines=as_json or once) as (draw, tell):
         while True:
             try:
                 if not look(draw):
@@ -99,10 +99,10 @@ def _may_pass(fault: ApiError | ConnectionFailed) -> bool:
 
 
 @contextmanager
-def _picture(*, as_json: bool) -> Iterator[tuple[_Draw, Callable[[str], None]]]:
+def _picture(*, as_lines: bool) -> Iterator[tuple[_Draw, Callable[[str], None]]]:
     """Give what draws, and what tells of a fault; the terminal is as it was when the block ends, however it does."""
     console = output.console()
-    if as_json or not sys.stdout.isatty():
+    if as_lines or not sys.stdout.isatty():
         yield console.print, output.say
         return
     from rich.console import Group
@@ -166,16 +166,20 @@ def _headline(seen: Mapping[str, Any]) -> str:
     usage = seen["usage"]
     if usage is None:
         number = seen["contexts"]
-        return f"{number}{'+' if number == _COUNTED_MAX else ''} contexts"
+        return f"{number}+ contexts" if number == _COUNTED_MAX else _counted(number, "context")
     total = usage["total"]
     asked = total["computed_tokens"] + total["cached_tokens"]
     share = f"{total['cached_tokens'] / asked:.0%}" if asked else "-"
     tiers = ", ".join(f"{tier} {output.size(used)}" for tier, used in usage.get("bytes_now", {}).items())
     return (
-        f"{usage.get('contexts_now', '-')} contexts · {total['turns']} turns · "
+        f"{_counted(usage.get('contexts_now', '-'), 'context')} · {_counted(total['turns'], 'turn')} · "
         f"computed {total['computed_tokens']:,} · cached {total['cached_tokens']:,} ({share})"
         + (f" · {tiers}" if tiers else "")
     )
+
+
+def _counted(number: object, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _pod_row(pod: Mapping[str, Any]) -> tuple[object, ...]:

@@ -67,3 +67,20 @@ def test_that_a_context_is_gone_is_said_when_the_terminal_is_as_it_was(on_termin
 def test_one_look_alone_fails_as_any_command_does():
     with pytest.raises(errors.StoreUnavailable):
         live.top(client_of((503, error("store_unavailable"))), every_s=0, once=True, as_json=True)
+
+
+def test_one_look_on_a_terminal_stays_there(on_terminal):
+    """Seen to fail when `top --once` drew on the second screen: the terminal showed nothing afterwards."""
+    usage = {"object": "usage", "days": [], "total": {"turns": 1, "computed_tokens": 5, "cached_tokens": 15}}
+    answers = (
+        (200, usage | {"contexts_now": 1}),
+        (200, {"data": [INFO], "has_more": False}),
+        (404, error("not_found")),
+    )
+
+    with on_terminal() as terminal:
+        live.top(client_of(*answers), every_s=0, once=True, as_json=False)
+
+    assert "1 context · 1 turn · computed 5 · cached 15 (75%)" in terminal.getvalue()
+    assert "ctx_1" in terminal.getvalue()
+    assert BACK not in terminal.getvalue()
