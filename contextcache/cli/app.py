@@ -163,7 +163,10 @@ def create(  # noqa: PLR0913  # its options
     ] = None,
     ttl: Ttl = None,
     sliding: Annotated[bool, typer.Option("--sliding", help="Start the life again with each turn.")] = False,  # noqa: FBT002
-    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", show_default=False)] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Metadata of the context. May be repeated.", show_default=False),
+    ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     json: Json = False,  # noqa: FBT002

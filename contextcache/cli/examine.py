@@ -91,17 +91,17 @@ def doctor(  # noqa: PLR0913  # its options
     would_inject: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="judge the pods of a manifest as the injector would; -: standard input", **_PREVIEW
+            metavar="FILE", help="Judge the pods of a manifest as the injector would. - reads stdin.", **_PREVIEW
         ),
     ] = "",
     injector_parts: Annotated[
         Path | None,
-        typer.Option(help="parts.json of the release, for --would-inject; default: the chart's defaults", **_PREVIEW),
+        typer.Option(help="parts.json of the release, for --would-inject. Default: the chart's defaults.", **_PREVIEW),
     ] = None,
     release_namespace: Annotated[
-        str, typer.Option(help="namespace of the release, for --would-inject; default: any", **_PREVIEW)
+        str, typer.Option(help="Namespace of the release, for --would-inject. Default: any.", **_PREVIEW)
     ] = "",
-    show_patch: Annotated[bool, typer.Option("--show-patch", help="print JSON patches too", **_PREVIEW)] = False,  # noqa: FBT002
+    show_patch: Annotated[bool, typer.Option("--show-patch", help="Print JSON patches too.", **_PREVIEW)] = False,  # noqa: FBT002
 ) -> None:
     """Examine a running deployment from outside: list its faults and their cures."""
     if would_inject:
