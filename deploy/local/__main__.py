@@ -100,14 +100,14 @@ def _next_steps(stack: Stack) -> str:
     key = next(iter(API_KEYS))
     call = f"curl -s {stack.url}/v1"
     head = f"-H 'Content-Type: application/json' -H 'Authorization: Bearer {key}'"
-    body = f'"model": "{MODEL_NAME}", "prompt": "Say this is a test"'
+    model = f'"model": "{MODEL_NAME}"'
     return f"""\
 ready: {stack.url}   (make status, make demo, make down; past Envoy: {stack.front_url})
 
-create a context, keep its session_id, ask again, delete it:
-  {call}/context {head} -d '{{{body}, "ttl": 3600}}'
-  {call}/completions {head} -d '{{"session_id": "<session_id>", {body}}}'
-  {call}/context/<session_id> -X DELETE {head}
+create a context, continue it with its session_id, delete it:
+  {call}/context {head} -d '{{{model}, "prompt": "Say this is a test", "ttl": 3600}}'
+  {call}/completions {head} -d '{{"session_id": "<session_id>", {model}, "prompt": " And again"}}'
+  {call}/context/<session_id> -X DELETE -H 'Authorization: Bearer {key}'
 
 in a browser {stack.url}/console, in a shell `.venv/bin/context-cache login {stack.url}`; API key: {key}"""
 
