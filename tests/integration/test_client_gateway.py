@@ -140,6 +140,7 @@ async def test_a_stream_that_breaks_off_says_so_and_the_turn_did_not_happen(url,
         assert (await context.refresh()).turns == 1
 
 
+@pytest.mark.thorough
 async def test_two_turns_at_once_both_come_to_their_end(url):
     async with AsyncContextCache(url, KEY) as client:
         context = await client.contexts.create(MODEL, "Hello")

@@ -38,23 +38,28 @@ async def test_metrics_and_readiness_are_shown(attended):
     assert b'envoy_http_downstream_rq_completed{envoy_http_conn_manager_prefix="front"}' in found["/stats/prometheus"]
 
 
+MORE_PATHS = (
+    "/",
+    "/certs",
+    "/stats",
+    "/stats/prometheus?usedonly",
+    "/stats/prometheus/",
+    "/ready/",
+    "/ready?",
+    "//ready",
+    "/healthcheck/fail",
+    "/drain_listeners",
+)
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
         "/quitquitquit",
         "/config_dump",
-        "/certs",
-        "/stats",
-        "/stats/prometheus?usedonly",
         "/stats/prometheus/../../config_dump",
-        "/stats/prometheus/",
-        "/ready/",
-        "/ready?",
-        "//ready",
-        "/healthcheck/fail",
-        "/drain_listeners",
         "http://127.0.0.1/config_dump",
+        *(pytest.param(path, marks=pytest.mark.thorough) for path in MORE_PATHS),
     ],
 )
 async def test_nothing_else_of_the_admin_interface_is_behind_it(attended, path):
@@ -67,7 +72,13 @@ async def test_only_a_get_is_answered(attended):
         assert (await asked(attended, f"POST {path} HTTP/1.1"))[:12] == b"HTTP/1.1 404"
 
 
-@pytest.mark.parametrize("request_", [b"\r\n\r\n", b"\xff\xfe\r\n\r\n", b"GET\r\n\r\n", b"x" * 100_000 + b"\r\n\r\n"])
+MORE_NONSENSE = (b"\r\n\r\n", b"GET\r\n\r\n", b"x" * 100_000 + b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"\xff\xfe\r\n\r\n", *(pytest.param(nonsense, marks=pytest.mark.thorough) for nonsense in MORE_NONSENSE)],
+)
 async def test_nonsense_ends_with_its_connection(attended, request_):
     answer = await asked_raw(attended, request_)
 
@@ -120,6 +131,7 @@ async def test_connections_are_bounded(attended):
     )
 
 
+@pytest.mark.thorough
 async def test_it_says_not_ready_from_the_signal_on_and_shows_metrics_to_the_end(tmp_path):
     async with attended_envoy(tmp_path, [free_port() for _ in range(3)], drain_delay_s=600) as attended:
         attended.attendant.send_signal(signal.SIGTERM)

@@ -79,6 +79,7 @@ async def test_a_pod_that_says_nothing_in_time_may_be_busy():
     assert await probed((b"/health", None), timeout_s=0.1) == Health(healthy=False, certain=False)
 
 
+@pytest.mark.thorough
 async def test_metrics_that_never_come_leave_a_pod_healthy_and_its_load_unknown():
     answers = ((b"/health", b""), (b"/v1/models", b'{"data": [{"id": "m"}]}'), (b"/metrics", None))
 

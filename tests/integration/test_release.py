@@ -121,14 +121,14 @@ def test_the_changelog_has_no_relative_links():
     ("version", "spoil", "says"),
     [
         ("0.0.1", "", "no version after"),
-        ("v9.0.0", "", "no version after"),
-        ("", "", "make release VERSION=1.2.3"),
+        pytest.param("v9.0.0", "", "no version after", marks=pytest.mark.thorough),
+        pytest.param("", "", "make release VERSION=1.2.3", marks=pytest.mark.thorough),
         ("9.0.0", "README.md", "not committed"),
-        ("9.0.0", "tag", "exists already"),
+        pytest.param("9.0.0", "tag", "exists already", marks=pytest.mark.thorough),
         ("9.0.0", "changes", "nothing to release"),
-        ("9.0.0", "chart", "does not name version"),
+        pytest.param("9.0.0", "chart", "does not name version", marks=pytest.mark.thorough),
         ("current", "fragment", "move the fragments in changes/ into the section"),
-        ("current", "changelog", "CHANGELOG.md has no section"),
+        pytest.param("current", "changelog", "CHANGELOG.md has no section", marks=pytest.mark.thorough),
     ],
 )
 def test_a_refused_release_changes_nothing(tree, version, spoil, says):

@@ -26,7 +26,7 @@ TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
     [
         pytest.param("", True, id="begun by envoy"),
         pytest.param(TRACEPARENT, True, id="continued by envoy", marks=pytest.mark.thorough),
-        pytest.param("", False, id="begun past envoy"),
+        pytest.param("", False, id="begun past envoy", marks=pytest.mark.thorough),
         pytest.param(TRACEPARENT, False, id="continued past envoy"),
     ],
 )

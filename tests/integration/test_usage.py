@@ -179,6 +179,7 @@ async def used(client, **query):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 async def test_usage_is_the_sum_of_the_receipts_whatever_was_killed(tmp_path, valkey):
     toy = FakeVllm(answer=lambda ids: " yes" * (1 + len(ids) % 3), cached_tokens=3)

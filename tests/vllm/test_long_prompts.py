@@ -83,6 +83,7 @@ PIECES = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(PIECES, st.integers(1, 200)), max_size=12), st.data())
 def test_a_cut_adds_few_tokens(pieces, data):

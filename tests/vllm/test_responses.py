@@ -88,6 +88,7 @@ def new_tokens(response):
     return response.usage.input_tokens - response.usage.context["context_tokens"]
 
 
+@pytest.mark.thorough
 @http_front_too
 def test_responses_that_go_on_by_their_ids_say_what_the_whole_conversation_says(client, talk):
     for number, ask in enumerate(ASKS):

@@ -115,6 +115,7 @@ async def test_a_client_that_left_before_the_commit_asks_again_and_there_is_one_
         assert await generation_of(front, "mine") == before + 1
 
 
+@pytest.mark.thorough
 @only_http
 async def test_repeats_at_once_over_a_manager_that_is_killed_are_one_turn(front, manager, pods):
     """Each client repeats until it has an answer: all have the same one, and the engine's work is in once."""
