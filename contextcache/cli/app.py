@@ -19,7 +19,7 @@ from contextcache.cli.place import NotConfigured, find_place, write_place
 from contextcache.cli.release import own_version
 from contextcache.cli.serve import PARTS, start
 from contextcache.client import ContextCache, ReplyStream, TextDelta
-from contextcache.client.errors import ApiError, ClientError, NotCreated
+from contextcache.client.errors import ApiError, ClientError, NoReadyEndpoint, NotCreated
 from contextcache.client.types import ContextInfo, CreateFields, TurnFields
 
 OK, REFUSED, MISUSED, UNREACHABLE = 0, 1, 2, 3
@@ -112,6 +112,8 @@ def login(url: Annotated[str, typer.Argument(help="URL of the server.")]) -> Non
     try:
         with ContextCache(url, key.strip()) as client:
             names = client.models()
+    except NoReadyEndpoint:
+        names = []  # keys are checked before pods: the key is right, and an engine still loads
     except ValueError as exc:
         raise NotConfigured(str(exc)) from exc
     file = write_place(url, key.strip())

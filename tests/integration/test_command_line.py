@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer import BadParameter
+from typer.testing import CliRunner
 
 from contextcache.cli import output, place
-from contextcache.cli.app import seconds
+from contextcache.cli.app import app, seconds
 from contextcache.cli.serve import PARTS
+from contextcache.client import ContextCache, errors
 from contextcache.client.types import context_info
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.gateway_parts import KEY, OPERATOR_KEY
@@ -317,6 +319,20 @@ def test_half_a_character_is_printed_as_something_that_is_none(capsys):
     printed = capsys.readouterr()
     assert printed.err == "a \N{REPLACEMENT CHARACTER} b\n"
     assert printed.out.encode().count("\N{REPLACEMENT CHARACTER}".encode()) == 2
+
+
+def test_login_stores_the_key_while_no_engine_is_ready(tmp_path, monkeypatch):
+    """Seen failing: nothing was stored, and later commands had no server."""
+
+    def still_loading(_client):
+        raise errors.NoReadyEndpoint("no pod is ready", status=503, body={})
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(ContextCache, "models", still_loading)
+    ended = CliRunner().invoke(app, ["login", "http://a"], input="a-key\n")
+
+    assert (ended.exit_code, "no model yet" in ended.output + ended.stderr) == (0, True)
+    assert place.find_place("http://a", None) == ("http://a", "a-key")
 
 
 async def test_login_keeps_the_key_for_its_owner_alone(cli):
