@@ -171,6 +171,7 @@ def test_the_key_that_login_wrote_is_for_its_server_alone(tmp_path, monkeypatch)
             place.find_place(url, key)
 
 
+@pytest.mark.thorough
 async def test_every_command_for_programs(cli):
     session_id = await cli.created()
     ran = {
@@ -380,6 +381,7 @@ async def test_what_follows_ends_on_ctrl_c_and_leaves_the_terminal_as_it_was(cli
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h")  # the cursor is shown again
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", [("top", "--every", "0.5"), ("watch", "ctx_1", "--every", "0.2")])
 async def test_what_follows_tells_of_a_fault_and_goes_on_until_that_is_senseless(tmp_path, words):
     """Each connection is one look: a server that is away, one that hangs up, one whose store is away, a revoked key."""

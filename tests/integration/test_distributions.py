@@ -103,6 +103,7 @@ def test_a_page_of_an_index_has_no_dead_link_and_no_extra_for_development(wheels
         assert told.get_all("Classifier")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("project", [".", "deploy/server"])
 def test_a_publishing_workflow_adds_the_repository_s_address(tmp_path, project):
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]

@@ -318,6 +318,7 @@ async def test_nothing_is_served_without_the_plugin_where_that_is_asked_for():
         assert await bench.code_of("GET", "/v1/models") == (503, "gateway_unavailable")
 
 
+@pytest.mark.thorough
 async def test_a_plugin_that_is_back_is_asked_again_at_once(own_bench):
     await own_bench.plugin_dies()
     await own_bench.envoy.until_healthy(PLUGIN, 0)

@@ -18,6 +18,7 @@ DEADLINE_S = 30
 TRACED = ((TRACEPARENT, f"00-{'1' * 32}-{'2' * 16}-01"),)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("with_tls", [False, True])
 async def test_a_health_watch_tells_of_the_start_and_of_the_end(tmp_path, with_tls, traced):

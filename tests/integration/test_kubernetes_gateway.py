@@ -110,6 +110,7 @@ async def test_a_gateway_serves_the_pods_the_cluster_has(gateway, engines, kube,
     await ask(gateway, 2)
 
 
+@pytest.mark.thorough
 async def test_a_gateway_started_without_the_api_server_serves_once_it_is_there(tmp_path, kube, engines, manager):
     await kube.away()
     process = GatewayProcess(tmp_path, settings_for(tmp_path, engines, manager_port=manager.port))

@@ -140,6 +140,7 @@ async def test_a_rewind_is_waited_for_by_whoever_asks_for_it_also_again(
     assert (await second.rewind(KEY, generation=1, expected_generation=None, now_ms=0)).generation == 3
 
 
+@pytest.mark.thorough
 async def test_a_kept_answer_is_told_again_once_the_replicas_have_it(
     pair: FailoverPair, stores: list[RedisSessionStore]
 ) -> None:

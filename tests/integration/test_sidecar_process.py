@@ -172,6 +172,7 @@ def test_help_names_every_setting(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "SIDECAR_MEMORY_LIMIT_BYTES" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "point",
     [

@@ -35,6 +35,7 @@ async def world(tmp_path: Path, valkey, stack: ExitStack) -> AsyncIterator[World
         await world.sessions.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", [pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL])
 async def test_a_pod_that_starts_takes_over_the_hottest_contexts_of_one_that_is_gone(
     world: World, tmp_path: Path, end: signal.Signals

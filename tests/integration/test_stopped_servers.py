@@ -143,6 +143,7 @@ def test_a_sidecar_process_that_was_stopped_costs_each_call_its_deadline_and_ser
         sidecar.kill()
 
 
+@pytest.mark.thorough
 def test_calls_after_the_first_and_beside_it_end_too_and_leave_nothing_in_the_full_connection(tmp_path: Path) -> None:
     with SilentServer(tmp_path / "sidecar.sock") as server:
         client = EngineSidecarClient(server.address, timeout_s=DEADLINE_S)

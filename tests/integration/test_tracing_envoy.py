@@ -21,6 +21,7 @@ REQUEST = {"model": MODEL, "prompt": "hello", "max_tokens": 2}
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("traceparent", "envoy_traces"),
     [

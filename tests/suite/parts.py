@@ -111,7 +111,7 @@ PARTS = (
         "real processes on real sockets",
         ("tests/integration",),
         marks=QUICK_ONES,
-        budget_cpu_s=360,
+        budget_cpu_s=440,
         workers=3,
     ),
     Part("fuzz", "no input hurts a process", ("tests/fuzz",), marks=QUICK_ONES, budget_cpu_s=38),

@@ -361,6 +361,7 @@ async def test_bodies_over_what_may_be_held_are_refused_and_the_room_is_given_ba
                 assert answer.status == 200
 
 
+@pytest.mark.thorough
 @only_http
 async def test_a_gateway_that_was_busy_itself_refuses_nobody(open_front, engine, manager, monkeypatch):
     """Seen to fail: one connection that was late by the gateway's own stall took the only pod out, 503 for all."""
