@@ -47,6 +47,9 @@ lint: install ## check style, types, imports, protos, spelling, dependencies, Do
 	@.venv/bin/hadolint deploy/docker/Dockerfile* && .venv/bin/actionlint && .venv/bin/zizmor --quiet --offline .github
 	@$(PY) -m deploy.docs.language && .venv/bin/proselint check --config deploy/docs/proselint.json $(PROSE)
 
+lines: install ## count lines of code, comments and docstrings by package; BASE=<commit>: and the change since it
+	@$(PY) -m deploy.lines $(BASE)
+
 check: install ## check style, types and imports, and run the unit tests of changed code, within a minute
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/lint-imports && $(PY) -m tests.suite.changed
 test: lint proto-check ## lint, then run the quick tests of all parts; PART=<names> SEED=<n> KEEP_GOING=1
