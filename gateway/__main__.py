@@ -121,7 +121,6 @@ def _ext_proc_server(app: GatewayApp, settings: GatewaySettings) -> ExtProcServe
         tenants=app.tenants,
         limits=app.limits,
         metrics=app.metrics,
-        picker=settings.ext_proc_picker,
         timeout_s=settings.ext_proc_timeout_s,
         tracer=app.tracer,
     )

@@ -90,11 +90,6 @@ class GatewaySettings(TlsSettings, TracingSettings):
         description="host:port of Envoy's external processor. Without keys only loopback is allowed, as for "
         "GATEWAY_HOST. Empty: none. Port 0 takes a free port.",
     )
-    ext_proc_picker: Literal["choose", "hint"] = Field(
-        "choose",
-        description="`choose`: choose the pod here. `hint`: name the holder (envoy.lb.subset_hint) to an endpoint "
-        "picker behind this one, which chooses.",
-    )
     ext_proc_timeout_s: float = Field(
         30.0,
         gt=0,

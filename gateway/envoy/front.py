@@ -18,9 +18,8 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
-from google.protobuf.struct_pb2 import Struct
 from opentelemetry.trace import SpanKind, get_current_span
 
 from contextcache.errors import ContextCacheError, InvalidRequest
@@ -42,18 +41,12 @@ from gateway.fronts import (
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound
 from gateway.pods.roster import EndpointDirectory
-from gateway.pods.routing import Reason
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits, Upload
 
 log = logging.getLogger(__name__)
 
-Picker = Literal["choose", "hint"]
-"""choose: name the pod; hint: name the holder to another endpoint picker and leave the choice to it."""
-
 _ROUTED = "routed"
 """Status under which a request is counted that went on to a pod: Envoy sees what came of it, we do not."""
-_HINTED = frozenset({Reason.HOLDER, Reason.AWAY, Reason.DRAINING, Reason.SATURATED, Reason.QUEUE})
-"""Choices that are about where a context's KV is, or shall be."""
 _ONE_HOP_HEADERS = frozenset({"proxy-authorization", "proxy-connection"})
 """Envoy ends the other headers that are for one hop itself."""
 _LARGE_BODIES_AT_ONCE = 4
@@ -112,7 +105,7 @@ class _Call:
 class EnvoyFront:
     """Answers Envoy; errors of every kind leave it in the shape of the HTTP front's."""
 
-    def __init__(  # noqa: PLR0913  # one place is told everything, by name
+    def __init__(  # one place is told everything, by name
         self,
         *,
         gateway: Gateway,
@@ -120,7 +113,6 @@ class EnvoyFront:
         tenants: TenantLimits,
         limits: FrontLimits,
         metrics: Metrics,
-        picker: Picker = "choose",
         timeout_s: float = 30.0,
         tracer: Tracer = NO_TRACER,
     ) -> None:
@@ -131,7 +123,6 @@ class EnvoyFront:
         self._tenants = tenants
         self._limits = limits
         self._metrics = metrics
-        self._picker = picker
         self._timeout_s = timeout_s
         self._shown = TenantsInHand(bytes_max=_LARGE_BODIES_AT_ONCE * limits.max_body_bytes)
 
@@ -229,9 +220,9 @@ class EnvoyFront:
 
     async def _send_on(self, call: _Call, forward: Forward) -> None:
         """Answer a head that said enough; the body goes on unseen where the mode allows that."""
-        mutation, metadata = self._changes(call, forward)
         skips_body = call.head.has_body and not call.is_duplex
-        await call.stream.write(messages.head_answer(mutation, metadata=metadata, skips_body=skips_body))
+        answer = messages.head_answer(self._changes(call, forward), pod=forward.endpoint.address, skips_body=skips_body)
+        await call.stream.write(answer)
         await self._send_back(call, request_ended=not (call.head.has_body and call.is_duplex))
 
     async def _answer_whole(self, call: _Call, admission: Admission) -> None:
@@ -256,8 +247,8 @@ class EnvoyFront:
             forward = await self._route_by_head(call, admission)
             if forward is None:
                 forward = await self._route(call, admission, held.whole())
-            mutation, metadata = self._changes(call, forward)
-            await call.stream.write(messages.body_answer(mutation, metadata=metadata, body=forward.body))
+            changes = self._changes(call, forward)
+            await call.stream.write(messages.body_answer(changes, pod=forward.endpoint.address, body=forward.body))
         await self._send_back(call)
 
     async def _answer_pieces(self, call: _Call, admission: Admission) -> None:
@@ -270,8 +261,8 @@ class EnvoyFront:
             call.deadline.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
             body = held.whole()
             forward = await self._route(call, admission, body)
-            mutation, metadata = self._changes(call, forward)
-            await call.stream.write(messages.head_answer(mutation, metadata=metadata))
+            changes = self._changes(call, forward)
+            await call.stream.write(messages.head_answer(changes, pod=forward.endpoint.address))
             sent = body if forward.body is None else forward.body
             await _write_all(call.stream, messages.body_pieces(sent, ends=not has_trailers))
             if has_trailers:
@@ -300,25 +291,14 @@ class EnvoyFront:
     def _noted(self, call: _Call, forward: Forward) -> Forward:
         call.kind, call.status = forward.kind.value, _ROUTED
         self._metrics.route_seconds.labels(call.kind).observe(call.routing_s)
-        if self._names_pod(forward):
-            self._endpoints.note_routed(forward.endpoint.name, forward.query.counted_tenant)
-            self._gateway.sent(forward)
+        self._endpoints.note_routed(forward.endpoint.name, forward.query.counted_tenant)
+        self._gateway.sent(forward)
         describe(get_current_span(), forward)
         return forward
 
-    def _names_pod(self, forward: Forward) -> bool:
-        """Return whether Envoy, or the other picker, is told the pod."""
-        return self._picker == "choose" or (forward.kind is Kind.TURN and forward.choice.reason in _HINTED)
-
-    def _changes(self, call: _Call, forward: Forward) -> tuple[pb.HeaderMutation, Struct | None]:
-        """Return what changes in the head, and the metadata that names the pod."""
-        headers = dict(forward.set_headers) | trace_headers()
-        metadata: Struct | None = None
-        if self._picker == "choose":
-            headers |= forward.routing_headers
-            metadata = messages.destination_metadata(forward.endpoint.address)
-        elif self._names_pod(forward):
-            metadata = messages.hint_metadata(forward.endpoint.address)
+    def _changes(self, call: _Call, forward: Forward) -> pb.HeaderMutation:
+        """Return the changes of the request's headers."""
+        headers = {**forward.set_headers, **trace_headers(), **forward.routing_headers}
         if call.head.headers.get(REQUEST_ID_HEADER) != call.request_id:
             headers.setdefault(REQUEST_ID_HEADER, call.request_id)
         if forward.body is not None:
@@ -326,7 +306,7 @@ class EnvoyFront:
             headers["content-length"] = str(len(forward.body))
         # Only what is there: Envoy counts as rejected what it does not let us touch (`x-envoy-…`).
         removed = (forward.remove_headers | _ONE_HOP_HEADERS) & call.head.headers.keys()
-        return messages.header_mutation(headers, sorted(removed)), metadata
+        return messages.header_mutation(headers, sorted(removed))
 
     async def _refuse(self, call: _Call | None, error: ContextCacheError) -> None:
         """Answer the client in the pod's place; a stream that has said nothing gets no answer."""

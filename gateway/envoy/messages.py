@@ -91,16 +91,6 @@ def allowed_subset(metadata: pb.Metadata) -> frozenset[str] | None:
     return frozenset(address.strip() for address in addresses)
 
 
-def destination_metadata(address: str) -> Struct:
-    """Return the metadata by which Envoy's load balancer takes the pod at `address`."""
-    return _metadata(LOAD_BALANCING_NAMESPACE, DESTINATION_HEADER, address)
-
-
-def hint_metadata(address: str) -> Struct:
-    """Return the metadata by which another endpoint picker takes the pod at `address`."""
-    return _metadata(SUBSET_NAMESPACE, SUBSET_KEY, [address])
-
-
 def header_mutation(set_headers: Mapping[str, str], remove_headers: Iterable[str]) -> pb.HeaderMutation:
     """Return a change of headers: removed first, then set, over what is there."""
     return pb.HeaderMutation(
@@ -116,21 +106,23 @@ def header_mutation(set_headers: Mapping[str, str], remove_headers: Iterable[str
 
 
 def head_answer(
-    mutation: pb.HeaderMutation | None = None, *, metadata: Struct | None = None, skips_body: bool = False
+    mutation: pb.HeaderMutation | None = None, *, pod: str = "", skips_body: bool = False
 ) -> pb.ProcessingResponse:
-    """Answer a head. `skips_body`: Envoy sends the body on without showing it (not in full duplex mode)."""
+    """Answer a request's head.
+
+    `pod`: address of the chosen pod, empty while the pod is not chosen.
+    `skips_body`: Envoy forwards the body without showing it (not in full duplex mode).
+    """
     return pb.ProcessingResponse(
         request_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation)),
-        dynamic_metadata=metadata,
+        dynamic_metadata=_destination(pod) if pod else None,
         mode_override=_WITHOUT_BODY if skips_body else None,
     )
 
 
-def body_answer(
-    mutation: pb.HeaderMutation, *, metadata: Struct | None = None, body: bytes | None = None
-) -> pb.ProcessingResponse:
-    """Answer a whole body. `body` None: it goes on as it came."""
-    answer = pb.ProcessingResponse(dynamic_metadata=metadata)
+def body_answer(mutation: pb.HeaderMutation, *, pod: str, body: bytes | None = None) -> pb.ProcessingResponse:
+    """Answer a whole body. `pod`: address of the chosen pod. `body`: the changed body; None: unchanged."""
+    answer = pb.ProcessingResponse(dynamic_metadata=_destination(pod))
     # In place: a message that is given to another one's constructor is written and read again, body and all.
     common = answer.request_body.response
     common.header_mutation.CopyFrom(mutation)
@@ -199,7 +191,8 @@ def error_answer(error: ContextCacheError, *, request_id: str) -> pb.ProcessingR
     )
 
 
-def _metadata(namespace: str, key: str, value: str | list[str]) -> Struct:
+def _destination(address: str) -> Struct:
+    """Return the dynamic metadata from which Envoy's load balancer takes the pod."""
     metadata = Struct()
-    metadata.update({namespace: {key: value}})
+    metadata.update({LOAD_BALANCING_NAMESPACE: {DESTINATION_HEADER: address}})
     return metadata

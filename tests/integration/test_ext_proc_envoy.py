@@ -1,25 +1,17 @@
-"""The external processor behind proxies that others configure: a real Envoy in full duplex mode, and one with another
-endpoint picker after us. How our own bootstrap does is shown in `test_envoy_bootstrap.py`."""
+"""The external processor behind a real Envoy in full duplex mode. `test_envoy_bootstrap.py` tests our own bootstrap."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from dataclasses import dataclass, field
 
 import aiohttp
-import grpc.aio
 import pytest
 from aiohttp import web
 
 from contextcache.clock import SystemClock
-from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
-from gateway.envoy.clusters import PLUGIN
-from gateway.envoy.messages import allowed_subset, destination_metadata, head_answer
-from gateway.envoy.routes import EXT_PROC
-from gateway.envoy.server import SERVICE_NAME
 from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.gateway_parts import KEY, SECRET
 from tests.kit.gateway_server import DEADLINE_S, RunningManager, running_gateway, settings_for
@@ -40,20 +32,6 @@ class Pod:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-
-@dataclass
-class Picker:
-    """Another endpoint picker: takes the pod it is told to prefer, or none."""
-
-    subsets: list[frozenset[str] | None] = field(default_factory=list)
-
-    async def process(self, _requests, context) -> None:
-        first = await context.read()
-        subset = allowed_subset(first.metadata_context)
-        self.subsets.append(subset)
-        metadata = destination_metadata(next(iter(subset))) if subset else None
-        await context.write(head_answer(metadata=metadata, skips_body=True))
 
 
 @contextlib.asynccontextmanager
@@ -128,28 +106,6 @@ def in_full_duplex(made: dict) -> dict:
     return made
 
 
-def before_another_picker(port: int):
-    """Return what puts another picker, on `port`, after us."""
-
-    def change(made: dict) -> dict:
-        filters = _connection_manager(made)["http_filters"]
-        ours = next(found for found in filters if found["name"] == EXT_PROC)
-        other = copy.deepcopy(ours)
-        other["name"] = "picker"
-        other["typed_config"]["grpc_service"] = {"envoy_grpc": {"cluster_name": "picker"}}
-        filters.insert(filters.index(ours) + 1, other)
-        clusters = made["static_resources"]["clusters"]
-        cluster = copy.deepcopy(next(found for found in clusters if found["name"] == PLUGIN))
-        cluster["name"] = cluster["load_assignment"]["cluster_name"] = "picker"
-        endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
-        endpoint["address"]["socket_address"]["port_value"] = port
-        del cluster["health_checks"]
-        clusters.append(cluster)
-        return made
-
-    return change
-
-
 def _connection_manager(made: dict) -> dict:
     return made["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
 
@@ -188,30 +144,3 @@ async def test_in_full_duplex_bodies_change_are_bounded_and_are_refused(tmp_path
     assert json.loads(body) == {"prompt": stolen["prompt"], "cache_salt": None}
     assert (too_large[0], too_large[1]["error"]["code"]) == (413, "body_too_large")
     assert (unknown[0], unknown[1]["error"]["code"]) == (404, "context_not_found")
-
-
-async def test_another_picker_follows_the_hint_and_chooses_where_there_is_none(tmp_path, pods, manager):
-    picker = Picker()
-    server = grpc.aio.server()
-    method = grpc.stream_stream_rpc_method_handler(
-        picker.process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": method}),))
-    change = before_another_picker(server.add_insecure_port("127.0.0.1:0"))
-    await server.start()
-    try:
-        async with fronted(tmp_path, pods, manager, change, ext_proc_picker="hint") as (post, _):
-            turns = [
-                await post("/v1/completions", {"prompt": "x"}, {"x-session-id": "ctx_1"}),
-                await post("/v1/completions", {"prompt": "x", "session_id": "ctx_1"}),
-            ]
-            other = await post("/v1/completions", {"prompt": "x"})
-    finally:
-        await server.stop(0)
-    headers = [found for found, _ in pods["pod-b"].received]
-
-    assert turns == [(200, {"pod": "pod-b"})] * 2
-    assert picker.subsets == [frozenset({f"127.0.0.1:{pods['pod-b'].port}"})] * 2 + [None]
-    assert IDENTITY_HEADER in headers[0]
-    assert IDENTITY_HEADER in headers[1]
-    assert other[0] == 200

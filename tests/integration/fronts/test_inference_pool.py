@@ -1,8 +1,7 @@
-"""The gateway as the endpoint picker of an InferencePool, and in front of another one: Gateway API's protocol 1.0.0."""
+"""The gateway as the endpoint picker of an InferencePool: Gateway API's protocol 1.0.0."""
 
 from __future__ import annotations
 
-import json
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,7 +12,7 @@ from tests.kit.envoy_process import envoy_settings, running_envoy
 from tests.kit.fronts import Front, code_of, until_answered
 from tests.kit.gateway_parts import SECRET
 from tests.kit.gateway_server import running_gateway, settings_for
-from tests.kit.inference_pool import as_inference_pool, running_picker
+from tests.kit.inference_pool import as_inference_pool
 
 STREAM = {"model": "stub-model", "prompt": "x", "stream": True}
 
@@ -27,7 +26,7 @@ def open_pool(tmp_path, manager):
     """Return what opens such a gateway over pods: `async with open_pool({"pod-a": engine}) as pool`."""
 
     @asynccontextmanager
-    async def opened(pods, *, subset=(), pickers=(), shows_answers=False, num_ready=None, **settings):
+    async def opened(pods, *, subset=(), shows_answers=False, num_ready=None, **settings):
         found = settings_for(tmp_path, pods, manager_port=manager.port, ext_proc_listen="127.0.0.1:0", **settings)
         ready = len(pods) if num_ready is None else num_ready
         ports = [engine.port for engine in pods.values()]
@@ -36,9 +35,7 @@ def open_pool(tmp_path, manager):
             envoy_of = envoy_settings(pods=ports, gateways=[(gateway.port, gateway.ext_proc_port)])
 
             def changed(bootstrap):
-                return as_inference_pool(
-                    bootstrap, pods=addresses, subset=subset, pickers=pickers, shows_answers=shows_answers
-                )
+                return as_inference_pool(bootstrap, pods=addresses, subset=subset, shows_answers=shows_answers)
 
             async with running_envoy(envoy_of, change=changed) as envoy:
                 yield Front(envoy.port, gateway, envoy=envoy)
@@ -160,29 +157,3 @@ async def test_only_pods_of_the_subset_are_named(open_pool, engine, other, manag
         assert await code_of(answer) == (503, "no_ready_endpoint")
 
     assert (len(engine.turns), len(other.turns)) == (0, 7)
-
-
-async def test_in_front_of_another_picker_only_the_holder_is_hinted(open_pool, engine, other, manager):
-    await manager.add("ctx_1", holder="pod-b")
-    pods = {"pod-a": engine, "pod-b": other}
-    async with running_picker(address_of(engine)) as picker:
-        behind = f"127.0.0.1:{picker.port}"
-        async with open_pool(pods, pickers=[behind], ext_proc_picker="hint") as pool:
-            for path, body, headers in (
-                ("/v1/completions", {"prompt": "x"}, {}),
-                ("/v1/context", {"prompt": "x"}, {}),
-                ("/v1/completions", {"prompt": "x", "session_id": "ctx_1"}, {}),
-                ("/v1/completions", {"prompt": "x"}, {"X-Session-ID": "ctx_1"}),
-            ):
-                async with pool.post(path, body, headers=headers) as answer:
-                    assert answer.status == 200
-            async with pool.get("/v1/responses/r1") as answer:
-                assert answer.status == 200
-    now_ms = SystemClock().now_ms()
-    sessions = [
-        verify_identity(found.header(IDENTITY_HEADER)[0], SECRET, now_ms=now_ms).session_id for found in other.turns
-    ]
-
-    assert picker.hints == [[], [], [address_of(other)], [address_of(other)], []]
-    assert (len(engine.turns), sessions) == (3, ["ctx_1", "ctx_1"])
-    assert json.loads(other.turns[0].body) == {"prompt": "x", "session_id": "ctx_1"}

@@ -14,7 +14,7 @@ def test_an_answer_holds_the_body_that_it_changes_once():
     mutation = messages.header_mutation({"content-length": str(len(body))}, ())
     before = memory_bytes("self", "VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    answer = messages.body_answer(mutation, metadata=messages.destination_metadata("10.0.0.1:80"), body=body)
+    answer = messages.body_answer(mutation, pod="10.0.0.1:80", body=body)
 
     assert memory_bytes("self", "VmHWM") - before < 2 * SIZE_BYTES
     assert answer.request_body.response.body_mutation.body == body

@@ -579,51 +579,11 @@ async def test_a_stream_that_says_nothing_ends_without_an_answer(parts, looptime
     assert (stream.answers, looptime) == ([], 30)
 
 
-# In front of another picker.
+async def test_a_new_context_counts_at_its_pod(parts):
+    front = front_of(parts, noted=parts.endpoints)
+    await ask(parts, head(path="/v1/context", headers=JSON), body({"prompt": "x"}), front=front)
 
-
-async def test_a_hint_names_the_holder_and_nothing_else(parts):
-    await parts.directory.add("ctx_1", holder="pod-b")
-    noted = Noted()
-    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}, ends=True), picker="hint", noted=noted)
-    answer = stream.answers[0]
-
-    assert answer.metadata == {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["pod-b:8001"]}}
-    assert not {DESTINATION_HEADER, TARGET_POD_HEADER} & answer.set_headers.keys()
-    assert identity_of(parts, answer).session_id == "ctx_1"
-    assert noted.names == ["pod-b"]
-
-
-@pytest.mark.parametrize("health", [Health(healthy=False), QUEUED], ids=["away", "queue"])
-async def test_a_hint_names_the_pod_that_the_kv_moves_to(parts, health):
-    await parts.directory.add("ctx_1", holder="pod-b")
-    parts.probe.health["pod-b"] = health
-    await parts.endpoints.probe_all()
-    stream = await ask(parts, head(headers={"x-session-id": "ctx_1"}, ends=True), picker="hint")
-
-    assert stream.answers[0].metadata["envoy.lb.subset_hint"] == {
-        "x-gateway-destination-endpoint-subset": ["pod-a:8001"]
-    }
-
-
-@pytest.mark.parametrize(("picker", "placed"), [("choose", 1), ("hint", 0)])
-async def test_a_new_context_counts_at_its_pod_where_that_is_ours_to_choose(parts, picker, placed):
-    await ask(parts, head(path="/v1/context", headers=JSON), body({"prompt": "x"}), picker=picker)
-
-    assert sum(state.placed for state in parts.endpoints.states()) == placed
-
-
-@pytest.mark.parametrize("holder", ["", None])
-async def test_without_kv_to_be_near_to_there_is_no_hint(parts, holder):
-    headers = dict(JSON)
-    noted = Noted()
-    if holder is not None:
-        await parts.directory.add("ctx_1", holder=holder)
-        headers["x-session-id"] = "ctx_1"
-    stream = await ask(parts, head(headers=headers), body({"prompt": "x"}), picker="hint", noted=noted)
-
-    assert not stream.answers[-1].message.HasField("dynamic_metadata")
-    assert noted.names == []
+    assert sum(state.placed for state in parts.endpoints.states()) == 1
 
 
 async def test_a_store_error_keeps_its_retry_after(parts):
