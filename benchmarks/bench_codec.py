@@ -44,7 +44,8 @@ from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from contextcache.errors import ContextCacheError
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
-from contextcache.model import Manifest, new_cache_ref
+from contextcache.model import Manifest
+from contextcache.names import new_cache_ref
 from deploy.local.model import MODEL_NAME
 from deploy.local.plain_text import plain_text
 from deploy.local.progress import StepFailed, say

@@ -29,7 +29,7 @@ from context_manager.session_row import new_row, row_to_fields
 from context_manager.store import SessionKey
 from contextcache.errors import StoreUnavailable
 from contextcache.model import NewSession, SessionState
-from contextcache.shards import shard_of
+from contextcache.names import shard_of
 from deploy.local.progress import say
 from deploy.local.table import render
 

@@ -46,7 +46,8 @@ from context_manager.redis_store import RedisSessionStore
 from context_manager.store import KEY_GRACE_MS, SessionKey
 from context_manager.sweeper import SessionSweeper
 from contextcache.clock import SystemClock
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, new_cache_ref
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.names import new_cache_ref
 from deploy.local.progress import Step, say
 from deploy.local.table import figure
 

@@ -31,7 +31,8 @@ from benchmarks.front.stub_engine import MODEL
 from benchmarks.processes import POD, Processes
 from benchmarks.result import RESULTS, write_result
 from context_manager.client import ContextManagerClient
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, new_cache_ref, new_session_id
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.names import new_cache_ref, new_session_id
 from deploy.local.progress import say
 from deploy.local.table import render
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.fit import grown, table
 from benchmarks.result import RESULTS, write_result
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from deploy.local.progress import Step
 from kv_sidecar.sealed.prefixes import ID_BYTES, Beginning, PrefixIndex, prompt_of
 

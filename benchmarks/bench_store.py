@@ -31,7 +31,8 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.result import RESULTS, write_result
 from contextcache.clock import SystemClock
-from contextcache.model import CacheRef, new_cache_ref
+from contextcache.model import CacheRef
+from contextcache.names import new_cache_ref
 from deploy.local import s3_server
 from deploy.local.ports import LOOPBACK
 from deploy.local.table import render

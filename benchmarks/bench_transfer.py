@@ -35,7 +35,8 @@ from benchmarks.estimates import cell, interval, percentile
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from contextcache.errors import ContextCacheError
-from contextcache.model import Manifest, new_cache_ref
+from contextcache.model import Manifest
+from contextcache.names import new_cache_ref
 from deploy.local.progress import say
 from deploy.local.readiness import grpc_serves
 from deploy.local.table import render

@@ -27,7 +27,8 @@ from benchmarks.front.process_figures import cpu_seconds
 from benchmarks.processes import Processes
 from benchmarks.result import RESULTS, write_result
 from context_manager.client import ContextManagerClient
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, new_cache_ref
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.names import new_cache_ref
 from deploy.local.table import render
 from vllm_plugin.turn.transcript import Transcript
 

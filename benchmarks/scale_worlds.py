@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.bench_transfer import SEALED, SHAPES, TENANT, Bench, Rank, Shape
 from benchmarks.front.process_figures import cpu_seconds, resident_bytes
 from benchmarks.processes import Processes
-from contextcache.model import Manifest, new_cache_ref
+from contextcache.model import Manifest
+from contextcache.names import new_cache_ref
 from deploy.local.readiness import grpc_serves
 from kv_sidecar.client import (
     TIER_NAMES,

@@ -10,18 +10,11 @@ from dataclasses import dataclass
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
 from contextcache.model import (
-    CACHE_REF_PATTERN,
-    KEPT_PREFIX,
-    KEY_NAME_PATTERN,
-    MAX_GENERATION,
     MAX_LIST_LIMIT,
     MAX_TTL_S,
     MAX_USAGE_DAYS,
     MAX_WORD_CHARS,
     MIN_TTL_S,
-    SESSION_ID_PATTERN,
-    SESSION_ID_RULE,
-    TENANT_PATTERN,
     USAGE_COUNTS,
     HeldCacheRef,
     NewSession,
@@ -30,8 +23,15 @@ from contextcache.model import (
     TurnReceipt,
     Usage,
 )
-from contextcache.repeats import DIGEST_PATTERN
-from contextcache.terms import check_metadata
+from contextcache.names import (
+    DIGEST_PATTERN,
+    KEY_NAME_PATTERN,
+    check_cache_refs,
+    check_metadata,
+    check_session_id,
+    check_tenant,
+    context_id,
+)
 
 MAX_LEASE_ID_CHARS = 128
 MAX_LEASE_TTL_MS = 3_600_000
@@ -66,16 +66,7 @@ class TtlBounds:
 def check_session(tenant: str, session_id: str) -> None:
     """Raise InvalidRequest unless both could be somebody's."""
     check_tenant(tenant)
-    if not SESSION_ID_PATTERN.fullmatch(session_id):
-        raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
-
-
-def check_tenant(tenant: str) -> None:
-    """Raise InvalidRequest for a tenant that cannot be part of a key."""
-    if not TENANT_PATTERN.fullmatch(tenant):
-        raise InvalidRequest(
-            "tenant must be 1 to 64 letters, digits, '_', '-' or '.', and begin with a letter or digit", param="tenant"
-        )
+    check_session_id(session_id)
 
 
 def check_lease(lease_id: str, lease_ttl_ms: int | None = None) -> None:
@@ -101,12 +92,8 @@ def _check_name(param: str, said: str) -> None:
 
 def check_new_session(new: NewSession, bounds: TtlBounds) -> None:
     """Raise InvalidRequest or TtlOutOfRange for a session that may not be created."""
-    check_session(new.tenant, new.session_id)
-    if new.session_id.startswith(KEPT_PREFIX):
-        raise InvalidRequest(
-            f"session_id must not begin with {KEPT_PREFIX}: the server uses this prefix for kept conversations",
-            param="session_id",
-        )
+    check_tenant(new.tenant)
+    context_id(new.session_id)
     if not 1 <= len(new.model_id) <= MAX_NAME_CHARS:
         raise InvalidRequest(f"model must have 1 to {MAX_NAME_CHARS} characters", param="model")
     bounds.check(new.ttl_s)
@@ -123,8 +110,8 @@ def check_commit(commit: TurnCommit) -> None:
         raise InvalidRequest("keep_segments must be 0 or more", param="keep_segments")
     if len(commit.segments) > MAX_COMMIT_SEGMENTS:
         raise InvalidRequest(f"a commit may have at most {MAX_COMMIT_SEGMENTS} segments", param="segments")
-    if commit.cache_ref and not CACHE_REF_PATTERN.fullmatch(commit.cache_ref):
-        raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
+    if commit.cache_ref:
+        check_cache_refs([commit.cache_ref])
     if commit.holder:
         check_holder(commit.holder)
     check_repeatable(commit.repeatable)
@@ -181,12 +168,6 @@ def check_repeatable(repeatable: Repeatable | None) -> None:
         raise InvalidRequest("a repeatable request must have two SHA-256 digests", param="repeatable")
 
 
-def check_generation(generation: int) -> None:
-    """Raise InvalidRequest for what can be no generation of a context that was created."""
-    if not 1 <= generation <= MAX_GENERATION:
-        raise InvalidRequest(f"generation must be a whole number from 1 to {MAX_GENERATION}", param="generation")
-
-
 def check_holder(holder: str) -> None:
     """Raise InvalidRequest for what can be no endpoint's name."""
     if not (1 <= len(holder) <= MAX_NAME_CHARS and holder.isprintable()):
@@ -198,15 +179,14 @@ def check_page(tenant: str, limit: int, after: str) -> None:
     check_tenant(tenant)
     if not 1 <= limit <= MAX_LIST_LIMIT:
         raise InvalidRequest(f"limit must be from 1 to {MAX_LIST_LIMIT}", param="limit")
-    if after and not SESSION_ID_PATTERN.fullmatch(after):
-        raise InvalidRequest(f"after must be a session id: {SESSION_ID_RULE}", param="after")
+    if after:
+        check_session_id(after, param="after")
 
 
 def check_held(held: Sequence[HeldCacheRef]) -> None:
     """Raise InvalidRequest for more KVs than one question may name, or for one that no session could name."""
     if len(held) > MAX_HELD_REFS:
         raise InvalidRequest(f"one call may name at most {MAX_HELD_REFS} cache_refs", param="held")
+    check_cache_refs(one.cache_ref for one in held)
     for one in held:
         check_session(one.tenant, one.session_id)
-        if not CACHE_REF_PATTERN.fullmatch(one.cache_ref):
-            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")

@@ -16,7 +16,6 @@ from context_manager.limits import (
     check_batch,
     check_commit,
     check_days,
-    check_generation,
     check_held,
     check_holder,
     check_lease,
@@ -24,7 +23,6 @@ from context_manager.limits import (
     check_page,
     check_repeatable,
     check_session,
-    check_tenant,
     check_usage,
 )
 from context_manager.metrics import ManagerMetrics
@@ -46,7 +44,7 @@ from contextcache.model import (
     Usage,
     UsageReport,
 )
-from contextcache.terms import check_metadata
+from contextcache.names import check_generation, check_metadata, check_tenant
 
 log = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ from contextcache.model import (
     Usage,
     UsageReport,
 )
-from contextcache.shards import shard_of
+from contextcache.names import shard_of
 
 
 class MemorySessionStore(SessionStore):

@@ -8,7 +8,7 @@ from context_manager.redis_connection import RedisConnection
 from context_manager.redis_layout import ledger_key
 from context_manager.store import HOUR_MS, SessionKey
 from contextcache.model import TenantId
-from contextcache.shards import NUM_SHARDS, shard_of
+from contextcache.names import NUM_SHARDS, shard_of
 
 _SUMS_KNOWN_MS = 1000
 """Time for which a Cluster's sums are believed: one round trip a second for each tenant that writes."""

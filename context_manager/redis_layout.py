@@ -26,17 +26,8 @@ from context_manager.store import (
     SessionKey,
 )
 from contextcache.errors import InvalidRequest
-from contextcache.model import (
-    BRANCH_LEASE_ID,
-    SESSION_ID_PATTERN,
-    TENANT_PATTERN,
-    TURNS_KEPT,
-    USAGE_COUNTS,
-    TenantId,
-    TurnReceipt,
-    Usage,
-)
-from contextcache.shards import shard_of
+from contextcache.model import BRANCH_LEASE_ID, TURNS_KEPT, USAGE_COUNTS, TenantId, TurnReceipt, Usage
+from contextcache.names import SESSION_ID_PATTERN, TENANT_PATTERN, shard_of
 
 NAMING_FIELDS = (
     *("state", "created_at_ms", "expires_at_ms", "lease_id", "lease_until_ms"),

@@ -21,8 +21,8 @@ from context_manager.redis_layout import (
 )
 from context_manager.store import LIST_ROWS_MAX, SWEEP_BATCH, Fate, SessionKey, Swept, last_page
 from contextcache.model import CacheSessionMetadata, SessionId, SessionPage, TenantId
+from contextcache.names import NUM_SHARDS
 from contextcache.process.crash_points import crash_point
-from contextcache.shards import NUM_SHARDS
 
 Position = tuple[int, str]
 """(created_at_ms, session id): the list runs downwards through these."""

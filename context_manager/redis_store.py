@@ -78,8 +78,8 @@ from contextcache.model import (
     Usage,
     UsageReport,
 )
+from contextcache.names import NUM_SHARDS, shard_of
 from contextcache.process.crash_points import crash_point
-from contextcache.shards import NUM_SHARDS, shard_of
 
 TRUNKS_MAX = 16
 """Trunks that one row names at most. A fork of a deeper one copies its transcript, and begins with none."""

@@ -15,7 +15,7 @@ from functools import partial
 from context_manager.manager import ContextCacheManager
 from context_manager.metrics import ManagerMetrics
 from contextcache.errors import ContextCacheError
-from contextcache.shards import NUM_SHARDS
+from contextcache.names import NUM_SHARDS
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,11 @@ import msgspec
 from contextcache.errors import InvalidRequest
 from contextcache.identity import KV_TRANSFER_KEY
 from contextcache.input_items import check_items_of_input
-from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE, SessionId
+from contextcache.model import SessionId
+from contextcache.names import KEPT_PREFIX, MINTED_PREFIX, SESSION_ID_PATTERN, context_id
 from contextcache.requests import LARGE_BYTES
 
 SESSION_HEADER = "x-session-id"
-MINTED_PREFIX = "ctx_"
-"""Prefix of the ids that we make. An `X-Session-ID` that begins so claims a context; any other is a label."""
 RESPONSES_PATH = "/v1/responses"
 TURN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES_PATH})
 """Calls that can be a context's turn, and whose KV can be kept without one: vLLM 0.32 takes a salt and our order in
@@ -143,15 +142,7 @@ class Claims:
         spelled = bytes(self.fields.session_id)
         if spelled in (b"", _NULL):
             return None
-        named = _name(spelled)
-        if named is None or not SESSION_ID_PATTERN.fullmatch(named):
-            raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
-        if named.startswith(KEPT_PREFIX):
-            raise InvalidRequest(
-                f"session_id must not begin with {KEPT_PREFIX}: the server uses this prefix for kept conversations",
-                param="session_id",
-            )
-        return named
+        return context_id(_name(spelled))
 
     def model(self) -> str | None:
         """Return the model that is named, if one is."""

@@ -21,7 +21,8 @@ from operator import itemgetter
 from typing import Any
 
 from contextcache.errors import ForgedIdentity
-from contextcache.model import KEPT_PREFIX, CacheRef, ContextMode, ModelId, SessionId, TenantId, UsageFormat
+from contextcache.model import CacheRef, ContextMode, ModelId, SessionId, TenantId, UsageFormat
+from contextcache.names import KEPT_PREFIX
 
 IDENTITY_HEADER = "x-context-identity"
 UNROUTED_HEADER = "x-context-unrouted"

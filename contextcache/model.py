@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +12,7 @@ from typing_extensions import override
 from contextcache.errors import InvalidRequest
 
 SessionId: TypeAlias = str
-"""Public name of a context: `ctx_` + 128 random bits in hex, or the client's own (see `SESSION_ID_PATTERN`)."""
+"""Public name of a context: `ctx_` + 128 random bits in hex, or the client's own (names.py)."""
 CacheRef: TypeAlias = str
 """Name of the saved KV of one generation (the EP's `kv_cache_sidecar_ref`): `ref_` + 128 random bits in hex."""
 TenantId: TypeAlias = str
@@ -24,28 +22,11 @@ ModelId: TypeAlias = str
 KVKind: TypeAlias = Literal["full_attention", "sliding_window", "state"]
 """What a layer keeps of the tokens before: all of them, those of a window, or one state of exactly that many."""
 
-SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
-SESSION_ID_RULE = "1 to 128 letters, digits, '_', '-' or '.', and must not begin with '.'"
-"""The pattern in words, for refusals. `.` and `..` have a meaning of their own in paths, where a name stands."""
-TENANT_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-CACHE_REF_PATTERN = re.compile(r"ref_[0-9a-f]{32}")
-
-KEPT_PREFIX = "kept_"
-"""What the names of groups of kept KV begin with: they stand where KV of a context has its session, and are none."""
-OBJECT_PREFIX = f"{KEPT_PREFIX}lmcache_"
-"""What the names of groups begin with that are LMCache's objects, one each: no conversations."""
-
 DEFAULT_TTL_S = 3600
 """The EP's default life of a context."""
 MIN_TTL_S = 60
 MAX_TTL_S = 7 * 24 * 3600
-MAX_METADATA_KEYS = 16
-"""OpenAI's metadata limits: 16 keys of at most 64 characters, values of at most 512."""
-MAX_METADATA_KEY_CHARS = 64
-MAX_METADATA_VALUE_CHARS = 512
 MAX_LIST_LIMIT = 100
-MAX_GENERATION = 10**15 - 1
-"""What a row's numbers may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +221,6 @@ USAGE_COUNTS = (
 )
 """What is counted of a tenant: contexts created, turns answered, tokens as their receipts told them, time that cached
 tokens saved; and KiB times seconds held in each tier."""
-KEY_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""Of an API key, as usage is told by: never the key."""
 MAX_USAGE_DAYS = 31
 """In one question."""
 
@@ -423,21 +402,3 @@ class ForkedKV:
 BRANCH_LEASE_ID = "branch"
 """Lease of a fork that a turn is about to continue: it stays CREATING until that turn commits, and is in no list before
 the turn has begun. Every part may abort it: no turn has this lease."""
-
-
-def new_session_id() -> SessionId:
-    """Mint a session id nobody can guess."""
-    return f"ctx_{secrets.token_hex(16)}"
-
-
-def new_cache_ref() -> CacheRef:
-    """Mint a cache_ref nobody can guess."""
-    return f"ref_{secrets.token_hex(16)}"
-
-
-def prompt_ref(cache_ref: CacheRef) -> CacheRef:
-    """Return the name of the KV at the end of the prompt of a context's last turn, and of that the context's again.
-
-    The top bit of the random part is turned, so whoever knows one name knows the other, and nobody else does.
-    """
-    return f"ref_{int(cache_ref[4], 16) ^ 8:x}{cache_ref[5:]}"

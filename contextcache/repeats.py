@@ -18,7 +18,6 @@ from contextcache.model import Repeatable, SessionId, TenantId
 IDEMPOTENCY_HEADER = "idempotency-key"
 REPLAYED_HEADER = "idempotent-replayed"
 """Stripe's name: on an answer that was given before."""
-DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
 _KEY = re.compile(r"[\x20-\x7e]{1,255}", re.ASCII)
 
 

@@ -21,7 +21,8 @@ from contextcache.errors import (
     PreviousResponseNotFound,
 )
 from contextcache.fields import HANDLE_FIELDS, refuse_misspelt
-from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE, SessionId
+from contextcache.model import SessionId
+from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN, SESSION_ID_RULE
 
 RESPONSE_FIELDS = frozenset({"previous_response_id", "conversation", "store"})
 """What says which context it is."""

@@ -13,18 +13,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from contextcache.errors import InvalidRequest, TtlOutOfRange
-from contextcache.model import (
-    KEPT_PREFIX,
-    MAX_GENERATION,
-    MAX_METADATA_KEY_CHARS,
-    MAX_METADATA_KEYS,
-    MAX_METADATA_VALUE_CHARS,
-    SESSION_ID_PATTERN,
-    SESSION_ID_RULE,
-    SessionId,
-    SessionMode,
-    TtlPolicy,
-)
+from contextcache.model import SessionId, SessionMode, TtlPolicy
+from contextcache.names import check_generation, check_metadata, context_id
 
 _MAX_INTEGER = 2**53
 """Integers beyond it are not exact in JSON implementations, and no field needs them."""
@@ -54,26 +44,13 @@ def read_terms(body: Mapping[str, Any]) -> Terms:
 
 def read_session_id(named: Any) -> SessionId | None:
     """Return the name that a client gives a new context; None: it gives none. Raises InvalidRequest."""
-    if named is None:
-        return None
-    if not isinstance(named, str) or not SESSION_ID_PATTERN.fullmatch(named):
-        raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
-    if named.startswith(KEPT_PREFIX):
-        raise InvalidRequest(
-            f"session_id must not begin with {KEPT_PREFIX}: the server uses this prefix for kept conversations",
-            param="session_id",
-        )
-    return named
+    return None if named is None else context_id(named)
 
 
 def read_generation(body: Mapping[str, Any]) -> int | None:
     """Return the generation that a body names; None: it names none. Raises InvalidRequest."""
-    if body.get("generation") is None:
-        return None
-    generation = whole(body["generation"])
-    if generation is None or not 1 <= generation <= MAX_GENERATION:
-        raise InvalidRequest(f"generation must be a whole number from 1 to {MAX_GENERATION}", param="generation")
-    return generation
+    said = body.get("generation")
+    return None if said is None else check_generation(whole(said))
 
 
 def read_if_match(header: str | None) -> int | None:
@@ -141,16 +118,3 @@ def _metadata(given: Any) -> Mapping[str, str] | None:
         raise InvalidRequest("metadata must be an object whose values are strings", param="metadata")
     check_metadata(given)
     return given
-
-
-def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise InvalidRequest for more or longer metadata than OpenAI allows."""
-    if len(metadata) > MAX_METADATA_KEYS:
-        raise InvalidRequest(f"metadata may have at most {MAX_METADATA_KEYS} keys", param="metadata")
-    for key, text in metadata.items():
-        if not 1 <= len(key) <= MAX_METADATA_KEY_CHARS:
-            raise InvalidRequest(f"a metadata key must have 1 to {MAX_METADATA_KEY_CHARS} characters", param="metadata")
-        if len(text) > MAX_METADATA_VALUE_CHARS:
-            raise InvalidRequest(
-                f"a metadata value may have at most {MAX_METADATA_VALUE_CHARS} characters", param="metadata"
-            )

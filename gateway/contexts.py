@@ -26,7 +26,6 @@ from contextcache.errors import (
 )
 from contextcache.model import (
     BRANCH_LEASE_ID,
-    SESSION_ID_PATTERN,
     CacheSessionMetadata,
     ForkedKV,
     NewSession,
@@ -35,11 +34,9 @@ from contextcache.model import (
     TtlPolicy,
     TurnCommit,
     Usage,
-    new_cache_ref,
-    new_session_id,
 )
+from contextcache.names import SESSION_ID_PATTERN, new_cache_ref, new_session_id, shard_of
 from contextcache.repeats import session_id_of
-from contextcache.shards import shard_of
 from contextcache.terms import Terms
 from gateway.kept import KeptConversation, KeptPage, page_of
 from gateway.pods.sidecars import Holders, KVState, sealed_state

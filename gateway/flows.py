@@ -51,8 +51,8 @@ from contextcache.model import (
     TurnReceipt,
     UsageFormat,
     UsageReport,
-    new_session_id,
 )
+from contextcache.names import new_session_id
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of
 from contextcache.requests import SHARE, LargeBodies, TenantsInHand
 from contextcache.responses import Continued, response_id, telling_what_is_missing

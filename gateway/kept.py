@@ -15,7 +15,8 @@ from typing import Any
 
 from contextcache.claim import Claims
 from contextcache.errors import InvalidRequest
-from contextcache.model import KEPT_PREFIX, KeptGroup, KeptMiss, SessionId, TenantId
+from contextcache.model import KeptGroup, KeptMiss, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX
 
 KEEP_HEADER = "x-context-keep"
 """`off`: not this request."""

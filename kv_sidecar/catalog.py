@@ -26,16 +26,8 @@ from contextcache.errors import (
     SidecarUnavailable,
     StorageFull,
 )
-from contextcache.model import (
-    CACHE_REF_PATTERN,
-    TENANT_PATTERN,
-    CacheRef,
-    KeptGroup,
-    Manifest,
-    SessionId,
-    TenantId,
-    prompt_ref,
-)
+from contextcache.model import CacheRef, KeptGroup, Manifest, SessionId, TenantId
+from contextcache.names import CACHE_REF_PATTERN, check_tenant, prompt_ref
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_SEAL, BEFORE_SEAL
 from kv_sidecar.forking import Forks, NewFork
@@ -160,8 +152,7 @@ class ContextCatalog:
 
         0: no limit. Raises InvalidRequest.
         """
-        if not TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
+        check_tenant(tenant)
         used, limit = self._tiers.disk.tenant_bytes(tenant)
         if limit and 2 * used > limit:
             used = max(used - self._manifests.index.kept_bytes(tenant), 0)
@@ -374,8 +365,7 @@ class ContextCatalog:
 
         Raises InvalidRequest.
         """
-        if not TENANT_PATTERN.fullmatch(tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
+        check_tenant(tenant)
         return await self._threads.run(self._keeping.shown, self._keeping.groups(tenant, group))
 
     def tier_of(self, manifest: Manifest | ManifestRecord) -> TierName:

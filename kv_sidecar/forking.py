@@ -13,15 +13,11 @@ from dataclasses import dataclass, replace
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextExists, ContextExpired, InvalidRequest
-from contextcache.model import (
-    CACHE_REF_PATTERN,
-    SESSION_ID_PATTERN,
-    SESSION_ID_RULE,
-    TENANT_PATTERN,
-    CacheRef,
-    Manifest,
-    SessionId,
-    TenantId,
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import (
+    check_cache_refs,
+    check_session_id,
+    check_tenant,
     prompt_ref,
 )
 from kv_sidecar.saving import Saving
@@ -51,14 +47,11 @@ class NewFork:
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
-        if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
-        if not SESSION_ID_PATTERN.fullmatch(self.session_id):
-            raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
+        check_tenant(self.tenant)
+        check_session_id(self.session_id)
         if not 1 <= len(self.sources) <= MAX_SOURCES:
             raise InvalidRequest(f"a fork must have 1 to {MAX_SOURCES} sources", param="sources")
-        if not all(CACHE_REF_PATTERN.fullmatch(ref) for ref in (self.cache_ref, *self.sources)):
-            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
+        check_cache_refs((self.cache_ref, *self.sources))
 
 
 class Forks:

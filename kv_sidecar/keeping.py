@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextExists
-from contextcache.model import KEPT_PREFIX, CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, KeptGroup, KeptMiss, Manifest, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.sealed.index import ManifestRecord
 from kv_sidecar.sealed.manifests import SealedManifests

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contextcache.errors import CacheRefNotFound, ContextExists, CorruptBlock
-from contextcache.model import OBJECT_PREFIX
+from contextcache.names import OBJECT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import FRAME_BYTES
 from kv_sidecar.client import BlockFileWriter, BlockMeta, EngineSidecarClient, parse_block_file

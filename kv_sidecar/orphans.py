@@ -23,7 +23,8 @@ import grpc
 from contextcache.clock import Clock
 from contextcache.convert import held_to_pb, session_from_pb, usage_to_pb
 from contextcache.errors import ContextCacheError, StoreUnavailable
-from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, SessionId, TenantId, Usage, prompt_ref
+from contextcache.model import CacheRef, CacheSessionMetadata, HeldCacheRef, SessionId, TenantId, Usage
+from contextcache.names import prompt_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection

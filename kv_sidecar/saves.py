@@ -12,18 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from contextcache.errors import ERRORS_BY_CODE, InvalidRequest
-from contextcache.model import (
-    CACHE_REF_PATTERN,
+from contextcache.model import CacheRef, KVGroup, Manifest, SessionId, TenantId, plain_group
+from contextcache.names import (
     KEPT_PREFIX,
-    SESSION_ID_PATTERN,
-    SESSION_ID_RULE,
-    TENANT_PATTERN,
-    CacheRef,
-    KVGroup,
-    Manifest,
-    SessionId,
-    TenantId,
-    plain_group,
+    check_cache_refs,
+    check_session_id,
+    check_tenant,
 )
 from kv_sidecar.format.ids import BlockKey, check_fingerprint_text
 from kv_sidecar.format.manifest import MAX_WORLD_SIZE, check_groups, rank_keys, with_files
@@ -80,12 +74,9 @@ class NewSave:
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
-        if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
-        if not SESSION_ID_PATTERN.fullmatch(self.session_id):
-            raise InvalidRequest(f"session_id must be {SESSION_ID_RULE}", param="session_id")
-        if not CACHE_REF_PATTERN.fullmatch(self.cache_ref):
-            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
+        check_tenant(self.tenant)
+        check_session_id(self.session_id)
+        check_cache_refs([self.cache_ref])
         if not 0 <= self.rank < self.world_size <= MAX_WORLD_SIZE:
             raise InvalidRequest(
                 f"rank must be below world_size, and world_size at most {MAX_WORLD_SIZE}", param="rank"
@@ -255,10 +246,8 @@ class FailedSave:
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
-        if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
-        if not CACHE_REF_PATTERN.fullmatch(self.cache_ref):
-            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_ref")
+        check_tenant(self.tenant)
+        check_cache_refs([self.cache_ref])
         if not _REASON.fullmatch(self.reason):
             raise InvalidRequest("reason must be one short fixed phrase", param="reason")
 

@@ -21,7 +21,8 @@ from contextcache.errors import (
     SidecarUnavailable,
     StorageFull,
 )
-from contextcache.model import CacheRef, Manifest, SessionId, TenantId, prompt_ref
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import prompt_ref
 from kv_sidecar.format.block_file import BlockMeta
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, block_meta, num_files, rank_keys

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId, prompt_ref
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import CACHE_REF_PATTERN, prompt_ref
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.load_reports import LoadReports

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from contextcache.claim import MINTED_PREFIX, SESSION_HEADER, TURN_PATHS
+from contextcache.claim import SESSION_HEADER, TURN_PATHS
+from contextcache.names import MINTED_PREFIX
 from gateway.envoy.settings import EnvoySettings, duration
 from gateway.paths import (
     CONSOLE_PATH,

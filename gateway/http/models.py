@@ -18,17 +18,19 @@ from typing_extensions import TypedDict
 
 from contextcache.model import (
     DEFAULT_TTL_S,
-    MAX_GENERATION,
-    MAX_METADATA_KEY_CHARS,
-    MAX_METADATA_KEYS,
-    MAX_METADATA_VALUE_CHARS,
     MAX_TTL_S,
     MIN_TTL_S,
-    SESSION_ID_PATTERN,
     CacheSessionMetadata,
     SessionPage,
     TurnReceipt,
     UsageReport,
+)
+from contextcache.names import (
+    MAX_GENERATION,
+    MAX_METADATA_KEY_CHARS,
+    MAX_METADATA_KEYS,
+    MAX_METADATA_VALUE_CHARS,
+    SESSION_ID_PATTERN,
 )
 from gateway.deployment import DeploymentView
 from gateway.kept import KeptConversation, KeptPage

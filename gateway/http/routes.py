@@ -16,9 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, BeforeValidator, TypeAdapter, WithJsonSchema
 
 from contextcache.claim import read_object
-from contextcache.errors import ERRORS_BY_CODE, InvalidRequest, OperatorOnly
+from contextcache.errors import ERRORS_BY_CODE, OperatorOnly
 from contextcache.fields import refuse_unknown
-from contextcache.model import KEPT_PREFIX, MAX_GENERATION, MAX_LIST_LIMIT, TenantId
+from contextcache.model import MAX_LIST_LIMIT, TenantId
+from contextcache.names import KEPT_PREFIX, check_generation
 from contextcache.terms import read_generation, read_if_match, read_session_id, read_terms
 from gateway.contexts import NewFork
 from gateway.flows import Gateway
@@ -412,9 +413,7 @@ async def rewind_context(
 ) -> ContextObject:
     """Rewind a context to an earlier turn. A context at that turn stays unchanged."""
     refuse_unknown(said, frozenset(ContextRewind.__annotations__))
-    generation, expected = read_generation(said), read_if_match(if_match)
-    if generation is None:
-        raise InvalidRequest(f"generation must be a whole number from 1 to {MAX_GENERATION}", param="generation")
+    generation, expected = check_generation(read_generation(said)), read_if_match(if_match)
     rewound = gateway.contexts.rewind(tenant, session_id, generation=generation, expected_generation=expected)
     return context_object(*await rewound)
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from contextcache.errors import Unauthorized
-from contextcache.model import KEY_NAME_PATTERN, TENANT_PATTERN, ContextMode, TenantId, UsageFormat
+from contextcache.model import ContextMode, TenantId, UsageFormat
+from contextcache.names import KEY_NAME_PATTERN, TENANT_PATTERN
 from contextcache.process.settings import file_version
 from gateway.kept import Plain
 from gateway.metrics import Metrics

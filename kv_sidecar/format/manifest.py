@@ -22,17 +22,8 @@ from typing import Any
 import xxhash
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock, InvalidRequest
-from contextcache.model import (
-    CACHE_REF_PATTERN,
-    CacheRef,
-    KVFile,
-    KVGroup,
-    Manifest,
-    SessionId,
-    TenantId,
-    kv_kind,
-    plain_group,
-)
+from contextcache.model import CacheRef, KVFile, KVGroup, Manifest, SessionId, TenantId, kv_kind, plain_group
+from contextcache.names import CACHE_REF_PATTERN
 from kv_sidecar.format.block_file import BlockMeta, file_meta, tail_start
 from kv_sidecar.format.ids import BlockKey, chain_block_ids, pack_token_ids, unpack_token_ids
 from kv_sidecar.format.safetensors_header import TensorHeader, decode_header, encode_header

@@ -26,7 +26,8 @@ from typing import Literal, TypeAlias
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
-from contextcache.model import KEPT_PREFIX, SESSION_ID_PATTERN, CacheRef, SessionId, TenantId
+from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX, SESSION_ID_PATTERN
 from kv_sidecar.catalog import ContextCatalog
 from kv_sidecar.format.ids import TOKEN_BYTES
 from kv_sidecar.metrics import SidecarMetrics

@@ -32,7 +32,8 @@ from contextcache.errors import (
     SidecarUnavailable,
     StorageFull,
 )
-from contextcache.model import CACHE_REF_PATTERN, TENANT_PATTERN, CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import check_cache_refs, check_tenant
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import child_span
 from kv_sidecar.catalog import ContextCatalog
@@ -149,12 +150,10 @@ class Wanted:
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
-        if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
+        check_tenant(self.tenant)
         if not 0 < len(self.cache_refs) <= MAX_REFS:
             raise InvalidRequest(f"a pull must name 1 to {MAX_REFS} cache_refs", param="cache_refs")
-        if not all(CACHE_REF_PATTERN.fullmatch(ref) for ref in self.cache_refs):
-            raise InvalidRequest('cache_ref must be "ref_" and 32 hex digits', param="cache_refs")
+        check_cache_refs(self.cache_refs, param="cache_refs")
         if self.timeout_s < 0:
             raise InvalidRequest("timeout must be 0 or more", param="timeout_ms")
 

@@ -13,7 +13,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from contextcache.model import KEPT_PREFIX, CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.sealed.prefixes import Beginning, PrefixIndex, beginning_of

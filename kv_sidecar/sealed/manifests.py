@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from contextcache.errors import CorruptBlock
-from contextcache.model import CACHE_REF_PATTERN, CacheRef, Manifest, SessionId, TenantId
+from contextcache.model import CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import CACHE_REF_PATTERN
 from kv_sidecar.format.ids import TOKEN_BYTES, BlockKey, fan_out
 from kv_sidecar.format.manifest import decode_manifest, encode_manifest
 from kv_sidecar.format.safetensors_header import HEAD_BYTES, tensor_start

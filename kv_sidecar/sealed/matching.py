@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from contextcache.clock import Clock
 from contextcache.errors import InvalidRequest, SidecarUnavailable
-from contextcache.model import TENANT_PATTERN, CacheRef, SessionId, TenantId
+from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.names import check_tenant
 from kv_sidecar.format.ids import TOKEN_BYTES, check_fingerprint_text
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.sealed.index import ManifestRecord, RecentNames
@@ -64,8 +65,7 @@ class PrefixQuestion:
 
     def check(self) -> None:
         """Raise InvalidRequest for a field that cannot be."""
-        if not TENANT_PATTERN.fullmatch(self.tenant):
-            raise InvalidRequest("tenant must be 1 to 64 letters, digits, '_', '-' or '.'", param="tenant")
+        check_tenant(self.tenant)
         check_fingerprint_text(self.fingerprint)
         if len(self.token_ids) % TOKEN_BYTES:
             raise InvalidRequest("token ids must have four bytes each", param="token_ids")

@@ -18,16 +18,8 @@ from pydantic import TypeAdapter
 
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError, CorruptBlock, KeyNotAtHand
-from contextcache.model import (
-    CACHE_REF_PATTERN,
-    KEPT_PREFIX,
-    MAX_TTL_S,
-    CacheRef,
-    HeldCacheRef,
-    SessionId,
-    TenantId,
-    prompt_ref,
-)
+from contextcache.model import MAX_TTL_S, CacheRef, HeldCacheRef, SessionId, TenantId
+from contextcache.names import CACHE_REF_PATTERN, KEPT_PREFIX, prompt_ref
 from kv_sidecar.metrics import SidecarMetrics
 from kv_sidecar.orphans import QUESTION_REFS
 from kv_sidecar.shared import hot_lists

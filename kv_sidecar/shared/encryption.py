@@ -32,7 +32,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Base64Bytes, BaseModel, ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from contextcache.errors import KeyNotAtHand
-from contextcache.model import TENANT_PATTERN, TenantId
+from contextcache.model import TenantId
+from contextcache.names import TENANT_PATTERN
 from contextcache.process.settings import file_version
 from kv_sidecar.tiers.store import Buffer
 

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from contextcache.model import KEPT_PREFIX, CacheRef, SessionId, TenantId
+from contextcache.model import CacheRef, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX
 
 UPPER_MARK, LOWER_MARK = 0.95, 0.9
 

@@ -20,7 +20,8 @@ from typing import Annotated
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from contextcache.errors import CorruptBlock
-from contextcache.model import SESSION_ID_PATTERN, TENANT_PATTERN, SessionId, TenantId
+from contextcache.model import SessionId, TenantId
+from contextcache.names import SESSION_ID_PATTERN, TENANT_PATTERN
 from kv_sidecar.shared.object_store import ObjectStore, StoredObject
 
 DIRECTORY = ".hot"

@@ -25,15 +25,8 @@ from functools import partial
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable
-from contextcache.model import (
-    KEPT_PREFIX,
-    MAX_TTL_S,
-    OBJECT_PREFIX,
-    CacheRef,
-    Manifest,
-    SessionId,
-    TenantId,
-)
+from contextcache.model import MAX_TTL_S, CacheRef, Manifest, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from contextcache.process.crash_points import crash_point
 from kv_sidecar.crash_points import AFTER_STORED_BLOCKS
 from kv_sidecar.format.ids import BlockKey

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, SidecarUnavailable
-from contextcache.model import SaveOutcome, new_cache_ref
+from contextcache.model import SaveOutcome
+from contextcache.names import new_cache_ref
 from kv_sidecar.client import TIER_NAMES
 
 

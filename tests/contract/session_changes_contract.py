@@ -33,7 +33,6 @@ from contextcache.errors import (
 )
 from contextcache.model import (
     BRANCH_LEASE_ID,
-    MAX_GENERATION,
     CacheSessionMetadata,
     KeptAnswer,
     Repeatable,
@@ -44,7 +43,7 @@ from contextcache.model import (
     TurnCommit,
     Usage,
 )
-from contextcache.shards import shard_of
+from contextcache.names import MAX_GENERATION, shard_of
 from tests.contract.session_store_contract import (
     ANSWER,
     KEY,

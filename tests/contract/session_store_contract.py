@@ -44,7 +44,7 @@ from contextcache.model import (
     TurnReceipt,
     Usage,
 )
-from contextcache.shards import NUM_SHARDS, shard_of
+from contextcache.names import NUM_SHARDS, shard_of
 
 NOW = 1_700_000_000_000
 LEASE_MS = 30_000

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from contextcache.errors import CacheRefNotFound, FingerprintMismatch
-from contextcache.model import KVGroup, new_cache_ref
+from contextcache.model import KVGroup
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_meta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.server import serve
 from tests.contract.gateway_sidecar_contract import GatewaySidecarContract

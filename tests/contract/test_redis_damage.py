@@ -21,7 +21,7 @@ from context_manager.sweeper import SessionSweeper
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError
 from contextcache.model import HeldCacheRef, SessionPage, Usage
-from contextcache.shards import NUM_SHARDS, shard_of
+from contextcache.names import NUM_SHARDS, shard_of
 from tests.contract.session_store_contract import LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS, first_commit
 from tests.kit.valkey import ValkeyServer
 

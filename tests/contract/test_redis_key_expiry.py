@@ -18,7 +18,7 @@ from context_manager.redis_store import RedisSessionStore
 from context_manager.store import HOUR_MS, KEY_GRACE_MS, SessionKey
 from contextcache.errors import ContextCacheError
 from contextcache.model import NewSession, SessionMode, TtlPolicy
-from contextcache.shards import NUM_SHARDS, shard_of
+from contextcache.names import NUM_SHARDS, shard_of
 from tests.contract.session_changes_contract import beside
 from tests.contract.session_store_contract import (
     LEASE_MS,

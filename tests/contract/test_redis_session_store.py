@@ -34,7 +34,7 @@ from contextcache.errors import (
     LeaseLost,
 )
 from contextcache.model import TtlPolicy
-from contextcache.shards import NUM_SHARDS, shard_of
+from contextcache.names import NUM_SHARDS, shard_of
 from tests.contract.session_changes_contract import SessionChangesContract
 from tests.contract.session_store_contract import (
     ANSWER,

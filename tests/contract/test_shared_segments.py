@@ -17,7 +17,7 @@ from context_manager.redis_store import LENGTHS_MAX, TRUNKS_MAX, RedisSessionSto
 from context_manager.store import SessionKey, SessionStore
 from contextcache.errors import ContextCacheError
 from contextcache.model import BRANCH_LEASE_ID, Segment, SegmentKind, TtlPolicy, TurnCommit
-from contextcache.shards import shard_of
+from contextcache.names import shard_of
 from tests.contract.session_changes_contract import beside
 from tests.contract.session_store_contract import KEY, LEASE_MS, NEW, NOW, REF_1, TOMBSTONE_S, TTL_MS
 from tests.kit.seed import SEED

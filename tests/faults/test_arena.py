@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.kit.borrower import FILL, SIZE_BYTES, Borrower
 from tests.kit.engine_rank import EngineRank

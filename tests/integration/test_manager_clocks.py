@@ -28,7 +28,7 @@ from context_manager.store_clock import StoreClock
 from contextcache.clock import ManualClock, SystemClock
 from contextcache.errors import ContextBusy, ContextCacheError, LeaseLost, StoreUnavailable
 from contextcache.model import NewSession, Segment, SegmentKind, SessionState, TurnCommit
-from contextcache.shards import shard_of
+from contextcache.names import shard_of
 from tests.kit.valkey import ValkeyServer
 
 HOUR_MS = 3_600_000

@@ -42,9 +42,8 @@ from contextcache.model import (
     SessionState,
     TtlPolicy,
     TurnCommit,
-    new_cache_ref,
-    new_session_id,
 )
+from contextcache.names import new_cache_ref, new_session_id
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer

@@ -25,15 +25,8 @@ from context_manager.segments import pack_segment
 from context_manager.settings import ManagerSettings
 from context_manager.store import SessionKey
 from contextcache.errors import ContextCacheError, ContextNotFound, LeaseLost
-from contextcache.model import (
-    CacheSessionMetadata,
-    NewSession,
-    Segment,
-    SegmentKind,
-    TurnCommit,
-    new_cache_ref,
-    new_session_id,
-)
+from contextcache.model import CacheSessionMetadata, NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.names import new_cache_ref, new_session_id
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from tests.kit.valkey import ValkeyServer

@@ -12,7 +12,7 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefPending
-from contextcache.model import KEPT_PREFIX
+from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.format.ids import pack_token_ids

@@ -15,7 +15,7 @@ import pytest
 
 from contextcache.clock import SystemClock
 from contextcache.errors import SidecarUnavailable
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import open_arena
 from kv_sidecar.saves import NewSave

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.clock import SystemClock
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import CODE_KEY
 from kv_sidecar.server import serve

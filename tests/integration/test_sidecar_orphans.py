@@ -15,7 +15,8 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
 from contextcache.clock import SystemClock
 from contextcache.errors import InvalidRequest, StoreUnavailable
-from contextcache.model import HeldCacheRef, new_cache_ref
+from contextcache.model import HeldCacheRef
+from contextcache.names import new_cache_ref
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from kv_sidecar.orphans import ManagerQuestions

@@ -18,7 +18,8 @@ from typing_extensions import override
 from contextcache.clock import SystemClock
 from contextcache.convert import manifest_to_pb
 from contextcache.errors import CacheRefNotFound, CacheRefPending
-from contextcache.model import Manifest, new_cache_ref
+from contextcache.model import Manifest
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from kv_sidecar.client import KVSidecarClient

@@ -21,7 +21,8 @@ from contextcache.errors import (
     SaveIncomplete,
     SidecarUnavailable,
 )
-from contextcache.model import KVGroup, SaveOutcome, new_cache_ref, plain_group
+from contextcache.model import KVGroup, SaveOutcome, plain_group
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient
 from kv_sidecar.sealed.matching import PrefixQuestion

@@ -17,7 +17,8 @@ import pytest
 from context_manager.client import ContextManagerClient
 from contextcache.clock import SystemClock
 from contextcache.errors import ContextCacheError, SidecarUnavailable, StoreUnavailable
-from contextcache.model import HeldCacheRef, new_cache_ref
+from contextcache.model import HeldCacheRef
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.rpc import LateCallError, error_from_rpc, is_late, is_unanswered
 from kv_sidecar.client import EngineSidecarClient, KVSidecarClient

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from contextcache.identity import cache_salt
-from contextcache.model import new_cache_ref, new_session_id
+from contextcache.names import new_cache_ref, new_session_id
 from contextcache.v1 import context_manager_pb2 as manager_pb
 from contextcache.v1 import context_manager_pb2_grpc as manager_grpc
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb

@@ -23,7 +23,7 @@ from context_manager.metrics import ManagerMetrics
 from context_manager.server import manager_server
 from contextcache.clock import SystemClock
 from contextcache.errors import CacheRefNotFound, ContextNotFound, SidecarUnavailable, StoreUnavailable
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from contextcache.wire.channels import Connection
 from contextcache.wire.rpc import CHANNEL_OPTIONS
 from contextcache.wire.servers import bind

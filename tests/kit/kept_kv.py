@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contextcache.model import KEPT_PREFIX, Manifest
+from contextcache.model import Manifest
+from contextcache.names import KEPT_PREFIX
 from deploy.local.state import API_KEYS
 from kv_sidecar.format.manifest import decode_manifest
 from tests.kit.caller import Caller

@@ -12,7 +12,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from contextcache.clock import Clock, ManualClock
-from contextcache.model import KVGroup, Manifest, new_cache_ref
+from contextcache.model import KVGroup, Manifest
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.block_file import BlockFile, BlockFileWriter, BlockMeta, parse_block_file
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_meta, num_files

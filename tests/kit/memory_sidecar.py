@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from contextcache.clock import Clock, SystemClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import KEPT_PREFIX, CacheRef, ForkedKV, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.model import CacheRef, ForkedKV, KeptGroup, Manifest, SaveOutcome, SessionId, TenantId
+from contextcache.names import KEPT_PREFIX
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.sealed.matching import Beginnings
 

@@ -23,8 +23,8 @@ from contextcache.errors import (
     GenerationMismatch,
     LeaseLost,
 )
-from contextcache.model import NewSession, TtlPolicy, TurnCommit, Usage, new_session_id
-from contextcache.shards import shard_of
+from contextcache.model import NewSession, TtlPolicy, TurnCommit, Usage
+from contextcache.names import new_session_id, shard_of
 from tests.kit.turn_load import TENANT, SessionRecord, TurnLoad
 from tests.kit.until import until
 

@@ -28,7 +28,7 @@ from contextcache.identity import (
     sign_identity,
     sign_kv_transfer,
 )
-from contextcache.model import new_session_id
+from contextcache.names import new_session_id
 from gateway.flows import ROUTING_HEADERS
 from tests.kit.gateway_parts import SECRET
 from tests.kit.tenant_world import SYSTEM_PROMPT, TENANTS, TenantWorld, created, key_of, mark_of

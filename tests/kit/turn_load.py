@@ -24,7 +24,8 @@ from contextcache.errors import (
     LeaseLost,
     StoreUnavailable,
 )
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, new_cache_ref, new_session_id
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.names import new_cache_ref, new_session_id
 from tests.kit.until import until
 
 AnswerT = TypeVar("AnswerT")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.client import EngineSidecarClient
 from tests.kit.sidecar_process import SidecarProcess, fault
 from tests.kit.tiny_engine import SECRET, Start

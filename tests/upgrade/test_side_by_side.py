@@ -14,7 +14,8 @@ import pytest
 
 from context_manager.client import ContextManagerClient
 from contextcache.errors import ContextBusy, ContextNotFound, SidecarUnavailable
-from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit, new_cache_ref, new_session_id
+from contextcache.model import NewSession, Segment, SegmentKind, TurnCommit
+from contextcache.names import new_cache_ref, new_session_id
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
 from tests.kit.engine_rank import EngineRank

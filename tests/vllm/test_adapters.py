@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from tests.kit.caller import Caller
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.tiny_engine import SECRET, Start, TinyEngine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.safetensors_header import decode_header
 from tests.kit.connector_rank import BLOCK_TOKENS, ENGINE_BLOCK_TOKENS, Rank, door_of, load_plan, save_plan
 from tests.kit.sidecar_process import SidecarProcess

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from contextcache.model import Manifest, new_cache_ref
+from contextcache.model import Manifest
+from contextcache.names import new_cache_ref
 from kv_sidecar.tiers.arena import SUFFIX
 from tests.kit.connector_rank import BLOCK_BYTES, BLOCK_TOKENS, HEAD_BYTES, Rank, door_of, load_plan, save_plan
 from tests.kit.process_memory import arenas_of

@@ -18,7 +18,7 @@ import pytest
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, KVTransfer, sign_kv_transfer
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from tests.kit.patience import CONNECTOR
 from tests.kit.sidecar_process import SidecarProcess, fault
 from tests.kit.tiny_engine import ENVIRONMENT, SECRET

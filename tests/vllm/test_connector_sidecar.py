@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from contextcache.errors import CacheRefNotFound
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import EngineSidecarClient
 from tests.kit.connector_rank import (

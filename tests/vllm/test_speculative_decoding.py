@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.tiny_engine import SECRET, Start, TinyEngine
 from tests.kit.tiny_model import make_tiny_model, make_tiny_windowed_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from tests.kit.sidecar_process import SidecarProcess
 from tests.kit.tiny_engine import SECRET, Start, TinyEngine
 from tests.kit.tiny_model import make_tiny_model

@@ -15,7 +15,8 @@ from contextcache.claim import Claims
 from contextcache.clock import Clock
 from contextcache.errors import ContextCacheError
 from contextcache.identity import Identity, KVTransfer, cache_salt, sign_kv_transfer
-from contextcache.model import ModelId, new_cache_ref
+from contextcache.model import ModelId
+from contextcache.names import new_cache_ref
 from vllm_plugin.turn.engine import Message, Send
 from vllm_plugin.turn.event_stream import begins_stream
 from vllm_plugin.turn.metrics import TurnMetrics

@@ -52,7 +52,8 @@ from contextcache.identity import (
     read_tag,
     tenant_tag,
 )
-from contextcache.model import NewSession, SessionId, TenantId, new_session_id
+from contextcache.model import NewSession, SessionId, TenantId
+from contextcache.names import new_session_id
 from contextcache.process.logs import show_logs_of, traceback_without_messages
 from contextcache.process.settings import read_secret
 from contextcache.repeats import IDEMPOTENCY_HEADER, read_repeatable, session_id_of

@@ -21,8 +21,8 @@ from contextcache.model import (
     TenantId,
     TtlPolicy,
     UsageFormat,
-    new_session_id,
 )
+from contextcache.names import new_session_id
 from contextcache.terms import names_any, read_choice, read_if_match, read_mode, read_session_id, read_terms, whole
 
 CONTEXT_PATH = "/v1/context"

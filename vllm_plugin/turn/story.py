@@ -43,8 +43,8 @@ from contextcache.model import (
     SessionMode,
     TenantId,
     UsageFormat,
-    new_cache_ref,
 )
+from contextcache.names import new_cache_ref
 from contextcache.process.crash_points import crash_point
 from contextcache.wire.tracing import NO_TRACER, Tracer, child_span, kept_traceparent
 from vllm_plugin.turn.answer import JsonAnswer, SseAnswer

@@ -34,9 +34,8 @@ from contextcache.model import (
     SessionId,
     TtlPolicy,
     TurnCommit,
-    new_cache_ref,
-    new_session_id,
 )
+from contextcache.names import new_cache_ref, new_session_id
 from contextcache.process.crash_points import VARIABLE
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient

@@ -22,17 +22,8 @@ from contextcache.errors import (
     LeaseLost,
     TtlOutOfRange,
 )
-from contextcache.model import (
-    HeldCacheRef,
-    NewSession,
-    Segment,
-    SegmentKind,
-    SessionPage,
-    SessionState,
-    TurnCommit,
-    new_cache_ref,
-)
-from contextcache.shards import NUM_SHARDS
+from contextcache.model import HeldCacheRef, NewSession, Segment, SegmentKind, SessionPage, SessionState, TurnCommit
+from contextcache.names import NUM_SHARDS, new_cache_ref
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2), text="hello")
 ANSWER = Segment(SegmentKind.ANSWER, (3,), text=" you")

@@ -12,7 +12,7 @@ from context_manager import refusals
 from context_manager.segments import pack_segment, unpack_segment
 from context_manager.session_row import new_row, row_from_fields, row_to_fields
 from contextcache.model import NewSession, Segment, SegmentKind, SessionMode, TtlPolicy
-from contextcache.shards import NUM_SHARDS, shard_of
+from contextcache.names import NUM_SHARDS, shard_of
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
 SEGMENTS = st.builds(

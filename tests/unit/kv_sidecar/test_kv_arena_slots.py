@@ -24,7 +24,7 @@ from contextcache.errors import (
     SidecarUnavailable,
     StorageFull,
 )
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.leases import LeaseTerms
 from kv_sidecar.saves import NewSave

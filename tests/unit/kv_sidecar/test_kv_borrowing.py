@@ -12,7 +12,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, InvalidRequest
-from contextcache.model import KEPT_PREFIX, KVGroup
+from contextcache.model import KVGroup
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.moving.pulling import Wanted
 from kv_sidecar.sealed.matching import BEGINNINGS_MAX, STAYS_MS, Beginnings, PrefixQuestion

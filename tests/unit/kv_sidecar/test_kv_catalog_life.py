@@ -19,7 +19,8 @@ from contextcache.errors import (
     FingerprintMismatch,
     InvalidRequest,
 )
-from contextcache.model import CacheRef, Manifest, new_cache_ref
+from contextcache.model import CacheRef, Manifest
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import all_keys, block_key, rank_keys
 from kv_sidecar.reclaim import Removed

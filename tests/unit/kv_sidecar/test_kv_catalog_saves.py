@@ -19,7 +19,7 @@ from contextcache.errors import (
     SaveIncomplete,
     StorageFull,
 )
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.ids import BlockKey
 from kv_sidecar.format.manifest import block_key, block_meta
 from tests.kit.kv_blocks import (

@@ -14,7 +14,7 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.manifest import all_keys
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import TENANT, TTL_MS, SidecarUnderTest, new_save

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import CacheRefNotFound, CorruptBlock
-from contextcache.model import KEPT_PREFIX
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_key
 from kv_sidecar.saves import NewSave

@@ -20,7 +20,7 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CorruptBlock, SidecarUnavailable, StorageFull
-from contextcache.model import KEPT_PREFIX
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.format.manifest import block_key, block_meta
 from kv_sidecar.saves import NewSave

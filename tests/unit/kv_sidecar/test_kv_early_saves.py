@@ -10,7 +10,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest, SaveIncomplete
-from contextcache.model import CacheRef, new_cache_ref
+from contextcache.model import CacheRef
+from contextcache.names import new_cache_ref
 from kv_sidecar.saves import FailedSave, NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, SidecarUnderTest, new_save
 

@@ -12,7 +12,7 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextDeleted, InvalidRequest
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from kv_sidecar.saves import FailedSave, FailedSaves, counted_reason
 from tests.kit.kv_blocks import TENANT, SidecarUnderTest, new_save
 

@@ -17,7 +17,8 @@ from contextcache.errors import (
     CorruptBlock,
     InvalidRequest,
 )
-from contextcache.model import KVGroup, new_cache_ref, prompt_ref
+from contextcache.model import KVGroup
+from contextcache.names import new_cache_ref, prompt_ref
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.manifest import FORMAT_FORK, block_key, decode_manifest, encode_manifest
 from kv_sidecar.saves import NewSave

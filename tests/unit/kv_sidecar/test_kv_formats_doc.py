@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contextcache.model import KVGroup, new_cache_ref
+from contextcache.model import KVGroup
+from contextcache.names import new_cache_ref
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import FORMAT as BLOCK_FORMAT
 from kv_sidecar.format.block_file import FORMAT_1 as BLOCK_FORMAT_1

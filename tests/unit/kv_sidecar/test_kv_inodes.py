@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from contextcache.errors import CacheRefNotFound
-from contextcache.model import KEPT_PREFIX
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.tiers.data_directory import DataDirectory
 from kv_sidecar.tiers.disk_store import _INODES_ENOUGH, _INODES_LOW, DiskStore, Shortage
 from tests.kit.kv_blocks import SidecarUnderTest

@@ -8,7 +8,7 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, ContextExists, ContextQuotaExceeded, StorageFull
-from contextcache.model import KEPT_PREFIX
+from contextcache.names import KEPT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.keeping import GROUP_MAX
 from kv_sidecar.saves import NewSave

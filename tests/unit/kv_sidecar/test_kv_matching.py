@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
 from contextcache.errors import InvalidRequest
-from contextcache.model import KVGroup, new_cache_ref
+from contextcache.model import KVGroup
+from contextcache.names import new_cache_ref
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.sealed.matching import PrefixQuestion
 from kv_sidecar.sealed.prefixes import PrefixIndex, beginning_of, prompt_of

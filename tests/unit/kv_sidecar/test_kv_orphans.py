@@ -12,7 +12,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import ContextCacheError, ContextDeleted, InvalidRequest, StoreUnavailable
-from contextcache.model import CacheRef, HeldCacheRef, TenantId, new_cache_ref, prompt_ref
+from contextcache.model import CacheRef, HeldCacheRef, TenantId
+from contextcache.names import new_cache_ref, prompt_ref
 from kv_sidecar import orphans
 from kv_sidecar.saves import NewSave
 from tests.kit.kv_blocks import SESSION, TENANT, TTL_MS, SidecarUnderTest, new_save

@@ -13,7 +13,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, FingerprintMismatch, InvalidRequest
-from contextcache.model import KVGroup, Manifest, new_cache_ref, plain_group
+from contextcache.model import KVGroup, Manifest, plain_group
+from contextcache.names import new_cache_ref
 from kv_sidecar.forking import NewFork
 from kv_sidecar.format.block_file import parse_block_file
 from kv_sidecar.format.manifest import block_key

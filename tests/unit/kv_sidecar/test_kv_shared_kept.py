@@ -14,7 +14,8 @@ import pytest
 
 from contextcache.clock import ManualClock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, SidecarUnavailable
-from contextcache.model import KEPT_PREFIX, MAX_TTL_S, OBJECT_PREFIX, HeldCacheRef, KVGroup
+from contextcache.model import MAX_TTL_S, HeldCacheRef, KVGroup
+from contextcache.names import KEPT_PREFIX, OBJECT_PREFIX
 from kv_sidecar.format.ids import pack_token_ids
 from kv_sidecar.keeping import GROUP_MAX
 from kv_sidecar.moving import borrowing

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from contextcache.clock import ManualClock
 from contextcache.errors import SidecarUnavailable
-from contextcache.model import KEPT_PREFIX, HeldCacheRef, prompt_ref
+from contextcache.model import HeldCacheRef
+from contextcache.names import KEPT_PREFIX, prompt_ref
 from kv_sidecar.saves import NewSave
 from kv_sidecar.shared import tier as shared_tier
 from kv_sidecar.shared.collector import COLLECTOR

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError, SidecarUnavailable
 from contextcache.identity import KVTransfer
-from contextcache.model import CacheRef, Manifest, prompt_ref
+from contextcache.model import CacheRef, Manifest
+from contextcache.names import prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from vllm_plugin.connector.metadata import RankFacts, common_prefix, refusal, restorable_tokens

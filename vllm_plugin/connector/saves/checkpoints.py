@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from contextcache.identity import KVTransfer
-from contextcache.model import CacheRef, prompt_ref
+from contextcache.model import CacheRef
+from contextcache.names import prompt_ref
 from vllm_plugin.connector.engine_check import NULL_BLOCK
 from vllm_plugin.connector.metadata import EngineGroup, RankFacts, SavePlan
 

@@ -4,12 +4,8 @@ import json
 
 import pytest
 
-from contextcache.model import (
-    MAX_METADATA_KEY_CHARS,
-    MAX_METADATA_KEYS,
-    MAX_METADATA_VALUE_CHARS,
-    NewSession,
-)
+from contextcache.model import NewSession
+from contextcache.names import MAX_METADATA_KEY_CHARS, MAX_METADATA_KEYS, MAX_METADATA_VALUE_CHARS
 from tests.kit.gateway_parts import REF, manifest_of
 
 LARGEST = {

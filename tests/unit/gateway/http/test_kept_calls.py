@@ -2,7 +2,7 @@
 
 import pytest
 
-from contextcache.model import new_cache_ref
+from contextcache.names import new_cache_ref
 from tests.kit.gateway_parts import OTHER_KEY, manifest_of
 
 

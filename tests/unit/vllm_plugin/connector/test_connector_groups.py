@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from contextcache.errors import CorruptBlock
-from contextcache.model import prompt_ref
+from contextcache.names import prompt_ref
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from tests.unit.vllm_plugin.connector.conftest import Engine, cache_ref, transfer
 

@@ -6,7 +6,7 @@ import pytest
 
 from contextcache.errors import SidecarUnavailable
 from contextcache.identity import KV_TRANSFER_KEY, cache_salt, verify_kv_transfer
-from contextcache.model import CACHE_REF_PATTERN
+from contextcache.names import CACHE_REF_PATTERN
 from tests.kit.fake_vllm import FakeVllm
 from tests.kit.turn_bench import SECRET, Pod
 from vllm_plugin.turn.kept import _Receipt
