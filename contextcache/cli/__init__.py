@@ -1,1 +1,1 @@
-"""`context-cache ls`, `ask`, `top` and the like: the client of `contextcache.client` on a command line."""
+"""`context-cache ls`, `ask` and the like: the client of `contextcache.client` on a command line."""

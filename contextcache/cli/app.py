@@ -14,7 +14,6 @@ import typer
 
 from contextcache.cli import output
 from contextcache.cli.examine import doctor
-from contextcache.cli.live import LOOKS, top, watch
 from contextcache.cli.place import NotConfigured, find_place, write_place
 from contextcache.cli.release import own_version
 from contextcache.cli.serve import PARTS, start
@@ -86,7 +85,7 @@ def _options(
 
 
 @contextmanager
-def _client(**options: Any) -> Iterator[ContextCache]:
+def _client() -> Iterator[ContextCache]:
     key = None
     if _asked.key_file is not None:
         try:
@@ -95,7 +94,7 @@ def _client(**options: Any) -> Iterator[ContextCache]:
             raise typer.BadParameter(f"{_asked.key_file}: {exc.strerror}", param_hint="--api-key-file") from exc
     url, key = find_place(_asked.url, key)
     try:
-        client = ContextCache(url, key, **options)
+        client = ContextCache(url, key)
     except ValueError as exc:
         raise NotConfigured(str(exc)) from exc
     with client:
@@ -243,31 +242,6 @@ def usage(
         output.print_json(found)
     elif not output.print_rows(output.USAGE_HEADS, output.usage_rows(found)):
         output.say("nothing")
-
-
-@app.command(name="watch", epilog="Example: context-cache watch ctx_3f2a…")
-def watch_(
-    session_id: Id,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two polls.")] = 2.0,
-    json: Json = False,  # noqa: FBT002
-) -> None:
-    """Follow one context until it is gone. Ctrl-C ends the command."""
-    with _client(**LOOKS) as client:
-        watch(client, session_id, every_s=every, as_json=json)
-
-
-@app.command(name="top", epilog="Example: context-cache top --once")
-def top_(
-    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two polls.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Poll once, then end.")] = False,  # noqa: FBT002
-    json: Json = False,  # noqa: FBT002
-) -> None:
-    """Follow the tenant's contexts and savings.
-
-    An operator's key also shows pods and tenants. Ctrl-C ends the command.
-    """
-    with _client(**({} if once else LOOKS)) as client:
-        top(client, every_s=every, once=once, as_json=json)
 
 
 @app.command(epilog="Example: context-cache extend ctx_3f2a… 1d")

@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 100
 _WIDTH_WITHOUT_TERMINAL = 1000
 _GAP = 2
 """Spaces between two columns."""
-_CUT, _LEAST_WIDTH = frozenset({"model", "models"}), 6
+_CUT, _LEAST_WIDTH = frozenset({"model"}), 6
 """Columns that may be cut on a narrow terminal, and their least width: a model's name is known from its beginning."""
 
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from contextcache.cli import live, output
+from contextcache.cli import output
 from contextcache.client.types import TurnInfo
 
 KEY = {
@@ -21,13 +21,6 @@ KEY = {
     "byte_hours": {"host": 3 << 30, "disk": 1 << 29},
 }
 USAGE = {"days": [{"day": "2026-11-27", "keys": [KEY]}, {"day": "2026-11-28", "keys": [KEY]}], "total": KEY}
-POD = {
-    "name": "context-cache-vllm-0",
-    "state": "ready",
-    "models": ["HuggingFaceTB/SmolLM2-135M-Instruct"],
-    "engine": {"running": 12, "waiting": 3, "kv_usage": 0.42},
-    "tiers": {"host": 0.17, "disk": 0.83},
-}
 
 
 @pytest.fixture
@@ -68,12 +61,6 @@ def test_turns_are_told_in_seconds(narrow):
 
     assert "…" not in text
     assert all(whole in text for whole in ("first s", "16.40", "55.25", "16396", "55254", "append"))
-
-
-def test_pods_keep_their_tiers_whole(narrow):
-    narrow.print(live._table(live._POD_HEADS, [live._pod_row(POD)]))
-
-    assert "host 17%, disk 83%" in narrow.export_text()
 
 
 def test_columns_stay_where_there_is_room(monkeypatch):
