@@ -22,14 +22,14 @@ from gateway.http.app import HttpFront
 from gateway.http.carrier import Carrier, carrier_session
 from gateway.kept import Plain
 from gateway.metrics import Metrics
-from gateway.pods.costs import LoadLimits
 from gateway.pods.endpoints import Source, WatchedEndpoints
 from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules
 from gateway.pods.probe import HttpProbe
 from gateway.pods.sidecars import Holders, Sidecars
-from gateway.pods.static import EndpointFile
-from gateway.ports import Authenticator, Endpoint
-from gateway.settings import GatewaySettings, endpoint_of
+from gateway.pods.state import Endpoint, LoadLimits
+from gateway.pods.static import EndpointFile, endpoint_of
+from gateway.ports import Authenticator
+from gateway.settings import GatewaySettings
 from gateway.tenants.keys import KEY_HEADERS, KeyFile, SingleTenant
 from gateway.tenants.limits import FrontLimits, TenantLimits
 from kv_sidecar.client import KVSidecarClient
@@ -121,7 +121,6 @@ async def _gateway(
         clock=clock,
         rules=_rules(settings),
         tenants=tenants,
-        metrics=metrics,
     )
 
 
@@ -144,6 +143,7 @@ async def _watched_endpoints(
         metrics=metrics,
         interval_s=settings.probe_interval_s,
         source=source,
+        limits=_load_limits(settings),
     )
     stack.push_async_callback(_cancelled, asyncio.create_task(endpoints.run(), name="endpoint probes"))
     return endpoints
@@ -210,6 +210,10 @@ async def _watched_sidecars(
     return sidecars
 
 
+def _load_limits(settings: GatewaySettings) -> LoadLimits:
+    return LoadLimits(settings.saturated_waiting, settings.saturated_kv_usage, settings.shed_waiting)
+
+
 def _rules(settings: GatewaySettings) -> GatewayRules:
     # With a key file the client's key is ours and ends here; without one it may be for the engine.
     removed = KEY_HEADERS if settings.api_keys_file else frozenset[str]()
@@ -217,11 +221,6 @@ def _rules(settings: GatewaySettings) -> GatewayRules:
         secret=read_secret(settings.secret_file),
         identity_ttl_ms=round(settings.identity_ttl_s * 1000),
         engine_paths=frozenset(settings.engine_paths),
-        limits=LoadLimits(
-            saturated_waiting=settings.saturated_waiting,
-            saturated_kv_usage=settings.saturated_kv_usage,
-            shed_waiting=settings.shed_waiting,
-        ),
         removed_headers=removed,
         salts_stateless=settings.salt_stateless,
         plain_max=Plain(settings.plain_max),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from contextcache.model import TenantId
-from gateway.pods.roster import EndpointDirectory
-from gateway.ports import Authenticator, EndpointState
+from gateway.pods.endpoints import WatchedEndpoints
+from gateway.pods.state import EndpointState
+from gateway.ports import Authenticator
 from gateway.tenants.limits import TenantLimits
 
 
@@ -39,7 +40,7 @@ class DeploymentView:
 class Deployment:
     """Reads what the gateway holds in memory: asks nobody, so it answers when manager and pods do not."""
 
-    def __init__(self, authenticator: Authenticator, endpoints: EndpointDirectory, limits: TenantLimits) -> None:
+    def __init__(self, authenticator: Authenticator, endpoints: WatchedEndpoints, limits: TenantLimits) -> None:
         self._authenticator, self._endpoints, self._limits = authenticator, endpoints, limits
 
     def view(self, *, limit: int, after: TenantId = "") -> DeploymentView:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from random import Random
 from typing import Any
 
 from contextcache.claim import (
@@ -59,34 +58,19 @@ from contextcache.responses import Continued, response_id, telling_what_is_missi
 from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, check_id, not_found
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
-from gateway.metrics import Metrics
 from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
-from gateway.pods.costs import LoadLimits
-from gateway.pods.roster import EndpointDirectory
-from gateway.pods.routing import (
-    STRATEGY_HEADER,
-    Choice,
-    Reason,
-    RouteQuery,
-    Strategy,
-    choose_endpoint,
-    label_affinity,
-    num_tokens_of,
-    prompt_affinity,
-    strategy_of,
-)
+from gateway.pods.affinity import num_tokens_of, prompt_affinity
+from gateway.pods.endpoints import WatchedEndpoints
+from gateway.pods.routing import Choice, RouteQuery
 from gateway.pods.sidecars import Holders, KVState
-from gateway.ports import Authenticator, Endpoint, SessionDirectory
+from gateway.pods.state import Endpoint
+from gateway.ports import Authenticator, SessionDirectory
 from gateway.tenants.limits import TenantLimits
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
 """Names of requests that a client may choose."""
-TARGET_POD_HEADER = "target-pod"
-"""AIBrix's name for `DESTINATION_HEADER`."""
-ROUTING_HEADERS = frozenset(
-    {DESTINATION_HEADER, TARGET_POD_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER, TENANT_HEADER}
-)
+ROUTING_HEADERS = frozenset({DESTINATION_HEADER, "x-envoy-original-dst-host", UNROUTED_HEADER, TENANT_HEADER})
 """Headers that say how a request was routed, and for which tenant; a client's own never get through."""
 
 _USAGE_READS_MAX = 4
@@ -145,8 +129,8 @@ class Forward:
 
     @property
     def routing_headers(self) -> dict[str, str]:
-        """Headers that tell the proxies on the way which pod it is."""
-        return dict.fromkeys((DESTINATION_HEADER, TARGET_POD_HEADER), self.endpoint.address)
+        """Header that names the pod to the proxies on the way."""
+        return {DESTINATION_HEADER: self.endpoint.address}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +142,6 @@ class GatewayRules:
     identity_ttl_ms: int = 60_000
     engine_paths: frozenset[str] = frozenset()
     """Paths outside `/v1/` that reach the engine."""
-    limits: LoadLimits = field(default_factory=LoadLimits)
     removed_headers: frozenset[str] = frozenset()
     """More headers that end here, such as `authorization` when its key is ours."""
     plain_max: Plain = Plain.KEEP
@@ -172,20 +155,17 @@ class GatewayRules:
 class Gateway:
     """Routes requests to pods and answers for contexts."""
 
-    def __init__(  # noqa: PLR0913  # one place is told everything, by name
+    def __init__(  # one place is told everything, by name
         self,
         *,
         authenticator: Authenticator,
         directory: SessionDirectory,
-        endpoints: EndpointDirectory,
+        endpoints: WatchedEndpoints,
         holders: Holders,
         clock: Clock,
         rules: GatewayRules,
         tenants: TenantLimits,
-        rng: Random | None = None,
-        metrics: Metrics | None = None,
     ) -> None:
-        """`rng` breaks ties between pods; tests give a seeded one."""
         self._authenticator = authenticator
         self._directory = directory
         self._labels = Labels(directory.locate, clock)
@@ -204,8 +184,6 @@ class Gateway:
         """Which call a method and a path are. Raises PathNotFound, MethodNotAllowed."""
         self._tenants = tenants
         self._large_bodies = LargeBodies()
-        self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
-        self._choices = {} if metrics is None else {why: metrics.choices.labels(why.value) for why in Reason}
         self._removed_headers = ROUTING_HEADERS | {IDENTITY_HEADER} | rules.removed_headers
 
     def admit(
@@ -441,7 +419,6 @@ class Gateway:
             model=session.model_id,
             holder=session.holder,
             num_tokens=session.num_tokens,
-            strategy=strategy_of(admission.headers.get(STRATEGY_HEADER)),
             subset=admission.subset,
             tenant=self._tag(admission),
         )
@@ -499,18 +476,12 @@ class Gateway:
         stays: bool = False,
         light: bool = False,
     ) -> RouteQuery:
-        strategy = strategy_of(admission.headers.get(STRATEGY_HEADER))
-        if strategy is Strategy.SESSION_AFFINITY:
-            conversation = label_affinity(admission.tenant, admission.headers.get(SESSION_HEADER, "")) or conversation
-        elif strategy is Strategy.PREFIX_CACHE and claims is not None:
-            affinity = affinity or prompt_affinity(admission.tenant, claims)
         return RouteQuery(
             model=None if claims is None else claims.model(),
             affinity=conversation or affinity,
             is_conversation=bool(conversation),
             stays=stays or bool(conversation),
             num_tokens=0 if claims is None else num_tokens_of(claims),
-            strategy=strategy,
             subset=admission.subset,
             light=light or admission.path in TOKENIZER_PATHS,
             tenant=self._tag(admission),
@@ -534,13 +505,10 @@ class Gateway:
     def _choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
         """Return a request's pod. Not `is_made`: only to learn whether there is one. Raises as `route`."""
         try:
-            choice = choose_endpoint(self._endpoints.roster(), query, limits=self._rules.limits, rng=self._rng)
+            return self._endpoints.choose(query, is_made=is_made)
         except TooManyInFlight:
             self._tenants.refused(SHARE)
             raise
-        if self._choices and is_made:
-            self._choices[choice.reason].inc()
-        return choice
 
 
 def _under_own_name(forward: Forward, claims: Claims) -> Forward:

@@ -19,8 +19,8 @@ from contextcache.wire.rpc import cause_of
 from gateway.flows import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Forward, Gateway
 from gateway.metrics import Metrics
 from gateway.paths import MethodNotAllowed
-from gateway.pods.roster import EndpointDirectory
-from gateway.ports import EndpointState
+from gateway.pods.endpoints import WatchedEndpoints
+from gateway.pods.state import EndpointState
 from gateway.tenants.keys import AUTHENTICATE
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class ReadyState:
     def __init__(
         self,
         gateway: Gateway,
-        endpoints: EndpointDirectory,
+        endpoints: WatchedEndpoints,
         *,
         metrics: Metrics | None = None,
         manager_wait_s: float = MANAGER_WAIT_S,

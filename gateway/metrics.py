@@ -40,7 +40,7 @@ class Metrics:
         self.choices = Counter(
             "contextcache_gateway_choices_total",
             "Pod choices, by reason: holder, holder_away, holder_draining, holder_saturated, holder_queue, "
-            "affinity, least_loaded, strategy.",
+            "affinity, least_loaded.",
             ["reason"],
             registry=registry,
         )

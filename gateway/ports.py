@@ -6,9 +6,8 @@ Every call that leaves the process has a deadline of its own and fails with a Co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from contextcache.model import (
     CacheRef,
@@ -31,7 +30,6 @@ from contextcache.model import (
     UsageReport,
 )
 from gateway.kept import Plain
-from gateway.shares import PodTenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,75 +47,6 @@ class Caller:
     """Name by which the key's usage is told; empty: there are no keys."""
     operator: bool = False
     """Whether it may look at the deployment, and at any tenant's usage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One vLLM pod."""
-
-    name: str
-    """Name under which sessions remember it as their holder."""
-    url: str
-    """Where its HTTP API is, without a trailing slash."""
-    sidecar: str = ""
-    """gRPC address of its kv-sidecar; empty: it has none."""
-    draining: bool = False
-    """True: it finishes what it has; nothing new goes there while another pod is ready."""
-
-    address: str = field(init=False, compare=False)
-    """`host:port` of the HTTP API: how proxies name the pod."""
-
-    def __post_init__(self) -> None:
-        """Read the address out of the URL once: it is needed for every request."""
-        found = urlsplit(self.url)
-        port = 443 if found.scheme == "https" else 80
-        object.__setattr__(self, "address", found.netloc if found.port else f"{found.netloc}:{port}")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """What vLLM's metrics said at the last probe; zeros when they said nothing."""
-
-    running: int = 0
-    """Requests being computed (`vllm:num_requests_running`)."""
-    waiting: int = 0
-    """Requests in the engine's queue (`vllm:num_requests_waiting`)."""
-    kv_usage: float = 0.0
-    """Share of the KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
-    deferred: int = 0
-    """Requests in `waiting` that wait for their KV or an adapter and not for room
-    (`vllm:num_requests_waiting_by_reason`)."""
-
-
-@dataclass(slots=True, eq=False)
-class EndpointState:
-    """What is known about a pod, now: its owner changes it in place, for every request looks at some."""
-
-    endpoint: Endpoint
-    ready: bool
-    models: frozenset[ModelId]
-    """Served model names; empty when the pod would not say."""
-    in_flight: int
-    """Requests this gateway is carrying to it now."""
-    routed_at: int
-    """Number, among all requests of this gateway, of the last one that went there: breaks ties, so that idle pods take
-    turns; 0: none yet."""
-    load: EngineLoad = EngineLoad()
-    since_probe: int = 0
-    """Requests this gateway knows to have come to the pod, less those known to have ended, since `load` was read."""
-    fingerprint: str = ""
-    """Of its engine's KV, as its sidecar said last; empty: not known."""
-    tiers: Mapping[str, float] = field(default_factory=dict)
-    """Tiers its sidecar keeps KV in, each with the share of its limit that is taken; empty: it has none, or does not
-    answer."""
-    beginnings: int = 0
-    """How many beginnings its sidecar told of, of those remembered."""
-    clock_skew_s: float | None = None
-    """Its clock less this machine's, to a second; None: not known."""
-    tenants: PodTenants = field(default_factory=PodTenants)
-    """Requests in flight of each tenant."""
-    placed: int = 0
-    """New contexts that this gateway has sent there lately: later requests follow them."""
 
 
 class SessionDirectory(Protocol):

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import SettingsConfigDict
 
 from contextcache.process.settings import TlsSettings, TracingSettings
-from gateway.ports import Endpoint
 
 EngineCall = Annotated[str, Field(pattern=r"^[A-Z]+ (/[A-Za-z0-9_~!$&'()*+,;=:@.-]+)+$")]
 """A method and a path, plainly spelled: `GET /version`."""
@@ -32,11 +31,6 @@ class EndpointSettings(BaseModel):
     @classmethod
     def _without_slash(cls, url: str) -> str:
         return url.rstrip("/")
-
-
-def endpoint_of(settings: EndpointSettings) -> Endpoint:
-    """Return the pod that the settings name."""
-    return Endpoint(settings.name, settings.url, settings.sidecar, draining=settings.draining)
 
 
 class GatewaySettings(TlsSettings, TracingSettings):

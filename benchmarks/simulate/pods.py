@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.simulate.rates import BYTES_PER_TOKEN, Rates
 from contextcache.clock import Clock
 from contextcache.v1 import kv_sidecar_pb2 as pb
-from gateway.ports import EngineLoad
+from gateway.pods.state import EngineLoad
 from kv_sidecar.sealed.matching import Beginnings
 
 FINGERPRINT = "llama-3-8b"

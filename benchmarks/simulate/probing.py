@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.probe import HttpProbe
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 
 PODS = 50
 ROUNDS = 10

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.result import RESULTS
-from gateway.pods.costs import MOVED_TOKENS_PER_S
+from gateway.pods.state import MOVED_TOKENS_PER_S
 
 BYTES_PER_TOKEN = 131_072
 """Of a Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16."""

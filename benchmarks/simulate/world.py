@@ -26,12 +26,11 @@ from benchmarks.simulate.seen import Seen
 from benchmarks.simulate.traffic import CONTINUED, KINDS, TOKENS_MAX, Contexts
 from contextcache.errors import EndpointsSaturated, NoReadyEndpoint
 from gateway.metrics import Metrics
-from gateway.pods.costs import LoadLimits
 from gateway.pods.endpoints import Health, WatchedEndpoints
 from gateway.pods.roster import Candidates
-from gateway.pods.routing import Choice, RouteQuery, choose_endpoint
+from gateway.pods.routing import Choice, RouteQuery
 from gateway.pods.sidecars import Sidecars
-from gateway.ports import Endpoint, EndpointState
+from gateway.pods.state import Endpoint, EndpointState
 
 MODEL = "8b"
 PROBE_S, STATS_S = 1.0, 5.0
@@ -72,7 +71,6 @@ class World:
         self._bursts_per_s = requests_per_pod_s * num_pods / turns_a_burst()
         self._loop = asyncio.new_event_loop()
         self._gateways = [self._gateway() for _ in range(num_gateways)]
-        self._limits = LoadLimits()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._num_choices = 0
@@ -164,7 +162,7 @@ class World:
     def _gateway(self) -> tuple[WatchedEndpoints, Sidecars]:
         metrics = Metrics(CollectorRegistry())
         pods = list(self._listed.values())
-        endpoints = WatchedEndpoints(pods, self._health, metrics=metrics, clock_s=lambda: self.now_s)
+        endpoints = WatchedEndpoints(pods, self._health, metrics=metrics, clock_s=lambda: self.now_s, rng=self.rng)
         return endpoints, Sidecars(endpoints, lambda name: self.pods[self._by_name[name]], clock=self, metrics=metrics)
 
     async def _health(self, endpoint: Endpoint) -> Health:
@@ -246,7 +244,7 @@ class World:
         """Do what Gateway does for each request; time some."""
         self._num_choices += 1
         began_s = time.process_time() if self._num_choices % TIMED == 0 else 0.0
-        choice = choose_endpoint(endpoints.roster(), query, limits=self._limits, rng=self.rng)
+        choice = endpoints.choose(query)
         endpoints.note_placed(choice.endpoint.name, query.affinity, at_ms=self.now_ms(), is_new=choice.is_placed)
         if began_s:
             self.choice_s.append(time.process_time() - began_s)

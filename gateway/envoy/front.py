@@ -40,7 +40,7 @@ from gateway.fronts import (
 )
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound
-from gateway.pods.roster import EndpointDirectory
+from gateway.pods.endpoints import WatchedEndpoints
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits, Upload
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class EnvoyFront:
         self,
         *,
         gateway: Gateway,
-        endpoints: EndpointDirectory,
+        endpoints: WatchedEndpoints,
         tenants: TenantLimits,
         limits: FrontLimits,
         metrics: Metrics,

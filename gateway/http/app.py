@@ -46,7 +46,7 @@ from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
 from gateway.paths import Kind, PathNotFound, own_path
-from gateway.pods.roster import EndpointDirectory
+from gateway.pods.endpoints import WatchedEndpoints
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class HttpFront(FastAPI):
         self,
         *,
         gateway: Gateway,
-        endpoints: EndpointDirectory,
+        endpoints: WatchedEndpoints,
         carrier: Carrier,
         ready_state: ReadyState,
         tenants: TenantLimits,

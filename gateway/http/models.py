@@ -35,7 +35,7 @@ from contextcache.names import (
 from gateway.deployment import DeploymentView
 from gateway.kept import KeptConversation, KeptPage
 from gateway.pods.sidecars import HolderState, KVState
-from gateway.ports import EndpointState
+from gateway.pods.state import EndpointState
 
 _KEYS_SHOWN = 100
 

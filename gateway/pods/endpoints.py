@@ -12,13 +12,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 from prometheus_client import Gauge
 
 from contextcache.model import ModelId
 from gateway.metrics import Metrics
 from gateway.pods.roster import Roster
-from gateway.ports import Endpoint, EndpointState, EngineLoad
+from gateway.pods.routing import Choice, ChoiceReason, RouteQuery, choose_endpoint
+from gateway.pods.state import Endpoint, EndpointState, EngineLoad, LoadLimits
 from gateway.shares import PodTenants
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class _Pod:
 class WatchedEndpoints:
     """The pods a source lists, probed by `run`, which its owner cancels."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
         endpoints: Sequence[Endpoint],
         probe: Probe,
@@ -91,6 +93,8 @@ class WatchedEndpoints:
         silent_probes_max: int = 3,
         source: Source | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        limits: LoadLimits | None = None,
+        rng: Random | None = None,
     ) -> None:
         """`silent_probes_max` probes in a row without an answer make a ready pod unready; `source`: pods may change.
 
@@ -102,6 +106,9 @@ class WatchedEndpoints:
         self._silent_probes_max = silent_probes_max
         self._source = source
         self._clock_s = clock_s
+        self._limits = limits or LoadLimits()
+        self._rng = rng if rng is not None else Random()  # noqa: S311 - spreads load, guards nothing
+        self._choices = {reason: metrics.choices.labels(reason.value) for reason in ChoiceReason}
         self.looked = asyncio.Event()
         """Set once `run` has asked every pod."""
         self._num_routed = 0
@@ -118,6 +125,16 @@ class WatchedEndpoints:
         self._models_seen: dict[ModelId, int] = {}
         """The round in which a model was seen served last."""
         self.follow(endpoints)
+
+    def choose(self, query: RouteQuery, *, is_made: bool = True) -> Choice:
+        """Return the pod for a request. Raises NoReadyEndpoint, EndpointsSaturated, TooManyInFlight.
+
+        Not `is_made`: the caller only asks whether there is one, and the choice is not counted.
+        """
+        choice = choose_endpoint(self.roster(), query, limits=self._limits, rng=self._rng)
+        if is_made:
+            self._choices[choice.reason].inc()
+        return choice
 
     def roster(self) -> Roster:
         """Return all pods, ready or not; the same object until one comes, goes, or serves something else."""
@@ -149,7 +166,7 @@ class WatchedEndpoints:
         return sum(pod.state.tenants.reported(tenant) for pod in self._pods.values())
 
     def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:
-        """Remember what was just sent to a pod, before its reports tell; a pod gone is none. See EndpointDirectory."""
+        """Remember what was just sent to a pod, before its reports tell; a pod gone is none. See WatchedEndpoints."""
         pod = self._pods.get(name)
         if pod is None:
             return lambda: None

@@ -24,7 +24,7 @@ from contextcache.clock import Clock
 from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS, KubernetesObject, KubernetesReader, Selection
 from gateway.metrics import Metrics
 from gateway.pods.reflector import Reflector
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from contextcache.identity import IN_FLIGHT_HEADER, read_in_flight
 from contextcache.model import ModelId
 from contextcache.wire.tls import WatchedTls
 from gateway.pods.endpoints import Health
-from gateway.ports import Endpoint, EngineLoad
+from gateway.pods.state import Endpoint, EngineLoad
 
 _RUNNING, _WAITING, _KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 _BY_REASON = "vllm:num_requests_waiting_by_reason"

@@ -1,44 +1,41 @@
-"""All pods, and what follows of them from what changes rarely, found once: a request looks at a few pods, not at all.
+"""All pods, and the results that follow from them and are computed once per change: candidates and the hash ring. Pure.
 
-Which pods may take a request, and in which order requests that begin alike prefer them. Pure.
+A request therefore looks at a few pods, not at all.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from random import Random
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from contextcache.errors import NoReadyEndpoint
 from contextcache.model import ModelId
-from gateway.ports import Endpoint, EndpointState
+from gateway.pods.state import EndpointState
 
 LOOKED_AT_MAX = 16
-"""Pods that are compared for one request: more find little better, and all gateways would find the same one."""
+"""Pods compared for one request. More improve little, and all gateways would send to the same best pod."""
 RETRY_AFTER_S = 2
-"""About two probe intervals: long enough for a pod to be seen ready."""
+"""Seconds of about two probe intervals: long enough to see a pod ready."""
 _POINTS = 32
-"""Of a pod on the ring: its share of it is then right to a sixth."""
+"""Points of a pod on the ring. Each pod's share of the ring is then within a sixth of the mean."""
 _POINT_BYTES = 8
-_NONE: Mapping[str, int] = {}
-_NOBODY: Mapping[str, Mapping[str, int]] = {}
 _UNSERVED = ModelId("")
-
+"""Key of the candidates for all models that no pod serves: clients may invent any number of names."""
 
 Listed = TypeVar("Listed")
 
 
 def some_of(listed: Sequence[Listed], rng: Random) -> Sequence[Listed]:
-    """Return all, or of many some at random."""
+    """Return all entries, or LOOKED_AT_MAX at random."""
     return listed if len(listed) <= LOOKED_AT_MAX else rng.sample(listed, LOOKED_AT_MAX)
 
 
 class Candidates:
-    """Pods that may take a request of some kind: there is one at least."""
+    """One pod or more that may take a request."""
 
     def __init__(self, states: Sequence[EndpointState]) -> None:
         self.states = states
@@ -47,9 +44,9 @@ class Candidates:
         return state.endpoint.name in self._names
 
     def near(self, affinity: str, count: int = LOOKED_AT_MAX) -> list[EndpointState]:
-        """Return `count` pods, or all, in the order in which these bytes prefer them.
+        """Return `count` pods, or all, in the order in which consistent hashing prefers them for `affinity`.
 
-        A pod that goes moves only its own requests, to as many others as there are.
+        A pod that leaves moves only its own requests, spread over all other pods.
         """
         points, states = self._ring
         at = bisect(points, int.from_bytes(hashlib.blake2b(affinity.encode(), digest_size=_POINT_BYTES).digest()))
@@ -73,7 +70,7 @@ class Candidates:
 
 
 class Roster:
-    """The pods as they are listed and ready now; their loads may change, anything else makes another roster."""
+    """The pods that are listed, ready or not. Loads change in place; any other change makes a new roster."""
 
     def __init__(
         self,
@@ -81,34 +78,30 @@ class Roster:
         knowing: Mapping[str, Mapping[str, int]] | None = None,
         expected: frozenset[ModelId] = frozenset(),
     ) -> None:
-        """`knowing`: see `knowing()`, by beginning; `expected`: models that pods served lately, gone ones too."""
+        """`knowing`: by beginning, see `knowing()`; `expected`: models that any pod served lately."""
         self.states = tuple(states)
         self._by_name = {state.endpoint.name: state for state in states}
-        self._knowing = _NOBODY if knowing is None else knowing
+        self._knowing = {} if knowing is None else knowing
         self._served = {model for state in states for model in state.models} | expected
         self._candidates: dict[ModelId | None, Candidates] = {}
-        """By model; of those that nobody serves by `_UNSERVED`: names are the clients' to make up."""
 
     def named(self, name: str) -> EndpointState | None:
         """Return the pod of this name, ready or not."""
         return self._by_name.get(name)
 
     def serves(self, model: ModelId) -> bool:
-        """Return whether a pod says that it serves a model, or said so a moment ago."""
+        """Return whether a pod serves a model, or did lately."""
         return model in self._served
 
     def knowing(self, beginning: str) -> Mapping[str, int]:
-        """Return the pods where what begins so was asked for: the last ones, not all.
-
-        Each with when it was asked for there last, by this gateway's clock.
-        """
-        return self._knowing.get(beginning, _NONE)
+        """Return the pods that served this beginning lately, each with the time of its last request in ms."""
+        return self._knowing.get(beginning, {})
 
     def candidates(self, model: ModelId | None, subset: frozenset[str] | None) -> Candidates:
-        """Return the ready pods that serve a model, those that do not drain if there are any. Raises NoReadyEndpoint.
+        """Return the ready pods that serve a model, without draining ones if possible. Raises NoReadyEndpoint.
 
-        When no pod serves it, any ready one may say so in the engine's own words; not while one that is not ready may
-        be that model's, or one was a moment ago: it may be back soon. `subset`: addresses; None: all.
+        `subset`: allowed addresses; None: all. For an unknown model these are all ready pods: any of them answers with
+        vLLM's 404. If a pod of that model may come back soon, NoReadyEndpoint is raised instead.
         """
         if subset is not None:
             return self._found(model, subset)
@@ -127,48 +120,6 @@ class Roster:
                 raise NoReadyEndpoint("no pod that serves this model is ready", retry_after_s=RETRY_AFTER_S)
             ready = serving or ready
         return Candidates([state for state in ready if not state.endpoint.draining] or ready)
-
-
-class EndpointDirectory(Protocol):
-    """Which pods there are and how they do. In memory; the calls never wait."""
-
-    def roster(self) -> Roster:
-        """Return all pods, ready or not."""
-        ...
-
-    def note_placed(self, name: str, beginning: str, *, at_ms: int, is_new: bool) -> Callable[[], None]:
-        """Remember what was just sent to a pod, before its reports tell; a pod gone is none.
-
-        What is returned takes it back: it never got there.
-        `beginning`: what it begins with, if that has a name; `at_ms`: now; `is_new`: it stays there now, and did not.
-        """
-        ...
-
-    def endpoint(self, name: str) -> Endpoint | None:
-        """Return the pod of this name, ready or not; None when there is none."""
-        ...
-
-    def mark_unreachable(self, name: str, *, certain: bool = True) -> None:
-        """Take a pod that refused a connection out until it is seen healthy again; a pod gone is out already.
-
-        Not `certain`: it did not take one in time; the last ready pod stays, as long as its probes let it.
-        """
-        ...
-
-    def note_routed(self, name: str, tenant: str | None = None) -> None:
-        """Count one request as sent to this pod by a proxy that does not report its end; a pod gone counts none.
-
-        `tenant`: its tag; None for a request that asks the engine for no work.
-        """
-        ...
-
-    def num_reported(self, tenant: str) -> int:
-        """Return a tenant's requests that the pods reported and this gateway does not carry itself. O(pods)."""
-        ...
-
-    def carrying(self, name: str, tenant: str | None = None) -> AbstractContextManager[None]:
-        """Count one request as in flight to this pod for the length of the `with` block; `tenant`: see note_routed."""
-        ...
 
 
 @lru_cache(maxsize=4096)

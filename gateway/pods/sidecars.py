@@ -19,8 +19,8 @@ from contextcache.model import CacheRef, CacheSessionMetadata, ForkedKV, KeptGro
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
-from gateway.pods.roster import EndpointDirectory
-from gateway.ports import Endpoint, KVSidecar, SessionDirectory
+from gateway.pods.state import Endpoint
+from gateway.ports import KVSidecar, SessionDirectory
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Holders:
     def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
         sidecars: Mapping[str, KVSidecar],
-        endpoints: EndpointDirectory,
+        endpoints: WatchedEndpoints,
         directory: SessionDirectory,
         *,
         clock: Clock,

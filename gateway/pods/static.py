@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from contextcache.process.settings import file_version
 from gateway.metrics import Metrics
-from gateway.ports import Endpoint
-from gateway.settings import EndpointSettings, endpoint_of
+from gateway.pods.state import Endpoint
+from gateway.settings import EndpointSettings
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ class EndpointFile:
             return None
         log.info("endpoint file reloaded", extra={"num_endpoints": len(self.endpoints)})
         return self.endpoints
+
+
+def endpoint_of(settings: EndpointSettings) -> Endpoint:
+    """Return the pod that the settings name."""
+    return Endpoint(settings.name, settings.url, settings.sidecar, draining=settings.draining)
 
 
 def _read(path: Path) -> tuple[Endpoint, ...]:

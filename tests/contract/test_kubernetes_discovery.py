@@ -14,7 +14,7 @@ from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS
 from gateway.metrics import Metrics
 from gateway.pods import reflector
 from gateway.pods.kubernetes import KubernetesEndpoints, SliceRules, addresses_of, endpoints_of, pod_of
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 from tests.kit.kube_objects import SELECTOR, pod_object, slice_entry, slice_object
 from tests.kit.kube_servers import SERVERS, emptied_server
 from tests.kit.seed import random_of

@@ -25,7 +25,7 @@ MISUSE = "the proxy must send request bodies"
 TEXTS = st.text(max_size=30) | st.sampled_from(("", "/v1/context", "/v1/completions", "POST", "GET", "\0", "é"))
 NAMES = st.sampled_from((
     ":method", ":path", ":authority", ":scheme", "content-length", "content-type", "authorization", "x-session-id",
-    "x-request-id", "traceparent", "routing-strategy", "X-Upper", "", "x-context-identity", "transfer-encoding",
+    "x-request-id", "traceparent", "X-Upper", "", "x-context-identity", "transfer-encoding",
 ))  # fmt: skip
 RAW = st.one_of(
     st.binary(max_size=30),

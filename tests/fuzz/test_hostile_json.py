@@ -21,7 +21,7 @@ FIELDS = (
     "return_token_ids", "max_completion_tokens", "echo", "chat_template_kwargs", "add_special_tokens", "vllm_xargs",
 )  # fmt: skip
 PATHS = ("/v1/context", "/v1/completions", "/v1/chat/completions")
-HEADERS = ("x-session-id", "if-match", "x-usage-format", "routing-strategy", "x-request-id", "content-type")
+HEADERS = ("x-session-id", "if-match", "x-usage-format", "x-request-id", "content-type")
 
 ODD_TEXTS = (
     '"\\ud800"', '"\\udc00\\ud800"', '"\\u0000"', '"ctx_\\u0000"', '"\x7f"', '"' + "a" * 5000 + '"', '"\u202e"',

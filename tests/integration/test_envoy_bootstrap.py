@@ -36,7 +36,6 @@ EVIL = "127.0.0.1:6553"
 STEERING = {
     "X-Gateway-Destination-Endpoint": EVIL,
     "x-gateway-destination-endpoint-subset": EVIL,
-    "target-pod": EVIL,
     "x-envoy-original-dst-host": EVIL,
     "x-context-identity": EVIL,
     "x-context-tenant": EVIL,

@@ -22,7 +22,7 @@ from tests.kit.gateway_server import running_gateway, settings_for
 from tests.kit.inference_pool import as_inference_pool
 from tests.kit.stub_engine import StubEngine
 
-FORGED = {IDENTITY_HEADER: "v1.forged.mac", UNROUTED_HEADER: "1", "target-pod": "127.0.0.1:1"}
+FORGED = {IDENTITY_HEADER: "v1.forged.mac", UNROUTED_HEADER: "1", DESTINATION_HEADER: "127.0.0.1:1"}
 
 
 def as_envoy_gateway(made: dict, pods: list[str]) -> dict:
@@ -106,7 +106,7 @@ async def test_the_plugin_chooses_the_pod_and_a_client_s_header_does_not(front, 
     assert all(verify_identity(found[0], SECRET, now_ms=now_ms) for found in identities if found)
     assert [found.header(UNROUTED_HEADER) for found in engine.turns] == [[]] * 6
     # The plugin's own word.
-    assert [found.header("target-pod") for found in engine.turns] == [[f"127.0.0.1:{engine.port}"]] * 6
+    assert [found.header(DESTINATION_HEADER) for found in engine.turns] == [[f"127.0.0.1:{engine.port}"]] * 6
 
 
 async def test_a_request_of_trailers_without_a_body_is_seen_by_the_plugin_and_they_say_nothing(front, engine, other):

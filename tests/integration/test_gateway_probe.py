@@ -7,7 +7,7 @@ import pytest
 
 from gateway.pods.endpoints import Health
 from gateway.pods.probe import HttpProbe
-from gateway.ports import Endpoint, EngineLoad
+from gateway.pods.state import Endpoint, EngineLoad
 
 LOAD = {"vllm:num_requests_running": 3.0, "vllm:num_requests_waiting": 2.0, "vllm:kv_cache_usage_perc": 0.5}
 

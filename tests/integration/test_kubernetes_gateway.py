@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from contextcache.kubernetes.objects import ENDPOINT_SLICES, PODS
 from gateway.app import _listed_endpoints
 from gateway.metrics import Metrics
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 from tests.kit.fake_kube import FakeKube
 from tests.kit.gateway_parts import KEY
 from tests.kit.gateway_process import START_DEADLINE_S, GatewayProcess

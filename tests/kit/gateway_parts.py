@@ -19,7 +19,7 @@ from gateway.flows import Gateway, GatewayRules
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import Health, WatchedEndpoints
 from gateway.pods.sidecars import Holders
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 from gateway.tenants.keys import hash_key
 from gateway.tenants.limits import TenantLimits
 from tests.kit.memory_sidecar import MemorySidecar
@@ -113,7 +113,7 @@ class GatewayParts:
         self.sidecars = {name: MemorySidecar() for name in pods}
         endpoints = [Endpoint(name, f"http://{name}:8001", name) for name in pods]
         self.endpoints = WatchedEndpoints(
-            endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000
+            endpoints, self.probe, metrics=self.metrics, clock_s=lambda: self.clock.now_ms() / 1000, rng=Random(0)
         )
         self.gateway = Gateway(
             authenticator=authenticator,
@@ -123,8 +123,6 @@ class GatewayParts:
             clock=self.clock,
             rules=GatewayRules(secret=SECRET, **rules),
             tenants=self.tenants,
-            rng=Random(0),
-            metrics=self.metrics,
         )
 
 

@@ -224,7 +224,6 @@ def _forged_headers(rng: Random, victim: str, victims_id: str, decoy: int) -> di
         "x-envoy-original-path": "/v1/context/" + victims_id,
         "x-http-method-override": "GET",
         "x-tenant": victim,
-        "routing-strategy": rng.choice(["random", "session-affinity", "prefix-cache"]),
         "x-usage-format": "openai",
         **dict.fromkeys(sorted(ROUTING_HEADERS - {UNROUTED_HEADER}), address),
     }

@@ -4,7 +4,7 @@ import aiohttp
 import pytest
 
 from gateway.pods.probe import LOAD_PATH, HttpProbe
-from gateway.ports import Endpoint, EngineLoad
+from gateway.pods.state import Endpoint, EngineLoad
 from tests.kit.stack import MODEL
 
 # The first test that asks for the stack starts it.

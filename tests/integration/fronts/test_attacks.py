@@ -17,11 +17,10 @@ from contextcache.identity import (
     tenant_tag,
     verify_identity,
 )
-from gateway.flows import ROUTING_HEADERS, TARGET_POD_HEADER
+from gateway.flows import ROUTING_HEADERS
 from tests.kit.fronts import code_of, only_envoy
 from tests.kit.gateway_parts import KEY, SECRET
 from tests.kit.stub_engine import StubEngine
-from tests.kit.until import until
 
 
 @pytest.fixture
@@ -37,7 +36,6 @@ def steering(decoy) -> dict[str, str]:
     address = f"127.0.0.1:{decoy.port}"
     return {
         "X-Gateway-Destination-Endpoint": address,
-        "Target-Pod": address,
         "X-Envoy-Original-Dst-Host": address,
         "X-Gateway-Destination-Endpoint-Subset": address,
         "X-Gateway-Destination-Endpoint-Served": address,
@@ -63,7 +61,6 @@ def routed_to(engine) -> dict[str, list[str]]:
     address = f"127.0.0.1:{engine.port}"
     return {
         DESTINATION_HEADER: [address],
-        TARGET_POD_HEADER: [address],
         TENANT_HEADER: [tenant_tag("demo", SECRET)],
     }
 
@@ -208,50 +205,6 @@ async def test_paths_of_the_operator_are_not_to_be_had(front, engine):
             assert answer.headers["allow"]
 
     assert engine.turns == []
-
-
-@only_envoy
-async def test_a_strategy_is_honoured_and_an_unknown_one_ignored(open_front, engine, other, manager):
-    await manager.add("ctx_1", holder="pod-a")
-    async with open_front({"pod-a": engine, "pod-b": other}, manager_port=manager.port) as front:
-
-        async def ask(strategy: str, label: str = "ctx_1", num: int = 12) -> tuple[int, int]:
-            before = len(engine.turns), len(other.turns)
-            for _ in range(num):
-                headers = {"routing-strategy": strategy, "X-Session-ID": label}
-                async with front.post("/v1/completions", {"prompt": "x"}, headers=headers) as answer:
-                    assert answer.status == 200
-            return len(engine.turns) - before[0], len(other.turns) - before[1]
-
-        by_holder = await ask("no-such-strategy")
-        least = await ask("least-request", num=30)
-        at_random = await ask("random", num=40)
-        by_label = [0, 0]
-        for _ in range(6):
-            # What was sent since the last probe counts as load, which affinity gives way to.
-            await _probed(engine, other)
-            counts = await ask("session-affinity", "a-label-of-mine", num=1)
-            by_label = [sum(pair) for pair in zip(by_label, counts, strict=True)]
-
-    assert by_holder == (12, 0)
-    assert min(least) > 0
-    assert min(at_random) > 0
-    assert sorted(by_label) == [0, 6]
-
-
-async def _probed(*engines: StubEngine) -> None:
-    """Return when every pod has been asked by the gateway once more, and the round before has been noted."""
-
-    def rounds() -> list[int]:
-        return [sum(found.target == "/v1/models" for found in engine.received) for engine in engines]
-
-    before = rounds()
-    await until(
-        lambda: all(now >= then + 2 for now, then in zip(rounds(), before, strict=True)), what="two rounds more"
-    )
-
-
-"""There is nothing behind the HTTP front that could be away."""
 
 
 @only_envoy

@@ -1,4 +1,4 @@
-"""What of a request decides its pod: its head, its strategy, the proxy's subset; and what a move starts."""
+"""A request's head and the proxy's subset decide its pod. A move starts a pull."""
 
 import json
 
@@ -15,11 +15,11 @@ from contextcache.errors import (
     Unauthorized,
 )
 from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, verify_identity
-from gateway.flows import TARGET_POD_HEADER
 from gateway.paths import Kind
+from gateway.pods.affinity import prompt_affinity
 from gateway.pods.endpoints import Health
-from gateway.pods.routing import Reason, prompt_affinity
-from gateway.ports import Endpoint, EngineLoad
+from gateway.pods.routing import ChoiceReason
+from gateway.pods.state import Endpoint, EngineLoad
 from gateway.tenants.keys import KeyFile, SingleTenant
 from tests.kit.gateway_parts import KEY, REF, SECRET, GatewayParts
 
@@ -118,10 +118,10 @@ async def test_a_create_says_how_it_begins_and_who_served_such_requests_where_th
     assert (identity(moved).beginning, identity(other).prefix_at) == (beginning, "")
 
 
-async def test_both_proxy_headers_name_the_pod(parts):
+async def test_a_header_names_the_pod_to_proxies(parts):
     forward = await route(parts, {"prompt": "x"}, subset=frozenset({"pod-b:8001"}))
 
-    assert forward.routing_headers == {DESTINATION_HEADER: "pod-b:8001", TARGET_POD_HEADER: "pod-b:8001"}
+    assert forward.routing_headers == {DESTINATION_HEADER: "pod-b:8001"}
 
 
 def test_an_address_has_a_port_whatever_the_url_says():
@@ -146,7 +146,7 @@ async def test_a_turn_that_leaves_its_holder_has_its_kv_fetched_from_there(parts
     await set_health(parts, SATURATED, "pod-a")
     forward = await route(parts, {"session_id": "ctx_1"})
 
-    assert (forward.endpoint.name, forward.choice.reason) == ("pod-b", Reason.SATURATED)
+    assert (forward.endpoint.name, forward.choice.reason) == ("pod-b", ChoiceReason.SATURATED)
     assert parts.sidecars["pod-b"].pulls == [("demo", (REF,), "pod-a")]
     assert parts.sidecars["pod-a"].pulls == []
     assert counted(parts, "pulls", outcome="started") == 1
@@ -206,7 +206,7 @@ async def test_nothing_is_fetched_from_a_holder_nobody_knows(parts):
     await parts.directory.add("ctx_1", holder="pod-of-yesterday")
     forward = await route(parts, {"session_id": "ctx_1"})
 
-    assert forward.choice.reason is Reason.AWAY
+    assert forward.choice.reason is ChoiceReason.AWAY
     assert [sidecar.pulls for sidecar in parts.sidecars.values()] == [[], []]
 
 
@@ -215,38 +215,21 @@ async def test_a_turn_rerouted_away_from_its_holder_has_its_kv_fetched(parts):
     forward = await route(parts, {"session_id": "ctx_1"})
     moved = await parts.gateway.reroute(forward, unreachable="pod-a")
 
-    assert (moved.endpoint.name, moved.choice.reason) == ("pod-b", Reason.AWAY)
+    assert (moved.endpoint.name, moved.choice.reason) == ("pod-b", ChoiceReason.AWAY)
     assert parts.sidecars["pod-b"].pulls == [("demo", (REF,), "pod-a")]
 
 
-async def test_a_rerouted_request_stays_within_its_subset_and_strategy():
+async def test_a_rerouted_request_stays_within_its_subset():
     parts = GatewayParts(SingleTenant(), pods=("pod-a", "pod-b", "pod-c"))
     await parts.endpoints.probe_all()
     subset = frozenset({"pod-a:8001", "pod-b:8001"})
-    forward = await route(parts, {"prompt": "x"}, subset=subset, routing_strategy="least-request")
+    forward = await route(parts, {"prompt": "x"}, subset=subset)
     moved = await parts.gateway.reroute(forward, unreachable=forward.endpoint.name)
 
     assert {forward.endpoint.name, moved.endpoint.name} == {"pod-a", "pod-b"}
-    assert moved.choice.reason is Reason.STRATEGY
     assert [sidecar.pulls for sidecar in parts.sidecars.values()] == [[], [], []]
     with pytest.raises(NoReadyEndpoint):
         await parts.gateway.reroute(moved, unreachable=moved.endpoint.name)
-
-
-async def test_a_clients_strategy_is_honoured_for_a_turn_and_its_kv_follows(parts):
-    await parts.directory.add("ctx_1", holder="pod-a")
-    with parts.endpoints.carrying("pod-a"):
-        forward = await route(parts, {"session_id": "ctx_1"}, routing_strategy="least-request")
-
-    assert (forward.endpoint.name, forward.choice.reason) == ("pod-b", Reason.STRATEGY)
-    assert parts.sidecars["pod-b"].pulls == [("demo", (REF,), "pod-a")]
-
-
-async def test_an_unknown_strategy_changes_nothing(parts):
-    await parts.directory.add("ctx_1", holder="pod-a")
-    forward = await route(parts, {"session_id": "ctx_1"}, routing_strategy="bogus")
-
-    assert (forward.endpoint.name, forward.choice.reason) == ("pod-a", Reason.HOLDER)
 
 
 async def many_pods():
@@ -274,14 +257,11 @@ async def test_new_contexts_that_begin_alike_meet_and_others_spread():
     assert len(set(await pods_of(parts, others, Kind.CREATE))) > 3
 
 
-async def test_stateless_requests_meet_only_when_asked_to():
+async def test_stateless_requests_do_not_meet():
     parts = await many_pods()
     alike = [{"model": "stub-model", "prompt": "You are brief. " * 100 + str(number)} for number in range(8)]
 
     assert len(set(await pods_of(parts, alike))) > 3
-    assert len(set(await pods_of(parts, alike, routing_strategy="prefix-cache"))) == 1
-    assert len(set(await pods_of(parts, alike, routing_strategy="session-affinity", x_session_id="run-7"))) == 1
-    assert len(set(await pods_of(parts, alike, routing_strategy="session-affinity"))) > 3
 
 
 async def test_a_body_says_the_model_unless_it_is_an_upload(parts):

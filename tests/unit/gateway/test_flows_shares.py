@@ -11,7 +11,8 @@ from contextcache.identity import tenant_tag
 from contextcache.requests import REQUESTS, SHARE
 from gateway.kept import Plain
 from gateway.pods.endpoints import Health
-from gateway.ports import Caller, EngineLoad
+from gateway.pods.state import EngineLoad
+from gateway.ports import Caller
 from tests.kit.gateway_parts import KEY, OTHER_KEY, SECRET, GatewayParts
 
 BODY = {"model": "stub-model", "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}

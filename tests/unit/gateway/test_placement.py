@@ -8,7 +8,8 @@ from contextcache.identity import IDENTITY_HEADER, verify_identity
 from gateway.kept import Plain
 from gateway.paths import Kind
 from gateway.pods.endpoints import Health
-from gateway.ports import Caller, EngineLoad
+from gateway.pods.state import EngineLoad
+from gateway.ports import Caller
 from gateway.tenants.keys import SingleTenant
 from tests.kit.gateway_parts import SECRET, GatewayParts
 from tests.unit.gateway.test_flows_choice import MODELS, route, set_health

@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from gateway.app import _rules
-from gateway.pods.costs import LoadLimits
-from gateway.ports import Endpoint
-from gateway.settings import GatewaySettings, endpoint_of, is_loopback
+from gateway.app import _load_limits, _rules
+from gateway.pods.state import Endpoint, LoadLimits
+from gateway.pods.static import endpoint_of
+from gateway.settings import GatewaySettings, is_loopback
 
 POD = {"name": "pod-a", "url": "http://127.0.0.1:8001/", "sidecar": "127.0.0.1:50061"}
 
@@ -104,7 +104,7 @@ def test_a_pod_has_everything_its_settings_say():
 def test_what_counts_as_busy_and_how_long_an_identity_lives_is_the_operators_to_say(tmp_path):
     (tmp_path / "secret").write_bytes(b"s" * 32)
     chosen = {"saturated_waiting": 3, "saturated_kv_usage": 0.5, "shed_waiting": 9, "identity_ttl_s": 2.5}
-    rules = _rules(settings(secret_file=tmp_path / "secret", **chosen))
+    found = settings(secret_file=tmp_path / "secret", **chosen)
 
-    assert rules.limits == LoadLimits(saturated_waiting=3, saturated_kv_usage=0.5, shed_waiting=9)
-    assert rules.identity_ttl_ms == 2500
+    assert _load_limits(found) == LoadLimits(saturated_waiting=3, saturated_kv_usage=0.5, shed_waiting=9)
+    assert _rules(found).identity_ttl_ms == 2500

@@ -10,9 +10,8 @@ from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, UNROUTED_HEADER, verify_identity
 from gateway.envoy.front import EnvoyFront
 from gateway.envoy.messages import PIECE_BYTES
-from gateway.flows import TARGET_POD_HEADER
 from gateway.pods.endpoints import Health
-from gateway.ports import EngineLoad
+from gateway.pods.state import EngineLoad
 from gateway.tenants.limits import FrontLimits
 from tests.kit.ext_proc import (
     DUPLEX,
@@ -87,7 +86,7 @@ async def test_a_head_that_says_enough_is_answered_without_its_body_where_the_pr
         request_body_mode=pb.BODY_SEND_MODE_UNSPECIFIED,
     )
     assert answer.metadata == HOLDER
-    assert answer.set_headers[DESTINATION_HEADER] == answer.set_headers[TARGET_POD_HEADER] == "pod-b:8001"
+    assert answer.set_headers[DESTINATION_HEADER] == "pod-b:8001"
     assert identity_of(parts, answer).session_id == "ctx_1"
     assert (counted(parts, "turn", "routed"), noted.names) == (1, ["pod-b"])
 
@@ -180,7 +179,6 @@ async def test_what_a_client_may_not_say_is_removed_and_what_is_not_there_is_not
     sent = {
         IDENTITY_HEADER: "v1.forged.x",
         DESTINATION_HEADER: "10.0.0.1:9901",
-        TARGET_POD_HEADER: "10.0.0.1:9901",
         "x-envoy-original-dst-host": "10.0.0.1:9901",
         UNROUTED_HEADER: "1",
         "proxy-authorization": "Basic x",

@@ -10,7 +10,7 @@ from gateway.fronts import ReadyState
 from gateway.http.app import HttpFront
 from gateway.http.models import context_read
 from gateway.pods.endpoints import Health
-from gateway.ports import EngineLoad
+from gateway.pods.state import EngineLoad
 from gateway.tenants.keys import KeyFile
 from gateway.tenants.limits import FrontLimits
 from tests.kit.gateway_parts import KEY, OTHER_KEY, manifest_of, write_keys

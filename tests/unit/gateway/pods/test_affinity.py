@@ -5,7 +5,7 @@ import json
 import pytest
 
 from contextcache.claim import read_claims
-from gateway.pods.routing import label_affinity, prompt_affinity
+from gateway.pods.affinity import prompt_affinity
 
 
 def affinity(tenant, body):
@@ -40,19 +40,15 @@ def test_tenants_and_models_keep_theirs_apart():
         affinity("demo", {"prompt": "a", "model": "m"}),
         affinity("demo", {"prompt": "a", "model": "n"}),
         affinity("other", {"prompt": "a", "model": "m"}),
-        label_affinity("demo", "a"),
-        label_affinity("other", "a"),
     }
 
-    assert len(found) == 5
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"prompt": 7}, {"messages": []}, {"messages": "x"}])
 def test_a_body_without_a_beginning_has_no_wish(body):
     assert affinity("demo", body) == ""
-    assert label_affinity("demo", "") == ""
 
 
 def test_nothing_of_the_text_is_kept():
     assert len(affinity("demo", {"prompt": "secret \ud800"})) == 32
-    assert len(label_affinity("demo", "run-7")) == 32

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.metrics import Metrics
+from gateway.pods.state import Endpoint
 from gateway.pods.static import EndpointFile
-from gateway.ports import Endpoint
 
 A = {"name": "a", "url": "http://a:8001/", "sidecar": "a:9001"}
 

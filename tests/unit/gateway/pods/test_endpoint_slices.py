@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.pods.kubernetes import SliceRules, addresses_of, endpoints_of, pod_of
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 from tests.kit.kube_objects import pod_object, slice_entry, slice_object
 
 A = Endpoint("a", "http://10.0.0.1:8000", "10.0.0.1:50061")

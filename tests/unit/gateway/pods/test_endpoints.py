@@ -17,7 +17,7 @@ from gateway.pods.endpoints import (
     Health,
     WatchedEndpoints,
 )
-from gateway.ports import Endpoint, EngineLoad
+from gateway.pods.state import Endpoint, EngineLoad
 from tests.kit.gateway_parts import Pods
 
 SILENT = Health(healthy=False, certain=False)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.pods.probe import clock_skew_s, engine_load, model_names
-from gateway.ports import EngineLoad
+from gateway.pods.state import EngineLoad
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

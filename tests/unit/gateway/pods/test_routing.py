@@ -8,21 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contextcache.errors import EndpointsSaturated, NoReadyEndpoint
-from gateway.pods.costs import (
-    MOVE_GAIN,
-    LoadLimits,
-    busy_s,
-    is_saturated,
-    load_of,
-    move_s,
-    placed_max,
-    queue_s,
-    room_s,
-    waiting_at,
-)
 from gateway.pods.roster import LOOKED_AT_MAX, Candidates, Roster
-from gateway.pods.routing import Reason, RouteQuery, Strategy, choose_endpoint, strategy_of
-from gateway.ports import Endpoint, EndpointState, EngineLoad
+from gateway.pods.routing import ChoiceReason, RouteQuery, choose_endpoint, placed_max
+from gateway.pods.state import MOVE_GAIN, Endpoint, EndpointState, EngineLoad, LoadLimits, move_s
 from tests.kit.seed import random_of
 
 LIMITS = LoadLimits()
@@ -51,7 +39,7 @@ def test_a_ready_holder_is_chosen_though_others_have_less_to_do():
     states = [pod("a"), pod("b", in_flight=9, load=EngineLoad(9, 31, 0.97))]
     choice = choose(states, model="m", holder="b", num_tokens=200_000)
 
-    assert (choice.endpoint.name, choice.reason, choice.is_placed) == ("b", Reason.HOLDER, False)
+    assert (choice.endpoint.name, choice.reason, choice.is_placed) == ("b", ChoiceReason.HOLDER, False)
 
 
 def test_a_turn_leaves_its_holder_for_its_queue_only_where_that_costs_more_than_bringing_the_kv():
@@ -61,7 +49,7 @@ def test_a_turn_leaves_its_holder_for_its_queue_only_where_that_costs_more_than_
     busy = [pod("a", load=EngineLoad(9, 3, 0.97)), states[1]]
     full = [pod("a", tiers={"host": 1.0, "disk": 1.0}), states[1]]
 
-    assert (choice.endpoint.name, choice.reason, choice.is_placed) == ("a", Reason.QUEUE, True)
+    assert (choice.endpoint.name, choice.reason, choice.is_placed) == ("a", ChoiceReason.QUEUE, True)
     assert name_of(full, holder="b", num_tokens=140_000) == "b"
     assert name_of(full, holder="b", num_tokens=1000) == "a"
     assert name_of(busy, holder="b", num_tokens=1000) == "b"
@@ -79,16 +67,16 @@ def test_a_saturated_holder_is_left_where_a_move_costs_no_more_and_another_one_b
 def test_what_was_just_sent_waits_where_it_finds_no_kv_blocks():
     tight = EngineLoad(running=10, waiting=0, kv_usage=0.8)
 
-    assert [waiting_at(pod("a", load=tight, since_probe=number)) for number in (0, 2, 12)] == [0, 0, 10]
+    assert [pod("a", load=tight, since_probe=number).num_waiting() for number in (0, 2, 12)] == [0, 0, 10]
     assert name_of([pod("a", load=tight, since_probe=12), pod("b")], holder="a") == "b"
     assert name_of([pod("a", load=tight, since_probe=2), pod("b")], holder="a") == "a"
 
 
 def test_room_costs_nothing_until_a_tier_is_nearly_full_and_then_what_is_displaced():
     def cost(host, disk):
-        return room_s(pod("a", tiers={"host": host, "disk": disk}), 12_000)
+        return pod("a", tiers={"host": host, "disk": disk}).room_s(12_000)
 
-    assert cost(0.8, 0.8) == room_s(pod("a"), 12_000) == 0
+    assert cost(0.8, 0.8) == pod("a").room_s(12_000) == 0
     assert [cost(0.9, 0), cost(1, 0), cost(1, 1)] == pytest.approx([0.5, 1, 2.5])
 
 
@@ -143,13 +131,13 @@ def test_of_many_pods_few_are_looked_at_and_the_holder_is_found_all_the_same():
 @pytest.mark.parametrize(
     ("holder", "reason"),
     [
-        (pod("b", ready=False), Reason.AWAY),
-        (pod("b", models=["other"]), Reason.AWAY),
-        (pod("c"), Reason.AWAY),
-        (pod("b", draining=True), Reason.DRAINING),
-        (pod("b", load=SATURATED), Reason.SATURATED),
-        (pod("b", load=FULL), Reason.SATURATED),
-        (pod("b", load=EngineLoad(8, 1, 0.99)), Reason.SATURATED),
+        (pod("b", ready=False), ChoiceReason.AWAY),
+        (pod("b", models=["other"]), ChoiceReason.AWAY),
+        (pod("c"), ChoiceReason.AWAY),
+        (pod("b", draining=True), ChoiceReason.DRAINING),
+        (pod("b", load=SATURATED), ChoiceReason.SATURATED),
+        (pod("b", load=FULL), ChoiceReason.SATURATED),
+        (pod("b", load=EngineLoad(8, 1, 0.99)), ChoiceReason.SATURATED),
     ],
 )
 def test_a_turn_leaves_a_holder_that_cannot_take_it(holder, reason):
@@ -188,12 +176,12 @@ def test_without_a_holder_the_least_loaded_pod_is_chosen():
 def test_what_came_and_went_since_the_probe_counts():
     busy = EngineLoad(running=8, waiting=30, kv_usage=0.5)
 
-    assert load_of(pod("a", load=busy, since_probe=5)) == 43
-    assert load_of(pod("a", load=busy, since_probe=-8)) == 30
-    assert load_of(pod("a", load=busy, since_probe=-60, in_flight=3)) == 3
-    assert waiting_at(pod("a", load=busy, since_probe=5)) == 35
-    assert waiting_at(pod("a", load=busy, since_probe=-60)) == 0
-    assert waiting_at(pod("a", load=EngineLoad(8, 0, 0.0), since_probe=60)) == 0
+    assert pod("a", load=busy, since_probe=5).num_requests() == 43
+    assert pod("a", load=busy, since_probe=-8).num_requests() == 30
+    assert pod("a", load=busy, since_probe=-60, in_flight=3).num_requests() == 3
+    assert pod("a", load=busy, since_probe=5).num_waiting() == 35
+    assert pod("a", load=busy, since_probe=-60).num_waiting() == 0
+    assert pod("a", load=EngineLoad(8, 0, 0.0), since_probe=60).num_waiting() == 0
     assert name_of([pod("a", load=busy, since_probe=5), pod("b")], holder="a") == "b"
 
 
@@ -269,36 +257,6 @@ def test_where_every_queue_is_full_new_work_is_refused_and_light_requests_are_no
     assert name_of([*states, pod("c", load=SATURATED)]) == "c"
 
 
-def test_a_strategy_of_the_clients_comes_before_the_holder_where_it_says_so():
-    states = [pod("a"), pod("b", in_flight=9)]
-
-    assert choose(states, holder="b", strategy=Strategy.LEAST_REQUEST).endpoint.name == "a"
-    assert choose(states, holder="b", strategy=Strategy.LEAST_REQUEST).reason is Reason.STRATEGY
-    assert {name_of(states, holder="b", strategy=Strategy.RANDOM, seed=seed) for seed in range(20)} == {"a", "b"}
-    for strategy in (Strategy.PREFIX_CACHE, Strategy.SESSION_AFFINITY):
-        assert name_of(states, holder="b", strategy=strategy) == "b"
-
-
-def test_random_leaves_saturated_pods_alone_while_others_are_not():
-    states = [pod("a"), pod("b", load=SATURATED)]
-
-    assert {name_of(states, strategy=Strategy.RANDOM, seed=seed) for seed in range(20)} == {"a"}
-
-
-@pytest.mark.parametrize("header", [None, "", "bogus", "prefix-cache,random", "prefix_cache"])
-def test_an_unknown_strategy_is_none(header):
-    assert strategy_of(header) is None
-
-
-def test_a_strategy_is_read_whatever_its_case():
-    assert [strategy_of(name) for name in ("random", "Least-Request", " prefix-cache ", "session-affinity")] == [
-        Strategy.RANDOM,
-        Strategy.LEAST_REQUEST,
-        Strategy.PREFIX_CACHE,
-        Strategy.SESSION_AFFINITY,
-    ]
-
-
 def test_what_begins_alike_meets_until_the_pod_costs_more_than_what_it_begins_with():
     idle = [pod(name) for name in "abcd"]
     first, second = [state.endpoint.name for state in near(idle, "x")][:2]
@@ -306,7 +264,7 @@ def test_what_begins_alike_meets_until_the_pod_costs_more_than_what_it_begins_wi
     def with_first(**more):
         return [pod(name, **(more if name == first else {})) for name in "abcd"]
 
-    assert choose(idle, affinity="x").reason is Reason.AFFINITY
+    assert choose(idle, affinity="x").reason is ChoiceReason.AFFINITY
     assert name_of(with_first(in_flight=4), affinity="x") == first
     assert name_of(with_first(in_flight=9), affinity="x") == second
     assert name_of(with_first(in_flight=9), affinity="x", num_tokens=8000) == first
@@ -388,7 +346,6 @@ queries = st.builds(
     is_conversation=st.booleans(),
     stays=st.booleans(),
     num_tokens=st.integers(0, 200_000),
-    strategy=st.sampled_from([None, *Strategy]),
     subset=st.none() | st.frozensets(st.sampled_from([f"{name}:8000" for name in NAMES])),
     light=st.booleans(),
 )
@@ -408,7 +365,7 @@ def fitting(states, query):
 @given(states_, queries, limits_, st.integers())
 def test_only_a_pod_that_fits_is_chosen_and_errors_come_only_when_none_does(states, query, limits, seed):
     allowed, fit = fitting(states, query)
-    open_ = [s for s in fit if query.light or not limits.shed_waiting or waiting_at(s) < limits.shed_waiting]
+    open_ = [s for s in fit if query.light or not limits.shed_waiting or s.num_waiting() < limits.shed_waiting]
     try:
         chosen = choose(states, limits=limits, seed=seed, **{name: getattr(query, name) for name in query.__slots__})
     except NoReadyEndpoint:
@@ -421,25 +378,25 @@ def test_only_a_pod_that_fits_is_chosen_and_errors_come_only_when_none_does(stat
 
 
 @settings(deadline=None)
-@given(states_, queries, st.sampled_from([None, Strategy.PREFIX_CACHE]), limits_, st.integers(0, 5))
-def test_a_holder_that_fits_is_chosen_unless_the_client_asked_for_another(states, query, strategy, limits, number):
-    query = replace(query, strategy=strategy, light=not limits.shed_waiting)
-    fit = [s for s in fitting(states, query)[1] if query.light or waiting_at(s) < limits.shed_waiting]
+@given(states_, queries, limits_, st.integers(0, 5))
+def test_a_holder_that_fits_is_chosen_unless_another_costs_less(states, query, limits, number):
+    query = replace(query, light=not limits.shed_waiting)
+    fit = [s for s in fitting(states, query)[1] if query.light or s.num_waiting() < limits.shed_waiting]
     if not fit:
         return
     holder = fit[number % len(fit)]
     query = replace(query, holder=holder.endpoint.name)
     chosen = choose_endpoint(Roster(states), query, limits=limits, rng=Random(0))
-    most_s = queue_s(holder) - move_s(query.num_tokens) * (1 if is_saturated(holder, limits) else MOVE_GAIN)
+    most_s = holder.queue_s() - move_s(query.num_tokens) * (1 if holder.is_saturated(limits) else MOVE_GAIN)
     cheaper = [
-        s for s in fit if s is not holder and not waiting_at(s) and busy_s(s) + room_s(s, query.num_tokens) < most_s
+        s for s in fit if s is not holder and not s.num_waiting() and s.busy_s() + s.room_s(query.num_tokens) < most_s
     ]
 
     if cheaper:
         assert chosen.endpoint in [s.endpoint for s in cheaper]
-        assert chosen.reason is (Reason.SATURATED if is_saturated(holder, limits) else Reason.QUEUE)
+        assert chosen.reason is (ChoiceReason.SATURATED if holder.is_saturated(limits) else ChoiceReason.QUEUE)
     else:
-        assert (chosen.endpoint, chosen.reason) == (holder.endpoint, Reason.HOLDER)
+        assert (chosen.endpoint, chosen.reason) == (holder.endpoint, ChoiceReason.HOLDER)
 
 
 @settings(deadline=None)
@@ -472,17 +429,17 @@ def test_no_pod_gets_more_new_contexts_than_its_share(placed, num_tokens):
     chosen = choose(states, affinity="x", stays=True, num_tokens=num_tokens).endpoint.name
     state = next(state for state in states if state.endpoint.name == chosen)
 
-    assert state.placed <= placed_max(sum(placed), len(placed), LIMITS)
+    assert state.placed <= placed_max(sum(placed), len(placed))
 
 
 @settings(deadline=None)
-@given(states_, st.sampled_from([None, Strategy.LEAST_REQUEST]))
-def test_the_least_loaded_is_never_more_loaded_than_another_that_fits(states, strategy):
-    query = RouteQuery(strategy=strategy, light=True)
-    fit = [s for s in fitting(states, query)[1] if not is_saturated(s, LIMITS)]
+@given(states_)
+def test_the_least_loaded_is_never_more_loaded_than_another_that_fits(states):
+    query = RouteQuery(light=True)
+    fit = [s for s in fitting(states, query)[1] if not s.is_saturated(LIMITS)]
     if not fit:
         return
     states = fit
     chosen = choose_endpoint(Roster(states), query, limits=LIMITS, rng=Random(0)).endpoint
 
-    assert load_of(next(s for s in fit if s.endpoint == chosen)) == min(map(load_of, fit))
+    assert next(s for s in fit if s.endpoint == chosen).num_requests() == min(s.num_requests() for s in fit)

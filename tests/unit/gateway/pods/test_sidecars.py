@@ -10,7 +10,7 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.sidecars import Sidecars
-from gateway.ports import Endpoint
+from gateway.pods.state import Endpoint
 from kv_sidecar.sealed.matching import Beginnings
 from tests.kit.gateway_parts import Pods
 from tests.kit.memory_sidecar import MemorySidecar

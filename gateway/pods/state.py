@@ -1,0 +1,162 @@
+"""One pod as the gateway knows it: its addresses, its load, and the seconds that a request costs there. Pure.
+
+A pod's load is its engine's report at the last probe. This gateway corrects it by the requests that it placed there
+since, and by those that it saw end. Requests of other gateways show at the next probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from contextcache.model import ModelId
+from gateway.shares import PodTenants
+
+REQUEST_S = 8.0
+"""Seconds that a request holds its place in an engine's batch: some hundred tokens of answer."""
+BESIDE_S = 0.02
+"""Seconds that each request in a batch costs the next one: its share of steps that also compute its prompt."""
+MOVE_S = 0.1
+"""Seconds that a move costs before the first byte travels: one question to a sidecar, and the answer."""
+MOVED_TOKENS_PER_S = 8000.0
+"""Tokens of KV per second that are pulled or recomputed: 1 GB/s for an 8B model, and the prefill rate of one GPU."""
+DISK_TOKENS_PER_S = 12_000.0
+"""Tokens of KV per second that are read from disk instead of memory (bench_transfer: 1.7 GB/s)."""
+MOVE_GAIN = 1.5
+"""Factor by which a move must save more than it costs: it also stores a second copy, and the queue that the gateway
+sees is up to a second old."""
+_ROOM_SHARE = 0.8
+"""Share of a tier's limit from which a new context displaces other KV, with a probability that grows to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """Queue lengths and KV usage from which pods get fewer requests."""
+
+    saturated_waiting: int = 32
+    """Requests in a pod's queue from which turns leave their holder as soon as a move costs no more than waiting."""
+    saturated_kv_usage: float = 0.98
+    """Share of KV blocks in use from which a pod with a queue counts as saturated too."""
+    shed_waiting: int = 256
+    """Requests in every pod's queue from which the gateway refuses new ones; 0: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One vLLM pod."""
+
+    name: str
+    """Name under which sessions remember the pod as their holder."""
+    url: str
+    """Root of its HTTP API, without a trailing slash."""
+    sidecar: str = ""
+    """gRPC address of its kv-sidecar; empty: it has none."""
+    draining: bool = False
+    """True: the pod finishes its requests and gets no new ones while another pod is ready."""
+
+    address: str = field(init=False, compare=False)
+    """`host:port` of the HTTP API, the pod's name in proxies."""
+
+    def __post_init__(self) -> None:
+        """Parse the address once: every request needs it."""
+        found = urlsplit(self.url)
+        port = 443 if found.scheme == "https" else 80
+        object.__setattr__(self, "address", found.netloc if found.port else f"{found.netloc}:{port}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Metrics of vLLM at the last probe; zeros if the page lacks them."""
+
+    running: int = 0
+    """Requests being computed (`vllm:num_requests_running`)."""
+    waiting: int = 0
+    """Requests in the engine's queue (`vllm:num_requests_waiting`)."""
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use, 0 to 1 (`vllm:kv_cache_usage_perc`)."""
+    deferred: int = 0
+    """Requests in `waiting` that wait for their KV or an adapter and not for room
+    (`vllm:num_requests_waiting_by_reason`)."""
+
+
+@dataclass(slots=True, eq=False)
+class EndpointState:
+    """State of a pod now. WatchedEndpoints changes it in place: every request reads some of them."""
+
+    endpoint: Endpoint
+    ready: bool
+    models: frozenset[ModelId]
+    """Served model names; empty if the pod does not list them."""
+    in_flight: int
+    """Requests that this gateway is carrying to the pod."""
+    routed_at: int
+    """Number, among all requests of this gateway, of the last one to this pod; 0: none yet. Among equals the lowest
+    wins, so that idle pods take turns."""
+    load: EngineLoad = EngineLoad()
+    since_probe: int = 0
+    """Requests that this gateway sent since `load` was read, minus those that it saw end."""
+    fingerprint: str = ""
+    """Fingerprint of the engine's KV in the sidecar's last answer; empty: unknown."""
+    tiers: Mapping[str, float] = field(default_factory=dict)
+    """Used share of the limit of each of the sidecar's tiers; empty: there is no sidecar, or it does not answer."""
+    beginnings: int = 0
+    """Remembered beginnings of prompts that the pod has served."""
+    clock_skew_s: float | None = None
+    """The pod's clock minus this machine's, in whole seconds; None: unknown."""
+    tenants: PodTenants = field(default_factory=PodTenants)
+    """Requests in flight of each tenant."""
+    placed: int = 0
+    """New contexts that this gateway placed there lately: later requests follow them."""
+
+    def num_requests(self) -> int:
+        """Return the requests at the pod now, at least those that this gateway is carrying."""
+        return max(self.load.running + self.load.waiting + self.since_probe, self.in_flight)
+
+    def num_waiting(self) -> int:
+        """Return the requests in the pod's queue now.
+
+        With a queue at the probe, each later request joins it and each end lets one in. Without one, later requests
+        wait if they find no free KV blocks, each as large as the running ones.
+        """
+        load = self.load
+        if load.waiting:
+            return max(0, load.waiting + self.since_probe)
+        if self.since_probe <= 0 or not load.running or not load.kv_usage:
+            return 0
+        room = load.running * (1 - load.kv_usage) / load.kv_usage
+        return max(0, self.since_probe - int(room))
+
+    def is_saturated(self, limits: LoadLimits) -> bool:
+        """Return whether requests go elsewhere if another pod is as good."""
+        if not self.load.waiting:
+            return False
+        waiting = self.num_waiting()
+        return waiting >= limits.saturated_waiting or (waiting > 0 and self.load.kv_usage >= limits.saturated_kv_usage)
+
+    def is_full(self, limits: LoadLimits) -> bool:
+        """Return whether the pod gets no more requests while another pod has room."""
+        return bool(limits.shed_waiting and self.load.waiting and self.num_waiting() >= limits.shed_waiting)
+
+    def queue_s(self) -> float:
+        """Return the seconds that a new request waits for its place in the batch; each end frees one."""
+        waiting = self.num_waiting()
+        return waiting * REQUEST_S / max(1, self.load.running) if waiting else 0.0
+
+    def busy_s(self) -> float:
+        """Return the seconds that the pod's other requests cost a new one, in the queue and in the batch."""
+        return self.queue_s() + self.num_requests() * BESIDE_S
+
+    def room_s(self, num_tokens: int) -> float:
+        """Return the later cost of keeping `num_tokens` tokens' KV: a tier near its limit displaces other KV.
+
+        KV displaced from memory is read from disk again, KV displaced from disk is recomputed.
+        """
+        beyond_memory, beyond_disk = (max(0.0, self.tiers.get(name, 0.0) - _ROOM_SHARE) for name in ("host", "disk"))
+        lost_s = beyond_memory / DISK_TOKENS_PER_S + beyond_disk / MOVED_TOKENS_PER_S
+        return num_tokens * lost_s / (1 - _ROOM_SHARE)
+
+
+def move_s(num_tokens: int) -> float:
+    """Return the seconds until `num_tokens` tokens' KV is on a pod that lacks it."""
+    return MOVE_S + num_tokens / MOVED_TOKENS_PER_S
