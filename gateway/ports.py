@@ -10,16 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from contextcache.model import (
-    CacheRef,
     CacheSessionMetadata,
     ContextMode,
-    ForkedKV,
     KeptAnswer,
-    KeptGroup,
-    Manifest,
     ModelId,
     NewSession,
-    SaveOutcome,
     SessionId,
     SessionPage,
     TenantId,
@@ -136,54 +131,6 @@ class SessionDirectory(Protocol):
 
     async def is_serving(self) -> bool:
         """Return whether calls would be answered. Never raises."""
-        ...
-
-
-class KVSidecar(Protocol):
-    """The part of a kv-sidecar that a router uses. Every call raises SidecarUnavailable."""
-
-    async def get_manifest(self, tenant: TenantId, cache_ref: CacheRef) -> tuple[Manifest, str]:
-        """Return a sealed manifest and the tier that would serve it. Raises CacheRefNotFound."""
-        ...
-
-    async def wait_sealed(self, tenant: TenantId, cache_ref: CacheRef, *, timeout_ms: int) -> SaveOutcome:
-        """Return whether the KV is durable, or becomes so within the time, and if it never will, why."""
-        ...
-
-    async def touch_context(self, tenant: TenantId, session_id: SessionId, expires_at_ms: int) -> int:
-        """Move the expiry of a session's unexpired KV; return how many generations have some. Idempotent."""
-        ...
-
-    async def fork_context(
-        self,
-        tenant: TenantId,
-        sources: Sequence[CacheRef],
-        *,
-        session_id: SessionId,
-        cache_ref: CacheRef,
-        expires_at_ms: int,
-    ) -> ForkedKV | None:
-        """Give a new context the KV of the first source that is there, the same bytes; None: none is.
-
-        Raises ContextDeleted, StorageFull.
-        """
-        ...
-
-    async def delete_context(
-        self, tenant: TenantId, *, session_id: SessionId = "", cache_refs: Sequence[CacheRef] = ()
-    ) -> int:
-        """Remove the KV and return the bytes freed. Idempotent."""
-        ...
-
-    async def list_kept(self, tenant: TenantId, group: SessionId = "") -> list[KeptGroup]:
-        """Return the KV of a tenant's plain requests by conversation, or of one."""
-        ...
-
-    async def pull_context(self, tenant: TenantId, cache_refs: Sequence[CacheRef], *, peer: str) -> str:
-        """Have the sidecar fetch KV from a peer's gRPC address; it arrives in the background.
-
-        Returns `started`, `present` (here already or on its way) or `refused`.
-        """
         ...
 
 

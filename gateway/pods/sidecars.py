@@ -1,17 +1,15 @@
-"""The pods' kv-sidecars: doors to them, what KV a context has, and how to be rid of it. Knows no wire.
+"""The pods' kv-sidecars: their clients, the KV of a context, and its deletion. Knows no wire.
 
-A sidecar is never needed for an answer: one that cannot be reached is reported as such, or collects by TTL.
+No answer needs a sidecar. If one fails, the caller reports it, and the sidecar expires the KV by its TTL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from typing_extensions import override
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from contextcache.clock import Clock
 from contextcache.errors import CacheRefNotFound, CacheRefPending, ContextCacheError
@@ -20,52 +18,48 @@ from contextcache.v1 import kv_sidecar_pb2 as pb
 from gateway.metrics import Metrics
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.state import Endpoint
-from gateway.ports import KVSidecar, SessionDirectory
+from gateway.ports import SessionDirectory
+
+if TYPE_CHECKING:
+    from kv_sidecar.client import KVSidecarClient
 
 log = logging.getLogger(__name__)
 
 _SEALING_MS = 30_000
-"""Longest a save is waited for; a younger context without sealed KV is pending, an older one has none."""
+"""Age of a context, in ms, from which KV that is not sealed counts as absent, not pending."""
+_FORK_S = 2.0
+"""Seconds that a fork waits for the holder's sidecar. It links files and copies none."""
 _NO_TIER = "none"
-"""What a sidecar that cannot say names as its tier."""
-
-
+"""Tier in the answer of a sidecar that does not know it."""
 _TIERS = {number: name.removeprefix("TIER_").lower() for name, number in pb.Tier.items()}
 
 HolderState = Literal["sealed", "pending", "absent", "unreachable"]
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class KVState:
-    """What the holder's sidecar said."""
+    """State of a context's KV at its holder."""
 
     state: HolderState
     size_bytes: int | None = 0
-    """Bytes of the sealed KV, shared blocks counted whole; None: not known."""
+    """Bytes of the sealed KV, shared blocks included; None: unknown."""
     tier: str = ""
     reason: str = ""
-    """Why there is no KV of the newest generation, as a short fixed phrase; empty: there is, or nobody knows."""
+    """Reason for missing KV of the newest generation, a short fixed phrase; empty: it exists, or the reason is
+    unknown."""
 
 
-class SidecarClient(KVSidecar, Protocol):
-    """A door that can be closed, to a sidecar that can be asked how it does."""
-
-    async def stats(self, *, beginnings_after: int = 0) -> pb.StatsResponse:
-        """Return its tiers, the engine's fingerprints, and what was asked for there. Raises SidecarUnavailable."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connection."""
-        ...
+_UNREACHABLE = KVState("unreachable", size_bytes=None)
 
 
-class Sidecars(Mapping[str, KVSidecar]):
-    """Clients by the name of their endpoint; opened when first needed, closed when no endpoint has their address."""
+class Sidecars:
+    """Clients of the pods' sidecars, opened at their first call and closed when no pod has their address."""
 
     def __init__(
         self,
         endpoints: WatchedEndpoints,
-        connect: Callable[[str], SidecarClient],
+        connect: Callable[[str], KVSidecarClient],
         *,
         clock: Clock,
         metrics: Metrics,
@@ -79,58 +73,81 @@ class Sidecars(Mapping[str, KVSidecar]):
         self._metrics = metrics
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._clients: dict[str, SidecarClient] = {}
+        self._clients: dict[str, KVSidecarClient] = {}
 
-    @override
-    def __getitem__(self, name: str) -> KVSidecar:
+    def names(self) -> list[str]:
+        """Return the pods that have a sidecar."""
+        return [state.endpoint.name for state in self._endpoints.states() if state.endpoint.sidecar]
+
+    async def asked(
+        self,
+        name: str,
+        call: Callable[[KVSidecarClient], Awaitable[Answer]],
+        within_s: float,
+        *,
+        failure: str = "",
+        session_id: SessionId = "",
+    ) -> Answer | None:
+        """Return the answer of a pod's sidecar; None: the pod has none, or the call failed or took too long.
+
+        `failure`: message of the warning that is logged in the latter case.
+        """
         endpoint = self._endpoints.endpoint(name)
         if endpoint is None or not endpoint.sidecar:
-            raise KeyError(name)
-        return self._client(endpoint.sidecar)
+            return None
+        try:
+            async with asyncio.timeout(within_s):
+                return await call(self._client(endpoint.sidecar))
+        except (ContextCacheError, TimeoutError) as exc:
+            if failure:
+                fields = {"session_id": session_id, "endpoint": name, "error": type(exc).__name__}
+                log.warning(failure, extra=fields)
+            return None
 
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return (state.endpoint.name for state in self._endpoints.states() if state.endpoint.sidecar)
-
-    @override
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    async def asked_all(
+        self,
+        names: Sequence[str],
+        call: Callable[[KVSidecarClient], Awaitable[Answer]],
+        within_s: float,
+        *,
+        failure: str = "",
+        session_id: SessionId = "",
+    ) -> tuple[dict[str, Answer], list[str]]:
+        """Return the answers of several sidecars by pod, and the pods without one; see `asked`."""
+        answers = await asyncio.gather(
+            *(self.asked(name, call, within_s, failure=failure, session_id=session_id) for name in names)
+        )
+        found = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
+        return found, [name for name in names if name not in found]
 
     async def run(self) -> None:
-        """Ask all sidecars again and again until cancelled."""
+        """Poll all sidecars until cancelled."""
         while True:
             try:
                 await self.ask_all()
             except Exception:
-                # The loop must live: without it connections to pods long gone would stay.
+                # The loop must live: only it closes connections to pods that are gone.
                 self._metrics.probe_failures.inc()
                 log.exception("sidecar poll failed")
             await asyncio.sleep(self._interval_s)
 
     async def ask_all(self) -> None:
-        """Ask every sidecar once, all at the same time, and close what is no longer needed."""
-        listed = {state.endpoint.name: state.endpoint.sidecar for state in self._endpoints.states()}
-        asked = (self._ask(name, address) for name, address in listed.items() if address)
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        """Poll every sidecar once, concurrently, and close the clients of pods that are gone."""
+        found = await asyncio.gather(*map(self._ask, self.names()), return_exceptions=True)
         kept = {state.endpoint.sidecar for state in self._endpoints.states()}
-        gone = [self._clients.pop(address) for address in list(self._clients) if address not in kept]
-        await asyncio.gather(*map(self._close_one, gone))
+        await self._close([address for address in self._clients if address not in kept])
         for fault in found:
             if fault is not None:
                 raise fault
 
     async def close(self) -> None:
         """Close every connection."""
-        clients = list(self._clients.values())
-        self._clients.clear()
-        await asyncio.gather(*map(self._close_one, clients))
+        await self._close(list(self._clients))
 
-    async def _ask(self, name: str, address: str) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                after = self._endpoints.beginnings_end(name)
-                stats = await self._client(address).stats(beginnings_after=after)
-        except (ContextCacheError, TimeoutError):
+    async def _ask(self, name: str) -> None:
+        after = self._endpoints.beginnings_end(name)
+        stats = await self.asked(name, lambda client: client.stats(beginnings_after=after), self._timeout_s)
+        if stats is None:
             self._endpoints.note_sidecar(name, fingerprint="", tiers={})
             return
         tiers = {
@@ -144,26 +161,28 @@ class Sidecars(Mapping[str, KVSidecar]):
         heard = {beginning: now_ms - age for beginning, age in zip(stats.beginnings, ages_ms, strict=False)}
         self._endpoints.note_beginnings(name, heard, stats.beginnings_end)
 
-    async def _close_one(self, client: SidecarClient) -> None:
+    async def _close(self, addresses: Sequence[str]) -> None:
+        await asyncio.gather(*[self._close_one(self._clients.pop(address)) for address in addresses])
+
+    async def _close_one(self, client: KVSidecarClient) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await client.close()
         except TimeoutError:
             log.warning("sidecar connection did not close in time")
 
-    def _client(self, address: str) -> SidecarClient:
-        client = self._clients.get(address)
-        if client is None:
-            client = self._clients[address] = self._connect(address)
-        return client
+    def _client(self, address: str) -> KVSidecarClient:
+        if address not in self._clients:
+            self._clients[address] = self._connect(address)
+        return self._clients[address]
 
 
 class Holders:
-    """All sidecars by the name of their endpoint."""
+    """KV of contexts and kept conversations at the sidecars. No call raises for a sidecar."""
 
     def __init__(  # noqa: PLR0913  # one place is told everything, by name
         self,
-        sidecars: Mapping[str, KVSidecar],
+        sidecars: Sidecars,
         endpoints: WatchedEndpoints,
         directory: SessionDirectory,
         *,
@@ -172,142 +191,119 @@ class Holders:
         read_timeout_s: float = 0.5,
         delete_timeout_s: float = 5.0,
         pull_timeout_s: float = 0.2,
-        fork_timeout_s: float = 2.0,
     ) -> None:
         self._sidecars = sidecars
         self._endpoints = endpoints
         self._directory = directory
-        self._pull_timeout_s = pull_timeout_s
-        self._fork_timeout_s = fork_timeout_s
         self._clock = clock
         self._metrics = metrics
         self._read_timeout_s = read_timeout_s
         self._delete_timeout_s = delete_timeout_s
+        self._pull_timeout_s = pull_timeout_s
 
     async def kv_state(self, session: CacheSessionMetadata) -> KVState:
-        """Return what the holder's sidecar has of the newest generation. Never raises for a sidecar."""
+        """Return the state of the newest generation's KV at the holder."""
         if not session.cache_ref:
             return KVState("pending" if session.state is SessionState.CREATING else "absent")
-        sidecar = self._sidecars.get(session.holder)
-        if sidecar is None:
-            return KVState("unreachable", size_bytes=None)
-        try:
-            async with asyncio.timeout(self._read_timeout_s):
-                return await self._sealed_state(sidecar, session)
-        except (ContextCacheError, TimeoutError):
-            return KVState("unreachable", size_bytes=None)
+        found = await self._sidecars.asked(
+            session.holder, lambda client: self._sealed_state(client, session), self._read_timeout_s
+        )
+        return found or _UNREACHABLE
 
     async def kept(self, tenant: TenantId, group: SessionId = "") -> tuple[dict[str, list[KeptGroup]], list[str]]:
-        """Return the KV of a tenant's plain requests by pod, and the pods that did not say. Never raises."""
-        names = list(self._sidecars)
-        answers = await asyncio.gather(*(self._kept_at(name, tenant, group) for name in names))
-        found = {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
-        return found, [name for name in names if name not in found]
+        """Return the KV of a tenant's plain requests by pod, and the pods that did not answer."""
+        return await self._sidecars.asked_all(
+            self._sidecars.names(), lambda client: client.list_kept(tenant, group), self._read_timeout_s
+        )
 
     async def delete_kept(self, tenant: TenantId, group: SessionId) -> list[str]:
-        """Delete one conversation's KV at every pod; return the pods that could not be reached."""
-        names = list(self._sidecars)
-        freed = await asyncio.gather(*(self._delete_at(name, tenant, group) for name in names))
-        self._metrics.freed_bytes.inc(sum(count or 0 for count in freed))
-        return [name for name, count in zip(names, freed, strict=True) if count is None]
-
-    async def _kept_at(self, name: str, tenant: TenantId, group: SessionId) -> list[KeptGroup] | None:
-        try:
-            async with asyncio.timeout(self._read_timeout_s):
-                return await self._sidecars[name].list_kept(tenant, group)
-        except (ContextCacheError, TimeoutError):
-            return None
+        """Delete one conversation's KV at every pod; return the pods that did not answer."""
+        _, unreachable = await self._delete(self._sidecars.names(), tenant, group)
+        return unreachable
 
     async def start_pull(self, session: CacheSessionMetadata, *, to: Endpoint) -> None:
-        """Tell the sidecar of the pod that runs the next turn to fetch the KV from the holder's. Never raises.
+        """Tell the sidecar of the pod that runs the next turn to pull the KV from the holder's.
 
-        The session's row knows of the pod before any KV is there, so that a delete knows whom to ask. Returns once the
-        pull is accepted, so that the pod, asked a moment later, knows that bytes are coming.
+        The session's row lists the pod before any KV is there, so that a delete reaches it. Returns once the sidecar
+        has accepted the pull: the engine then knows that bytes are coming.
         """
         holder = self._endpoints.endpoint(session.holder)
-        sidecar = self._sidecars.get(to.name)
-        if sidecar is None or not session.cache_refs:
+        if not to.sidecar or not session.cache_refs:
             return
-        try:
-            async with asyncio.timeout(self._pull_timeout_s):
-                if session.holders is not None and to.name not in session.holders:
-                    await self._directory.note_holder(session.tenant, session.session_id, holder=to.name)
-                if holder is None or not holder.sidecar:
-                    return
-                outcome = await sidecar.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)
-        except (ContextCacheError, TimeoutError):
-            outcome = "unreachable"
-        self._metrics.pulls.labels(outcome).inc()
+
+        async def pulled(client: KVSidecarClient) -> str | None:
+            if session.holders is not None and to.name not in session.holders:
+                await self._directory.note_holder(session.tenant, session.session_id, holder=to.name)
+            if holder is None or not holder.sidecar:
+                return ""  # no pod to pull from
+            return await client.pull_context(session.tenant, session.cache_refs, peer=holder.sidecar)
+
+        outcome = await self._sidecars.asked(to.name, pulled, self._pull_timeout_s)
+        if outcome != "":
+            self._metrics.pulls.labels(outcome or "unreachable").inc()
 
     async def delete(self, session: CacheSessionMetadata) -> None:
-        """Delete a context's KV at every sidecar that may have some: more than its holder may have seen its turns."""
-        asked = (
-            self._delete_at(name, session.tenant, session.session_id, session.cache_refs)
-            for name in self._may_have(session)
+        """Delete a context's KV at every sidecar that may have some: its turns may have run on several pods."""
+        freed_bytes, _ = await self._delete(
+            self._may_have(session), session.tenant, session.session_id, session.cache_refs
         )
-        freed_bytes = sum([freed or 0 for freed in await asyncio.gather(*asked)])
-        self._metrics.freed_bytes.inc(freed_bytes)
         log.info("context deleted", extra={"session_id": session.session_id, "freed_bytes": freed_bytes})
 
     async def touch(self, session: CacheSessionMetadata) -> None:
-        """Have every sidecar that may have KV of a context keep it as long as the context lives. Never raises."""
-        await asyncio.gather(*(self._touch_at(name, session) for name in self._may_have(session)))
+        """Give a context's KV the expiry of the context, at every sidecar that may have some."""
+        await self._sidecars.asked_all(
+            self._may_have(session),
+            lambda client: client.touch_context(session.tenant, session.session_id, session.expires_at_ms),
+            self._read_timeout_s,
+            failure="KV lifetime not extended",
+            session_id=session.session_id,
+        )
 
     async def fork(
         self, session: CacheSessionMetadata, child: CacheSessionMetadata, cache_ref: CacheRef
     ) -> ForkedKV | None:
-        """Have the holder's sidecar give `child` the KV of `session`, under a name; return it, None where it did not.
+        """Give `child` the KV of `session` at its holder, as `cache_ref`; None: it starts without KV.
 
-        Of KV of more turns than the child has, the beginning serves it. Never raises.
+        KV of more turns than the child has serves it too, by its beginning.
         """
-        sidecar = self._sidecars.get(session.holder)
-        if sidecar is None or not session.cache_refs:
+        if not session.cache_refs:
             return None
-        try:
-            async with asyncio.timeout(self._fork_timeout_s):
-                return await sidecar.fork_context(
-                    session.tenant,
-                    session.cache_refs,
-                    session_id=child.session_id,
-                    cache_ref=cache_ref,
-                    expires_at_ms=child.expires_at_ms,
-                )
-        except (ContextCacheError, TimeoutError) as exc:
-            fields = {"session_id": child.session_id, "endpoint": session.holder, "error": type(exc).__name__}
-            log.warning("fork starts without KV", extra=fields)
-            return None
+        return await self._sidecars.asked(
+            session.holder,
+            lambda client: client.fork_context(
+                session.tenant,
+                session.cache_refs,
+                session_id=child.session_id,
+                cache_ref=cache_ref,
+                expires_at_ms=child.expires_at_ms,
+            ),
+            _FORK_S,
+            failure="fork starts without KV",
+            session_id=child.session_id,
+        )
 
     def _may_have(self, session: CacheSessionMetadata) -> list[str]:
-        """Return the sidecars to ask. All, where the row does not know, and where it knows no name that is listed.
+        """Return the sidecars that may have KV of a context: all of them, if the row names none that is listed.
 
-        A create still under way has no holder yet; pods that go by other names here than in their own settings have
-        none that is listed.
+        A create in progress has no holder yet. Pods may have other names here than in their own settings.
         """
-        known = [name for name in session.holders or () if name in self._sidecars]
-        return known or list(self._sidecars)
+        names = self._sidecars.names()
+        return [name for name in session.holders or () if name in names] or names
 
-    async def _touch_at(self, name: str, session: CacheSessionMetadata) -> None:
-        try:
-            async with asyncio.timeout(self._read_timeout_s):
-                await self._sidecars[name].touch_context(session.tenant, session.session_id, session.expires_at_ms)
-        except (ContextCacheError, TimeoutError) as exc:
-            fields = {"session_id": session.session_id, "endpoint": name, "error": type(exc).__name__}
-            log.warning("KV lifetime not extended", extra=fields)
-
-    async def _sealed_state(self, sidecar: KVSidecar, session: CacheSessionMetadata) -> KVState:
+    async def _sealed_state(self, client: KVSidecarClient, session: CacheSessionMetadata) -> KVState:
         is_coming, reason = False, ""
         try:
-            found = await _manifest_state(sidecar, session, session.cache_ref)
+            found = await _manifest_state(client, session, session.cache_ref)
         except CacheRefPending:
             is_coming = True
         else:
             if found is not None:
                 return found
-            reason = (await sidecar.wait_sealed(session.tenant, session.cache_ref, timeout_ms=0)).reason
-        # A turn just committed may still be sealing; until then the generation before it is what there is.
+            reason = (await client.wait_sealed(session.tenant, session.cache_ref, timeout_ms=0)).reason
+        # A turn just committed may still be sealing. Until then only the generation before it has KV.
         previous = session.previous_cache_ref
         try:
-            kept = await _manifest_state(sidecar, session, previous) if previous else None
+            kept = await _manifest_state(client, session, previous) if previous else None
         except CacheRefPending:
             kept = None
         if reason:
@@ -317,25 +313,29 @@ class Holders:
         is_young = self._clock.now_ms() - session.created_at_ms < _SEALING_MS
         return KVState("pending" if is_coming or is_young else "absent")
 
-    async def _delete_at(
-        self, name: str, tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef] = ()
-    ) -> int | None:
-        """Return the bytes that were freed; None: the sidecar cannot be reached, its TTL will."""
-        try:
-            async with asyncio.timeout(self._delete_timeout_s):
-                return await self._sidecars[name].delete_context(tenant, session_id=session_id, cache_refs=cache_refs)
-        except (ContextCacheError, TimeoutError) as exc:
+    async def _delete(
+        self, names: Sequence[str], tenant: TenantId, session_id: SessionId, cache_refs: Sequence[CacheRef] = ()
+    ) -> tuple[int, list[str]]:
+        """Return the freed bytes, and the pods that did not answer: their KV expires at its TTL."""
+        freed, unreachable = await self._sidecars.asked_all(
+            names,
+            lambda client: client.delete_context(tenant, session_id=session_id, cache_refs=cache_refs),
+            self._delete_timeout_s,
+            failure="KV not deleted, expires at its TTL",
+            session_id=session_id,
+        )
+        for name in unreachable:
             self._metrics.unreachable_deletes.labels(name).inc()
-            log.warning(
-                "KV not deleted, expires at its TTL",
-                extra={"session_id": session_id, "endpoint": name, "error": type(exc).__name__},
-            )
-            return None
+        freed_bytes = sum(freed.values())
+        self._metrics.freed_bytes.inc(freed_bytes)
+        return freed_bytes, unreachable
 
 
-async def _manifest_state(sidecar: KVSidecar, session: CacheSessionMetadata, cache_ref: CacheRef) -> KVState | None:
+async def _manifest_state(
+    client: KVSidecarClient, session: CacheSessionMetadata, cache_ref: CacheRef
+) -> KVState | None:
     try:
-        manifest, tier = await sidecar.get_manifest(session.tenant, cache_ref)
+        manifest, tier = await client.get_manifest(session.tenant, cache_ref)
     except CacheRefPending:
         raise
     except CacheRefNotFound:
@@ -344,5 +344,5 @@ async def _manifest_state(sidecar: KVSidecar, session: CacheSessionMetadata, cac
 
 
 def sealed_state(size_bytes: int, tier: str) -> KVState:
-    """Return the state of KV that a sidecar has."""
+    """Return the state of sealed KV."""
     return KVState("sealed", size_bytes, "" if tier == _NO_TIER else tier)

@@ -51,11 +51,32 @@ def sidecars(endpoints, opened, metrics, clock):
     return Sidecars(endpoints, connect, clock=clock, metrics=metrics)
 
 
-def test_pods_with_a_sidecar_have_a_door(sidecars, opened):
-    assert (list(sidecars), len(sidecars)) == (["a", "b"], 2)
-    assert sidecars.get("bare") is sidecars.get("unknown") is None
+async def test_a_pod_with_a_sidecar_has_one_client_and_others_have_none(sidecars, opened):
+    asked = []
+
+    async def call(client):
+        asked.append(client)
+        return "answered"
+
+    assert sidecars.names() == ["a", "b"]
+    assert await sidecars.asked("bare", call, 1) is await sidecars.asked("unknown", call, 1) is None
     assert opened == {}
-    assert sidecars["a"] is sidecars["a"] is opened["a:9001"]
+    assert await sidecars.asked("a", call, 1) == await sidecars.asked("a", call, 1) == "answered"
+    assert asked == [opened["a:9001"]] * 2
+
+
+async def test_a_call_that_fails_or_takes_too_long_answers_nothing_and_is_logged_if_wanted(sidecars, opened, caplog):
+    async def silent(client):
+        await asyncio.Event().wait()
+
+    await sidecars.ask_all()
+    opened["b:9001"].down = True
+
+    assert await sidecars.asked("a", silent, 0.001, failure="KV not deleted", session_id="ctx_1") is None
+    assert await sidecars.asked("b", lambda client: client.stats(), 1) is None
+    assert [(record.message, record.endpoint, record.session_id, record.error) for record in caplog.records] == [
+        ("KV not deleted", "a", "ctx_1", "TimeoutError")
+    ]
 
 
 async def test_what_a_sidecar_says_is_told_to_the_endpoints(sidecars, endpoints, opened):
@@ -130,7 +151,7 @@ async def test_doors_to_pods_that_are_gone_are_closed(sidecars, endpoints, opene
     await sidecars.ask_all()
     endpoints.follow([A, Endpoint("c", "http://c", "c:9001")])
 
-    assert list(sidecars) == ["a", "c"]
+    assert sidecars.names() == ["a", "c"]
     await sidecars.ask_all()
     assert {address: door.closed for address, door in opened.items()} == {
         "a:9001": False,
