@@ -8,7 +8,6 @@ the data nodes' own, or `rediss+sentinel://` with TLS to the Sentinels as to the
 
 from __future__ import annotations
 
-import logging
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +24,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
 from context_manager.settings import ManagerSettings
-from contextcache.process.settings import file_version
-
-log = logging.getLogger(__name__)
-
-_LOOK_INTERVAL_S = 1.0
-_RETRY_INTERVAL_S = 10.0
+from contextcache.process.reloaded import Reloaded, read_bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +138,15 @@ class RedisTls:
         if (cert_file is None) != (key_file is None):
             raise ValueError("the certificate and the key for Redis belong together: set both or none")
         self._ca_file, self._cert_file, self._key_file = ca_file, cert_file, key_file
-        self._on_failure = on_failure
-        self._monotonic_s = monotonic_s
-        self._version = self._versions()
-        self._look_at_s = 0.0
-        self._check()
+        named = [path for path in (ca_file, cert_file, key_file) if path is not None]
+        self._files = Reloaded(
+            *named,
+            read=lambda: self._check(named),
+            name="certificate for redis",
+            on_failure=on_failure,
+            monotonic_s=monotonic_s,
+        )
+        self._known = self._files.value
 
     def options(self) -> dict[str, Any]:
         """Return what redis-py takes."""
@@ -156,46 +154,27 @@ class RedisTls:
         return {name: str(path) for name, path in named.items() if path is not None}
 
     def has_changed(self) -> bool:
-        """Return whether the files are others than at the last call, and good. Looks at most once a second."""
-        now_s = self._monotonic_s()
-        if now_s < self._look_at_s:
-            return False
-        self._look_at_s = now_s + _LOOK_INTERVAL_S
-        version = self._versions()
-        if version == self._version:
-            return False
-        try:
-            self._check()
-        except (OSError, ValueError) as exc:
-            # The version stays, so that the files are tried again even when nobody touches them.
-            self._look_at_s = now_s + _RETRY_INTERVAL_S
-            self._on_failure()
-            log.warning("certificate for redis: reload failed, last good certificate stays", extra={"error": str(exc)})
-            return False
-        self._version = version
-        log.info("certificate for redis reloaded")
-        return True
+        """Return whether the files differ from those at the last call, and are good. Looks at most once a second."""
+        known, self._known = self._known, self._files.current()
+        return known is not self._known
 
-    def _versions(self) -> tuple[object, ...]:
-        files = (self._ca_file, self._cert_file, self._key_file)
-        return tuple(None if path is None else file_version(path) for path in files)
-
-    def _check(self) -> None:
-        for path in (self._ca_file, self._cert_file, self._key_file):
-            if path is not None:
-                # Here, because OpenSSL does not say which file it misses.
-                path.read_bytes()
+    def _check(self, paths: Sequence[Path]) -> ssl.SSLContext:
+        """Return a context of the files. Raises OSError or ValueError when they cannot serve."""
+        for path in paths:
+            # Here, because OpenSSL does not name a missing file.
+            read_bounded(path)
         try:
             context = ssl.create_default_context(cafile=None if self._ca_file is None else str(self._ca_file))
         except ssl.SSLError as exc:
             raise ValueError(f"{self._ca_file} has no PEM certificate: {exc.reason or exc}") from exc
         if self._cert_file is None:
-            return
+            return context
         try:
             context.load_cert_chain(self._cert_file, self._key_file, password="")
         except ssl.SSLError as exc:
             files = f"{self._cert_file} and {self._key_file}"
             raise ValueError(f"{files} are not a PEM certificate and its private key: {exc.reason or exc}") from exc
+        return context
 
 
 def redis_tls(settings: ManagerSettings, *, on_failure: Callable[[], None]) -> RedisTls | None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import ssl
 from pathlib import Path
 
-from contextcache.process.settings import file_version
+from contextcache.process.reloaded import Reloaded, read_bounded
 from contextcache.wire.tls import shake_hands
 from pod_injector.metrics import InjectorMetrics
-
-log = logging.getLogger(__name__)
 
 _NO_PASSWORD = ""
 """Without one OpenSSL would ask for it on the terminal, and wait."""
@@ -25,44 +21,28 @@ class Certificate:
 
     def __init__(self, cert_file: Path, key_file: Path, metrics: InjectorMetrics) -> None:
         """Read the files. Raises OSError, of which `ssl.SSLError` is one, when they are no certificate and its key."""
-        self._files = (cert_file, key_file)
+        self._paths = (cert_file, key_file)
         self._metrics = metrics
         self.context = _context(ssl.PROTOCOL_TLS_SERVER)
-        self._versions = self._seen()
-        self._load()
+        self._files = Reloaded(
+            *self._paths, read=self._load, name="certificate", on_failure=metrics.certificate_reload_failures.inc
+        )
 
     def reload(self) -> bool:
         """Read the files again if they changed; return whether they did. Bad ones are counted and not used."""
-        seen = self._seen()
-        if seen == self._versions:
-            return False
-        try:
-            self._load()
-        except OSError as exc:
-            # The version stays, so that they are tried again.
-            self._metrics.certificate_reload_failures.inc()
-            log.warning("certificate reload failed, last good certificate stays", extra={"error": str(exc)})
-            return False
-        self._versions = seen
-        log.info("certificate reloaded")
-        return True
+        return self._files.look()
 
     async def watch(self, interval_s: float) -> None:
         """Look at the files every `interval_s` seconds, until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            await asyncio.to_thread(self.reload)
+        await self._files.follow(interval_s)
 
     def _load(self) -> None:
-        for file in self._files:
-            file.open("rb").close()  # ssl would not say which one is missing
+        for file in self._paths:
+            read_bounded(file)  # OpenSSL does not name a missing file
         # First elsewhere: with a key that is another's the context in use would be left with half of each.
-        expires_at_s = _expires_at_s(*self._files)
-        self.context.load_cert_chain(*self._files, password=_NO_PASSWORD)
+        expires_at_s = _expires_at_s(*self._paths)
+        self.context.load_cert_chain(*self._paths, password=_NO_PASSWORD)
         self._metrics.certificate_expiry.set(expires_at_s)
-
-    def _seen(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(file_version, self._files))
 
 
 def _context(protocol: int) -> ssl.SSLContext:

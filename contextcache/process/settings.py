@@ -97,13 +97,3 @@ def read_secret(path: Path) -> bytes:
     if len(secret) < 32:
         raise ValueError(f"secret file {path} has {len(secret)} bytes; it needs at least 32")
     return secret
-
-
-def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return what differs once the file has changed; None when it cannot be had."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    # The inode too: a mounted Secret or ConfigMap is replaced by switching a link.
-    return found.st_mtime_ns, found.st_size, found.st_ino

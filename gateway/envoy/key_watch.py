@@ -5,20 +5,17 @@ A broken file changes nothing, as in the gateway: the last good keys stay, and t
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from pathlib import Path
 from typing import Self
 
-from contextcache.process.settings import file_version
+from contextcache.process.reloaded import Reloaded
 from gateway.envoy.api_keys import discovered
 from gateway.envoy.settings import EnvoySettings
 from gateway.tenants.keys import read_digests
 
 log = logging.getLogger(__name__)
-
-_INTERVAL_S = 1.0
 
 
 class KeyWatch:
@@ -28,11 +25,8 @@ class KeyWatch:
         """Write it for the first time. Raises ValueError when the key file is broken, OSError."""
         self._keys_file = keys_file
         self._filter_file = filter_file
-        self._version = file_version(keys_file)
-        self._failed_version: tuple[int, int, int] | None = (0, 0, 0)
-        """Of a file that could not be taken over, None: it is gone."""
         filter_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write()
+        self.file = Reloaded(keys_file, read=self._write, name="key file of envoy")
 
     @classmethod
     def of(cls, settings: EnvoySettings) -> Self:
@@ -40,25 +34,8 @@ class KeyWatch:
         return cls(Path(settings.api_keys_file), Path(settings.api_keys_filter_file))
 
     async def follow(self) -> None:
-        """Look for changes until cancelled."""
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            await asyncio.to_thread(self.look)
-
-    def look(self) -> None:
-        """Write the filter anew if the key file is another one than at the last look."""
-        version = file_version(self._keys_file)
-        if version == self._version:
-            return
-        try:
-            self._write()
-        except (OSError, ValueError) as exc:
-            # Tried again at every look, told once.
-            if version != self._failed_version:
-                log.warning("key file rejected, Envoy keeps the last good keys", extra={"error": str(exc)})
-            self._failed_version = version
-        else:
-            self._version = version
+        """Write the filter anew whenever the key file has changed, until cancelled."""
+        await self.file.follow()
 
     def _write(self) -> None:
         """Publish at once: Envoy reads the file when it is moved to its place."""

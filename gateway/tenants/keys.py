@@ -7,13 +7,10 @@ logged.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
-import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -23,7 +20,7 @@ from typing import Any, TypeVar
 from contextcache.errors import Unauthorized
 from contextcache.model import ContextMode, TenantId, UsageFormat
 from contextcache.names import KEY_NAME_PATTERN, TENANT_PATTERN
-from contextcache.process.settings import file_version
+from contextcache.process.reloaded import Reloaded, read_bounded
 from gateway.kept import Plain
 from gateway.metrics import Metrics
 from gateway.ports import Caller
@@ -40,8 +37,6 @@ _KEY_HEADER = "x-api-key"
 """Where Anthropic's clients put their key."""
 KEY_HEADERS = frozenset({_BEARER_HEADER, _KEY_HEADER})
 """Headers that hold a key of ours: they end here."""
-_RECHECK_S = 0.9
-"""Time between two looks at the file: with the time to read it, a change takes effect within a second."""
 KEY_BYTES_MAX = 1024
 """Longer ones are nobody's: who has no key chooses what is hashed here, and in Envoy."""
 _SPACES = " \t"
@@ -50,8 +45,6 @@ KEY_NEEDED = "no API key: send Authorization: Bearer <key> or X-Api-Key: <key>"
 KEY_UNKNOWN = "unknown API key"
 _FILE_BYTES_MAX = 16 << 20
 """A hundred thousand keys."""
-_GONE = (0, 0, 0)
-"""Version of a file that is not there."""
 _NAME_CHARS = 8
 """Of a digest that stands for the name of a key without one."""
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
@@ -74,17 +67,14 @@ class SingleTenant:
 
 
 class KeyFile:
-    """Keys from a file. While `run` runs a change takes effect within a second; a broken file changes nothing."""
+    """Keys from a file. While `run` runs, a change takes effect within a second; a broken file changes nothing."""
 
     def __init__(self, path: Path, *, metrics: Metrics) -> None:
         """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
-        self._path = path
         self._metrics = metrics
-        self._version: tuple[int, int, int] | None = file_version(path)
-        self._failed_version: tuple[int, int, int] | None = None
-        """Of a file that could not be read; None: the last one could."""
-        self._callers = _read_callers(path)
-        self._key_names = _by_tenant(self._callers)
+        self.file = Reloaded(
+            path, read=lambda: _Keys(_read_callers(path)), name="key file", on_failure=metrics.key_reload_failures.inc
+        )
 
     def caller_of(self, headers: Mapping[str, str]) -> Caller:
         """Return whose key `Authorization: Bearer <key>` or `X-Api-Key: <key>` is. Raises Unauthorized.
@@ -95,7 +85,7 @@ class KeyFile:
         """
         try:
             digest = hashlib.sha256(_key_in(headers).encode("utf-8", "surrogateescape")).digest()
-            caller = self._callers[digest]
+            caller = self.file.value.callers[digest]
         except KeyError:
             self._metrics.auth_failures.inc()
             raise Unauthorized(KEY_UNKNOWN) from None
@@ -107,36 +97,18 @@ class KeyFile:
 
     def key_names(self) -> Mapping[TenantId, Sequence[str]]:
         """Return the tenants in the order of their names, each with the names of its keys."""
-        return self._key_names
+        return self.file.value.names
 
     async def run(self) -> None:
-        """Look at the file again and again until cancelled; in a thread, because reading a large one takes a while."""
-        while True:
-            await asyncio.sleep(_RECHECK_S)
-            try:
-                await asyncio.to_thread(self.reload_if_changed)
-            except Exception:
-                # The loop must live: without it a key that was taken back would be good for ever.
-                self._metrics.key_reload_failures.inc()
-                log.exception("key file check failed")
+        """Follow the file until cancelled."""
+        await self.file.follow()
 
-    def reload_if_changed(self) -> None:
-        """Read the file again if it is another than before; what it says counts whole, or not at all."""
-        version = file_version(self._path)
-        if version == self._version:
-            return
-        try:
-            callers = _read_callers(self._path)
-            self._callers, self._key_names = callers, _by_tenant(callers)
-        except (OSError, ValueError) as exc:
-            # It may be half written: read again until it is good, told once for each state it was seen in.
-            if (version or _GONE) != self._failed_version:
-                self._metrics.key_reload_failures.inc()
-                log.warning("key file reload failed, last good keys stay", extra={"error": str(exc)})
-            self._version, self._failed_version = None, version or _GONE
-        else:
-            self._version, self._failed_version = version, None
-            log.info("key file reloaded", extra={"num_keys": len(self._callers)})
+
+class _Keys:
+    """Callers by the digest of their key, and the names of each tenant's keys."""
+
+    def __init__(self, callers: Mapping[bytes, Caller]) -> None:
+        self.callers, self.names = callers, _by_tenant(callers)
 
 
 def _by_tenant(callers: Mapping[bytes, Caller]) -> dict[TenantId, list[str]]:
@@ -184,7 +156,7 @@ def _key_in(headers: Mapping[str, str]) -> str:
 def _read_callers(path: Path) -> dict[bytes, Caller]:
     """Return who calls with which key, by its digest."""
     try:
-        parsed = json.loads(_read_file(path), object_pairs_hook=_without_repetition)
+        parsed = json.loads(read_bounded(path, _FILE_BYTES_MAX), object_pairs_hook=_without_repetition)
     except (RecursionError, ValueError) as exc:
         raise ValueError(f"{path} is not JSON, or larger than {_FILE_BYTES_MAX} bytes") from exc
     entries = parsed.get("keys") if isinstance(parsed, dict) else None
@@ -200,17 +172,6 @@ def _read_callers(path: Path) -> dict[bytes, Caller]:
         if callers.setdefault(digest, known.setdefault(caller, caller)) != caller:
             raise ValueError(f"{path}: key {number} appears twice with different fields")
     return callers
-
-
-def _read_file(path: Path) -> bytes:
-    # Without waiting: a pipe under this name would stop the gateway for as long as nobody writes into it.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a regular file")
-        data = file.read(_FILE_BYTES_MAX + 1)
-    if len(data) > _FILE_BYTES_MAX:
-        raise ValueError("too large")
-    return data
 
 
 def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -17,13 +17,12 @@ Rules:
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -34,17 +33,16 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, StringConstraints, Type
 from contextcache.errors import KeyNotAtHand
 from contextcache.model import TenantId
 from contextcache.names import TENANT_PATTERN
-from contextcache.process.settings import file_version
+from contextcache.process.reloaded import Reloaded, read_bounded
 from kv_sidecar.tiers.store import Buffer
-
-log = logging.getLogger(__name__)
 
 MAGIC = b"context-cache-sealed-1\n"
 """First bytes of an encrypted object; no safetensors file begins so."""
 _KEY_BYTES, _NONCE_BYTES, _TAG_BYTES, _ID_BYTES_MAX = 32, 12, 16, 32
 OVERHEAD_BYTES_MAX = len(MAGIC) + 1 + _ID_BYTES_MAX + _NONCE_BYTES + _TAG_BYTES
 _OTHERS = "*"
-_LOOK_INTERVAL_S = 1.0
+_FILE_BYTES_MAX = 16 << 20
+"""A hundred thousand tenants."""
 _DERIVED_MAX = 4096
 """Tenants whose derived keys are remembered."""
 
@@ -96,37 +94,25 @@ class StoreKeys:
 
     def __init__(self, path: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """Read the file. Raises ValueError when it is broken, OSError when it cannot be read."""
-        self._path = path
-        self._monotonic_s = monotonic_s
-        self._version = file_version(path)
-        self._keys = _read(path)
-        self._look_at_s = monotonic_s() + _LOOK_INTERVAL_S
-        self._derived: dict[TenantId, tuple[TenantKey, ...]] = {}
+        self._file = Reloaded(path, read=lambda: _Keys(_read(path), {}), name="store key file", monotonic_s=monotonic_s)
 
     def of(self, tenant: TenantId) -> Sequence[TenantKey]:
         """Return a tenant's keys, the one that writes first; none: its KV stays out of the store."""
-        if self._monotonic_s() >= self._look_at_s:
-            self._look()
-        known = self._derived.get(tenant)
+        keys, derived = self._file.current()
+        known = derived.get(tenant)
         if known is None:
-            known = tuple(_derived(tenant, key) for key in self._keys.get(tenant, self._keys.get(_OTHERS, ())))
-            if len(self._derived) >= _DERIVED_MAX:
-                self._derived = {}
-            self._derived[tenant] = known
+            known = tuple(_derived(tenant, key) for key in keys.get(tenant, keys.get(_OTHERS, ())))
+            if len(derived) >= _DERIVED_MAX:
+                derived.clear()
+            derived[tenant] = known
         return known
 
-    def _look(self) -> None:
-        self._look_at_s = self._monotonic_s() + _LOOK_INTERVAL_S
-        version = file_version(self._path)
-        if version == self._version:
-            return
-        try:
-            keys = _read(self._path)
-        except (OSError, ValueError) as exc:
-            log.warning("store key file reload failed, last good keys stay", extra={"error": str(exc)})
-        else:
-            self._version, self._keys, self._derived = version, keys, {}
-            log.info("store keys reloaded", extra={"num_tenants": len(keys)})
+
+class _Keys(NamedTuple):
+    """Keys of one content of the file by tenant, and the keys derived from them."""
+
+    given: Mapping[str, Sequence[_Key]]
+    derived: dict[TenantId, tuple[TenantKey, ...]]
 
 
 def key_id_of(data: memoryview) -> str | None:
@@ -158,7 +144,7 @@ def opened(keys: Sequence[TenantKey] | None, name: str, data: memoryview) -> Buf
 
 def _read(path: Path) -> Mapping[str, Sequence[_Key]]:
     try:
-        found = _FILE.validate_json(path.read_bytes())
+        found = _FILE.validate_json(read_bounded(path, _FILE_BYTES_MAX))
     except ValidationError as exc:
         fault = exc.errors(include_input=False, include_url=False, include_context=False)[0]
         raise ValueError(f"the store's key file is not valid: {fault['type']}") from None

@@ -95,7 +95,7 @@ class Door:
         return int(line.split()[-1])
 
     async def has_warned(self) -> bool:
-        return "key file rejected" in self.log.read_text()
+        return "key file of envoy reload failed" in self.log.read_text()
 
     async def until(self, status: int, headers: Headers) -> None:
         await until(

@@ -35,7 +35,7 @@ def of(*keys: str) -> str:
 def test_the_filter_is_there_at_once_and_follows_the_file(watch, keys_file, filter_file):
     before = filter_file.read_text()
     write_keys(keys_file, {"second": "demo", "third": "other"})
-    watch.look()
+    watch.file.look()
 
     assert before == of("first")
     assert filter_file.read_text() == of("third", "second")
@@ -44,7 +44,7 @@ def test_the_filter_is_there_at_once_and_follows_the_file(watch, keys_file, filt
 
 def test_a_look_at_the_same_file_writes_nothing(watch, filter_file):
     before = filter_file.stat().st_mtime_ns, filter_file.stat().st_ino
-    watch.look()
+    watch.file.look()
 
     assert (filter_file.stat().st_mtime_ns, filter_file.stat().st_ino) == before
 
@@ -52,16 +52,16 @@ def test_a_look_at_the_same_file_writes_nothing(watch, filter_file):
 def test_a_broken_or_missing_file_keeps_the_last_good_keys_and_is_told_once(watch, keys_file, filter_file, caplog):
     keys_file.write_text("{")
     for _ in range(3):
-        watch.look()
+        watch.file.look()
     keys_file.unlink()
     for _ in range(3):
-        watch.look()
+        watch.file.look()
 
     assert filter_file.read_text() == of("first")
     assert len(caplog.records) == 2
 
     write_keys(keys_file, {"second": "demo"})
-    watch.look()
+    watch.file.look()
 
     assert filter_file.read_text() == of("second")
 
@@ -69,9 +69,9 @@ def test_a_broken_or_missing_file_keeps_the_last_good_keys_and_is_told_once(watc
 def test_what_could_not_be_written_is_written_at_the_next_look(watch, keys_file, filter_file):
     write_keys(keys_file, {"second": "demo"})
     filter_file.with_suffix(".new").mkdir()
-    watch.look()
+    watch.file.look()
     filter_file.with_suffix(".new").rmdir()
-    watch.look()
+    watch.file.look()
 
     assert filter_file.read_text() == of("second")
 

@@ -43,7 +43,7 @@ class Watched:
         self.keys = KeyFile(path, metrics=self.metrics)
 
     def tenant(self, key: str) -> str | None:
-        self.keys.reload_if_changed()
+        self.keys.file.look()
         try:
             return self.keys.caller_of({"authorization": f"Bearer {key}"}).tenant
         except Unauthorized:
@@ -126,7 +126,7 @@ def test_a_key_is_found_by_its_digest_and_compared_with_no_other(tmp_path):
     """Seen failing before: each of the thousand was compared, 6 ms of the loop for a hundred thousand."""
     write_keys(tmp_path / "keys.json", {f"key-{number}": f"tenant-{number % 7}" for number in range(1000)})
     watched = Watched(tmp_path / "keys.json")
-    watched.keys._callers = Unlistable(watched.keys._callers)
+    watched.keys.file.value.callers = Unlistable(watched.keys.file.value.callers)
 
     for key, tenant in (("key-0", "tenant-0"), ("key-999", "tenant-5"), ("nobodys", None)):
         assert watched.tenant(key) == tenant

@@ -1,10 +1,8 @@
 """Keys belong to tenants, and the file may change under a running gateway."""
 
-import asyncio
 import hashlib
 import json
 import os
-import threading
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -138,37 +136,10 @@ def test_a_changed_file_counts(keys, tmp_path):
     write_keys(tmp_path / "keys.json", {"a-new-key": "demo"})
 
     assert tenant(keys, KEY) == "demo"
-    keys.reload_if_changed()
+    keys.file.look()
     with pytest.raises(Unauthorized):
         tenant(keys, KEY)
     assert tenant(keys, "a-new-key") == "demo"
-
-
-@pytest.mark.looptime
-async def test_the_file_is_looked_at_within_every_second_and_never_on_the_loop(keys, tmp_path):
-    """Seen failing before: a large file was read and parsed by the request that found it changed."""
-    loop, looked, reload = asyncio.get_running_loop(), asyncio.Event(), keys.reload_if_changed
-    threads = []
-
-    def look():
-        threads.append(threading.get_ident())
-        reload()
-        loop.call_soon_threadsafe(looked.set)
-        if len(threads) == 1:
-            raise RuntimeError("a fault of our own")
-
-    keys.reload_if_changed = look
-    running = asyncio.create_task(keys.run())
-    await looked.wait()
-    looked.clear()
-    write_keys(tmp_path / "keys.json", {"a-new-key": "demo"})
-    before_s = loop.time()
-    await looked.wait()
-    running.cancel()
-
-    assert loop.time() - before_s < 1
-    assert tenant(keys, "a-new-key") == "demo"
-    assert threading.get_ident() not in threads
 
 
 def test_a_replaced_file_of_the_same_size_and_time_counts(keys, tmp_path):
@@ -178,7 +149,7 @@ def test_a_replaced_file_of_the_same_size_and_time_counts(keys, tmp_path):
     os.utime(tmp_path / "next.json", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (tmp_path / "next.json").stat().st_size == before.st_size
     (tmp_path / "next.json").replace(path)
-    keys.reload_if_changed()
+    keys.file.look()
 
     assert tenant(keys, KEY) == "else"
 
@@ -189,7 +160,7 @@ def test_a_replaced_file_of_the_same_size_and_time_counts(keys, tmp_path):
 def test_a_broken_or_vanished_file_keeps_the_last_good_keys(keys, tmp_path, metrics, content):
     path = tmp_path / "keys.json"
     path.unlink() if content is None else path.write_text(content)
-    keys.reload_if_changed()
+    keys.file.look()
 
     assert tenant(keys, KEY) == "demo"
     assert metrics.registry.get_sample_value("contextcache_gateway_key_reload_failures_total") == 1
@@ -197,9 +168,9 @@ def test_a_broken_or_vanished_file_keeps_the_last_good_keys(keys, tmp_path, metr
 
 def test_a_repaired_file_counts_again(keys, tmp_path):
     (tmp_path / "keys.json").write_text("{")
-    keys.reload_if_changed()
+    keys.file.look()
     write_keys(tmp_path / "keys.json", {"a-new-key": "third"})
-    keys.reload_if_changed()
+    keys.file.look()
 
     assert tenant(keys, "a-new-key") == "third"
 
