@@ -22,7 +22,7 @@ from contextcache.convert import (
 )
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
-from contextcache.wire.servers import GrpcServer
+from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import NO_TRACER, Tracer
 
@@ -205,12 +205,6 @@ def manager_server(
     tls: WatchedTls | None = None,
 ) -> GrpcServer:
     """Return a bound server of `manager`, not started yet. Raises OSError when the address is taken."""
-    service = ContextManagerService(manager)
-    return GrpcServer(
-        addresses=[listen],
-        service_name=SERVICE_NAME,
-        add_service=lambda server: pb_grpc.add_ContextManagerServiceServicer_to_server(service, server),
-        max_concurrent_rpcs=max_concurrent_rpcs,
-        tracer=tracer,
-        tls=tls,
-    )
+    server = plain_server(tls=tls, max_concurrent_rpcs=max_concurrent_rpcs, tracer=tracer)
+    pb_grpc.add_ContextManagerServiceServicer_to_server(ContextManagerService(manager), server)
+    return GrpcServer(server, service_name=SERVICE_NAME, addresses=[listen], tls=tls)

@@ -15,7 +15,7 @@ from contextcache.errors import InvalidRequest
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2_grpc as pb_grpc
 from contextcache.wire.rpc import FRAME_BYTES
-from contextcache.wire.servers import GrpcServer
+from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tracing import NO_TRACER, Tracer
 from kv_sidecar.client import SERVICE_NAME
 from kv_sidecar.forking import NewFork
@@ -307,15 +307,10 @@ class KVSidecarServicer(pb_grpc.KVSidecarServiceServicer):
 
 def serve(sidecar: Sidecar, addresses: list[str], *, tracer: Tracer = NO_TRACER) -> GrpcServer:
     """Return a server for `sidecar`, bound and not yet started. Raises OSError when an address is taken."""
-    servicer = KVSidecarServicer(sidecar)
-    return GrpcServer(
-        addresses=addresses,
-        service_name=SERVICE_NAME,
-        add_service=lambda server: pb_grpc.add_KVSidecarServiceServicer_to_server(servicer, server),
-        max_concurrent_rpcs=sidecar.settings.max_concurrent_rpcs,
-        tracer=tracer,
-        tls=sidecar.tls,
-    )
+    calls_max = sidecar.settings.max_concurrent_rpcs
+    server = plain_server(tls=sidecar.tls, max_concurrent_rpcs=calls_max, tracer=tracer)
+    pb_grpc.add_KVSidecarServiceServicer_to_server(KVSidecarServicer(sidecar), server)
+    return GrpcServer(server, service_name=SERVICE_NAME, addresses=addresses, tls=sidecar.tls)
 
 
 def _in_slot(block: FetchedBlock) -> pb.LoadBlocksResponse:

@@ -1,4 +1,4 @@
-"""How our gRPC servers start, map errors, report health and stop, and who may connect where TLS is mutual."""
+"""gRPC servers: start and stop, errors as status, health, and the check of callers where TLS is mutual."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -21,106 +21,100 @@ from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer
 
 log = logging.getLogger(__name__)
 
-# A string: the generics exist in the stubs only.
+# Strings: the generics exist in the stubs only.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 CONNECTION_OPTIONS: list[tuple[str, Any]] = [
     # gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
-    # Those without a word, or without a certificate, count until then; a client of ours has one connection.
+    # Connections without a request or a certificate count until the handshake times out. A client opens one.
     ("grpc.max_allowed_incoming_connections", 4096),
+    # gRPC's default would share a taken port with its owner, and each would get half of the calls.
+    ("grpc.so_reuseport", 0),
 ]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *CHANNEL_OPTIONS,
     *CONNECTION_OPTIONS,
-    # Below the clients' 12 s keepalive, so that their pings are never answered with GOAWAY.
+    # Below the clients' keepalive of 12 s, so that a ping never gets a GOAWAY.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # gRPC's default would share a taken port with whoever has it and let each get half of the calls.
-    ("grpc.so_reuseport", 0),
 ]
-
-
 CALL_TIMEOUT_S = 600.0
-"""Longest call of our services. Ours name shorter deadlines; a stranger who names none must not hold a stream, and
-what it has taken of the few there are, for ever."""
+"""Maximum duration of a call. Our clients set shorter deadlines. A client without a deadline must not hold a stream,
+and a place among the concurrent calls, forever."""
+
+_KINDS: tuple[tuple[str, Callable[..., Method]], ...] = (
+    ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    ("stream_stream", grpc.stream_stream_rpc_method_handler),
+)
 
 
-class ErrorMapping(grpc.aio.ServerInterceptor):
-    """What every call of ours has around it: its span, if its trace is kept; its errors as status and metadata; an end.
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Runs a block around every call, of every kind. Calls of unknown methods stay as they are."""
+
+    def around(self, context: Context, details: grpc.HandlerCallDetails) -> AbstractAsyncContextManager[None]:
+        """Return the block. It may end the call by `context.abort`."""
+        raise NotImplementedError
+
+    @override
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Method | None:
+        """Wrap the method's behaviour."""
+        method = await continuation(handler_call_details)
+        for kind, make in _KINDS:
+            if behaviour := getattr(method, kind, None):
+                wrapped = self._wrapped(behaviour, handler_call_details)
+                return make(wrapped, method.request_deserializer, method.response_serializer)
+        return method
+
+    def _wrapped(self, behaviour: Callable[..., Any], details: grpc.HandlerCallDetails) -> Callable[..., Any]:
+        async def answering(request: Any, context: Context) -> Any:
+            async with self.around(context, details):
+                return await behaviour(request, context)
+
+        async def streaming(request: Any, context: Context) -> None:
+            # Written here rather than yielded, so that the block covers the wait for a slow reader.
+            async with self.around(context, details), aclosing(behaviour(request, context)) as messages:
+                async for message in messages:
+                    await context.write(message)
+
+        # Some streams write their answers themselves, as gRPC's own Health.Watch does.
+        return streaming if inspect.isasyncgenfunction(behaviour) else answering
+
+
+class ErrorMapping(CallInterceptor):
+    """Gives every call a time limit, a span if its trace is kept, and errors as status and metadata.
 
     No trace begins here.
     """
 
     def __init__(self, *, call_timeout_s: float = CALL_TIMEOUT_S, tracer: Tracer = NO_TRACER) -> None:
-        """`call_timeout_s`: longest call, whatever deadline the caller names."""
+        """`call_timeout_s`: maximum duration of a call, whatever deadline its client sets."""
         self._call_timeout_s = call_timeout_s
         self._tracer = tracer
 
     @override
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's behaviour; unknown methods (None) stay as they are."""
-        method = await continuation(handler_call_details)
-        if method is None:
-            return method
-        call = _Call(self._tracer, handler_call_details, self._call_timeout_s)
-        coders = (method.request_deserializer, method.response_serializer)
-        if method.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(call.answering(method.unary_unary), *coders)
-        if method.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(call.answering(method.stream_unary), *coders)
-        behaviour: Any = method.unary_stream or method.stream_stream
-        # Some write their answers themselves, as gRPC's own Health.Watch does.
-        wrapped = call.streaming(behaviour) if inspect.isasyncgenfunction(behaviour) else call.answering(behaviour)
-        if method.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(wrapped, *coders)
-        return grpc.stream_stream_rpc_method_handler(wrapped, *coders)
-
-
-class _Call:
-    """One call's behaviour inside what every call has."""
-
-    def __init__(self, tracer: Tracer, details: grpc.HandlerCallDetails, timeout_s: float) -> None:
-        self._tracer = tracer
-        self._details = details
-        self._timeout_s = timeout_s
-
-    def answering(self, behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with self._mapped(context):
-                return await behaviour(request, context)
-
-        return call
-
-    def streaming(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            # Written here rather than yielded: a reader who does not read is waited for inside the timeout.
-            async with self._mapped(context), aclosing(behaviour(request, context)) as messages:
-                async for message in messages:
-                    await context.write(message)
-
-        return call
-
     @asynccontextmanager
-    async def _mapped(self, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    async def around(self, context: Context, details: grpc.HandlerCallDetails) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                with self._span():
+            async with asyncio.timeout(self._call_timeout_s):
+                with self._span(details):
                     yield
         except ContextCacheError as exc:
             await context.abort(status_of(exc), exc.message, error_metadata(exc))
         except TimeoutError:
-            await _end_overlong(context)
+            log.warning("call ended at its time limit", extra={"peer": context.peer()})
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call reached the server's time limit")
 
-    def _span(self) -> AbstractContextManager[object]:
-        if self._tracer is NO_TRACER:
-            return nullcontext()
-        sent = (value for key, value in self._details.invocation_metadata or () if key == TRACEPARENT)
+    def _span(self, details: grpc.HandlerCallDetails) -> AbstractContextManager[object]:
+        sent = (value for key, value in details.invocation_metadata or () if key == TRACEPARENT)
         parent = next(sent, "")
-        name = self._details.method.removeprefix("/")
+        name = details.method.removeprefix("/")
         service, _, method = name.rpartition("/")
         return self._tracer.continued(
             name,
@@ -130,76 +124,98 @@ class _Call:
         )
 
 
-async def _end_overlong(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    log.warning("call ended at its time limit", extra={"peer": context.peer()})
-    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the call reached the server's time limit")
+class NamedPeers(CallInterceptor):
+    """Answers only calls whose certificate carries the deployment's name: a CA may sign for others too.
+
+    A call over a Unix socket has no certificate. The file's permissions control access.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name.encode()
+
+    @override
+    @asynccontextmanager
+    async def around(self, context: Context, details: grpc.HandlerCallDetails) -> AsyncIterator[None]:
+        if not (self._name in context.auth_context().get("peer_dns", ()) or context.peer().startswith("unix:")):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the certificate does not belong to this deployment")
+        yield
 
 
-def plain_server(*, max_concurrent_rpcs: int, tracer: Tracer = NO_TRACER, tls: WatchedTls | None) -> grpc.aio.Server:
-    """Return a server as ours are, without health, reflection, services and addresses (`bind`)."""
+def plain_server(
+    *,
+    tls: WatchedTls | None,
+    max_concurrent_rpcs: int | None = None,
+    tracer: Tracer = NO_TRACER,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] | None = None,
+    options: Sequence[tuple[str, Any]] | None = None,
+) -> grpc.aio.Server:
+    """Return a server without health, reflection, services and addresses (`bind`).
+
+    `interceptors`: the default maps errors. The check of callers comes before them. `options`: see SERVER_OPTIONS.
+    """
     named = [] if tls is None else [NamedPeers(tls.server_name)]
     return grpc.aio.server(
-        interceptors=[*named, ErrorMapping(tracer=tracer)],
-        options=SERVER_OPTIONS,
+        interceptors=[*named, *([ErrorMapping(tracer=tracer)] if interceptors is None else interceptors)],
+        options=SERVER_OPTIONS if options is None else options,
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
 
 
 class GrpcServer:
-    """One grpc.aio server with health and reflection; `stop` drains within a grace period."""
+    """A server with health and reflection; `stop` drains within a grace period."""
 
     def __init__(
         self,
+        server: grpc.aio.Server,
         *,
-        addresses: Iterable[str],
         service_name: str,
-        add_service: Callable[[grpc.aio.Server], None],
-        max_concurrent_rpcs: int,
-        tracer: Tracer = NO_TRACER,
+        addresses: Iterable[str],
         tls: WatchedTls | None = None,
     ) -> None:
-        """Bind `addresses` (`127.0.0.1:0` and `unix:///path` both work). Raises OSError when one is taken.
+        """Take a `plain_server` with its service and bind `addresses`. Raises OSError when one is taken.
 
-        `tls`: callers show a certificate with the deployment's name, but over a Unix socket.
+        `127.0.0.1:0` and `unix:///path` both work. `tls`: as for the server.
         """
-        # Not inside vLLM, whose protobuf may be older than what these are generated for (`plain_server`).
+        # Not at the top: vLLM's protobuf may be older than these modules need (`plain_server`).
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        self._server = plain_server(max_concurrent_rpcs=max_concurrent_rpcs, tracer=tracer, tls=tls)
+        self._server = server
         self._states = health_pb2.HealthCheckResponse
         self._service_name = service_name
-        add_service(self._server)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names: Sequence[str] = (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self.ports = [bind(self._server, address, tls=tls) for address in addresses]
-        """Ports really bound, in the order of `addresses`."""
+        reflection.enable_server_reflection(names, server)
+        self.ports = [bind(server, address, tls=tls) for address in addresses]
+        """Bound ports, in the order of `addresses`."""
         self.is_serving = False
-        """From the start until it is told to stop."""
+        """True from `start` to `stop`."""
 
     async def start(self) -> None:
         """Serve, and report SERVING for the service and for the server as a whole."""
         await self._server.start()
-        await self._set_health(self._states.SERVING)
-        self.is_serving = True
+        await self._set_all(is_serving=True)
 
     async def stop(self, grace_s: float) -> None:
-        """Report NOT_SERVING, refuse new calls, let running ones finish for `grace_s`, then end them."""
-        self.is_serving = False
-        await self._set_health(self._states.NOT_SERVING)
+        """Report NOT_SERVING, refuse new calls, let running calls finish for `grace_s`, then end them."""
+        await self._set_all(is_serving=False)
         await self._server.stop(grace_s)
 
-    async def _set_health(self, status: Any) -> None:
+    async def set_health(self, name: str, *, is_serving: bool) -> None:
+        """Report the health of one name, of a service or of an aspect such as readiness."""
+        await self._health.set(name, self._states.SERVING if is_serving else self._states.NOT_SERVING)
+
+    async def _set_all(self, *, is_serving: bool) -> None:
+        self.is_serving = is_serving
         for name in ("", self._service_name):
-            await self._health.set(name, status)
+            await self.set_health(name, is_serving=is_serving)
 
 
 def bind(server: grpc.aio.Server, address: str, *, tls: WatchedTls | None = None) -> int:
-    """Have `server` listen on `address` and return the port. Raises OSError when it is taken.
+    """Bind `server` to `address` and return the port. Raises OSError when it is taken.
 
-    With `tls` only who has a certificate of the CA is let in, but over a Unix socket.
+    With `tls` clients must have a certificate of the CA, except over a Unix socket.
     """
     try:
         if tls is None or address.startswith("unix:"):
@@ -214,76 +230,20 @@ def bind(server: grpc.aio.Server, address: str, *, tls: WatchedTls | None = None
 
 
 def server_credentials(tls: WatchedTls) -> grpc.ServerCredentials:
-    """Return credentials that want a certificate of the CA, and use what the files hold at each handshake."""
+    """Return credentials that require a certificate of the CA, and follow the files at each handshake."""
     used = tls.current()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(used.key, used.certificate)], used.ca)
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
         # Called from a thread of gRPC's.
         nonlocal used
-        material = tls.current()
-        if material is used:
-            return None
-        used = material
-        return _configuration(tls)
+        before, used = used, tls.current()
+        return None if used is before else configuration()
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(tls),
+        configuration(),
         newer,  # type: ignore[arg-type]  # None means no change, which the stubs do not know
         require_client_authentication=True,
     )
-
-
-def _configuration(tls: WatchedTls) -> grpc.ServerCertificateConfiguration:
-    material = tls.current()
-    return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.ca)
-
-
-class NamedPeers(grpc.aio.ServerInterceptor):
-    """Answers only calls whose certificate carries the deployment's name; a CA may sign for others too.
-
-    Calls over a Unix socket have none: who may open the file may call.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name.encode()
-
-    @override
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Method | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Method | None:
-        """Wrap the method's behaviour, whatever its kind; unknown methods (None) stay as they are."""
-        method = await continuation(handler_call_details)
-        if method is None:
-            return None
-        for kind, make in _KINDS:
-            behaviour = getattr(method, kind)
-            if behaviour:
-                return make(self._guarded(behaviour), method.request_deserializer, method.response_serializer)
-        return method
-
-    def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await self._check(context)
-            return await behaviour(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await self._check(context)
-            async for message in behaviour(request, context):
-                yield message
-
-        return stream if inspect.isasyncgenfunction(behaviour) else call
-
-    async def _check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if self._name in context.auth_context().get("peer_dns", ()) or context.peer().startswith("unix:"):
-            return
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the certificate does not belong to this deployment")
-
-
-_KINDS: tuple[tuple[str, Callable[..., Method]], ...] = (
-    ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    ("stream_stream", grpc.stream_stream_rpc_method_handler),
-)

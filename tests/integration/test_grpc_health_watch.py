@@ -8,7 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contextcache.wire.channels import open_channel
-from contextcache.wire.servers import GrpcServer
+from contextcache.wire.servers import GrpcServer, plain_server
 from contextcache.wire.tls import WatchedTls
 from contextcache.wire.tracing import TRACEPARENT, open_tracer
 from tests.kit.certificates import CertificateFiles
@@ -25,14 +25,8 @@ async def test_a_health_watch_tells_of_the_start_and_of_the_end(tmp_path, with_t
     tls = WatchedTls(CertificateFiles(tmp_path / "tls").files) if with_tls else None
     endpoint = f"http://127.0.0.1:{free_port()}" if traced else ""
     tracer = open_tracer(endpoint, part="x", sample_ratio=1, on_lost=lambda _num: None)
-    server = GrpcServer(
-        addresses=["127.0.0.1:0"],
-        service_name="x",
-        add_service=lambda _server: None,
-        max_concurrent_rpcs=8,
-        tracer=tracer,
-        tls=tls,
-    )
+    plain = plain_server(tls=tls, max_concurrent_rpcs=8, tracer=tracer)
+    server = GrpcServer(plain, service_name="x", addresses=["127.0.0.1:0"], tls=tls)
     await server.start()
     async with open_channel(f"127.0.0.1:{server.ports[0]}", tls=tls) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), metadata=TRACED)
