@@ -66,8 +66,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Method | None:
         """Wrap the method's behaviour."""
         method = await continuation(handler_call_details)
+        if method is None:
+            return None
         for kind, make in _KINDS:
-            if behaviour := getattr(method, kind, None):
+            if behaviour := getattr(method, kind):
                 wrapped = self._wrapped(behaviour, handler_call_details)
                 return make(wrapped, method.request_deserializer, method.response_serializer)
         return method
