@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from contextcache.beginning import num_tokens_of, prompt_affinity
 from contextcache.claim import (
     RESPONSES_PATH,
     SESSION_HEADER,
@@ -59,7 +60,6 @@ from gateway.contexts import FORKED_GENERATION, Contexts, KeptConversations, che
 from gateway.deployment import Deployment
 from gateway.kept import KEEP_HEADER, Plain, allowed, group_of
 from gateway.paths import TOKENIZER_PATHS, Kind, kind_of
-from gateway.pods.affinity import num_tokens_of, prompt_affinity
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.routing import Choice, RouteQuery
 from gateway.pods.sidecars import Holders, KVState

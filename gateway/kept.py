@@ -6,13 +6,11 @@ nothing else: what is loaded is found by tokens, so a label that is wrong, or sh
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
+from contextcache.beginning import beginning_hash, conversation_beginning
 from contextcache.claim import Claims
 from contextcache.errors import InvalidRequest
 from contextcache.model import KeptGroup, KeptMiss, SessionId, TenantId
@@ -30,12 +28,6 @@ LABEL_HEADERS = (
 )
 """What clients call their conversations: Claude Code, Codex (two spellings), OpenCode and pi, pi, litellm."""
 _LABEL_CHARS_MAX = 512
-_BEGINNING_BYTES = 64 << 10
-"""Within which the first words of a user are looked for."""
-_FIRST_MESSAGES = 8
-_PREFIX_BYTES = 1024
-"""Of each of the first messages, and of a prompt."""
-_JSON = json.JSONDecoder()
 
 
 class Plain(Enum):
@@ -61,46 +53,8 @@ def group_of(tenant: TenantId, headers: Mapping[str, str], claims: Claims, label
     label = next((headers[name] for name in (*label_headers, *LABEL_HEADERS) if headers.get(name)), "")
     if not label:
         label = claims.text("prompt_cache_key") or ""
-    start = label.encode("utf-8", "surrogatepass")[:_LABEL_CHARS_MAX] if label else b"\0" + _beginning(claims)
-    seed = f"{tenant}\0{claims.model()}\0".encode("utf-8", "surrogatepass") + start
-    return KEPT_PREFIX + hashlib.blake2b(seed, digest_size=16).hexdigest()
-
-
-def _beginning(claims: Claims) -> bytes:
-    """Return what a conversation that is sent whole each time begins with, up to the first words of its user."""
-    fields = claims.fields
-    heads = [bytes(memoryview(raw)[:_PREFIX_BYTES]) for raw in (fields.system, fields.instructions)]
-    for turns in (fields.messages, fields.input):
-        spelled = bytes(memoryview(turns)[:_BEGINNING_BYTES])
-        if spelled.startswith(b"["):
-            return b"\0".join([*heads, *_first_messages(spelled)])
-        if spelled:
-            return b"\0".join([*heads, spelled[:_PREFIX_BYTES]])
-    return b"\0".join([*heads, bytes(memoryview(fields.prompt)[:_PREFIX_BYTES])])
-
-
-def _first_messages(spelled: bytes) -> list[bytes]:
-    text, at = spelled.decode(errors="replace"), 1
-    found: list[bytes] = []
-    while len(found) < _FIRST_MESSAGES:
-        while at < len(text) and text[at] in " \t\r\n,":
-            at += 1
-        try:
-            message, at = _JSON.raw_decode(text, at)
-            told = json.dumps(_told(message), sort_keys=True)[:_PREFIX_BYTES]
-        except (ValueError, RecursionError):
-            return [*found, text[at : at + _PREFIX_BYTES].encode(errors="replace")]  # it goes on
-        found.append(told.encode())
-        if isinstance(message, dict) and message.get("role") == "user":
-            break
-    return found
-
-
-def _told(message: Any) -> Any:
-    """Return a message without what clients add to it and take away again (a cache mark moves from turn to turn)."""
-    if isinstance(message, dict):
-        return {key: _told(value) for key, value in message.items() if key != "cache_control"}
-    return [_told(part) for part in message] if isinstance(message, list) else message
+    named = label.encode("utf-8", "surrogatepass")[:_LABEL_CHARS_MAX]
+    return KEPT_PREFIX + beginning_hash(tenant, claims, named or b"\0" + conversation_beginning(claims))
 
 
 @dataclass(frozen=True, slots=True)

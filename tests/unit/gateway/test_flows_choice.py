@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from contextcache.beginning import prompt_affinity
 from contextcache.claim import read_claims
 from contextcache.errors import (
     ContextNotFound,
@@ -16,7 +17,6 @@ from contextcache.errors import (
 )
 from contextcache.identity import DESTINATION_HEADER, IDENTITY_HEADER, verify_identity
 from gateway.paths import Kind
-from gateway.pods.affinity import prompt_affinity
 from gateway.pods.endpoints import Health
 from gateway.pods.routing import ChoiceReason
 from gateway.pods.state import Endpoint, EngineLoad

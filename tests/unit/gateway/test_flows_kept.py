@@ -3,13 +3,15 @@
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 
+from contextcache.beginning import first_messages
 from contextcache.claim import TURN_PATHS
 from contextcache.errors import InvalidRequest
 from contextcache.identity import IDENTITY_HEADER, TENANT_HEADER, verify_identity
 from gateway.app import _rules
-from gateway.kept import LABEL_HEADERS, Plain, _first_messages
+from gateway.kept import LABEL_HEADERS, Plain
 from gateway.paths import Kind
 from gateway.ports import Caller
 from gateway.settings import GatewaySettings
@@ -189,7 +191,7 @@ async def test_a_message_nested_as_deep_as_a_body_may_be_has_a_group(parts, dept
 def test_messages_too_deep_to_be_told_are_taken_as_they_are_spelled():
     """Seen failing: a message of 600 levels was answered with 500."""
     spelled = b'[{"role": "user", "content": ' + b"[" * 900 + b"]" * 900 + b"}]"
-    assert _first_messages(spelled)
+    assert first_messages(msgspec.Raw(spelled))
 
 
 async def test_a_conversation_whose_pod_refuses_it_has_its_kv_fetched_from_that_pod_s_sidecar(parts):

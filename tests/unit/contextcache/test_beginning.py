@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from contextcache.beginning import prompt_affinity
 from contextcache.claim import read_claims
-from gateway.pods.affinity import prompt_affinity
 
 
 def affinity(tenant, body):
@@ -52,3 +52,12 @@ def test_a_body_without_a_beginning_has_no_wish(body):
 
 def test_nothing_of_the_text_is_kept():
     assert len(affinity("demo", {"prompt": "secret \ud800"})) == 32
+
+
+def test_a_cache_mark_that_moves_keeps_a_conversation_on_its_pod():
+    text = [{"type": "text", "text": "Be brief."}]
+    marked = [text[0] | {"cache_control": {"type": "ephemeral"}}]
+
+    assert affinity("demo", {"messages": [{"role": "system", "content": marked}]}) == affinity(
+        "demo", {"messages": [{"role": "system", "content": text}]}
+    )
