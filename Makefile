@@ -21,9 +21,11 @@ export SEED
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-install: .venv/.installed ## install all packages into .venv, minutes at first; TORCH_INDEX=<url> if pip finds no CPU torch
+install: .venv/.installed contextcache/client/errors.py ## install all packages into .venv, minutes at first; TORCH_INDEX=<url> if pip finds no CPU torch
 .venv/.installed: pyproject.toml deploy/server/pyproject.toml requirements.lock
 	@PYTHONPATH=. $(PYTHON) -m deploy.local.install
+contextcache/client/errors.py: contextcache/errors.py $(wildcard contextcache/client/_async/*.py) deploy/client_sources.py | .venv/.installed
+	@PYTHONPATH=. $(PY) -m deploy.client_sources
 
 lock: ## lock versions and hashes of all packages; needs uv; UPGRADE=<package>
 	@PATH="$$PWD/.venv/bin:$$PATH" UPGRADE=$(UPGRADE) PYTHONPATH=. $(PYTHON) -m deploy.lock

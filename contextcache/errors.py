@@ -1,327 +1,218 @@
-"""One tree of errors. Each class carries its stable code and the HTTP and gRPC status it travels under. Pure.
+"""The only tree of errors. A class has a stable code, and the HTTP and gRPC status that carries it. Pure.
 
-Rules: foreign exceptions are mapped once, in the adapter that meets them (`raise X(...) from exc`); messages
-never hold prompt text, token ids or keys; a cache fault is never the client's fault (recompute and count).
+Rules: an adapter maps a foreign exception once (`raise X(...) from exc`). A message never holds prompt text, token ids
+or keys. A cache fault is never the client's fault: recompute and count.
+
+deploy/client_sources.py makes the client's classes from the public ones. Their first lines are the meanings in
+docs/reference/errors.md.
 """
 
 from __future__ import annotations
 
 import json
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ContextCacheError(Exception):
-    """Base of the family.
-
-    `grpc_status` is the name of a status of gRPC's: this file imports no wire (wire/rpc.py looks it up). `param` names
-    the request field at fault (OpenAI's `error.param`); `retry_after_s` becomes `Retry-After`.
-    """
+    """A fault of the gateway."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"
+    """Name of a gRPC status: this module imports no wire library (wire/rpc.py looks it up)."""
+    is_public: ClassVar[bool] = True
+    """Whether a client can get the code; False: only processes of ours exchange it."""
+
+    def __init_subclass__(  # type: ignore[explicit-override]  # a build loads this file without typing-extensions
+        cls, *, code: str = "", http: int = 0, grpc: str = "", public: bool | None = None, **others: Any
+    ) -> None:
+        """Set the class attributes that a subclass does not inherit."""
+        super().__init_subclass__(**others)
+        cls.code = code or cls.code
+        cls.http_status = http or cls.http_status
+        cls.grpc_status = grpc or cls.grpc_status
+        cls.is_public = cls.is_public if public is None else public
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        """`param`: the request field at fault (OpenAI's `error.param`). `retry_after_s` becomes `Retry-After`."""
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
 
 
-class InvalidRequest(ContextCacheError):
-    """The request is malformed; nothing was stored."""
+class InvalidRequest(ContextCacheError, code="invalid_request", http=400, grpc="INVALID_ARGUMENT"):
+    """The request is malformed. `param` names the field. For invalid JSON, the message has line and column."""
 
-    code = "invalid_request"
-    http_status = 400
-    grpc_status = "INVALID_ARGUMENT"
 
+class ModelMismatch(InvalidRequest, code="model_mismatch"):
+    """The context belongs to another model."""
 
-class ModelMismatch(InvalidRequest):
-    """The context belongs to another model than the request names."""
 
-    code = "model_mismatch"
+class HistoryAmbiguous(InvalidRequest, code="history_ambiguous"):
+    """The messages may be the whole conversation or new ones: set `context_mode`, or omit the system prompt."""
 
 
-class HistoryAmbiguous(InvalidRequest):
-    """Messages that may be the whole conversation or new in it: the client has to say which."""
+class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
+    """`previous_response_id` is unknown, expired, replaced or not stored: send the whole conversation."""
 
-    code = "history_ambiguous"
 
+class TtlOutOfRange(InvalidRequest, code="ttl_out_of_range"):
+    """`ttl` is outside the deployment's bounds."""
 
-class PreviousResponseNotFound(InvalidRequest):
-    """Nothing is kept of the response that the request goes on from. OpenAI's code: agents recover by it."""
 
-    code = "previous_response_not_found"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
+    """The conversation does not fit the model's window, even after truncation where the turn asks for it."""
 
 
-class TtlOutOfRange(InvalidRequest):
-    """The ttl is outside the deployment's bounds; it is never clamped."""
+class Unauthorized(ContextCacheError, code="invalid_api_key", http=401, grpc="UNAUTHENTICATED"):
+    """The API key is missing or unknown. `WWW-Authenticate` names the scheme."""
 
-    code = "ttl_out_of_range"
 
+class ForgedIdentity(Unauthorized, code="invalid_identity", public=False):
+    """A signed token has a wrong signature, purpose or expiry."""
 
-class ContextLengthExceeded(InvalidRequest):
-    """Context plus new text do not fit the model's window."""
 
-    code = "context_length_exceeded"
+class OperatorOnly(ContextCacheError, code="operator_only", http=403, grpc="PERMISSION_DENIED"):
+    """The API key is valid, but not an operator's."""
 
 
-class Unauthorized(ContextCacheError):
-    """No API key, or one nobody owns."""
+class ContextNotFound(ContextCacheError, code="context_not_found", http=404, grpc="NOT_FOUND"):
+    """The context does not exist, was deleted, or belongs to another tenant: one answer for all three."""
 
-    code = "invalid_api_key"
-    http_status = 401
-    grpc_status = "UNAUTHENTICATED"
 
+class PathNotFound(ContextCacheError, code="not_found", http=404, grpc="NOT_FOUND"):
+    """The path does not exist, or the gateway does not pass this call of the engine."""
 
-class ForgedIdentity(Unauthorized):
-    """A signed token whose signature, purpose or expiry is wrong."""
 
-    code = "invalid_identity"
+class ModelNotFound(ContextCacheError, code="model_not_found", http=404, grpc="NOT_FOUND"):
+    """No pod serves the model."""
 
 
-class OperatorOnly(ContextCacheError):
-    """The key is good, and not an operator's."""
+class MethodNotAllowed(ContextCacheError, code="method_not_allowed", http=405, grpc="UNIMPLEMENTED"):
+    """The path has other methods. `Allow` lists them."""
 
-    code = "operator_only"
-    http_status = 403
-    grpc_status = "PERMISSION_DENIED"
+    def __init__(self, message: str, *, allow: str = "") -> None:
+        super().__init__(message)
+        self.allow = allow
 
 
-class ContextNotFound(ContextCacheError):
-    """Absent, deleted, or another tenant's: one answer for all three."""
+class UploadTooSlow(ContextCacheError, code="upload_too_slow", http=408, grpc="DEADLINE_EXCEEDED"):
+    """The body stopped coming, or comes at less than 32 KiB a second."""
 
-    code = "context_not_found"
-    http_status = 404
-    grpc_status = "NOT_FOUND"
 
+class ContextBusy(ContextCacheError, code="context_busy", http=409, grpc="ABORTED"):
+    """Another turn runs on the context. `Retry-After` says when to try again."""
 
-class ModelNotFound(ContextCacheError):
-    """The engine serves no model of that name."""
 
-    code = "model_not_found"
-    http_status = 404
-    grpc_status = "NOT_FOUND"
+class ContextExists(ContextCacheError, code="context_exists", http=409, grpc="ALREADY_EXISTS"):
+    """The `session_id` is taken."""
 
 
-class ContextBusy(ContextCacheError):
-    """Another turn holds the lease."""
+class GenerationMismatch(ContextCacheError, code="generation_mismatch", http=409, grpc="FAILED_PRECONDITION"):
+    """The context is not at the generation of `If-Match`."""
 
-    code = "context_busy"
-    http_status = 409
-    grpc_status = "ABORTED"
 
+class GenerationGone(ContextCacheError, code="generation_gone", http=409, grpc="FAILED_PRECONDITION"):
+    """The generation to go back to was replaced by a later turn, or does not exist yet."""
 
-class ContextExists(ContextCacheError):
-    """A live context already has the id."""
 
-    code = "context_exists"
-    http_status = 409
-    grpc_status = "ALREADY_EXISTS"
+class AlreadyAnswered(ContextCacheError, code="idempotency_key_in_use", http=409, grpc="ALREADY_EXISTS"):
+    """A request with this key was answered, and its stored answer has just expired."""
 
 
-class GenerationMismatch(ContextCacheError):
-    """The context has moved on from the generation the caller named."""
+class AnswerNotKept(ContextCacheError, code="answer_not_kept", http=409, grpc="FAILED_PRECONDITION"):
+    """The request was committed before, and its answer was too large to store."""
 
-    code = "generation_mismatch"
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
 
+class ContextExpired(ContextCacheError, code="context_expired", http=410, grpc="NOT_FOUND"):
+    """The context's `ttl` has ended. An hour later the answer is `context_not_found`."""
 
-class GenerationGone(ContextCacheError):
-    """The generation was replaced since, is too long ago, or is still to come: nobody can go back to it."""
 
-    code = "generation_gone"
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
+class BodyTooLarge(ContextCacheError, code="body_too_large", http=413, grpc="RESOURCE_EXHAUSTED"):
+    """The body exceeds 32 MiB, or the deployment's limit."""
 
 
-class AlreadyAnswered(ContextCacheError):
-    """A request under this idempotency key was answered before: its answer is given again, nothing is run."""
+class IdempotencyKeyReused(ContextCacheError, code="idempotency_key_reused", http=422, grpc="INVALID_ARGUMENT"):
+    """The idempotency key belongs to another request."""
 
-    code = "idempotency_key_in_use"
-    http_status = 409
-    grpc_status = "ALREADY_EXISTS"
 
+class TenantRateExceeded(ContextCacheError, code="rate_limit_exceeded", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """The tenant exceeds its request rate. `Retry-After` says when to try again."""
 
-class AnswerNotKept(ContextCacheError):
-    """A request was answered and committed before, and its answer was too large to be kept."""
 
-    code = "answer_not_kept"
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
+class TooManyInFlight(ContextCacheError, code="too_many_in_flight", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """The tenant has too many requests or bytes in flight, or exceeds its share of busy pods."""
 
 
-class IdempotencyKeyReused(ContextCacheError):
-    """The idempotency key stands for another request."""
+class ContextQuotaExceeded(ContextCacheError, code="context_quota_exceeded", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """The tenant has reached its limit of contexts, Redis bytes or KV bytes. The message names it. Delete contexts."""
 
-    code = "idempotency_key_reused"
-    http_status = 422
-    grpc_status = "INVALID_ARGUMENT"
 
+class EndpointsSaturated(ContextCacheError, code="endpoints_saturated", http=429, grpc="RESOURCE_EXHAUSTED"):
+    """Every pod has too many waiting requests. `Retry-After` says when to try again."""
 
-class LeaseLost(ContextCacheError):
-    """The caller's lease ended and another turn may have begun: its commit is refused."""
 
-    code = "lease_lost"
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
+class EngineFailed(ContextCacheError, code="engine_error", http=502, grpc="INTERNAL"):
+    """The engine failed before it answered."""
 
 
-class ContextExpired(ContextCacheError):
-    """The context's TTL has ended; remembered for an hour, then it is simply not found."""
+class NoReadyEndpoint(ContextCacheError, code="no_ready_endpoint", http=503, grpc="UNAVAILABLE"):
+    """No pod is ready for the model, or the gateway is at its limits."""
 
-    code = "context_expired"
-    http_status = 410
-    grpc_status = "NOT_FOUND"
 
+class GatewayUnavailable(ContextCacheError, code="gateway_unavailable", http=503, grpc="UNAVAILABLE"):
+    """Envoy reaches no gateway that could find the context. Requests without a context still pass."""
 
-class BodyTooLarge(ContextCacheError):
-    """The request body is over the limit."""
 
-    code = "body_too_large"
-    http_status = 413
-    grpc_status = "RESOURCE_EXHAUSTED"
+class DeadlineExceeded(ContextCacheError, code="deadline_exceeded", http=503, grpc="UNAVAILABLE"):
+    """Behind Envoy, the gateway did not route the request in time."""
 
 
-class UploadTooSlow(ContextCacheError):
-    """The request body stopped coming, or comes so slowly that it is not waited for."""
+class StoreUnavailable(ContextCacheError, code="store_unavailable", http=503, grpc="UNAVAILABLE"):
+    """The context manager or Redis is unreachable. Requests without a context still pass."""
 
-    code = "upload_too_slow"
-    http_status = 408
-    grpc_status = "DEADLINE_EXCEEDED"
 
+class LeaseLost(ContextCacheError, code="lease_lost", http=409, grpc="FAILED_PRECONDITION", public=False):
+    """The lease ended and another turn may have begun: the manager refuses the commit."""
 
-class ContextQuotaExceeded(ContextCacheError):
-    """The tenant holds all it may."""
 
-    code = "context_quota_exceeded"
-    http_status = 429
-    grpc_status = "RESOURCE_EXHAUSTED"
+class SidecarUnavailable(ContextCacheError, code="sidecar_unavailable", http=503, grpc="UNAVAILABLE", public=False):
+    """The sidecar does not answer in time. Recompute."""
 
 
-class TenantRateExceeded(ContextCacheError):
-    """The tenant asks faster than its share."""
+class CacheRefNotFound(ContextCacheError, code="cache_ref_not_found", http=404, grpc="NOT_FOUND", public=False):
+    """The tenant has no sealed, unexpired manifest under this cache_ref. A miss: recompute."""
 
-    code = "rate_limit_exceeded"
-    http_status = 429
-    grpc_status = "RESOURCE_EXHAUSTED"
 
+class CacheRefPending(CacheRefNotFound, code="cache_ref_pending"):
+    """A save or a pull of the KV is in flight. Poll for a bounded time; after that it is a miss."""
 
-class TooManyInFlight(ContextCacheError):
-    """The tenant has as many requests, or bytes of them, in hand as it may at one time."""
 
-    code = "too_many_in_flight"
-    http_status = 429
-    grpc_status = "RESOURCE_EXHAUSTED"
+class FingerprintMismatch(
+    ContextCacheError, code="fingerprint_mismatch", http=409, grpc="FAILED_PRECONDITION", public=False
+):
+    """Another model, layout or build made the KV. A miss: recompute."""
 
 
-class EndpointsSaturated(ContextCacheError):
-    """Every pod that could take the request has more waiting than it may."""
+class ContextDeleted(ContextCacheError, code="context_deleted", http=409, grpc="ABORTED", public=False):
+    """The cache_ref or session of a save was deleted meanwhile: the sidecar refuses the save and keeps nothing."""
 
-    code = "endpoints_saturated"
-    http_status = 429
-    grpc_status = "RESOURCE_EXHAUSTED"
 
+class SaveIncomplete(ContextCacheError, code="save_incomplete", http=409, grpc="FAILED_PRECONDITION", public=False):
+    """A seal lacks blocks, or its save was never prepared: the sidecar writes no manifest."""
 
-class EngineFailed(ContextCacheError):
-    """The engine broke off or answered with something that is no answer."""
 
-    code = "engine_error"
-    http_status = 502
-    grpc_status = "INTERNAL"
+class CorruptBlock(ContextCacheError, code="corrupt_block", http=500, grpc="DATA_LOSS", public=False):
+    """A block file has a wrong checksum, token ids or fingerprint. The sidecar sets it aside and never serves it."""
 
 
-class NoReadyEndpoint(ContextCacheError):
-    """No pod is ready to take the request."""
+class KeyNotAtHand(CorruptBlock, code="key_not_at_hand"):
+    """An object of the shared store does not decrypt: the key is missing, or bytes were changed. A miss."""
 
-    code = "no_ready_endpoint"
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
 
-
-class GatewayUnavailable(ContextCacheError):
-    """No gateway answers Envoy, and the request may not pass without one. Said by Envoy, or by the pod it reached."""
-
-    code = "gateway_unavailable"
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-
-
-class StoreUnavailable(ContextCacheError):
-    """The context manager or its Redis cannot be reached in time."""
-
-    code = "store_unavailable"
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-
-
-class SidecarUnavailable(ContextCacheError):
-    """The kv-sidecar cannot be reached in time. Never a client's error: recompute."""
-
-    code = "sidecar_unavailable"
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-
-
-class CacheRefNotFound(ContextCacheError):
-    """No sealed, unexpired manifest under this cache_ref for this tenant. A miss: recompute."""
-
-    code = "cache_ref_not_found"
-    http_status = 404
-    grpc_status = "NOT_FOUND"
-
-
-class CacheRefPending(CacheRefNotFound):
-    """The KV is being saved or pulled: worth asking again, for a bounded time. Given up on, it is a miss."""
-
-    code = "cache_ref_pending"
-
-
-class FingerprintMismatch(ContextCacheError):
-    """The KV was made by another model, layout or build. A miss: recompute."""
-
-    code = "fingerprint_mismatch"
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-
-
-class ContextDeleted(ContextCacheError):
-    """A save under a cache_ref or session that was deleted meanwhile: refused, nothing is kept."""
-
-    code = "context_deleted"
-    http_status = 409
-    grpc_status = "ABORTED"
-
-
-class SaveIncomplete(ContextCacheError):
-    """Seal without all blocks, or for a save that was never prepared: no manifest is written."""
-
-    code = "save_incomplete"
-    http_status = 409
-    grpc_status = "FAILED_PRECONDITION"
-
-
-class CorruptBlock(ContextCacheError):
-    """A block file whose checksum, token ids or fingerprint is not what it must be: put aside, never served."""
-
-    code = "corrupt_block"
-    http_status = 500
-    grpc_status = "DATA_LOSS"
-
-
-class KeyNotAtHand(CorruptBlock):
-    """An object of the shared store that does not open: a key that is not here, or bytes that were changed. A miss."""
-
-    code = "key_not_at_hand"
-
-
-class StorageFull(ContextCacheError):
-    """No room for another block within the limits: the save is dropped and counted."""
-
-    code = "storage_full"
-    http_status = 507
-    grpc_status = "RESOURCE_EXHAUSTED"
+class StorageFull(ContextCacheError, code="storage_full", http=507, grpc="RESOURCE_EXHAUSTED", public=False):
+    """No room within the limits for another block: the sidecar drops the save and counts it."""
 
 
 def _family(cls: type[ContextCacheError]) -> dict[str, type[ContextCacheError]]:
@@ -332,19 +223,19 @@ def _family(cls: type[ContextCacheError]) -> dict[str, type[ContextCacheError]]:
 
 
 ERRORS_BY_CODE = _family(ContextCacheError)
-"""Every class of the tree by its code, so that the other end of a wire raises the same class."""
+"""Every class of this module by its code, so that the receiver of a code raises the same class."""
 
 
 def error_body(error: ContextCacheError) -> bytes:
     """Return `{"type": "error", "error": {"message", "type", "code", "param"}, "detail": message}` as JSON.
 
-    OpenAI's, Anthropic's (the first `type`) and the EP's (`detail`) in one, whatever the path.
+    One body holds OpenAI's form, Anthropic's (the first `type`) and the EP's (`detail`), whatever the path.
     """
     return json.dumps({"type": "error", "error": error_object(error), "detail": error.message}).encode()
 
 
 def error_object(error: ContextCacheError) -> dict[str, str | None]:
-    """Return what an error says, as it stands in a body and in a stream's events."""
+    """Return the object `error` of a body and of a stream's event."""
     return {
         "message": error.message,
         "type": _openai_type(error.http_status),

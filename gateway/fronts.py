@@ -14,11 +14,10 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from contextcache.errors import ContextCacheError, error_headers
+from contextcache.errors import ContextCacheError, MethodNotAllowed, error_headers
 from contextcache.wire.rpc import cause_of
 from gateway.flows import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, Forward, Gateway
 from gateway.metrics import Metrics
-from gateway.paths import MethodNotAllowed
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.pods.state import EndpointState
 from gateway.tenants.keys import AUTHENTICATE

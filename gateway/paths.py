@@ -15,10 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import Enum
-from typing import ClassVar
 
 from contextcache.claim import TURN_PATHS
-from contextcache.errors import ContextCacheError
+from contextcache.errors import MethodNotAllowed, PathNotFound
 from contextcache.spelling import nearest
 
 CONTEXT_PATH = "/v1/context"
@@ -88,26 +87,6 @@ class Kind(Enum):
     CONTROL = "control"
     OWN = "own"
     COMPLETION = "completion"
-
-
-class PathNotFound(ContextCacheError):
-    """No such path here."""
-
-    code: ClassVar[str] = "not_found"
-    http_status: ClassVar[int] = 404
-    grpc_status: ClassVar[str] = "NOT_FOUND"
-
-
-class MethodNotAllowed(ContextCacheError):
-    """The path exists, with other methods; `allow` names them."""
-
-    code: ClassVar[str] = "method_not_allowed"
-    http_status: ClassVar[int] = 405
-    grpc_status: ClassVar[str] = "UNIMPLEMENTED"
-
-    def __init__(self, message: str, *, allow: str = "") -> None:
-        super().__init__(message)
-        self.allow = allow
 
 
 def own_path(path: str) -> str:

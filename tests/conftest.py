@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from deploy import client_sources
 from tests.kit.seed import SEED, VARIABLE
 from tests.kit.skips import unlisted_skip
 
@@ -23,11 +24,12 @@ _LOOP = pytest.StashKey[asyncio.AbstractEventLoop]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Seed what draws, unless told another seed, and give the main thread an event loop of ours.
+    """Bring generated sources up to date, seed what draws, and give the main thread an event loop of ours.
 
     pytest-asyncio asks for the current loop around its own ones; without one, Python 3.11 makes a loop that nobody
     closes, and its ResourceWarning is an error at the end of the run.
     """
+    client_sources.write()
     if config.getoption("randomly_seed", None) == "default":
         config.option.randomly_seed = SEED
     if config.getoption("hypothesis_seed", None) is None:

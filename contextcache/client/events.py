@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from contextcache.client.errors import BrokenStream, api_error
+from contextcache.client.failures import BrokenStream, api_error
 from contextcache.client.types import Reply, reply
 
 _EVENT_BYTES_MAX = 8 << 20

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 
-from gateway.paths import CONSOLE_PATH, PathNotFound
+from contextcache.errors import PathNotFound
+from gateway.paths import CONSOLE_PATH
 
 _DIRECTIVES = (
     "default-src 'none'",

@@ -18,11 +18,11 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from opentelemetry.trace import SpanKind, get_current_span
 
-from contextcache.errors import ContextCacheError, InvalidRequest
+from contextcache.errors import ContextCacheError, DeadlineExceeded, InvalidRequest, PathNotFound
 from contextcache.extproc.v3 import external_processor_pb2 as pb
 from contextcache.process.logs import traceback_without_messages
 from contextcache.requests import LARGE_BYTES, TenantsInHand
@@ -39,7 +39,7 @@ from gateway.fronts import (
     plain_request_id,
 )
 from gateway.metrics import Metrics
-from gateway.paths import Kind, PathNotFound
+from gateway.paths import Kind
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits, Upload
 
@@ -68,14 +68,6 @@ class Stream(Protocol):
     async def write(self, message: pb.ProcessingResponse) -> None:
         """Send an answer."""
         ...
-
-
-class DeadlineExceeded(ContextCacheError):
-    """A request's head, body and routing took longer than they may."""
-
-    code: ClassVar[str] = "deadline_exceeded"
-    http_status: ClassVar[int] = 503
-    grpc_status: ClassVar[str] = "UNAVAILABLE"
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from contextcache.errors import (
     GatewayUnavailable,
     InvalidRequest,
     NoReadyEndpoint,
+    PathNotFound,
     error_body,
 )
 from gateway.envoy.routes import GATEWAY_HTTP, GATEWAY_STREAMS, NOT_FOUND, TYPE, collected_bytes_max
 from gateway.envoy.settings import EnvoySettings
-from gateway.paths import PathNotFound
 
 
 def local_reply_config(settings: EnvoySettings) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, error_body
+from contextcache.errors import ContextCacheError, InvalidRequest, NoReadyEndpoint, PathNotFound, error_body
 from contextcache.process.logs import traceback_without_messages
 from contextcache.wire.tracing import NO_TRACER, TRACEPARENT, Tracer, fail
 from gateway.console.pages import console_router
@@ -45,7 +45,7 @@ from gateway.http import routes
 from gateway.http.carrier import Broken, Carrier, ConnectFailed, ConnectTimedOut
 from gateway.http.exchange import Exchange
 from gateway.metrics import Metrics
-from gateway.paths import Kind, PathNotFound, own_path
+from gateway.paths import Kind, own_path
 from gateway.pods.endpoints import WatchedEndpoints
 from gateway.tenants.limits import FrontLimits, HeldBody, TenantLimits
 

@@ -58,7 +58,6 @@ from gateway.http.models import (
     usage_of_tenant,
 )
 from gateway.metrics import Metrics
-from gateway.paths import PathNotFound
 
 
 def _day(said: object) -> date:
@@ -90,11 +89,7 @@ _CREATES = (
 )
 _TURNS = (*_CREATES, "history_ambiguous", "model_mismatch", "context_not_found", "generation_mismatch")
 _CHANGES = (*_KEPT_BY_MANAGER, *_WITH_BODY, *_NAMED_CONTEXT, "context_busy")
-_STATUSES = {code: error.http_status for code, error in ERRORS_BY_CODE.items()} | {
-    "not_found": PathNotFound.http_status,
-    "deadline_exceeded": 503,
-}
-"""Status by code; the last two are of the gateway's own errors."""
+_STATUSES = {code: error.http_status for code, error in ERRORS_BY_CODE.items()}
 _TEXT = {"schema": {"type": "string"}}
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _NUMBER = {"schema": {"type": "integer", "minimum": 0}}

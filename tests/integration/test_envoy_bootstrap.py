@@ -15,13 +15,12 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from contextcache.errors import error_body
+from contextcache.errors import PathNotFound, error_body
 from deploy.local.envoy import envoy_command
 from gateway.envoy.clusters import PLUGIN
 from gateway.envoy.folder import write_folder
 from gateway.envoy.routes import PODS, SHOWN_BYTES_MAX
 from gateway.envoy.settings import EnvoySettings
-from gateway.paths import PathNotFound
 from tests.kit.envoy_process import RunningEnvoy, envoy_settings, running_envoy
 from tests.kit.fronts import Client
 from tests.kit.ports import free_port

@@ -17,8 +17,8 @@ from typing_extensions import override
 from contextcache.client import calls
 from contextcache.client._async.transport import AsyncTransport
 from contextcache.client.calls import Call, Page
-from contextcache.client.errors import NotUnderstood
 from contextcache.client.events import Event, Finished, StreamReader
+from contextcache.client.failures import NotUnderstood
 from contextcache.client.openai_client import openai_options, require_openai
 from contextcache.client.proxies import connection_options, proxy_of
 from contextcache.client.retries import Place, Retries, named

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 
 from contextcache.client.calls import DONE, Call
-from contextcache.client.errors import ApiError, NotUnderstood, api_error
+from contextcache.client.failures import ApiError, NotUnderstood, api_error
 from contextcache.client.proxies import proxy_of, through
 from contextcache.client.retries import (
     Place,

@@ -29,8 +29,8 @@ from contextcache.client import (
     openai_client,
 )
 from contextcache.client.events import StreamReader
+from contextcache.client.failures import api_error
 from contextcache.client.retries import Retries
-from deploy.sync_client import made_files
 from tests.kit.until import until
 
 ROOT = Path(__file__).parents[3]
@@ -128,10 +128,6 @@ def test_importing_the_client_needs_httpx_and_nothing_of_a_server_s():
     assert (ended.stdout.strip(), ended.stderr) == ("[]", "")
 
 
-def test_the_sync_client_is_what_is_made_of_the_async_one():
-    assert [file.name for file, text in made_files().items() if file.read_text() != text] == []
-
-
 def test_a_keyword_that_no_call_has_is_a_type_error_that_names_the_nearest():
     """Seen to fail: `tll=5` was sent, and the context got the default life."""
     contexts = client_of(Server((200, ANSWER, {}))).contexts
@@ -200,8 +196,8 @@ def test_an_error_is_the_same_in_another_process(protocol):
     reply = client_of(Server((200, ANSWER))).contexts.create("m", "Hello").reply
     said = error("context_busy", "a turn is running", param="session_id")
     raised = [
-        *(errors.api_error(409, error(code), {}) for code in errors.BY_CODE),
-        errors.api_error(409, said, {"x-request-id": "req-7", "retry-after": "2"}),
+        *(api_error(409, error(code), {}) for code in errors.BY_CODE),
+        api_error(409, said, {"x-request-id": "req-7", "retry-after": "2"}),
         BrokenStream("it broke off", text="so far"),
         errors.NotCreated("it is not there", reply=reply),
         ConnectionFailed("nobody there"),

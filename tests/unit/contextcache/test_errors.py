@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-import gateway.envoy.front
-import gateway.paths  # noqa: F401
 from contextcache.client.errors import BY_CODE
 from contextcache.errors import ContextCacheError, error_body
 from contextcache.wire.rpc import status_of

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of, nearest_path, own_path
+from contextcache.errors import MethodNotAllowed, PathNotFound
+from gateway.paths import Kind, kind_of, nearest_path, own_path
 from tests.kit.engine_calls import known_calls
 
 ENGINE_PATHS = frozenset({"GET /version"})

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from contextcache.errors import MethodNotAllowed, PathNotFound
 from gateway.envoy.bootstrap import bootstrap
 from gateway.envoy.routes import (
     API_KEYS,
@@ -20,7 +21,7 @@ from gateway.envoy.routes import (
     routes,
 )
 from gateway.envoy.settings import EnvoySettings
-from gateway.paths import Kind, MethodNotAllowed, PathNotFound, kind_of, methods_of
+from gateway.paths import Kind, kind_of, methods_of
 from gateway.settings import GatewaySettings
 from tests.kit.engine_calls import known_calls
 
