@@ -6,7 +6,7 @@ failure is a ContextCacheError.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -25,6 +25,7 @@ from contextcache.convert import (
     repeatable_to_pb,
     segments_from_pb,
     session_from_pb,
+    terms_to_pb,
     usage_from_pb,
     usage_to_pb,
 )
@@ -39,12 +40,12 @@ from contextcache.model import (
     SessionId,
     SessionPage,
     TenantId,
-    TtlPolicy,
     TurnCommit,
     TurnReceipt,
     Usage,
     UsageReport,
 )
+from contextcache.terms import Terms
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import context_manager_pb2_grpc as pb_grpc
 from contextcache.wire.channels import Connection
@@ -244,26 +245,9 @@ class ContextManagerClient:
             lambda: pb.AbortTurnRequest(tenant=tenant, session_id=session_id, lease_id=lease_id),
         )
 
-    async def touch(
-        self,
-        tenant: TenantId,
-        session_id: SessionId,
-        *,
-        ttl_s: int | None = None,
-        ttl_policy: TtlPolicy | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> CacheSessionMetadata:
+    async def touch(self, tenant: TenantId, session_id: SessionId, terms: Terms) -> CacheSessionMetadata:
         """See ContextCacheManager.touch."""
-        reply = await self._call(
-            lambda stub: stub.TouchSession,
-            lambda: pb.TouchSessionRequest(
-                tenant=tenant,
-                session_id=session_id,
-                ttl_s=ttl_s,
-                ttl_policy=None if ttl_policy is None else policy_to_pb(ttl_policy),
-                metadata=None if metadata is None else pb.Metadata(entries=metadata),
-            ),
-        )
+        reply = await self._call(lambda stub: stub.TouchSession, lambda: terms_to_pb(tenant, session_id, terms))
         return session_from_pb(reply.session)
 
     async def unregister_session_cache(self, tenant: TenantId, session_id: SessionId) -> CacheSessionMetadata:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from context_manager.limits import (
     TtlBounds,
@@ -38,13 +38,13 @@ from contextcache.model import (
     SessionId,
     SessionPage,
     TenantId,
-    TtlPolicy,
     TurnCommit,
     TurnReceipt,
     Usage,
     UsageReport,
 )
 from contextcache.names import check_generation, check_metadata, check_tenant
+from contextcache.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -239,27 +239,19 @@ class ContextCacheManager:
             await self._store.abort_turn(SessionKey(tenant, session_id), lease_id=lease_id, now_ms=self._clock.now_ms())
         self._metrics.turns_aborted.inc()
 
-    async def touch(
-        self,
-        tenant: TenantId,
-        session_id: SessionId,
-        *,
-        ttl_s: int | None = None,
-        ttl_policy: TtlPolicy | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> CacheSessionMetadata:
-        """Change what is given; `ttl_s` starts the life again from now. Raises TtlOutOfRange."""
+    async def touch(self, tenant: TenantId, session_id: SessionId, terms: Terms) -> CacheSessionMetadata:
+        """Change the given terms; a ttl starts the life again from now. Raises TtlOutOfRange."""
         check_session(tenant, session_id)
-        if ttl_s is not None:
-            self._ttl_bounds.check(ttl_s)
-        if metadata is not None:
-            check_metadata(metadata)
+        if terms.ttl_s is not None:
+            self._ttl_bounds.check(terms.ttl_s)
+        if terms.metadata is not None:
+            check_metadata(terms.metadata)
         with self._metrics.store_call("touch"):
             return await self._store.touch(
                 SessionKey(tenant, session_id),
-                ttl_s=ttl_s,
-                ttl_policy=ttl_policy,
-                metadata=metadata,
+                ttl_s=terms.ttl_s,
+                ttl_policy=terms.ttl_policy,
+                metadata=terms.metadata,
                 now_ms=self._clock.now_ms(),
             )
 

@@ -12,11 +12,11 @@ from contextcache.convert import (
     commit_from_pb,
     held_from_pb,
     new_session_from_pb,
-    policy_from_pb,
     receipt_to_pb,
     repeatable_from_pb,
     segment_to_pb,
     session_to_pb,
+    terms_from_pb,
     usage_from_pb,
     usage_to_pb,
 )
@@ -131,13 +131,7 @@ class ContextManagerService(pb_grpc.ContextManagerServiceServicer):
 
     @override
     async def TouchSession(self, request: pb.TouchSessionRequest, context: Context) -> pb.TouchSessionResponse:
-        session = await self._manager.touch(
-            request.tenant,
-            request.session_id,
-            ttl_s=request.ttl_s if request.HasField("ttl_s") else None,
-            ttl_policy=policy_from_pb(request.ttl_policy) if request.HasField("ttl_policy") else None,
-            metadata=dict(request.metadata.entries) if request.HasField("metadata") else None,
-        )
+        session = await self._manager.touch(request.tenant, request.session_id, terms_from_pb(request))
         return pb.TouchSessionResponse(session=session_to_pb(session))
 
     @override

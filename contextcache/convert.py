@@ -15,8 +15,10 @@ from contextcache.model import (
     Repeatable,
     Segment,
     SegmentKind,
+    SessionId,
     SessionMode,
     SessionState,
+    TenantId,
     TtlPolicy,
     TurnCommit,
     TurnReceipt,
@@ -24,6 +26,7 @@ from contextcache.model import (
     kv_kind,
     plain_group,
 )
+from contextcache.terms import Terms
 from contextcache.v1 import context_manager_pb2 as pb
 from contextcache.v1 import kv_sidecar_pb2 as sidecar_pb
 
@@ -120,6 +123,26 @@ def new_session_from_pb(message: pb.ReserveSessionRequest) -> NewSession:
         ttl_s=message.ttl_s,
         ttl_policy=policy_from_pb(message.ttl_policy),
         metadata=dict(message.metadata),
+    )
+
+
+def terms_to_pb(tenant: TenantId, session_id: SessionId, terms: Terms) -> pb.TouchSessionRequest:
+    """Return the request that changes a session's terms."""
+    return pb.TouchSessionRequest(
+        tenant=tenant,
+        session_id=session_id,
+        ttl_s=terms.ttl_s,
+        ttl_policy=None if terms.ttl_policy is None else policy_to_pb(terms.ttl_policy),
+        metadata=None if terms.metadata is None else pb.Metadata(entries=terms.metadata),
+    )
+
+
+def terms_from_pb(message: pb.TouchSessionRequest) -> Terms:
+    """Return the terms that a request changes."""
+    return Terms(
+        ttl_s=message.ttl_s if message.HasField("ttl_s") else None,
+        ttl_policy=policy_from_pb(message.ttl_policy) if message.HasField("ttl_policy") else None,
+        metadata=dict(message.metadata.entries) if message.HasField("metadata") else None,
     )
 
 

@@ -85,9 +85,7 @@ class Contexts:
         """
         check_id(session_id)
         try:
-            session = await self._directory.touch(
-                tenant, session_id, ttl_s=terms.ttl_s, ttl_policy=terms.ttl_policy, metadata=terms.metadata
-            )
+            session = await self._directory.touch(tenant, session_id, terms)
         except ContextNotFound as exc:
             raise not_found() from exc
         if terms.ttl_s is not None:

@@ -18,12 +18,12 @@ from contextcache.model import (
     SessionId,
     SessionPage,
     TenantId,
-    TtlPolicy,
     TurnCommit,
     TurnReceipt,
     UsageFormat,
     UsageReport,
 )
+from contextcache.terms import Terms
 from gateway.kept import Plain
 
 
@@ -81,16 +81,8 @@ class SessionDirectory(Protocol):
         """Add a pod to those that may have KV of the session. Raises ContextNotFound, ContextExpired."""
         ...
 
-    async def touch(
-        self,
-        tenant: TenantId,
-        session_id: SessionId,
-        *,
-        ttl_s: int | None = None,
-        ttl_policy: TtlPolicy | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> CacheSessionMetadata:
-        """Change what is given; `ttl_s` starts the life again from now.
+    async def touch(self, tenant: TenantId, session_id: SessionId, terms: Terms) -> CacheSessionMetadata:
+        """Change the given terms; a ttl starts the life again from now.
 
         Raises ContextNotFound, ContextExpired, TtlOutOfRange, InvalidRequest, ContextBusy while it is being created.
         """

@@ -44,6 +44,7 @@ from contextcache.model import (
     TurnCommit,
 )
 from contextcache.names import new_cache_ref, new_session_id
+from contextcache.terms import Terms
 from tests.kit.ports import free_port
 from tests.kit.until import until
 from tests.kit.valkey import ValkeyServer
@@ -115,7 +116,7 @@ async def test_a_conversation_over_the_wire(client: ContextManagerClient) -> Non
     assert (committed.cache_ref, committed.previous_cache_ref, committed.holder) == ("", first.cache_ref, "pod-2")
     assert committed.metadata == {"kind": "tëst"}
     assert await client.locate("demo", first.session_id) == committed
-    touched = await client.touch("demo", first.session_id, ttl_s=120, ttl_policy=TtlPolicy.FIXED, metadata={})
+    touched = await client.touch("demo", first.session_id, Terms(ttl_s=120, ttl_policy=TtlPolicy.FIXED, metadata={}))
     assert (touched.ttl_s, touched.ttl_policy, touched.metadata) == (120, TtlPolicy.FIXED, {})
     assert await client.list_sessions("demo", limit=10, model_id="smol") == SessionPage(
         (touched,), has_more=False, last_id=first.session_id
@@ -144,7 +145,7 @@ async def test_errors_arrive_as_the_class_they_left_as(client: ContextManagerCli
     with pytest.raises(GenerationMismatch):
         await client.commit_turn(replace(turn, expected_generation=2))
     with pytest.raises(TtlOutOfRange) as ttl:
-        await client.touch("demo", session_id, ttl_s=0)
+        await client.touch("demo", session_id, Terms(ttl_s=0))
     assert ttl.value.param == "ttl"
     with pytest.raises(InvalidRequest) as after:
         await client.list_sessions("demo", limit=10, after="ctx_none")
@@ -193,7 +194,7 @@ async def test_a_short_life_ends_and_the_sweeper_frees_it(valkey: ValkeyServer) 
     valkey.command("FLUSHALL")
     async with running_manager(valkey.url, min_ttl_s=1, tombstone_s=3600, sweep_interval_s=0.05) as client:
         session_id = (await create(client)).session_id
-        assert (await client.touch("demo", session_id, ttl_s=1)).ttl_s == 1
+        assert (await client.touch("demo", session_id, Terms(ttl_s=1))).ttl_s == 1
         row = session_key(SessionKey("demo", session_id))
 
         async def error() -> type[Exception] | None:

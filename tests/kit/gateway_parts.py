@@ -46,9 +46,9 @@ class Directory(ContextCacheManager):
         self._check_up(operation)
         return await super()._get(operation, tenant, session_id)
 
-    async def touch(self, tenant, session_id, **terms):
+    async def touch(self, tenant, session_id, terms):
         self._check_up("touch")
-        return await super().touch(tenant, session_id, **terms)
+        return await super().touch(tenant, session_id, terms)
 
     async def reserve(self, new, **lease):
         self._check_up("reserve")

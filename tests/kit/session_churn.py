@@ -25,6 +25,7 @@ from contextcache.errors import (
 )
 from contextcache.model import NewSession, TtlPolicy, TurnCommit, Usage
 from contextcache.names import new_session_id, shard_of
+from contextcache.terms import Terms
 from tests.kit.turn_load import TENANT, SessionRecord, TurnLoad
 from tests.kit.until import until
 
@@ -122,7 +123,7 @@ class SessionChurn(TurnLoad):
         ttl_s = SHORT_TTL_S if self._random.random() < 0.5 else LONG_TTL_S
         self.outcome.live.discard(name)
         self.outcome.maybe.add(name)
-        await self._asked(lambda c: c.touch(TENANT, name, ttl_s=ttl_s, metadata={"touched": "yes"}))
+        await self._asked(lambda c: c.touch(TENANT, name, Terms(ttl_s=ttl_s, metadata={"touched": "yes"})))
         self.outcome.maybe.discard(name)
         if ttl_s == LONG_TTL_S:
             self.outcome.live.add(name)

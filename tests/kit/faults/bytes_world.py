@@ -37,6 +37,7 @@ from contextcache.model import (
 )
 from contextcache.names import new_cache_ref, new_session_id
 from contextcache.process.crash_points import VARIABLE
+from contextcache.terms import Terms
 from contextcache.v1 import kv_sidecar_pb2 as pb
 from kv_sidecar.client import KVSidecarClient
 from kv_sidecar.saves import NewSave
@@ -414,7 +415,7 @@ class Player:
         if ttl_s == SHORT_TTL_S:
             # Whatever becomes of the call: the session may have this life from now on.
             known.expires_at_ms = min(known.expires_at_ms, _now_ms() + ttl_s * 1000)
-        session = await self._manager.touch(TENANT, session_id, ttl_s=ttl_s)
+        session = await self._manager.touch(TENANT, session_id, Terms(ttl_s=ttl_s))
         pod = self._random.choice(self._world.pods)
         await pod.client.touch_context(TENANT, session_id, session.expires_at_ms)
 

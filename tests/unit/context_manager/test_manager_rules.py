@@ -24,6 +24,7 @@ from contextcache.errors import (
 )
 from contextcache.model import HeldCacheRef, NewSession, Segment, SegmentKind, SessionPage, SessionState, TurnCommit
 from contextcache.names import NUM_SHARDS, new_cache_ref
+from contextcache.terms import Terms
 
 PROMPT = Segment(SegmentKind.PROMPT, (1, 2), text="hello")
 ANSWER = Segment(SegmentKind.ANSWER, (3,), text=" you")
@@ -115,7 +116,7 @@ async def test_a_ttl_outside_the_bounds_is_refused_and_nothing_is_stored(
     assert await manager.list_sessions("demo", limit=10) == SessionPage((), has_more=False, last_id="")
     await create(manager)
     with pytest.raises(TtlOutOfRange):
-        await manager.touch("demo", "ctx_1", ttl_s=ttl_s)
+        await manager.touch("demo", "ctx_1", Terms(ttl_s=ttl_s))
     assert (await manager.locate("demo", "ctx_1")).ttl_s == 600
 
 
@@ -204,7 +205,7 @@ async def test_every_call_checks_the_id_before_it_asks_the_store(manager: Contex
         lambda: manager.begin_turn("demo", bad, lease_id="x", lease_ttl_ms=1),
         lambda: manager.renew_lease("demo", bad, lease_id="x", lease_ttl_ms=1),
         lambda: manager.abort_turn("demo", bad, lease_id="x"),
-        lambda: manager.touch("demo", bad),
+        lambda: manager.touch("demo", bad, Terms()),
         lambda: manager.note_holder("demo", bad, holder="pod-1"),
         lambda: manager.unregister_session_cache("demo", bad),
     ]

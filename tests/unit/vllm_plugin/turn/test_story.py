@@ -8,6 +8,7 @@ import pytest
 from contextcache.errors import ContextNotFound, LeaseLost, SidecarUnavailable, StoreUnavailable
 from contextcache.identity import Identity, sign_identity, verify_kv_transfer
 from contextcache.model import SessionMode
+from contextcache.terms import Terms
 from tests.kit.fake_vllm import EOS, FakeVllm, encode
 from tests.kit.turn_bench import SECRET, Pod
 from tests.kit.until import until
@@ -522,7 +523,7 @@ async def test_a_life_that_was_changed_while_a_turn_ran_is_that_of_its_kv(pod):
 
     async def changing(scope, receive, send):
         if scope["path"] == "/v1/completions":
-            await pod.manager.touch("demo", session_id, ttl_s=7200)
+            await pod.manager.touch("demo", session_id, Terms(ttl_s=7200))
         await generate(scope, receive, send)
 
     generate, pod.app._app = pod.app._app, changing
