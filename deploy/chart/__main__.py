@@ -9,10 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from deploy.chart.dashboard import dashboard_json
-from deploy.chart.values import REMOVED, BadValues, maps_text, read_values, schema_text, tables
+from deploy.chart.values import BadValues, maps_text, read_values, schema_text, tables
 
 CHART = Path(__file__).resolve().parents[2] / "charts" / "context-cache"
 _TABLES_BELOW = "\n## Values\n"
@@ -23,7 +21,7 @@ def generated() -> Mapping[str, str]:
     keys = read_values((CHART / "values.yaml").read_text())
     readme = (CHART / "README.md").read_text().partition(_TABLES_BELOW)[0]
     return {
-        "values.schema.json": schema_text(keys, yaml.safe_load(REMOVED.read_text())),
+        "values.schema.json": schema_text(keys),
         "README.md": f"{readme}{_TABLES_BELOW}\n{tables(keys)}",
         "files/sections.json": maps_text(keys),
         "files/dashboard.json": dashboard_json(),

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from deploy.chart.process_settings import PROCESSES, connector_schema, settings_
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = Path(__file__).with_name("types.yaml")
-REMOVED = TYPES.with_name("removed.yaml")
 _MARK = " # @schema "
 _MAPS = ("settings.", "securityContext")
 """Types of maps that templates look into."""
@@ -62,11 +60,8 @@ def read_values(text: str) -> list[Key]:
     return list(_keys(root, text.splitlines(), yaml.safe_load(text), ""))
 
 
-def schema_text(keys: Sequence[Key], removed: Mapping[str, str]) -> str:
-    """Return values.schema.json: what Helm refuses. Draft 2020-12; both Helm 3 and Helm 4 obey it. Raises BadValues.
-
-    `removed`: paths of keys that are gone, and what to do instead.
-    """
+def schema_text(keys: Sequence[Key]) -> str:
+    """Return values.schema.json in draft 2020-12, which Helm 3 and Helm 4 obey. Raises BadValues."""
     types = yaml.safe_load(TYPES.read_text())
     types |= {f"settings.{prefix}": settings_schema(prefix) for prefix in PROCESSES}
     types["settings.connector"] = connector_schema()
@@ -98,13 +93,6 @@ def schema_text(keys: Sequence[Key], removed: Mapping[str, str]) -> str:
         }
 
     schema = {"$schema": DRAFT, "title": "Values of the context-cache chart", **of_section(keys), "$defs": used}
-    for path, instead in removed.items():
-        *sections, name = path.split(".")
-        properties = reduce(lambda node, section: node["properties"][section], sections, schema)["properties"]
-        if name in properties:
-            raise BadValues(f"{path}: removed.yaml has it, and values.yaml too")
-        words = f"removed: {instead}. Take the key out; with --reset-then-reuse-values set it to null"
-        properties[name] = {"description": words, "enum": [words]}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 

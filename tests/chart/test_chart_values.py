@@ -141,11 +141,6 @@ def schema() -> dict[str, Any]:
     return json.loads((CHART / "values.schema.json").read_text())
 
 
-def is_removed(node: dict) -> bool:
-    """Return whether a key is there only to be refused in words."""
-    return node.get("description", "").startswith("removed: ")
-
-
 def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]:
     """Return every key that has no keys of its own."""
     if "$ref" in node:
@@ -167,11 +162,7 @@ def leaves(root: dict, node: dict, path: str = "") -> Iterator[tuple[str, dict]]
         yield from leaves(root, value, f"{path}.{key}" if path else key)
 
 
-KEYS = (
-    {path: node for path, node in leaves(schema(), schema()) if not is_removed(node)}
-    if (CHART / "values.schema.json").exists()
-    else {}
-)
+KEYS = dict(leaves(schema(), schema())) if (CHART / "values.schema.json").exists() else {}
 
 
 def other_values(path: str, node: dict, default: Any) -> list[Any]:

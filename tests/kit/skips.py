@@ -39,7 +39,7 @@ ALLOWED = (
             "TEST_KUBECONFIG is not set",
             "Helm runs against the API server of these tests everywhere, and against a real one where there is one",
         )
-        for name in ("api_server", "kept_and_removed", "scaling", "sizes", "storage_kinds")
+        for name in ("api_server", "upgrades", "scaling", "sizes", "storage_kinds")
     ),
     Skip(
         "tests/images/test_images.py",

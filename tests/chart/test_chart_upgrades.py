@@ -1,7 +1,6 @@
-"""Upgrades: API keys that were added stay, keys of the values that are gone are named with what to do instead.
+"""Upgrades keep API keys that were added.
 
-Seen to fail: Helm 3 dropped an added tenant without a word, Helm 4 stopped with a conflict; a key that is gone was
-"not allowed".
+Seen to fail: Helm 3 dropped an added tenant without a word, Helm 4 stopped with a conflict.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import base64
 import json
 
 import pytest
-import yaml
 
 from deploy.chart.tools import HELM_3, HELM_4, HELMS
-from deploy.chart.values import REMOVED
 from tests.chart.clusters import running_cluster
 from tests.chart.manifests import env_of, one, pod_of
 from tests.chart.releases import ENGINE, REDIS, merged
@@ -86,19 +83,6 @@ def test_odd_entries_among_the_keys_stop_no_upgrade(helm):
         cluster.helm(helm, "upgrade", values=REDIS)
 
         assert keys_of(cluster) == {"keys": [*made["keys"], *odd]}
-
-
-@BOTH
-@pytest.mark.parametrize("path", yaml.safe_load(REMOVED.read_text()))
-def test_a_key_that_is_gone_is_refused_by_name_with_what_to_do_instead(helm, path):
-    values: object = True
-    for part in reversed(path.split(".")):
-        values = {part: values}
-    status, _, complaint = helm_says(Release(merged(REDIS, values)), helm)
-
-    assert status != 0
-    assert path in complaint.replace("/", ".")
-    assert f"removed: {yaml.safe_load(REMOVED.read_text())[path]}" in complaint
 
 
 @pytest.mark.parametrize("helm", [HELM_3, HELM_4], ids=lambda helm: helm.version)
